@@ -1,0 +1,24 @@
+"""VECA: a vision backbone whose patches talk through a few elastic cores."""
+
+from importlib.metadata import version
+
+from veca import images
+from veca.checkpoint import CheckpointError, load, save
+from veca.config import ConfigError, VecaConfig, list_models
+from veca.images import ImageError
+from veca.model import Veca, VecaOutput, create_model
+
+__version__ = version("veca")
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ImageError",
+    "Veca",
+    "VecaConfig",
+    "VecaOutput",
+    "create_model",
+    "images",
+    "list_models",
+    "load",
+    "save",
+]

@@ -1,0 +1,335 @@
+"""Weights on disk: our safetensors files, and the checkpoints the paper's authors released.
+
+Our file holds the tensors and, in its header, the configuration and provenance, so it needs nothing beside it; a
+folder of ours is that file as `model.safetensors` with a `config.json` for people to read. Released files are
+pickles: only tensors and plain data are ever taken from them, nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, size_name
+from veca.files import atomic_path
+from veca.model import Veca, create_model
+
+WEIGHTS = Path(str(files("veca"))) / "weights"
+"""Shipped weights: one folder per name."""
+
+_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be loaded: the message says which and what is wrong with it."""
+
+
+def load(
+    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> Veca:
+    """The model in `source`: a shipped name, a file or folder of ours, or a released `.pt`. It comes in eval mode.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(create_model("veca_tiny"), folder)
+    ...     load(folder, dtype=torch.bfloat16).norm.weight.dtype
+    torch.bfloat16
+    """
+    path = _find(source)
+    tensors, config, provenance = _read(path)
+    with torch.device("meta"):
+        model = Veca(config)
+    _check_tensors(path, tensors, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    model.load_state_dict(tensors, assign=True)
+    model.provenance = provenance
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def load_or_random(
+    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> Veca:
+    """`load`, but a named size whose weights do not ship comes with random weights (always the same) and says so
+    in `model.provenance["weights"]`."""
+    if str(source) not in SIZES or Path(source).exists() or (WEIGHTS / str(source)).is_dir():
+        return load(source, device, dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = create_model(str(source))
+    model.provenance = {"weights": "random", "seed": 0}
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def save(model: Veca, path: str | os.PathLike[str]) -> None:
+    """Write `path` (a `.safetensors` file, or else a folder) so that it is whole or untouched, whatever happens."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps
+    path = Path(path)
+    description = {"config": model.config.to_dict(), "provenance": model.provenance}
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with atomic_path(file) as part:
+        save_file(tensors, part, metadata={"format": "pt", "veca": json.dumps(description)})
+    if file is not path:
+        with atomic_path(path / "config.json") as part:
+            part.write_text(json.dumps(description, indent=2) + "\n")
+
+
+def save_official(model: Veca, path: str | os.PathLike[str]) -> None:
+    """Write `path` in the released format: `student` under the released names, and `config`."""
+    model = getattr(model, "_orig_mod", model)
+    config = model.config
+    if config.num_classes:
+        raise CheckpointError("the released format has no classifier; call model.reset_classifier(0) first")
+    student = to_official({name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}, config)
+    original = ast.literal_eval(model.provenance.get("official_config", "{}"))
+    contents = {"student": student, "config": {**original, **_official_config(config, original)}}
+    if "global_step" in model.provenance:
+        contents["global_step"] = model.provenance["global_step"]
+    with atomic_path(path) as part:
+        torch.save(contents, part)
+
+
+def _find(source: str | os.PathLike[str]) -> Path:
+    path = Path(source)
+    if not path.exists() and str(source) in SIZES:
+        path = WEIGHTS / str(source)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"no weights ship for {source}; veca.create_model({str(source)!r}) makes one with random weights"
+            )
+    if not path.exists():
+        raise CheckpointError(
+            f"{source}: no such file or folder, and no model of that name{did_you_mean(source, SIZES)}. "
+            f"Names: {', '.join(SIZES)}"
+        )
+    if path.is_dir():
+        path = path / "model.safetensors"
+        if not path.is_file():
+            raise CheckpointError(f"{source}: the folder holds no model.safetensors")
+    if not path.is_file():
+        raise CheckpointError(f"{source}: not a regular file")
+    return path
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+    with open(path, "rb") as file:
+        start = file.read(64)
+    try:
+        if start[8:9] == b"{":
+            return _read_safetensors(path)
+        if start[:2] == b"PK" or start[:1] == b"\x80":
+            return _read_pickle(path)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its configuration is not a VECA's: {error}") from error
+    known = {b"": "is empty", b"version https://git-lfs": "is a Git LFS pointer, not the weights (run `git lfs pull`)"}
+    known |= {b"<!doctype html": "is a web page, not weights", b"<html": "is a web page, not weights"}
+    for magic, what in known.items():
+        if (start.lower().startswith(magic) and magic) or start == magic:
+            raise CheckpointError(f"{path}: {what}")
+    raise CheckpointError(f"{path}: neither a safetensors file nor a PyTorch checkpoint; it starts with {start[:16]!r}")
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        key = next((key for key in ("veca", "config") if key in metadata), None)
+        described = json.loads(metadata[key]) if key else None
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from error
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: its header has no `veca` entry")
+    if key == "config":
+        return _from_released(path, tensors, described)
+    config, provenance = described.get("config"), described.get("provenance", {})
+    if not isinstance(config, dict) or not isinstance(provenance, dict):
+        raise CheckpointError(f"{path}: its `veca` header has no configuration")
+    return tensors, VecaConfig.from_dict(config), provenance
+
+
+def _read_pickle(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("Please file an issue")[0].split("WeightsUnpickler error:")[-1].strip()
+        raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data: {reason}") from error
+    except Exception as error:  # a damaged archive surfaces as almost anything
+        raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
+    student, config = (contents.get("student"), contents.get("config")) if isinstance(contents, dict) else (None, None)
+    if not isinstance(student, dict) or not isinstance(config, dict):
+        found = f"keys {', '.join(map(str, list(contents)[:8]))}" if isinstance(contents, dict) else type(contents)
+        raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({found})")
+    tensors, shape, provenance = _from_released(path, student, config)
+    if isinstance(contents.get("global_step"), int):
+        provenance["global_step"] = contents["global_step"]
+    return tensors, shape, provenance
+
+
+def _from_released(
+    path: Path, student: Mapping[str, Any], official: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+    student = {_strip(name): tensor for name, tensor in student.items() if isinstance(tensor, Tensor)}
+    if "query_token_chunks.0" not in student:
+        raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
+    config = _config_from_official(official, student)
+    depth = 1 + max((int(n.split(".")[1]) for n in student if n.split(".")[0] == "blocks" and n.split(".")[1].isdigit()),
+                    default=-1)  # fmt: skip
+    if depth != config.depth:
+        raise CheckpointError(f"{path}: its config says {config.depth} layers, its tensors have {depth}")
+    with torch.device("meta"):
+        expected = to_official(Veca(config).state_dict(), config)
+    _check_tensors(path, student, {name: tensor.shape for name, tensor in expected.items()})
+    plain = {key: value for key, value in official.items() if _is_plain(key) and _is_plain(value)}
+    provenance = {"source": path.name, "official_config": repr(plain)}
+    return from_official(student, config), config, provenance
+
+
+def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+    def listed(names: list[str]) -> str:
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    problems = []
+    if missing := [name for name in expected if name not in found]:
+        problems.append(f"missing {listed(missing)}")
+    if foreign := [name for name in found if name not in expected]:
+        problems.append(f"unknown {listed(foreign)}")
+    for name, shape in expected.items():
+        tensor = found.get(name)
+        if tensor is not None and (tensor.shape != shape or not tensor.is_floating_point()):
+            problems.append(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected floating point {tuple(shape)}")
+    if problems:
+        raise CheckpointError(f"{path}: its tensors do not fit its configuration: {'; '.join(problems[:4])}")
+
+
+def _strip(name: str) -> str:
+    while (prefix := name.partition(".")[0]) in ("module", "student", "_orig_mod"):
+        name = name.removeprefix(prefix + ".")
+    return name
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, RuntimeError):
+        return False
+
+
+def _config_from_official(official: Mapping[str, Any], student: Mapping[str, Tensor]) -> VecaConfig:
+    """Older files say `matryoshka_…` where newer ones say `nested_…`."""
+    if official.get("rope_zero_freqs_from", "low") != "low" or official.get("patch_embed_use_ln"):
+        raise ConfigError("it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as all released models have")
+    family = _FAMILIES.get(str(official.get("model_family")))
+    fields = SIZES[family].to_dict() if family else {}
+    names = {
+        "embed_dim": ("hidden_dim",),
+        "depth": ("num_layers",),
+        "num_heads": ("num_heads",),
+        "mlp_ratio": ("mlp_ratio",),
+        "patch_size": ("patch_size",),
+        "in_chans": ("in_channels",),
+        "num_cores": ("num_query_tokens",),
+        "core_chunk": ("nested_chunk_size", "matryoshka_chunk_size"),
+        "budgets": ("nested_budgets", "matryoshka_budgets"),
+        "rope_zero_fraction": ("rope_p_zero_freqs",),
+    }
+    for field, keys in names.items():
+        fields |= {field: official[key] for key in keys if key in official}
+    for field in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
+        if field not in fields:
+            raise ConfigError(f"it has no {names[field][0]!r}")
+    if "rope_shift_coords" in official:
+        fields["coordinate_shift"] = official["rope_shift_coords"] or 0.0
+    if "rope_rescale_coords" in official:
+        fields["coordinate_rescale"] = official["rope_rescale_coords"] or 1.0
+    if "output_proj.weight" in student:
+        fields["output_dim"] = student["output_proj.weight"].shape[0]
+    return VecaConfig.from_dict(fields)
+
+
+def _official_config(config: VecaConfig, original: Mapping[str, Any]) -> dict[str, Any]:
+    families = {ours: theirs for theirs, ours in _FAMILIES.items()}
+    chunk = "matryoshka_chunk_size" if "matryoshka_chunk_size" in original else "nested_chunk_size"
+    return {
+        "model_family": original.get("model_family", families.get(size_name(config) or "", "custom")),
+        "num_query_tokens": config.num_cores,
+        "hidden_dim": config.embed_dim,
+        "num_heads": config.num_heads,
+        "num_layers": config.depth,
+        "mlp_ratio": config.mlp_ratio,
+        "patch_size": config.patch_size,
+        chunk: config.core_chunk,
+        "rope_p_zero_freqs": config.rope_zero_fraction,
+        "rope_zero_freqs_from": "low",
+    }
+
+
+def _released_names(config: VecaConfig) -> dict[str, tuple[str, ...]]:
+    """Our tensor names, and the released tensors each is made of."""
+    names: dict[str, tuple[str, ...]] = {}
+
+    def layer(ours: str, *released: str) -> None:
+        for kind in ("weight", "bias"):
+            names[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in released)
+
+    layer("patch_embed.proj", "patch_embed.proj")
+    for i in range(config.num_cores // config.core_chunk):
+        names[f"cores.{i}"] = (f"query_token_chunks.{i}",)
+        names[f"core_states.{i}"] = (f"qcoord_chunks.{i}",)
+    for i in range(config.depth - 1):
+        layer(f"coordinate_heads.{i}", f"pos_linears.{i}")
+    names["coordinate_alpha"] = ("pos_alpha",)
+    for i in range(config.depth):
+        block = f"blocks.{i}."
+        layer(block + "norm1", block + "norm_attn")
+        layer(block + "attn.qkv", *(block + f"attn.{part}_proj" for part in "qkv"))
+        layer(block + "attn.proj", block + "attn.out_proj")
+        layer(block + "norm2", block + "norm_ffn")
+        layer(block + "mlp.fc1", block + "fc1")
+        layer(block + "mlp.fc2", block + "fc2")
+    layer("norm", "final_norm")
+    if config.output_dim:
+        layer("output_proj", "output_proj")
+    return names
+
+
+def from_official(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
+    """Released tensors under our names.
+
+    Released q and k rotate adjacent channels (2j, 2j + 1) of a head; ours rotate (j, j + d/2). Reordering the rows of
+    both projections alike leaves every q·k as it was.
+    """
+    tensors = {}
+    for ours, released in _released_names(config).items():
+        parts = [student[name] for name in released]
+        if len(parts) == 3:
+            shape = (config.num_heads, config.head_dim // 2, 2)
+            parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+        tensor = torch.cat(parts)
+        tensors[ours] = tensor.squeeze(0) if ours.startswith(("cores.", "core_states.")) else tensor
+    return tensors
+
+
+def to_official(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
+    """The inverse of `from_official`, bit for bit."""
+    student = {}
+    for ours, released in _released_names(config).items():
+        tensor = tensors[ours]
+        parts = [tensor[None] if ours.startswith(("cores.", "core_states.")) else tensor]
+        if len(released) == 3:
+            shape = (config.num_heads, 2, config.head_dim // 2)
+            parts = list(tensor.chunk(3))
+            parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+        # A slice of a larger tensor would drag all of it into the file.
+        student |= {name: part.clone() for name, part in zip(released, parts, strict=True)}
+    return student

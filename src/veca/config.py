@@ -1,0 +1,161 @@
+"""The shape of a VECA: a strict, frozen dataclass and the named sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot describe a VECA: the message names the field, the value and the rule."""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """`" (did you mean 'depth'?)"` when something known is spelled almost like `word`, else nothing."""
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VecaConfig:
+    """Everything that fixes the architecture. Defaults are the paper's base model.
+
+    >>> VecaConfig(embed_dim=384, num_heads=6).head_dim
+    64
+    """
+
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    mlp_ratio: float = 2.66667
+    patch_size: int = 16
+    in_chans: int = 3
+    num_cores: int = 64
+    """Capacity of the core bank: the largest budget."""
+    core_chunk: int = 8
+    """The bank is stored in parameters of this many cores, so that an inactive one gets no gradient at all."""
+    budgets: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 56, 64)
+    """Budgets the weights are trained at; any other from 1 to `num_cores` works and warns."""
+    output_dim: int | None = None
+    """Width of a last linear map, for students of a teacher with another width; None: no map."""
+    num_classes: int = 0
+    """Size of an optional linear classifier on the global feature; 0: none."""
+    rope_zero_fraction: float = 0.125
+    """Share of the rotary periods, the slowest, that are switched off."""
+    coordinate_shift: float = 0.08
+    """Training only: patch coordinates move by U(-shift, shift) on each axis; 0: off."""
+    coordinate_rescale: float = 2.0
+    """Training only: patch coordinates scale by exp(U(-ln r, ln r)); 1: off."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name))
+
+        def require(name: str, holds: bool, rule: str) -> None:
+            if not holds:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
+
+        # The upper bounds stop a hostile file from asking for a model no machine can hold.
+        require("depth", 1 <= self.depth <= 1024, "from 1 to 1024")
+        require("num_heads", 1 <= self.num_heads <= 1024, "from 1 to 1024")
+        multiple = 4 * self.num_heads
+        require("embed_dim", 1 <= self.embed_dim <= 65536, "from 1 to 65536")
+        require("embed_dim", self.embed_dim % multiple == 0, f"a multiple of 4 × num_heads = {multiple}")
+        require("mlp_ratio", 0 < self.mlp_ratio <= 64 and self.mlp_dim >= 1, "positive, at most 64")
+        require("patch_size", 1 <= self.patch_size <= 1024, "from 1 to 1024")
+        require("in_chans", 1 <= self.in_chans <= 1024, "from 1 to 1024")
+        require("num_cores", 1 <= self.num_cores <= 256, "from 1 to 256")
+        require("core_chunk", self.core_chunk >= 1, "at least 1")
+        require("core_chunk", self.num_cores % self.core_chunk == 0, f"a divisor of num_cores = {self.num_cores}")
+        budgets = f"one or more integers from 1 to num_cores = {self.num_cores}"
+        require("budgets", len(self.budgets) > 0 and all(1 <= c <= self.num_cores for c in self.budgets), budgets)
+        require("output_dim", self.output_dim is None or 1 <= self.output_dim <= 65536, "None or from 1 to 65536")
+        require("num_classes", 0 <= self.num_classes <= 10_000_000, "from 0 to 10,000,000")
+        require("rope_zero_fraction", 0 <= self.rope_zero_fraction <= 1, "in [0, 1]")
+        require("coordinate_shift", 0 <= self.coordinate_shift <= 1, "in [0, 1]")
+        require("coordinate_rescale", 1 <= self.coordinate_rescale <= 16, "in [1, 16]")
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        return int(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def num_features(self) -> int:
+        """Width of the features that come out."""
+        return self.output_dim or self.embed_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` takes back, through JSON too."""
+        return {**dataclasses.asdict(self), "budgets": list(self.budgets)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> VecaConfig:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown field {key!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
+        values = dict(values)
+        if isinstance(values.get("budgets"), list):
+            values["budgets"] = tuple(values["budgets"])
+        return cls(**values)
+
+
+_NUMBERS = ("mlp_ratio", "rope_zero_fraction", "coordinate_shift", "coordinate_rescale")
+
+
+def _check_type(name: str, value: object) -> None:
+    if name in _NUMBERS:
+        fits, kind = type(value) in (int, float) and math.isfinite(value), "a finite number"  # type: ignore[arg-type]
+    elif name == "budgets":
+        fits, kind = isinstance(value, tuple) and all(type(c) is int for c in value), "a tuple of integers"
+    else:
+        fits, kind = type(value) is int or (name == "output_dim" and value is None), "an integer"
+    if not fits:
+        raise ConfigError(f"{name}={value!r}: must be {kind}")
+
+
+SIZES: dict[str, VecaConfig] = {
+    "veca_tiny": VecaConfig(embed_dim=192, num_heads=3),
+    "veca_small": VecaConfig(embed_dim=384, num_heads=6),
+    "veca_small_plus": VecaConfig(embed_dim=384, num_heads=6, mlp_ratio=4.0),
+    "veca_base": VecaConfig(embed_dim=768, num_heads=12),
+    "veca_large": VecaConfig(embed_dim=1024, num_heads=16, depth=24),
+}
+"""`veca_tiny` is ours; the other four are the paper's."""
+
+
+def list_models() -> list[str]:
+    """Names that `create_model` takes.
+
+    >>> list_models()
+    ['veca_tiny', 'veca_small', 'veca_small_plus', 'veca_base', 'veca_large']
+    """
+    return list(SIZES)
+
+
+def get_config(name: str, **overrides: Any) -> VecaConfig:
+    """The configuration of a named size, with fields replaced."""
+    if name not in SIZES:
+        raise ConfigError(f"unknown model {name!r}{did_you_mean(name, SIZES)}. Known: {', '.join(SIZES)}")
+    return VecaConfig.from_dict({**SIZES[name].to_dict(), **overrides})
+
+
+def size_name(config: VecaConfig) -> str | None:
+    """The named size with this backbone, if there is one; heads and training options do not count.
+
+    >>> size_name(VecaConfig(num_classes=10))
+    'veca_base'
+    """
+    backbone = ("embed_dim", "depth", "num_heads", "mlp_dim", "patch_size", "in_chans", "num_cores")
+    for name, size in SIZES.items():
+        if all(getattr(size, field) == getattr(config, field) for field in backbone):
+            return name
+    return None

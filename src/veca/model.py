@@ -1,0 +1,323 @@
+"""VECA, the whole backbone, top to bottom.
+
+A Vision Transformer in which patches never attend to patches. They talk through C ≤ 64 learned *cores*:
+
+- cores attend to every token, patches attend to the cores: cost is linear in the number of patches;
+- cores are an ordered bank trained at many budgets, so the first C of them are a model for every C;
+- the first core is the global feature, and all patches are kept and refined in every block: dense features come out;
+- each core has a place on the picture, moved before each block by what the core has seen so far.
+
+Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), D width, H heads,
+d = D / H, L blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from veca.attention import core_attention
+from veca.config import VecaConfig, get_config
+from veca.images import nearest_sizes
+from veca.rope import Rotary, augment, initial_core_states, patch_coordinates, patch_rotary, rotary
+
+
+class VecaOutput(NamedTuple):
+    """What a forward pass gives. D is the output width: the model's, or `output_dim` where it has one."""
+
+    cores: Tensor
+    """(B, C, D); the first is the global feature."""
+    patches: Tensor
+    """(B, N, D), row by row."""
+    coordinates: Tensor
+    """(L, B, C, 2): the (x, y) in [-1, 1] at which each core stood in each block."""
+    grid: tuple[int, int]
+    """(rows, columns) of the patches."""
+    logits: Tensor | None = None
+    """(B, num_classes) when the model has a classifier."""
+
+    @property
+    def cls(self) -> Tensor:
+        """(B, D): the global feature."""
+        return self.cores[:, 0]
+
+    @property
+    def feature_map(self) -> Tensor:
+        """(B, D, rows, columns): the patches as a picture."""
+        return self.patches.mT.unflatten(-1, self.grid)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(config.in_chans, config.embed_dim, config.patch_size, stride=config.patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).mT  # (B, N, D)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
+        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
+
+    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        return self.proj(core_attention(qkv, core_rotary, patch_rotary))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.embed_dim, 2 * config.mlp_dim)
+        self.fc2 = nn.Linear(config.mlp_dim, config.embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(F.silu(u) * v)
+
+
+class Block(nn.Module):
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.embed_dim)
+        self.attn = Attention(config)
+        self.norm2 = nn.LayerNorm(config.embed_dim)
+        self.mlp = SwiGlu(config)
+
+    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+        x = x + self.attn(self.norm1(x), core_rotary, patch_rotary)
+        return x + self.mlp(self.norm2(x))
+
+
+class Veca(nn.Module):
+    """The backbone: `model(images, cores=C)` → `VecaOutput`.
+
+    >>> model = create_model("veca_tiny").eval()
+    >>> out = model(torch.zeros(1, 3, 64, 96), cores=16)
+    >>> out.cls.shape, out.feature_map.shape
+    (torch.Size([1, 192]), torch.Size([1, 192, 4, 6]))
+    """
+
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__()
+        dim, chunks = config.embed_dim, config.num_cores // config.core_chunk
+        self.config = config
+        self.provenance: dict[str, Any] = {}
+        """Plain data on where the weights come from; saved and loaded with them."""
+        self.embed_dim = dim
+        self.num_features = config.num_features
+        self.grad_checkpointing = False
+        self._warned: set[int] = set()
+
+        self.patch_embed = PatchEmbed(config)
+        self.cores = nn.ParameterList(torch.empty(config.core_chunk, dim) for _ in range(chunks))
+        self.core_states = nn.ParameterList(torch.empty(config.core_chunk, 2) for _ in range(chunks))
+        self.coordinate_heads = nn.ModuleList(nn.Linear(dim, 2) for _ in range(config.depth - 1))
+        self.coordinate_alpha = nn.Parameter(torch.empty(config.depth - 1))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(dim)
+        self.output_proj = nn.Linear(dim, config.output_dim) if config.output_dim else nn.Identity()
+        self.head = nn.Linear(self.num_features, config.num_classes) if config.num_classes else nn.Identity()
+        if not self.coordinate_alpha.is_meta:
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw new weights, as the paper does."""
+        self.apply(_init_linear)
+        for chunk in self.cores:
+            nn.init.normal_(chunk, std=self.embed_dim**-0.5)
+        states = initial_core_states(self.config.num_cores).split(self.config.core_chunk)
+        for chunk, state in zip(self.core_states, states, strict=True):
+            chunk.copy_(state)
+        nn.init.constant_(self.coordinate_alpha, 0.01)
+
+    def forward(self, images: Tensor, cores: int | None = None) -> VecaOutput:
+        """Features of normalised images (B, 3, height, width) with a budget of `cores` (default: all)."""
+        x, coordinates, _ = self._run(images, cores)
+        x = self.output_proj(self.norm(x))
+        budget = coordinates.shape[2]
+        logits = self.forward_head(x) if self.config.num_classes else None
+        return VecaOutput(x[:, :budget], x[:, budget:], coordinates, self._grid(images), logits)
+
+    def _run(
+        self, images: Tensor, cores: int | None, take: Sequence[int] = (), stop: int | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """All blocks, or the first `stop`: the sequence (B, S, D), coordinates (L, B, C, 2), and blocks `take`'s output."""
+        rows, columns = self._grid(images)
+        budget = self._budget(cores)
+        patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))
+        bank, state = self._active(self.cores, budget), self._active(self.core_states, budget)
+        x = torch.cat([bank.expand(len(images), -1, -1), patches], dim=1)
+
+        # Coordinates and angles never go below float32, whatever the model or autocast does.
+        state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
+        on_patches = self._patch_rotary(rows, columns, state)
+        coordinates, taken = [], []
+        for i, block in enumerate(self.blocks[:stop]):
+            if i > 0:
+                step = self.coordinate_heads[i - 1](x[:, :budget])
+                state = state + self.coordinate_alpha[i - 1].to(state.dtype) * step.to(state.dtype)
+            coordinates.append(state.tanh())
+            on_cores = self._rotary(coordinates[-1][:, None])
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, on_cores, on_patches, use_reentrant=False)
+            else:
+                x = block(x, on_cores, on_patches)
+            if i in take:
+                taken.append(x)
+        return x, torch.stack(coordinates), taken
+
+    def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
+        """The first `budget` rows of a chunked bank; chunks beyond take no part in the graph."""
+        chunks = math.ceil(budget / self.config.core_chunk)
+        return torch.cat(list(bank)[:chunks])[:budget]
+
+    def _rotary(self, coordinates: Tensor) -> Rotary:
+        return rotary(coordinates, self.config.head_dim, self.config.rope_zero_fraction)
+
+    def _patch_rotary(self, rows: int, columns: int, like: Tensor) -> Rotary:
+        shift, rescale = self.config.coordinate_shift, self.config.coordinate_rescale
+        if self.training and (shift > 0 or rescale > 1):
+            return self._rotary(augment(patch_coordinates(rows, columns, like.device, like.dtype), shift, rescale))
+        head_dim, zero_fraction = self.config.head_dim, self.config.rope_zero_fraction
+        return patch_rotary(rows, columns, head_dim, zero_fraction, like.device, like.dtype)
+
+    def _grid(self, images: Tensor) -> tuple[int, int]:
+        chans, patch = self.config.in_chans, self.config.patch_size
+        if images.ndim != 4 or images.shape[1] != chans:
+            raise ValueError(f"images have shape {tuple(images.shape)}; expected (batch, {chans}, height, width)")
+        if not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype}; make them float with veca.images.normalize(images)")
+        height, width = images.shape[-2:]
+        if height % patch or width % patch or not height or not width:
+            near = "×".join(map(str, nearest_sizes(height, width, patch)))
+            raise ValueError(
+                f"image is {height}×{width}; sides must be multiples of {patch}. Nearest: {near}. "
+                "veca.images.resize_to_multiple or veca.images.pad_to_multiple gets there"
+            )
+        return height // patch, width // patch
+
+    def _budget(self, cores: int | None) -> int:
+        most = self.config.num_cores
+        budget = most if cores is None else operator.index(cores)
+        if not 1 <= budget <= most:
+            raise ValueError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
+        if not torch.compiler.is_compiling() and budget not in self.config.budgets and budget not in self._warned:
+            self._warned.add(budget)
+            trained = ", ".join(map(str, self.config.budgets))
+            warnings.warn(f"cores={budget} was not trained (trained: {trained}); expect lesser features", stacklevel=6)
+        return budget
+
+    # The names timm and DINOv3 users know.
+
+    def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
+        """The final tokens (B, C + N, D), normalised, cores first."""
+        x, _, _ = self._run(images, cores)
+        return self.output_proj(self.norm(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """The classifier on the tokens `forward_features` gives; `pre_logits` stops at the global feature."""
+        return x[:, 0] if pre_logits else self.head(x[:, 0])
+
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
+        intermediates_only: bool = False,
+        cores: int | None = None,
+    ) -> Any:
+        """Features of several blocks, as in timm: (final tokens, intermediates) or intermediates only.
+
+        `indices`: the last n blocks, or their numbers (negative from the end); None: all. Prefix tokens are the
+        cores. Intermediates have the model's width: they are taken before `output_proj`.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
+        take = self._take(indices)
+        stop = max(take) + 1 if stop_early and intermediates_only else None
+        x, coordinates, taken = self._run(images, cores, take, stop)
+        budget = coordinates.shape[2]
+        taken = [self.norm(t) for t in taken] if norm else taken
+        features = [t[:, budget:] for t in taken]
+        if output_fmt == "NCHW":
+            features = [t.mT.unflatten(-1, self._grid(images)).contiguous() for t in features]
+        found = [(f, t[:, :budget]) for f, t in zip(features, taken, strict=True)] if return_prefix_tokens else features
+        return found if intermediates_only else (self.output_proj(self.norm(x)), found)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_class_token: bool = False,
+        norm: bool = True,
+        cores: int | None = None,
+    ) -> tuple[Any, ...]:
+        """Features of the last `n` blocks (or the blocks numbered), as in DINOv3: patches, or (patches, cls) pairs."""
+        found = self.forward_intermediates(
+            x, n, True, norm, True, "NCHW" if reshape else "NLC", intermediates_only=True, cores=cores
+        )
+        return tuple((patches, prefix[:, 0]) if return_class_token else patches for patches, prefix in found)
+
+    def _take(self, indices: int | Sequence[int] | None) -> list[int]:
+        depth = len(self.blocks)
+        if indices is None:
+            return list(range(depth))
+        if isinstance(indices, int):
+            if not 1 <= indices <= depth:
+                raise ValueError(f"asked for the last {indices} blocks; the model has {depth}")
+            return list(range(depth - indices, depth))
+        for i in indices:
+            if not -depth <= i < depth:
+                raise ValueError(f"asked for block {i}; the model has blocks 0 to {depth - 1}")
+        if not indices:
+            raise ValueError("asked for no block; name at least one")
+        return [i % depth for i in indices]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only block inputs for the backward pass and recompute the rest: less memory, more time."""
+        self.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replace the classifier by a new one; 0 removes it."""
+        self.config = VecaConfig.from_dict({**self.config.to_dict(), "num_classes": num_classes})
+        like = self.norm.weight
+        self.head = nn.Identity()
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            _init_linear(self.head)
+
+
+def _init_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def create_model(name: str, **overrides: Any) -> Veca:
+    """A new model of a named size with random weights; `overrides` are fields of `VecaConfig`.
+
+    >>> create_model("veca_tiny", num_classes=10).head.out_features
+    10
+    """
+    return Veca(get_config(name, **overrides))

@@ -1,0 +1,83 @@
+"""Exactness: the authors' implementation gave these numbers; ours must too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import GOLDEN, Golden, relative_error
+from safetensors.torch import load_file
+
+from veca.checkpoint import to_official
+from veca.rope import farthest_points
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("image", ["image0", "image1"])
+def test_outputs_at_every_budget(golden: Golden, image: str, device: str) -> None:
+    model = golden.model().to(device)
+    for cores in range(8, 65, 8):
+        with torch.no_grad():
+            out = model(golden.numbers[image].to(device), cores)
+        found = {"cls": out.cls, "patches": out.patches, "coords": out.coordinates}
+        for name, tensor in found.items():
+            expected = golden.numbers[f"{image}.C{cores}.{name}"]
+            assert tensor.shape == expected.shape
+            assert relative_error(tensor.cpu(), expected) <= 2e-5, (cores, name)
+
+
+@pytest.mark.parametrize("image", ["image0", "image1"])
+def test_hidden_states(golden: Golden, image: str) -> None:
+    model = golden.model()
+    with torch.no_grad():
+        _, blocks = model.forward_intermediates(
+            golden.numbers[image], return_prefix_tokens=True, output_fmt="NLC", cores=24
+        )
+    for (patches, cores), expected in zip(blocks, golden.numbers[f"{image}.C24.hidden"], strict=True):
+        assert relative_error(torch.cat([cores, patches], dim=1), expected) <= 2e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loss_and_every_gradient(golden: Golden, device: str) -> None:
+    numbers = {name: tensor.to(device) for name, tensor in golden.numbers.items()}
+    model = golden.model().to(device)
+    out = model(numbers["image0"], cores=40)
+
+    def one_minus_cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (1 - F.cosine_similarity(a, b, dim=-1, eps=1e-6)).mean()
+
+    cls = one_minus_cosine(out.cls, numbers["loss.teacher_cls"])
+    cosine = one_minus_cosine(out.patches, numbers["loss.teacher_patches"])
+    mse = F.mse_loss(out.patches, numbers["loss.teacher_patches"])
+    torch.testing.assert_close(
+        torch.stack([cls, cosine + mse, cosine, mse]), numbers["loss.values"], rtol=1e-5, atol=1e-7
+    )
+
+    (cls + cosine + mse).backward()
+    assert model.cores[5].grad is None, "chunks beyond the budget must take no part at all"
+    assert model.core_states[5].grad is None
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    checked = 0
+    for name, grad in to_official(grads, model.config).items():
+        if f"grad.{name}" not in numbers:
+            continue
+        expected = numbers[f"grad.{name}"]
+        checked += 1
+        if expected.any():
+            assert relative_error(grad.view_as(expected), expected) <= 1e-4, name
+        else:
+            assert grad.abs().max() <= 1e-6, name
+    assert checked == sum(name.startswith("grad.") for name in numbers)
+
+
+def test_farthest_points() -> None:
+    fps = load_file(GOLDEN / "fps.safetensors")
+    assert farthest_points(fps["pool"], 64).tolist() == fps["selected"].tolist()

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import timm
+import torch
+from conftest import make_tiny, relative_error
+from torch import Tensor, nn
+
+import veca
+from veca.attention import use_kernel
+
+
+def pictures(batch: int = 2, height: int = 48, width: int = 80, **kwargs: torch.dtype) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1), **kwargs)
+
+
+def test_output_shapes(tiny: veca.Veca) -> None:
+    out = tiny(pictures(), cores=16)
+    assert out.cls.shape == (2, 64)
+    assert out.patches.shape == (2, 15, 64)
+    assert out.cores.shape == (2, 16, 64)
+    assert out.coordinates.shape == (3, 2, 16, 2)
+    assert out.grid == (3, 5)
+    assert out.feature_map.shape == (2, 64, 3, 5)
+    assert out.logits is None
+    torch.testing.assert_close(out.feature_map[:, :, 2, 1], out.patches[:, 11], rtol=0, atol=0)
+    torch.testing.assert_close(out.cls, out.cores[:, 0], rtol=0, atol=0)
+
+
+def test_default_budget_is_all_cores(tiny: veca.Veca) -> None:
+    torch.testing.assert_close(tiny(pictures()).patches, tiny(pictures(), cores=64).patches, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cores", [1, 8, 13, 40, 63])
+def test_prefix_property(cores: int) -> None:
+    """C active cores are a model that only ever had those C."""
+    whole = make_tiny(budgets=tuple(range(1, 65)))
+    small = make_tiny(num_cores=cores, core_chunk=cores, budgets=(cores,))
+    state = {name: tensor for name, tensor in whole.state_dict().items() if not name.startswith(("cores.", "core_s"))}
+    state["cores.0"] = torch.cat(list(whole.cores))[:cores]
+    state["core_states.0"] = torch.cat(list(whole.core_states))[:cores]
+    small.load_state_dict(state)
+    for a, b in zip(small(pictures())[:3], whole(pictures(), cores)[:3], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("cores", "height", "width"), [(8, 16, 16), (24, 64, 96), (64, 112, 48)])
+def test_fast_path_equals_the_masked_reference(cores: int, height: int, width: int) -> None:
+    model, images = make_tiny().double(), pictures(2, height, width, dtype=torch.float64)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        out = model(images, cores)
+        target = out.patches.square().mean() + out.cls.sin().sum() + out.coordinates.square().sum()
+        grads = torch.autograd.grad(target, list(model.parameters()), allow_unused=True)
+        return torch.cat([out.cores, out.patches], dim=1), [g for g in grads if g is not None]
+
+    fast, fast_grads = run()
+    with use_kernel("reference"):
+        exact, exact_grads = run()
+    torch.testing.assert_close(fast, exact, rtol=1e-9, atol=1e-10)
+    for a, b in zip(fast_grads, exact_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 160), (320, 16), (224, 336)])
+def test_numbers_do_not_depend_on_the_batch(tiny: veca.Veca, size: tuple[int, int]) -> None:
+    images = pictures(5, *size)
+    together = tiny(images, 16)
+    for i in range(5):
+        alone = tiny(images[i : i + 1], 16)
+        assert relative_error(alone.patches[0], together.patches[i]) < 1e-6
+        assert relative_error(alone.coordinates[:, 0], together.coordinates[:, i]) < 1e-6
+
+
+def test_an_empty_batch_is_no_error(tiny: veca.Veca) -> None:
+    assert tiny(pictures(0), 8).patches.shape == (0, 15, 64)
+
+
+def test_coordinates_move_per_picture_from_the_second_block_on(tiny: veca.Veca) -> None:
+    coordinates = tiny(pictures()).coordinates
+    start = torch.cat(list(tiny.core_states)).tanh()
+    torch.testing.assert_close(coordinates[0], start.expand(2, -1, -1))
+    assert (coordinates[1] - coordinates[0]).abs().amax(-1).min() > 0
+    assert not torch.allclose(coordinates[1, 0], coordinates[1, 1])
+    assert coordinates.abs().max() <= 1
+
+
+def test_wrong_sizes_name_the_nearest(tiny: veca.Veca) -> None:
+    with pytest.raises(ValueError, match=r"image is 250×333; sides must be multiples of 16. Nearest: 256×336"):
+        tiny(torch.zeros(1, 3, 250, 333))
+    with pytest.raises(ValueError, match="expected \\(batch, 3, height, width\\)"):
+        tiny(torch.zeros(3, 32, 32))
+    with pytest.raises(ValueError, match="expected \\(batch, 3, height, width\\)"):
+        tiny(torch.zeros(1, 1, 32, 32))
+    with pytest.raises(ValueError, match=r"torch.uint8; make them float with veca.images.normalize"):
+        tiny(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="image is 0×32"):
+        tiny(torch.zeros(1, 3, 0, 32))
+
+
+@pytest.mark.parametrize("cores", [0, -1, 65, 10**9])
+def test_budgets_out_of_range_are_named(tiny: veca.Veca, cores: int) -> None:
+    with pytest.raises(ValueError, match=f"cores={cores}; a budget is an integer from 1 to 64"):
+        tiny(pictures(), cores)
+
+
+def test_a_budget_that_is_no_integer(tiny: veca.Veca) -> None:
+    with pytest.raises(TypeError):
+        tiny(pictures(), 8.0)  # type: ignore[arg-type]
+
+
+def test_untrained_budget_warns_once(tiny: veca.Veca) -> None:
+    with pytest.warns(UserWarning, match="cores=10 was not trained"):
+        tiny(pictures(), 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny(pictures(), 10)
+        tiny(pictures(), 16)
+    with pytest.warns(UserWarning, match="cores=11 was not trained"):
+        tiny(pictures(), 11)
+
+
+def test_forward_features_and_head() -> None:
+    model = make_tiny(num_classes=7, output_dim=48)
+    out, tokens = model(pictures(), 8), model.forward_features(pictures(), 8)
+    torch.testing.assert_close(tokens, torch.cat([out.cores, out.patches], dim=1), rtol=0, atol=0)
+    assert tokens.shape == (2, 8 + 15, 48)
+    assert out.logits is not None
+    assert out.logits.shape == (2, 7)
+    torch.testing.assert_close(model.forward_head(tokens), out.logits, rtol=0, atol=0)
+    torch.testing.assert_close(model.forward_head(tokens, pre_logits=True), out.cls, rtol=0, atol=0)
+
+
+def test_reset_classifier(tiny: veca.Veca) -> None:
+    tiny.to(torch.bfloat16).reset_classifier(5)
+    assert tiny.config.num_classes == 5
+    logits = tiny(pictures(), 8).logits
+    assert logits is not None
+    assert (logits.shape, logits.dtype) == ((2, 5), torch.bfloat16)
+    assert tiny.get_classifier() is tiny.head
+    tiny.reset_classifier(0)
+    assert tiny(pictures(), 8).logits is None
+    with pytest.raises(ValueError, match="num_classes"):
+        tiny.reset_classifier(-1)
+
+
+def test_intermediates_follow_timm() -> None:
+    """The same calls on timm's DINOv3-shaped ViT and on ours give results of the same structure."""
+    model = make_tiny()
+    dense = timm.create_model("vit_small_patch16_dinov3", num_classes=0, depth=3, dynamic_img_size=True).eval()
+    images = pictures(2, 64, 96)
+    for options in (
+        {},
+        {"indices": 2},
+        {"indices": [0, 2], "output_fmt": "NLC"},
+        {"indices": [2, 0]},
+        {"indices": [-1], "norm": True, "return_prefix_tokens": True},
+        {"indices": [1], "intermediates_only": True, "stop_early": True},
+        {"indices": [0], "stop_early": True, "intermediates_only": True, "return_prefix_tokens": True},
+    ):
+        ours, theirs = model.forward_intermediates(images, **options), dense.forward_intermediates(images, **options)
+        if not options.get("intermediates_only"):
+            assert ours[0].shape[0] == theirs[0].shape[0]
+            torch.testing.assert_close(ours[0], model.forward_features(images))
+            ours, theirs = ours[1], theirs[1]
+        assert type(ours) is type(theirs)
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert isinstance(a, tuple) == isinstance(b, tuple)
+            a, b = (a[0], b[0]) if isinstance(a, tuple) else (a, b)
+            assert a.shape[0] == b.shape[0]
+            channels = 1 if a.ndim == 4 else 2
+            assert [n for i, n in enumerate(a.shape) if i != channels] == [
+                n for i, n in enumerate(b.shape) if i != channels
+            ]
+
+
+def test_intermediates_are_the_blocks_outputs(tiny: veca.Veca) -> None:
+    seen: list[Tensor] = []
+    for block in tiny.blocks:
+        block.register_forward_hook(lambda _, __, out: seen.append(out))
+    final, found = tiny.forward_intermediates(pictures(), [2, 0], return_prefix_tokens=True, output_fmt="NLC", cores=8)
+    for (patches, prefix), expected in zip(found, [seen[0], seen[2]], strict=True):
+        torch.testing.assert_close(torch.cat([prefix, patches], dim=1), expected, rtol=0, atol=0)
+    torch.testing.assert_close(final, tiny.norm(seen[2]), rtol=0, atol=0)
+
+
+def test_stop_early_runs_no_more_blocks(tiny: veca.Veca) -> None:
+    ran: list[int] = []
+    for i, block in enumerate(tiny.blocks):
+        block.register_forward_hook(lambda *_, i=i: ran.append(i))
+    tiny.forward_intermediates(pictures(), [0, 1], stop_early=True, intermediates_only=True)
+    assert ran == [0, 1]
+
+
+def test_get_intermediate_layers_follows_dinov3(tiny: veca.Veca) -> None:
+    images = pictures()
+    out = tiny(images, cores=16)
+    (patches,) = tiny.get_intermediate_layers(images, cores=16)
+    torch.testing.assert_close(patches, out.patches)
+    ((feature_map, cls),) = tiny.get_intermediate_layers(images, reshape=True, return_class_token=True, cores=16)
+    torch.testing.assert_close(feature_map, out.feature_map)
+    torch.testing.assert_close(cls, out.cls)
+    assert len(tiny.get_intermediate_layers(images, n=3)) == 3
+    raw = tiny.get_intermediate_layers(images, n=[0, 2], norm=False)
+    normed = tiny.get_intermediate_layers(images, n=[0, 2])
+    assert isinstance(raw, tuple)
+    for a, b in zip(raw, normed, strict=True):
+        torch.testing.assert_close(tiny.norm(a), b)
+
+
+def test_wrong_layers_are_named(tiny: veca.Veca) -> None:
+    with pytest.raises(ValueError, match="last 4 blocks; the model has 3"):
+        tiny.get_intermediate_layers(pictures(), n=4)
+    with pytest.raises(ValueError, match="block 3; the model has blocks 0 to 2"):
+        tiny.get_intermediate_layers(pictures(), n=[0, 3])
+    with pytest.raises(ValueError, match="no block"):
+        tiny.get_intermediate_layers(pictures(), n=[])
+    with pytest.raises(ValueError, match="choose 'NCHW' or 'NLC'"):
+        tiny.forward_intermediates(pictures(), output_fmt="NHWC")  # type: ignore[arg-type]
+
+
+def test_gradient_checkpointing_changes_memory_only(tiny: veca.Veca) -> None:
+    tiny.train()
+
+    def run() -> tuple[list[Tensor], int]:
+        saved = 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = tiny(pictures(), 16).patches.square().mean()
+        grads = torch.autograd.grad(loss, list(tiny.parameters()), allow_unused=True)
+        return [g for g in grads if g is not None], saved
+
+    plain, plain_saved = run()
+    tiny.set_grad_checkpointing()
+    frugal, frugal_saved = run()
+    for a, b in zip(plain, frugal, strict=True):
+        torch.testing.assert_close(a, b)
+    assert frugal_saved < plain_saved / 3
+
+
+def test_training_augments_patch_coordinates_only(tiny: veca.Veca) -> None:
+    tiny.train()
+    torch.manual_seed(0)
+    first, second = tiny(pictures(), 16), tiny(pictures(), 16)
+    assert not torch.allclose(first.patches, second.patches)
+    torch.testing.assert_close(first.coordinates[0], second.coordinates[0], rtol=0, atol=0)
+    torch.manual_seed(0)
+    torch.testing.assert_close(tiny(pictures(), 16).patches, first.patches)
+    still = make_tiny(coordinate_shift=0.0, coordinate_rescale=1.0)
+    expected = still(pictures(), 16).patches
+    torch.testing.assert_close(still.train()(pictures(), 16).patches, expected)
+
+
+def test_initial_weights() -> None:
+    torch.manual_seed(0)
+    model = veca.create_model("veca_tiny")
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert len(weights) == 1 + 12 * 4 + 11
+    for weight in weights:
+        assert weight.std().item() == pytest.approx(0.02, rel=0.2 if weight.numel() < 1000 else 0.02)
+    assert all(m.bias.count_nonzero() == 0 for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+    assert torch.cat(list(model.cores)).std().item() == pytest.approx(192**-0.5, rel=0.03)
+    assert model.coordinate_alpha.tolist() == pytest.approx([0.01] * 11)
+    assert torch.cat(list(model.core_states)).tanh()[0].norm() < 0.1, "the first core starts at the centre"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_coordinates_in_float32(tiny: veca.Veca, dtype: torch.dtype) -> None:
+    exact = tiny(pictures(), 16)
+    with torch.autocast("cpu", dtype):
+        out = tiny(pictures(), 16)
+    assert out.coordinates.dtype == torch.float32
+    assert relative_error(out.patches, exact.patches) < 0.05
+    half = copy.deepcopy(tiny).to(dtype)(pictures(dtype=dtype), 16)
+    assert (half.patches.dtype, half.coordinates.dtype) == (dtype, torch.float32)
+    assert relative_error(half.patches, exact.patches) < 0.05
+
+
+def test_float32_pictures_into_a_half_model(tiny: veca.Veca) -> None:
+    assert tiny.bfloat16()(pictures(), 8).cls.dtype == torch.bfloat16
+
+
+def test_compiles_as_one_graph(tiny: veca.Veca) -> None:
+    compiled = torch.compile(tiny, fullgraph=True, backend="aot_eager")
+    for cores in (8, 24, 64):
+        with torch.no_grad():
+            found = compiled(pictures(), cores)
+        torch.testing.assert_close(found.patches, tiny(pictures(), cores).patches)
+        assert found.grid == (3, 5)
+    loss = compiled(pictures(), 8).cls.sum()
+    loss.backward()
+    assert tiny.blocks[0].attn.qkv.weight.grad is not None
+    tiny.train().set_grad_checkpointing()
+    torch.compile(tiny, fullgraph=True, backend="aot_eager")(pictures(), 16).patches.sum().backward()
+
+
+def test_exports(tiny: veca.Veca) -> None:
+    exported = torch.export.export(tiny, (pictures(),), {"cores": 16}).module()
+    other = torch.randn(2, 3, 48, 80)
+    torch.testing.assert_close(exported(other, cores=16).patches, tiny(other, 16).patches)
+
+
+def test_deep_copy_and_state_dict(tiny: veca.Veca) -> None:
+    twin = veca.Veca(tiny.config).eval()
+    twin.load_state_dict(copy.deepcopy(tiny).state_dict())
+    torch.testing.assert_close(twin(pictures(), 8).patches, tiny(pictures(), 8).patches, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gpu_inductor_and_autocast(dtype: torch.dtype) -> None:
+    model = make_tiny().cuda()
+    images = pictures(2, 96, 160).cuda()
+    exact = copy.deepcopy(model).double()(images.double(), 16)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        out = compiled(images, 16)
+        (out.patches.float().square().mean() + out.cls.float().sum()).backward()
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    assert relative_error(out.patches, exact.patches) < tolerance
+    assert out.coordinates.dtype == torch.float32
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu() -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    model = make_tiny()
+    on_cpu = model(pictures(), 24)
+    on_gpu = model.cuda()(pictures().cuda(), 24)
+    assert relative_error(on_gpu.patches.cpu(), on_cpu.patches) < 1e-5
