@@ -59,8 +59,7 @@ def load(
 def load_or_random(
     source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> Veca:
-    """`load`, but a named size whose weights do not ship comes with random weights (always the same) and says so
-    in `model.provenance["weights"]`."""
+    """`load`, but a named size whose weights do not ship gets random ones, always the same; `provenance` says so."""
     if str(source) not in SIZES or Path(source).exists() or (WEIGHTS / str(source)).is_dir():
         return load(source, device, dtype)
     with torch.random.fork_rng(devices=[]):
@@ -143,7 +142,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[s
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         key = next((key for key in ("veca", "config") if key in metadata), None)
         described = json.loads(metadata[key]) if key else None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
@@ -183,8 +182,7 @@ def _from_released(
     if "query_token_chunks.0" not in student:
         raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
     config = _config_from_official(official, student)
-    depth = 1 + max((int(n.split(".")[1]) for n in student if n.split(".")[0] == "blocks" and n.split(".")[1].isdigit()),
-                    default=-1)  # fmt: skip
+    depth = len({name.split(".")[1] for name in student if name.startswith("blocks.")})
     if depth != config.depth:
         raise CheckpointError(f"{path}: its config says {config.depth} layers, its tensors have {depth}")
     with torch.device("meta"):
@@ -228,7 +226,9 @@ def _is_plain(value: object) -> bool:
 def _config_from_official(official: Mapping[str, Any], student: Mapping[str, Tensor]) -> VecaConfig:
     """Older files say `matryoshka_…` where newer ones say `nested_…`."""
     if official.get("rope_zero_freqs_from", "low") != "low" or official.get("patch_embed_use_ln"):
-        raise ConfigError("it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as all released models have")
+        raise ConfigError(
+            "it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as all released models have"
+        )
     family = _FAMILIES.get(str(official.get("model_family")))
     fields = SIZES[family].to_dict() if family else {}
     names = {
@@ -244,7 +244,9 @@ def _config_from_official(official: Mapping[str, Any], student: Mapping[str, Ten
         "rope_zero_fraction": ("rope_p_zero_freqs",),
     }
     for field, keys in names.items():
-        fields |= {field: official[key] for key in keys if key in official}
+        for key in keys:
+            if key in official:
+                fields[field] = official[key]
     for field in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
         if field not in fields:
             raise ConfigError(f"it has no {names[field][0]!r}")
@@ -322,7 +324,7 @@ def from_official(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str
 
 def to_official(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
     """The inverse of `from_official`, bit for bit."""
-    student = {}
+    student: dict[str, Tensor] = {}
     for ours, released in _released_names(config).items():
         tensor = tensors[ours]
         parts = [tensor[None] if ours.startswith(("cores.", "core_states.")) else tensor]

@@ -1,11 +1,11 @@
 """Every picture enters here: open, check, fit, normalise.
 
-    file, bytes, stream -> open_image -> RGB picture -> fit_image -> sides in multiples of 16
-                        -> to_tensor -> uint8 (3, H, W) -> normalize -> float32 for the model
+    file, bytes, stream → open_image → upright RGB picture → fit_image → sides multiples of 16
+                        → to_tensor → uint8 (3, H, W) → normalize → float32, ready for the model
 
 `load_image` does all of it. Whatever is wrong with a picture raises `ImageError`, so that is the
-one class to catch. The file is not trusted: formats are a fixed list that runs no other program,
-the size is checked from the header before anything is decoded, and a file that stops early is
+one class to catch. Files are not trusted: the formats are a fixed list that runs no other program,
+sizes are checked from the header before anything is decoded, and a file that stops early is
 refused instead of being filled up with grey.
 
 Colour profiles (ICC) are ignored: the numbers in the file are taken to be sRGB.
@@ -21,11 +21,11 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, Literal, cast, get_args
+from typing import BinaryIO, Literal, get_args
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,18 +36,16 @@ MAX_PIXELS = 2**26
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 PATCH = 16
-# fmt: off
-EXTENSIONS = frozenset({
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs",
-    ".tif", ".tiff", ".gif", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm",
-})
-# fmt: on
+EXTENSIONS = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs"}
+    | {".tif", ".tiff", ".gif", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm"}
+)
 
+_MAX_SIDE = 2**20
 # MPO has no opener of its own in Pillow: the JPEG one recognises it.
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM")
-# Pillow decodes these byte by byte in Python; more than this many bytes would take seconds.
+# Pillow reads these in Python; more than this many bytes would take seconds.
 _SLOW_CODECS = {"ppm_plain": 2**18, "ppm": 2**21, "bmp_rle": 2**22}
-_ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -65,130 +63,6 @@ class ImageError(ValueError):
 
 class ImageTooLargeError(ImageError):
     """The picture has, or would get, more pixels or bytes than allowed."""
-
-
-def open_image(
-    source: Source,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    background: tuple[int, int, int] = (255, 255, 255),
-) -> Image.Image:
-    """Open a picture as fully decoded, upright RGB, or raise `ImageError`.
-
-    Takes JPEG, MPO, PNG, WebP, AVIF, TIFF, GIF, BMP and PPM from a path, bytes, a binary stream
-    (read from its start, left open) or a Pillow image. Of animations and multi-page files the
-    first frame is taken. EXIF orientation is applied and broken EXIF ignored. Transparent pictures
-    are laid over `background`. 16-bit grey becomes 8-bit; floating-point grey must lie in [0, 1].
-
-    >>> open_image(Image.new("LA", (40, 30), (0, 0)), background=(9, 8, 7)).getpixel((0, 0))
-    (9, 8, 7)
-    """
-    if len(background) != 3 or not all(0 <= value <= 255 for value in background):
-        raise ValueError(f"background is {background}; it must be three numbers from 0 to 255")
-    name = _name(source)
-    try:
-        with _strict_pillow(max_pixels):
-            image = _decode(source, max_pixels)
-            turn = _turn(image)
-            rgb = _to_rgb(image, background)
-            if turn is not None:
-                rgb = rgb.transpose(turn)
-            elif rgb is image:
-                rgb = image.copy()
-    except ImageError as error:
-        raise type(error)(f"{name}: {error}") from error.__cause__
-    except Image.DecompressionBombError as error:
-        message = f"{name}: more than {_bomb_limit(max_pixels):,} pixels; {_allowed(max_pixels)}"
-        raise ImageTooLargeError(message) from error
-    except UnidentifiedImageError as error:
-        formats = ", ".join(_FORMATS)
-        raise ImageError(f"{name}: not a picture in {formats}; convert it to PNG") from error
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        message = f"{name}: damaged or truncated ({cause}); fetch or save it again"
-        raise ImageError(message) from error
-    # What the file said about itself, such as its orientation, no longer holds for these pixels.
-    rgb.info = {}
-    return rgb
-
-
-def fit_image(
-    image: Image.Image,
-    size: int | tuple[int, int] | None,
-    fit: Fit = "crop",
-    max_pixels: int = MAX_PIXELS,
-) -> Image.Image:
-    """Resize an RGB picture (bicubic, antialiased) so that both sides are multiples of 16.
-
-    - "crop": the evaluation view. The short side becomes 1.125 x `size`, the centre is kept.
-    - "stretch": exactly `size`; the aspect ratio is not kept.
-    - "keep": the short side becomes `size`, the long one the nearest multiple of 16 to keeping
-      the aspect ratio. Nothing is cropped. `None`: the multiples nearest to the picture's sides.
-    - "pad": the short side becomes `size` (`None`: the picture is not resized); then the last
-      column and row are repeated to the right and downwards up to the next multiple of 16.
-
-    `size` is one number or, for "crop" and "stretch", also (height, width).
-
-    Padding adds at most 15 pixels a side, so every patch holds real pixels. Patches that lie
-    fully inside the picture keep exactly their pixels. Coordinates span the padded canvas, so
-    that of a real patch moves by at most 2 * 15 / side; the cores see at most one more row and
-    one more column of patches, partly padded.
-
-    >>> fit_image(Image.new("RGB", (640, 400)), 64, "keep").size
-    (96, 64)
-    """
-    _check_fit(size, fit)
-    if image.mode != "RGB":
-        raise ValueError(f"image has mode {image.mode}; it must be RGB. open_image converts it")
-    width, height = image.size
-    if fit == "crop" or fit == "stretch":
-        rows, columns = size if isinstance(size, tuple) else (cast(int, size), cast(int, size))
-    else:
-        scale = cast(int, size) / min(height, width) if size else 1.0
-        rows, columns = round(height * scale), round(width * scale)
-        if fit == "keep":
-            rows, columns = nearest_sizes(height * scale, width * scale)
-    right, bottom = -columns % PATCH, -rows % PATCH
-    total = (rows + bottom) * (columns + right)
-    if total > max_pixels:
-        raise ImageTooLargeError(
-            f"image is {height}×{width}; fit={fit!r} with size={size} makes it "
-            f"{rows + bottom}×{columns + right} = {total:,} pixels; at most {max_pixels:,} are "
-            f"allowed. Use a smaller size, fit='crop' or max_pixels={total}"
-        )
-    box = (0.0, 0.0, float(width), float(height))
-    if fit == "crop":
-        shrink = min(height / rows, width / columns) / 1.125
-        x, y = (width - columns * shrink) / 2, (height - rows * shrink) / 2
-        box = (x, y, width - x, height - y)
-    image = _resize(image, (columns, rows), box)
-    if right or bottom:
-        padding = ((0, bottom), (0, right), (0, 0))
-        image = Image.fromarray(np.pad(np.asarray(image), padding, mode="edge"))
-    return image
-
-
-def to_tensor(image: Image.Image) -> Tensor:
-    """RGB picture to uint8 tensor (3, H, W)."""
-    if image.mode != "RGB":
-        raise ValueError(f"image has mode {image.mode}; it must be RGB. open_image converts it")
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
-def normalize(x: Tensor) -> Tensor:
-    """uint8 or float in [0, 1], (..., 3, H, W), to float32 with ImageNet mean and deviation.
-
-    >>> normalize(torch.zeros(3, 16, 16, dtype=torch.uint8))[0, 0, 0].item()
-    -2.1179039478302
-    """
-    if x.ndim < 3 or x.shape[-3] != 3:
-        raise ValueError(f"tensor has shape {tuple(x.shape)}; it must be (..., 3, H, W)")
-    if x.dtype != torch.uint8 and not x.is_floating_point():
-        raise ValueError(f"tensor is {x.dtype}; it must be uint8, or floating point in [0, 1]")
-    mean = torch.tensor(MEAN, device=x.device).view(3, 1, 1)
-    std = torch.tensor(STD, device=x.device).view(3, 1, 1)
-    unit = x.float() / 255 if x.dtype == torch.uint8 else x.float()
-    return (unit - mean) / std
 
 
 def load_image(
@@ -213,6 +87,123 @@ def load_image(
     return normalize(to_tensor(image))
 
 
+def open_image(
+    source: Source,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    background: tuple[int, int, int] = (255, 255, 255),
+) -> Image.Image:
+    """Open a picture as fully decoded, upright RGB, or raise `ImageError`.
+
+    Takes JPEG, MPO, PNG, WebP, AVIF, TIFF, GIF, BMP and PPM from a path, bytes, a binary stream
+    (read from its start, left open) or a Pillow image. Of animations and multi-page files the
+    first frame is taken. EXIF orientation is applied, broken EXIF ignored. Transparent pictures
+    are laid over `background`. 16-bit grey becomes 8-bit; floating-point grey must lie in [0, 1].
+
+    >>> open_image(Image.new("LA", (40, 30), (0, 0)), background=(9, 8, 7)).getpixel((0, 0))
+    (9, 8, 7)
+    """
+    if len(background) != 3 or not all(0 <= value <= 255 for value in background):
+        raise ValueError(f"background is {background}; it must be three numbers from 0 to 255")
+    name = _name(source)
+    try:
+        with _strict_pillow(4 * max_pixels):
+            image = _decode(source, max_pixels)
+            turn = _turn(image)
+            rgb = _to_rgb(image, background)
+            if turn is not None:
+                rgb = rgb.transpose(turn)
+            elif rgb is image:
+                rgb = image.copy()
+    except ImageError as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__
+    except Image.DecompressionBombError as error:
+        rule = f"more than {4 * max_pixels:,} pixels; at most {max_pixels:,} are opened"
+        raise ImageTooLargeError(f"{name}: {rule}. Shrink it or raise max_pixels") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(f"{name}: not one of {', '.join(_FORMATS)}; save it as PNG") from error
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error
+    # What the file said about itself, such as its orientation, no longer holds.
+    rgb.info = {}
+    return rgb
+
+
+def fit_image(
+    image: Image.Image,
+    size: int | tuple[int, int] | None,
+    fit: Fit = "crop",
+    max_pixels: int = MAX_PIXELS,
+) -> Image.Image:
+    """Resize an RGB picture (bicubic, antialiased) so that both sides are multiples of 16.
+
+    - "crop": the evaluation view. The short side becomes 1.125 × `size` and the centre is kept.
+    - "stretch": exactly `size`; the aspect ratio is not kept.
+    - "keep": the short side becomes `size`, the long one the multiple of 16 nearest to keeping
+      the aspect ratio; nothing is cropped. Without `size`: the multiples nearest to the sides.
+    - "pad": the short side becomes `size`; without it, nothing is resized. Then the last column
+      and row are repeated to the right and downwards up to the next multiples of 16.
+
+    `size` is one number or, for "crop" and "stretch", also (height, width).
+
+    Padding adds at most 15 pixels to a side, so every patch holds real pixels. Patches that lie
+    fully inside the picture keep exactly their pixels. Coordinates span the padded canvas, so
+    those of a real patch move by at most 2 · 15 / side; the cores see at most one more row and
+    one more column of patches, partly padded.
+
+    >>> fit_image(Image.new("RGB", (640, 400)), 64, "keep").size
+    (96, 64)
+    """
+    _check_fit(size, fit)
+    _check_rgb(image)
+    width, height = image.size
+    if isinstance(size, tuple):
+        rows, columns = size
+    elif size is not None and fit in ("crop", "stretch"):
+        rows = columns = size
+    else:
+        scale = size / min(height, width) if size else 1
+        rows, columns = round(height * scale), round(width * scale)
+        if fit == "keep":
+            rows, columns = nearest_sizes(height * scale, width * scale)
+    below, beside = -rows % PATCH, -columns % PATCH
+    total = (rows + below) * (columns + beside)
+    if total > max_pixels:
+        raise ImageTooLargeError(
+            f"{height}×{width}; fit={fit!r} with size={size} would make it "
+            f"{rows + below}×{columns + beside} = {total:,} pixels, and at most {max_pixels:,} "
+            f"are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
+        )
+    left, top = 0.0, 0.0
+    if fit == "crop":
+        scale = min(height / rows, width / columns) / 1.125
+        left, top = (width - columns * scale) / 2, (height - rows * scale) / 2
+    image = _resize(image, (columns, rows), (left, top, width - left, height - top))
+    if below or beside:
+        padding = ((0, below), (0, beside), (0, 0))
+        image = Image.fromarray(np.pad(np.asarray(image), padding, mode="edge"))
+    return image
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """RGB picture to uint8 tensor (3, H, W)."""
+    _check_rgb(image)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Tensor (..., 3, H, W), uint8 or float in [0, 1], to float32 with ImageNet mean and std.
+
+    >>> normalize(torch.full((3, 16, 16), 0.485))[0, 0, 0]
+    tensor(0.)
+    """
+    _check_tensor(x, x.is_floating_point() or x.dtype == torch.uint8, "uint8 or float in [0, 1]")
+    mean, std = (torch.tensor(value, device=x.device).view(3, 1, 1) for value in (MEAN, STD))
+    unit = x.float() if x.is_floating_point() else x.float() / 255
+    return (unit - mean) / std
+
+
 def nearest_sizes(height: float, width: float, patch: int = PATCH) -> tuple[int, int]:
     """The multiples of `patch` nearest to a size; ties go up, and nothing becomes 0.
 
@@ -226,15 +217,15 @@ def nearest_sizes(height: float, width: float, patch: int = PATCH) -> tuple[int,
 def resize_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
     """Resize a float tensor (..., 3, H, W) to the nearest multiples (bicubic, antialiased).
 
-    Like every bicubic resize it may overshoot the range of `x` a little at hard edges.
+    As with any bicubic resize, values may overshoot a little at hard edges.
     """
-    _check_float_image(x)
-    sizes = nearest_sizes(x.shape[-2], x.shape[-1], patch)
-    if sizes == x.shape[-2:]:
+    _check_tensor(x, x.is_floating_point(), "floating point")
+    rows, columns = nearest_sizes(x.shape[-2], x.shape[-1], patch)
+    if (rows, columns) == x.shape[-2:]:
         return x
     flat = x.reshape(-1, *x.shape[-3:])
-    resized = F.interpolate(flat, sizes, mode="bicubic", antialias=True, align_corners=False)
-    return resized.reshape(*x.shape[:-2], *sizes)
+    resized = F.interpolate(flat, (rows, columns), mode="bicubic", antialias=True)
+    return resized.reshape(*x.shape[:-2], rows, columns)
 
 
 def pad_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
@@ -242,16 +233,16 @@ def pad_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
 
     What this changes for the model is described under "pad" in `fit_image`.
     """
-    _check_float_image(x)
+    _check_tensor(x, x.is_floating_point(), "floating point")
     for dim in (-2, -1):
         side = x.shape[dim]
         if side % patch:
-            index = torch.arange(side + -side % patch, device=x.device).clamp(max=side - 1)
-            x = x.index_select(dim, index)
+            index = torch.arange(side + -side % patch, device=x.device)
+            x = x.index_select(dim, index.clamp(max=side - 1))
     return x
 
 
-def _name(source: Source) -> str:
+def _name(source: object) -> str:
     if isinstance(source, bytes | bytearray | memoryview):
         return "<bytes>"
     if isinstance(source, Image.Image):
@@ -263,16 +254,12 @@ def _name(source: Source) -> str:
     else:
         kind = type(source).__name__
         raise TypeError(f"source is {kind}; pass a path, bytes, a binary stream or a Pillow image")
-    name = os.fsdecode(name) if isinstance(name, str | bytes) else str(name)
-    return name if name.isprintable() else repr(name)
-
-
-def _allowed(max_pixels: int) -> str:
-    return f"at most {max_pixels:,} are opened. Shrink the picture or raise max_pixels"
+    text = str(name)
+    return text if text and text.isprintable() else repr(name)
 
 
 class _Limit(int):
-    """Pillow warns above its limit and raises above twice it; with this one it raises at once."""
+    """Pillow warns above its limit and raises above twice that; with this it raises at once."""
 
     def __rmul__(self, other: int) -> int:
         return int(self)
@@ -283,19 +270,13 @@ _limits: list[int] = []
 _saved: tuple[int | None, bool] = (None, False)
 
 
-def _bomb_limit(max_pixels: int) -> int:
-    # Above ours, so that the error of a merely large picture can name its sides.
-    return 4 * max_pixels
-
-
 @contextmanager
-def _strict_pillow(max_pixels: int) -> Iterator[None]:
-    """Set Pillow's global switches while pictures are being opened, in any number of threads.
+def _strict_pillow(limit: int) -> Iterator[None]:
+    """Hold Pillow's global switches where we need them while any thread opens a picture.
 
     Another library may have told Pillow to accept truncated files or pictures of any size.
     """
     global _saved
-    limit = _bomb_limit(max_pixels)
     with _switches:
         if not _limits:
             _saved = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
@@ -318,23 +299,19 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
         _check_pixels(source, max_pixels)
         source.load()
         return source
-    # The fattest pixels taken are 16-bit RGBA; the rest is room for metadata.
+    # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
     max_bytes = 8 * max_pixels + 2**26
     with _opened(source, max_bytes) as stream:
         size = stream.seek(0, os.SEEK_END)
-        if size == 0:
-            raise ImageError("empty; fetch or save it again")
         if size > max_bytes:
-            raise ImageTooLargeError(
-                f"more than {max_bytes:,} bytes, too many for a picture of {max_pixels:,} pixels. "
-                "Shrink the picture or raise max_pixels"
-            )
+            rule = f"at most {max_bytes:,} are read for {max_pixels:,} pixels"
+            raise ImageTooLargeError(f"{size:,} bytes; {rule}. Shrink it or raise max_pixels")
         stream.seek(0)
         passes = 1
         if stream.read(3) == b"\xff\xd8\xff":
             stream.seek(0)
-            data, passes = _whole_jpeg(stream.read())
-            stream = io.BytesIO(data)
+            jpeg, passes = _whole_jpeg(stream.read())
+            stream = io.BytesIO(jpeg)
         with Image.open(stream, formats=_FORMATS) as image:
             _check_header(image, size, passes, max_pixels)
             if image.format == "PNG":
@@ -346,73 +323,71 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
 
 @contextmanager
 def _opened(source: str | os.PathLike[str] | bytes | BinaryIO, limit: int) -> Iterator[BinaryIO]:
-    if isinstance(source, bytes | bytearray | memoryview):
-        yield io.BytesIO(source)
-    elif not isinstance(source, str | os.PathLike):
-        yield source if source.seekable() else io.BytesIO(source.read(limit + 1))
-    else:
-        try:
-            stream = open(source, "rb", opener=_open_regular)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ImageError(f"cannot be opened ({reason}); check the path") from error
-        with stream:
+    if isinstance(source, str | os.PathLike):
+        with open(source, "rb", opener=_open_regular) as stream:
             yield stream
+    elif isinstance(source, bytes | bytearray | memoryview):
+        yield io.BytesIO(source)
+    else:
+        yield source if source.seekable() else io.BytesIO(source.read(limit + 1))
 
 
 def _open_regular(path: str, flags: int) -> int:
-    # Opening a pipe would wait for its writer, for ever if there is none.
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    try:
+        # Without this flag, opening a pipe waits for its writer, for ever if there is none.
+        handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ImageError(f"{reason}; check the path") from error
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
     os.close(handle)
-    raise ImageError("not a regular file; pass a file, bytes or an open stream")
+    raise ImageError("a directory, pipe or device; pass a regular file, bytes or a stream")
 
 
+# Any marker but those without a length: stuffed bytes, fill bytes, restarts.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
-_DHT, _SOS, _EOI = 0xC4, 0xDA, 0xD9
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {_DHT, 0xC8, 0xCC}
+_SOS, _EOI = 0xDA, 0xD9
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 
 
 def _whole_jpeg(data: bytes) -> tuple[bytes, int]:
-    """Check that a JPEG is whole; return the bytes to decode and its number of passes.
+    """The bytes of a JPEG to decode and its number of passes; refuses one that stops early.
 
-    libjpeg fills what is missing with grey and tells nobody. Two things show it. The passes must
-    send every coefficient of every component. And a picture in one Huffman pass is handed on
-    without its end marker but with eight bytes of ones: enough for the decoder to finish a whole
-    picture, which it does without looking at them, but less than two blocks of a cut one (ones
-    are no code; each block takes 34 of these bits), for which it then asks for more and fails.
+    libjpeg fills what is missing with grey and tells nobody. Two things show it. All passes
+    together must send every coefficient of every component. And a picture in one Huffman pass is
+    decoded without its end marker but with eight bytes of ones behind it: a whole picture is
+    finished without looking at them, while a cut one asks for more, and fails, because ones are
+    no valid code and even an empty block takes 34 bits of them.
     """
     position, segments, stray = 2, 0, 0
-    frame, components, passes, sent = 0, 1, 0, 0
-    first_end = 0
+    frame, components, passes, sent, scan_end = 0, 1, 0, 0, 0
     while match := _MARKER.search(data, position):
         marker, start = data[match.start() + 1], match.end()
-        if passes == 1 and not first_end:
-            first_end = match.start()
+        if passes and not scan_end:
+            scan_end = match.start()
         if marker == _EOI:
             break
         segments += 1
         stray += 0 if passes else match.start() - position
         if segments > 1024 or stray > 2**16:
-            raise ImageError("JPEG with thousands of stray segments or bytes; save it again")
+            raise ImageError("JPEG full of stray segments or bytes; save it again")
         position = start + int.from_bytes(data[start : start + 2])
         body = data[start + 2 : position]
         if marker in _FRAMES:
             frame, components = marker, body[5]
         elif marker == _SOS:
             passes += 1
-            first, last, approximation = body[-3], body[-2], body[-1] & 15
             if frame not in _PROGRESSIVE:
                 sent += 64 * body[0]
-            elif approximation == 0:
-                sent += (last - first + 1) * body[0]
+            elif body[-1] & 15 == 0:
+                sent += (body[-2] - body[-3] + 1) * body[0]
     if sent < 64 * components:
-        raise ImageError("truncated JPEG, its last passes are missing; fetch or save it again")
+        raise ImageError("truncated JPEG, it stops before its last pass; save it again")
     end = match.start() if match else len(data)
     if passes == 1 and frame in (0xC0, 0xC1):
-        return data[: first_end or end] + b"\xff\x00" * 8, passes
+        return data[: scan_end or end] + b"\xff\x00" * 8, passes
     return data[: end + 2], passes
 
 
@@ -421,54 +396,54 @@ def _check_pixels(image: Image.Image, max_pixels: int) -> None:
     allowed = max_pixels * 7 // 8 if image.format == "WEBP" else max_pixels
     width, height = image.size
     if width * height > allowed:
-        pixels = f"{height}×{width} = {width * height:,} pixels"
-        raise ImageTooLargeError(f"picture is {pixels}; {_allowed(allowed)}")
+        rule = f"at most {allowed:,} are opened. Shrink it or raise max_pixels"
+        raise ImageTooLargeError(f"{height}×{width} = {width * height:,} pixels; {rule}")
+    # Pillow keeps a record for every row: millions of rows cost gigabytes, however short.
+    if max(width, height) > _MAX_SIDE:
+        raise ImageTooLargeError(f"{height}×{width}; a side may have {_MAX_SIDE:,}. Cut it up")
 
 
 def _check_header(image: ImageFile.ImageFile, size: int, passes: int, max_pixels: int) -> None:
-    """Refuse, before decoding, what would take too much memory or time."""
+    """Refuse, before decoding, what would take too much memory or time or is known to be cut."""
     _check_pixels(image, max_pixels)
     pixels = image.width * image.height
-    if passes > min(64, 16 * max_pixels // pixels):
+    if passes > min(64, 24 * max_pixels // pixels):
         raise ImageError(f"JPEG in {passes} passes over {pixels:,} pixels; save it again")
     codec = image.tile[0].codec_name if image.tile else ""
-    if size > _SLOW_CODECS.get(codec, size):
-        raise ImageError(
-            f"{size:,} bytes of {codec}, which is slow to read; at most "
-            f"{_SLOW_CODECS[codec]:,} are taken. Save it as PNG"
-        )
-    if image.format == "TIFF":
-        tags = image.tag_v2  # type: ignore[attr-defined]
-        if tags.get(322, 1) * tags.get(323, 1) > max_pixels:
-            raise ImageTooLargeError(f"TIFF tiles are over {max_pixels:,} pixels; save it again")
+    if size > (most := _SLOW_CODECS.get(codec, size)):
+        raise ImageError(f"{size:,} bytes of {codec} data; at most {most:,} are read. Use PNG")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tile_width, tile_height = image.tag_v2.get(322, 1), image.tag_v2.get(323, 1)
+        if tile_width * tile_height > max_pixels:
+            raise ImageTooLargeError(f"TIFF in tiles of over {max_pixels:,} pixels; save it again")
         boxes = [tile.extents or (0, 0, 0, 0) for tile in image.tile]
         if sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) < pixels:
-            raise ImageError("truncated TIFF, strips are missing; fetch or save it again")
+            raise ImageError("truncated TIFF, strips are missing; save it again")
 
 
 def _load_png(image: ImageFile.ImageFile, stream: BinaryIO) -> None:
     """Decode a PNG and see that its last pixels were written.
 
-    Pillow takes a data stream that ends early, but tidily, for a picture whose rest is black.
+    Pillow takes data that ends tidily between two rows for a picture whose rest is black.
     """
-    width, height = image.size
-    # The last pixel to be written, without interlacing and with it, is one of these.
-    last = {(width - 1, height - 1), (width - 1, max(height - 2, 0)), (max(width - 2, 0), height - 1)}
+    right, bottom = image.width - 1, image.height - 1
+    # Interlaced or not, the last pixel to be written is one of these.
+    last = [(right, bottom), (right, max(bottom - 1, 0)), (max(right - 1, 0), bottom)]
     image.im = Image.new(image.mode, image.size, 1).im
-    unwritten = {at: image.im.getpixel(at) for at in last}
+    blank = image.im.getpixel((0, 0))
     image.load()
-    if any(image.im.getpixel(at) == value for at, value in unwritten.items()):
+    if any(image.im.getpixel(at) == blank for at in last):
         with Image.open(stream, formats=("PNG",)) as again:
             again.load()
             if any(image.im.getpixel(at) != again.im.getpixel(at) for at in last):
-                raise ImageError("truncated PNG, rows are missing; fetch or save it again")
+                raise ImageError("truncated PNG, rows are missing; save it again")
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
-        return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        return _TURNS.get(image.getexif().get(0x0112, 1))
     except Exception:
-        # A picture without its orientation is worth more than no picture.
+        # Broken EXIF is no reason to do without the picture.
         return None
 
 
@@ -476,7 +451,7 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     rgb = Image.new("RGB", image.size, background)
-    # In bands, because the steps in between would need the memory of several whole pictures.
+    # In bands, because the steps in between would hold several more pictures.
     rows = max(1, 2**22 // image.width)
     for top in range(0, image.height, rows):
         box = (0, top, image.width, min(top + rows, image.height))
@@ -493,12 +468,12 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
 
 def _wide_to_grey(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
-    top = 1 if image.mode == "F" else 65535
     low, high = values.min(), values.max()
-    if not (0 <= low and high <= top):
+    top = 1 if image.mode == "F" else 65535
+    if not (low >= 0 and high <= top):
         raise ImageError(
-            f"grey values run from {low} to {high}; {values.dtype} pictures must lie in "
-            f"0..{top}. Rescale them first"
+            f"grey values run from {low} to {high}; in {values.dtype} pictures they must lie in "
+            f"0 to {top}. Rescale them first"
         )
     grey = Image.fromarray((values * (255 / top) + 0.5).astype(np.uint8))
     transparent = image.info.get("transparency")
@@ -507,43 +482,42 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     return grey
 
 
+def _resize(
+    image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]
+) -> Image.Image:
+    bicubic = Image.Resampling.BICUBIC
+    left, top, right, bottom = box
+    # Pillow resizes across, then down: a picture 1 wide and millions high would grow first.
+    if size[0] > right - left and size[1] < bottom - top:
+        narrow = (image.width, size[1])
+        image = image.resize(narrow, bicubic, (0, top, image.width, bottom), reducing_gap=1024)
+        top, bottom = 0, size[1]
+    # The gap matters only when shrinking 2048 times, where the filter would fill gigabytes.
+    return image.resize(size, bicubic, (left, top, right, bottom), reducing_gap=1024)
+
+
 def _check_fit(size: int | tuple[int, int] | None, fit: str) -> None:
     if fit not in get_args(Fit):
         raise ValueError(f"fit is {fit!r}; it must be one of {', '.join(get_args(Fit))}")
     if size is None and fit in ("crop", "stretch"):
         raise ValueError(f"size is None; fit={fit!r} needs one. Or use fit='keep' or 'pad'")
-    if isinstance(size, tuple) and (fit in ("keep", "pad") or len(size) != 2):
-        raise ValueError(f"size is {size}; fit={fit!r} takes one number, the short side" )
+    if isinstance(size, tuple) and fit in ("keep", "pad"):
+        raise ValueError(f"size is {size}; fit={fit!r} takes one number, the short side")
     for side in size if isinstance(size, tuple) else (size,):
         if side is not None and (operator.index(side) < PATCH or side % PATCH):
-            low = max(PATCH, side // PATCH * PATCH)
-            nearest = " or ".join(str(value) for value in sorted({low, low + PATCH}))
-            raise ValueError(
-                f"size is {side}; it must be a positive multiple of {PATCH}. Nearest: {nearest}"
-            )
+            low = max(side // PATCH, 1) * PATCH
+            nearest = f"{low} or {low + PATCH}" if side > PATCH else str(PATCH)
+            rule = f"it must be a positive multiple of {PATCH}"
+            raise ValueError(f"size is {side}; {rule}. Nearest: {nearest}")
 
 
-def _resize(
-    image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]
-) -> Image.Image:
-    left, top, right, bottom = box
-    if size[0] > right - left and size[1] < bottom - top:
-        # Pillow resizes across, then down: a picture 1 wide and millions high would first grow.
-        image = _bicubic(image, (image.width, size[1]), (0, top, image.width, bottom))
-        top, bottom = 0, size[1]
-    return _bicubic(image, size, (left, top, right, bottom))
+def _check_rgb(image: Image.Image) -> None:
+    if image.mode != "RGB":
+        raise ValueError(f"image has mode {image.mode}; it must be RGB. open_image converts it")
 
 
-def _bicubic(
-    image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]
-) -> Image.Image:
-    # The gap matters only when shrinking over 2000 times, where the filter itself would need
-    # gigabytes.
-    return image.resize(size, Image.Resampling.BICUBIC, box=box, reducing_gap=1024.0)
-
-
-def _check_float_image(x: Tensor) -> None:
+def _check_tensor(x: Tensor, dtype_fits: bool, dtypes: str) -> None:
     if x.ndim < 3 or x.shape[-3] != 3:
         raise ValueError(f"tensor has shape {tuple(x.shape)}; it must be (..., 3, H, W)")
-    if not x.is_floating_point():
-        raise ValueError(f"tensor is {x.dtype}; it must be floating point. normalize makes it so")
+    if not dtype_fits:
+        raise ValueError(f"tensor is {x.dtype}; it must be {dtypes}")

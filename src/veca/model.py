@@ -154,7 +154,7 @@ class Veca(nn.Module):
     def _run(
         self, images: Tensor, cores: int | None, take: Sequence[int] = (), stop: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """All blocks, or the first `stop`: the sequence (B, S, D), coordinates (L, B, C, 2), and blocks `take`'s output."""
+        """All blocks, or the first `stop`: the sequence (B, S, D), coordinates (L, B, C, 2), and outputs of `take`."""
         rows, columns = self._grid(images)
         budget = self._budget(cores)
         patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))

@@ -26,14 +26,13 @@ DENSE = {
 def measure(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, round after round; a first round warms up and is dropped."""
     times: dict[str, list[float]] = {name: [] for name in calls}
+    wait = (lambda: None) if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
     for round_ in range(repeats + 1):
         for name, call in calls.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait()
             start = time.perf_counter()
             call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait()
             if round_:
                 times[name].append(time.perf_counter() - start)
     return times

@@ -1,0 +1,31 @@
+# Each target sets up .venv by itself and is quick when it is there already.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/viz.stamp
+	$(BIN)/veca demo
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest --quiet --cov --cov-report=term:skip-covered
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m veca.bench.latency
+	$(BIN)/python -m veca.bench.memory
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf .venv .coverage .pytest_cache .mypy_cache .ruff_cache veca-demo

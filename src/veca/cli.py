@@ -1,0 +1,223 @@
+"""The `veca` command: one thin command per verb."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import veca
+from veca.bench.flops import model_flops
+from veca.checkpoint import load_or_random, save_official
+from veca.config import size_name
+from veca.images import MAX_PIXELS
+from veca.model import Veca
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="VECA: a vision backbone with linear cost in the number of patches and a budget of cores chosen at inference.",
+    epilog="Start with `veca demo`. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done but some pictures failed, "
+    "130 interrupted.",
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
+
+
+class Fit(StrEnum):
+    crop = "crop"
+    stretch = "stretch"
+    keep = "keep"
+    pad = "pad"
+
+
+class SaveDtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+
+
+class Precision(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def demo(
+    pictures: Annotated[list[Path] | None, typer.Argument(help="Your pictures; none: sample photos.")] = None,
+    to: Annotated[Path, typer.Option("--out", "-o", help="The report to write.")] = Path("veca-demo/report.html"),
+    model: Model = "veca_tiny",
+    size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
+    device: Device = "auto",
+) -> None:
+    """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
+    from veca.demo import demo as write
+
+    path = write(pictures, to, model=_load(model, device), model_name=model, size=size)
+    out.print(f"Report: {path.resolve()}", soft_wrap=True)
+
+
+@app.command()
+def embed(
+    paths: Annotated[list[str], typer.Argument(help="Files, folders (recursive), quoted globs, tar shards.")],
+    to: Annotated[Path, typer.Option("--out", "-o", help="File to write: .parquet, .safetensors or .npz.")],
+    model: Model = "veca_tiny",
+    cores: Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; fewer is cheaper.")] = None,
+    size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
+    fit: Annotated[
+        Fit,
+        typer.Option(
+            help="crop: the centre, as in the paper; stretch: all of it, squeezed to a "
+            "square; keep: all of it, short side = size; pad: as keep, edges repeated "
+            "to full patches."
+        ),
+    ] = Fit.crop,
+    dense: Annotated[bool, typer.Option("--dense", help="Save all patch features.")] = False,
+    with_global: Annotated[bool, typer.Option("--global/--no-global", help="Save the global feature.")] = True,
+    device: Device = "auto",
+    batch: Annotated[int, typer.Option(help="Pictures per forward pass.")] = 32,
+    workers: Annotated[int | None, typer.Option(help="Decoding processes.  [default: one per CPU, at most 8]")] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the computation (autocast).")] = Precision.float32,
+    save_dtype: Annotated[SaveDtype, typer.Option(help="Of the saved features.")] = SaveDtype.float32,
+    max_pixels: Annotated[int, typer.Option(help="Larger pictures are not opened.")] = MAX_PIXELS,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, replacing what is there.")] = False,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Write features of many pictures to one file.
+
+    Bad pictures are listed in OUT.failures.csv and do not stop the run; the exit status is then 3. Interrupted? Run the
+    same command again: it continues, and the result is the same.
+    """
+    from veca.embed import EmbedSettings
+    from veca.embed import embed as run
+
+    settings = EmbedSettings(
+        cores=cores, size=size, fit=fit.value, dense=dense, with_global=with_global, batch=batch,
+        precision=precision.value, save_dtype=save_dtype.value, max_pixels=max_pixels,
+    )  # fmt: skip
+    workers = min(8, os.cpu_count() or 1) if workers is None else workers
+    try:
+        report = run(
+            paths, to, model=_load(model, device), model_name=model, settings=settings, workers=workers,
+            overwrite=overwrite, progress=progress,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        err.print("Interrupted. The same command continues where this one stopped.")
+        raise typer.Exit(130) from None
+    again = f", {report.resumed:,} of them in an earlier run" if report.resumed else ""
+    out.print(f"{report.out}: {report.pictures:,} pictures{again}, {report.seconds:.1f} s", soft_wrap=True)
+    if report.failures:
+        err.print(f"{report.failures:,} failed: see {report.out}.failures.csv", style="yellow", soft_wrap=True)
+        raise typer.Exit(3)
+
+
+@app.command()
+def info(
+    source: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
+    size: Annotated[int, typer.Option(help="Side in pixels at which FLOPs are counted.")] = 512,
+    cores: Annotated[int | None, typer.Option(help="Budget at which FLOPs are counted; none: all trained.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a model is: sizes, budgets, provenance, parameters, and its cost at a resolution."""
+    model = load_or_random(source)
+    config = model.config
+    if size < config.patch_size or size % config.patch_size:
+        raise ValueError(f"size={size}: must be a positive multiple of {config.patch_size}")
+    if cores is not None and not 1 <= cores <= config.num_cores:
+        raise ValueError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
+    budgets = [cores] if cores else list(config.budgets)
+    facts: dict[str, Any] = {
+        "size": size_name(config) or "custom",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "provenance": model.provenance,
+        "config": config.to_dict(),
+        "gflops": {str(c): model_flops(config, size, size, c) / 1e9 for c in budgets},
+    }
+    if as_json:
+        print(json.dumps({**facts, "pixels": size}))
+        return
+    table = Table("", source, box=None, header_style="bold")
+    table.add_row("size", facts["size"])
+    table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
+    for key, value in {**config.to_dict(), **model.provenance}.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        table.add_row(key.replace("_", " "), shown)
+    for budget, gflops in facts["gflops"].items():
+        table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
+    out.print(table)
+    _say_if_random(model, source)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A released .pt checkpoint, or a file or folder of ours.")],
+    to: Annotated[Path, typer.Argument(help="A folder or .safetensors file of ours, or a .pt in the released format.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Convert released checkpoints to ours and back; tensors stay the same bit for bit."""
+    target = to if to.suffix in (".pt", ".pth", ".safetensors") else to / "model.safetensors"
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists; choose another name, or pass --overwrite")
+    model = veca.load(source)
+    if to.suffix in (".pt", ".pth"):
+        save_official(model, to)
+    else:
+        veca.save(model, to)
+    out.print(f"Wrote {to}", soft_wrap=True)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        out.print(f"veca {veca.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+def _load(source: str, device: str) -> Veca:
+    chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
+    try:
+        model = load_or_random(source, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    _say_if_random(model, source)
+    return model
+
+
+def _say_if_random(model: Veca, source: str) -> None:
+    if model.provenance.get("weights") == "random":
+        err.print(
+            f"The weights are random: none ship for {source} yet. Use --model with trained weights for features that "
+            "mean something.",
+            style="bold yellow",
+        )
+
+
+def main() -> None:
+    """Run the command line; what a user can mend is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        if os.environ.get("VECA_DEBUG"):
+            raise
+        err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

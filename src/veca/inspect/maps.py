@@ -1,0 +1,67 @@
+"""Where cores look: the attention of each core over the patches.
+
+Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.model import Veca
+from veca.rope import Rotary, rotate
+
+
+@torch.no_grad()
+def core_maps(
+    model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,), per_head: bool = False
+) -> Tensor:
+    """Attention of each active core over the patches, in the blocks numbered `layers` (negative: from the end).
+
+    Comes as (layers, B, C, rows, columns), the mean over heads, or with `per_head` as (layers, B, H, C, rows,
+    columns). These are probabilities of a softmax over all S tokens, so a map sums to what the core does not spend on
+    cores. They are float32 or better; memory is linear in N. The model is run as it stands: put it in eval mode first.
+
+    >>> from veca import create_model
+    >>> core_maps(create_model("veca_tiny").eval(), torch.zeros(1, 3, 64, 96), cores=16, layers=(0, -1)).shape
+    torch.Size([2, 1, 16, 4, 6])
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps, and a compiled graph may skip hooks
+    depth = len(model.blocks)
+    if not layers:
+        raise ValueError("asked for the maps of no block; name at least one")
+    for layer in layers:
+        if not -depth <= layer < depth:
+            raise ValueError(f"asked for the maps of block {layer}; the model has blocks 0 to {depth - 1}")
+    wanted = [layer % depth for layer in layers]
+    blocks: Any = model.blocks
+    maps: dict[int, Tensor] = {}
+
+    def keep(layer: int, attn: Any, args: tuple[Any, ...]) -> None:
+        maps[layer] = _attention_to_patches(attn, *args) if per_head else _attention_to_patches(attn, *args).mean(1)
+
+    with ExitStack() as hooks:
+        for layer in set(wanted):
+            hooks.enter_context(blocks[layer].attn.register_forward_pre_hook(partial(keep, layer)))
+        grid = model(images, cores=cores).grid
+    stacked = torch.stack([maps[layer] for layer in wanted])
+    return stacked.reshape(*stacked.shape[:-1], *grid)
+
+
+def _attention_to_patches(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    """What `attn` gives the patches from each core, (B, H, C, N), from the arguments of its forward pass."""
+    cores = core_rotary[0].shape[-2]
+    q, k, _ = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    # Rounded where the model rounds, then at least float32: small probabilities are what a map is made of.
+    better = torch.promote_types(q.dtype, torch.float32)
+    q_core = rotate(q[:, :, :cores], core_rotary).to(better)
+    k_core, k_patch = rotate(k[:, :, :cores], core_rotary), rotate(k[:, :, cores:], patch_rotary)
+    with torch.autocast(x.device.type, enabled=False):
+        logits = q_core @ torch.cat([k_core, k_patch], dim=2).to(better).mT / q.shape[-1] ** 0.5
+        probabilities: Tensor = logits.softmax(dim=-1)
+    return probabilities[..., cores:]

@@ -1,0 +1,718 @@
+"""`veca.embed`: what it reads, what it writes, and that nothing stops it from finishing the job."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import gc
+import gzip
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import textwrap
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import veca.embed
+from veca import Veca, VecaConfig, images
+from veca.embed import EmbedError, EmbedReport, EmbedSettings, embed
+
+SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a model this small is faster so
+    yield _model()
+    torch.set_num_threads(threads)
+
+
+def _model(seed: int = 0) -> Veca:
+    torch.manual_seed(seed)
+    return Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(veca.embed, "_PART_PICTURES", 4)
+
+
+def picture(seed: int = 0, width: int = 48, height: int = 32) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(seed: int = 0, width: int = 48, height: int = 32) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, width, height).save(buffer, "png")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """Eleven pictures of three shapes in nested folders, and one that is broken."""
+    for i in range(11):
+        path = tmp_path / "photos" / f"class{i % 2}" / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(i, 48 + 16 * (i % 3), 32))
+    (tmp_path / "photos" / "class0" / "03.jpg").write_bytes(b"not a picture")
+    return tmp_path / "photos"
+
+
+def shard(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix in (".gz", ".tgz") else "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def go(inputs, out, model, settings: EmbedSettings = SETTINGS, **options) -> EmbedReport:
+    return embed(inputs, out, model=model, model_name="tiny", settings=settings, **{"progress": False, **options})
+
+
+def paths(out: Path) -> list[str]:
+    return pq.read_table(out, columns=["path"])["path"].to_pylist()
+
+
+def failures(out: Path) -> dict[str, str]:
+    with open(f"{out}.failures.csv", newline="") as file:
+        return {row["path"]: row["error"] for row in csv.DictReader(file)}
+
+
+def expected(path, model, settings: EmbedSettings):
+    image = images.fit_image(images.open_image(path), settings.size, settings.fit)
+    with torch.no_grad():
+        return model(images.normalize(images.to_tensor(image)[None]), cores=settings.cores)
+
+
+@pytest.mark.parametrize("fit", ["crop", "keep"])
+def test_features_are_those_of_the_model(photos, tmp_path, model, fit):
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit)
+    report = go(photos, tmp_path / "f.parquet", model, settings)
+    assert report[:3] == (11, 1, 0)
+    assert report.out == tmp_path / "f.parquet"
+    rows = pq.read_table(report.out).to_pylist()
+    assert len(rows) == 11
+    for row in rows:
+        want = expected(row["path"], model, settings)
+        assert (row["rows"], row["columns"], row["cores"]) == (*want.grid, 8)
+        assert (row["width"], row["height"]) == Image.open(row["path"]).size
+        torch.testing.assert_close(torch.tensor(row["cls"]), want.cls[0], atol=1e-5, rtol=1e-4)
+        patches = torch.tensor(row["patches"]).unflatten(0, (-1, 32))
+        torch.testing.assert_close(patches, want.patches[0], atol=1e-5, rtol=1e-4)
+    assert len({row["columns"] for row in rows}) == (3 if fit == "keep" else 1)
+
+
+def test_the_table_says_what_it_holds(photos, tmp_path, model):
+    out = tmp_path / "f.parquet"
+    go(photos, out, model, EmbedSettings(size=32, dense=True, save_dtype="float16"))
+    schema = pq.read_schema(out)
+    assert schema.field("cls").type == pa.list_(pa.float16(), 32)
+    assert schema.field("patches").type == pa.large_list(pa.float16())
+    assert schema.field("width").type == pa.int32()
+    about = json.loads(schema.metadata[b"veca"])
+    assert about["model"] == "tiny"
+    assert (about["cores"], about["size"], about["fit"], about["dim"]) == (64, 32, "crop", 32)
+    assert about["provenance"] == {}
+    assert len(about["weights"]) == 64
+
+
+def test_only_what_is_asked_for_is_saved(photos, tmp_path, model):
+    go(photos, tmp_path / "f.parquet", model)
+    assert "patches" not in pq.read_schema(tmp_path / "f.parquet").names
+    go(photos, tmp_path / "d.parquet", model, EmbedSettings(size=32, dense=True, with_global=False))
+    assert pq.read_schema(tmp_path / "d.parquet").names[-2:] == ["cores", "patches"]
+    with pytest.raises(EmbedError, match="nothing to save"):
+        EmbedSettings(with_global=False)
+
+
+def test_folders_come_sorted_without_hidden_and_foreign_files(tmp_path, model):
+    folder = tmp_path / "p"
+    for name in ("b.png", "a.PNG", ".hidden.png", "sub/c.png", ".git/d.png", "sub/deep/e.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encoded())
+    (folder / "notes.txt").write_text("no picture")
+    go(folder, tmp_path / "f.parquet", model)
+    assert paths(tmp_path / "f.parquet") == [str(folder / n) for n in ("a.PNG", "b.png", "sub/c.png", "sub/deep/e.png")]
+
+
+def test_inputs_keep_their_order_and_named_files_are_always_tried(tmp_path, model):
+    (tmp_path / "z.data").write_bytes(encoded())
+    (tmp_path / "a.png").write_bytes(encoded())
+    (tmp_path / "words.txt").write_text("no picture")
+    given = [str(tmp_path / name) for name in ("z.data", "words.txt", "a.png", "z.data")]
+    report = go(given, tmp_path / "f.parquet", model)
+    assert paths(report.out) == [given[0], given[2], given[3]]
+    assert list(failures(report.out)) == [given[1]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.png", ["a.png"]),
+        ("**/*.png", ["a.png", "x/b.png", "x/y/c.png"]),
+        ("x/**", ["x/b.png", "x/y/c.png"]),
+        ("*/?.png", ["x/b.png"]),
+        ("**/y/*", ["x/y/c.png"]),
+        ("**/**/[bc].png", ["x/b.png", "x/y/c.png"]),
+    ],
+)
+def test_globs(tmp_path, model, pattern, found):
+    for name in ("a.png", "x/b.png", "x/y/c.png", "x/y/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encoded())
+    go(str(tmp_path / pattern), tmp_path / "f.parquet", model)
+    assert paths(tmp_path / "f.parquet") == [str(tmp_path / name) for name in found]
+
+
+def test_relative_globs_and_names_with_brackets(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[1].png", "b.png"):
+        Path(name).write_bytes(encoded())
+    go(["*.png", "a[1].png"], "f.parquet", model)
+    assert paths(Path("f.parquet")) == ["a[1].png", "b.png", "a[1].png"]
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
+def test_shards(tmp_path, model, suffix):
+    members = {
+        "0001.png": encoded(1),
+        "0001.cls": b"7",
+        "0001.seg.png": encoded(),
+        "0001.depth.PNG": encoded(),
+        "dir.mask/0002.v2.png": encoded(2),
+        "dir/._0002.png": b"left by a Mac",
+        "../../etc/0003.png": encoded(3),
+        "0004.png": b"broken",
+    }
+    path = shard(tmp_path / f"s{suffix}", members)
+    report = go(str(tmp_path / f"*{suffix}"), tmp_path / "f.parquet", model)
+    assert paths(report.out) == [
+        f"{path}/{name}" for name in ("0001.png", "dir.mask/0002.v2.png", "../../etc/0003.png")
+    ]
+    assert list(failures(report.out)) == [f"{path}/0004.png"]
+    cls = pq.read_table(report.out)["cls"].to_pylist()
+    for row, seed in zip(cls, (1, 2, 3), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(row), expected(encoded(seed), model, SETTINGS).cls[0], atol=1e-5, rtol=1e-4
+        )
+
+
+def cut_in_picture(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def cut_at_header(data: bytes) -> bytes:
+    second = data.index(b"b.png")
+    return data[:second]
+
+
+def break_header(data: bytes) -> bytes:
+    second = data.index(b"b.png")
+    return data[:second] + b"x" * 512 + data[second + 512 :]
+
+
+@pytest.mark.parametrize("damage", [cut_in_picture, cut_at_header, break_header])
+def test_a_damaged_shard_gives_what_it_can(tmp_path, model, damage):
+    path = shard(tmp_path / "s.tar", {"a.png": encoded(1), "b.png": encoded(2), "c.png": encoded(3)})
+    (tmp_path / "later.png").write_bytes(encoded())
+    path.write_bytes(damage(path.read_bytes()))
+    report = go([path, tmp_path / "later.png"], tmp_path / "f.parquet", model)
+    assert paths(report.out) == [f"{path}/a.png", str(tmp_path / "later.png")]
+    assert "damaged archive" in failures(report.out)[str(path)]
+
+
+def test_a_damaged_compressed_shard_gives_what_it_can(tmp_path, model):
+    path = shard(tmp_path / "s.tar.gz", {f"{i}.png": encoded(i) for i in range(4)})
+    path.write_bytes(path.read_bytes()[:-6000])
+    report = go(path, tmp_path / "f.parquet", model)
+    found = paths(report.out)
+    assert found == [f"{path}/{i}.png" for i in range(len(found))]
+    assert 1 <= len(found) < 4
+    assert list(failures(report.out)) == [str(path)]
+
+
+def test_hostile_shards_neither_fill_memory_nor_follow_links(tmp_path, model):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(encoded())
+    with tarfile.open(tmp_path / "links.tar", "w") as archive:
+        for kind, name in ((tarfile.SYMTYPE, "soft.png"), (tarfile.LNKTYPE, "hard.png")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, str(secret)
+            archive.addfile(info)
+    big = tarfile.TarInfo("big.png")
+    big.size = 1 << 40
+    (tmp_path / "big.tar").write_bytes(big.tobuf() + b"\0" * 4096)
+    header = tarfile.TarInfo("header")
+    header.type, header.size = tarfile.XHDTYPE, 1 << 40
+    with gzip.open(tmp_path / "header.tar.gz", "wb") as file:
+        file.write(header.tobuf(tarfile.USTAR_FORMAT if header.size < 8**11 else tarfile.GNU_FORMAT) + b"\0" * 4096)
+    shards = [tmp_path / name for name in ("links.tar", "big.tar", "header.tar.gz")]
+    tracemalloc.start()
+    report = go(shards, tmp_path / "f.parquet", model)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.pictures == 0
+    reasons = failures(report.out)
+    assert "only regular files" in reasons[f"{shards[0]}/soft.png"]
+    assert "only regular files" in reasons[f"{shards[0]}/hard.png"]
+    assert "1,099,511,627,776 bytes" in reasons[f"{shards[1]}/big.png"]
+    assert "header of 1,099,511,627,776 bytes" in reasons[str(shards[2])]
+    assert peak < 50 << 20
+
+
+def test_names_that_are_not_text(tmp_path, model):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded())
+    (tmp_path / "p" / 'ünïcode, "quoted".png').write_bytes(b"broken")
+    for suffix in veca.embed.SUFFIXES:
+        report = go(tmp_path / "p", tmp_path / f"f{suffix}", model)
+        assert report[:2] == (1, 1)
+        assert list(failures(report.out)) == [str(tmp_path / "p" / 'ünïcode, "quoted".png')]
+    assert paths(tmp_path / "f.parquet") == [str(tmp_path / "p" / "caf\\udce9.png")]
+    assert np.load(tmp_path / "f.npz")["path"].tolist() == paths(tmp_path / "f.parquet")
+
+
+def test_special_files_do_not_block(tmp_path, model):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "a.png").write_bytes(encoded())
+    report = go(tmp_path, tmp_path / "f.parquet", model)
+    assert paths(report.out) == [str(tmp_path / "a.png")]
+    assert set(failures(report.out)) == {str(tmp_path / "pipe.png"), str(tmp_path / "gone.png")}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["nowhere"], "no such file or folder"),
+        ([""], "no such file or folder"),
+        (["empty"], "no pictures there"),
+        (["empty/*.png"], "no pictures there"),
+        (["nowhere/*.png"], "no pictures there"),
+        (["good.png", "empty.tar"], "no pictures there"),
+        (["shards"], r"'shards/\*.tar'"),
+        ([], "nothing to embed"),
+    ],
+)
+def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, monkeypatch, names, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("shards").mkdir()
+    Path("good.png").write_bytes(encoded())
+    shard(Path("empty.tar"), {"a.txt": b"x"})
+    shard(Path("shards/0.tar"), {"a.png": encoded()})
+    with pytest.raises(EmbedError, match=message):
+        go(names, "out/f.parquet", model)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "settings", "message"),
+    [
+        ("f.csv", SETTINGS, r"\.parquet, \.safetensors, \.npz"),
+        ("f.npz", EmbedSettings(size=32, dense=True, fit="keep"), "write .parquet"),
+        ("f.safetensors", EmbedSettings(size=32, dense=True, fit="pad"), "write .parquet"),
+        ("f.parquet", EmbedSettings(size=40), "must be a multiple of 16. Nearest: 32"),
+        ("f.parquet", EmbedSettings(size=32, cores=65), "from 1 to 64"),
+    ],
+)
+def test_what_cannot_work_is_refused_up_front(photos, tmp_path, model, out, settings, message):
+    with pytest.raises(EmbedError, match=message):
+        go(photos, tmp_path / out, model, settings)
+    assert os.listdir(tmp_path) == ["photos"]
+
+
+@pytest.mark.parametrize("wrong", [{"size": 0}, {"batch": 2.0}, {"fit": "squeeze"}, {"save_dtype": "int8"}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(EmbedError, match=next(iter(wrong))):
+        EmbedSettings(**wrong)
+
+
+def test_results_do_not_depend_on_the_number_of_workers(photos, tmp_path, model):
+    path = shard(tmp_path / "s.tar.gz", {f"{i}.png": encoded(i) for i in range(5)})
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit="keep")
+    for workers in (0, 1, 2):
+        go([photos, path], tmp_path / f"{workers}.parquet", model, settings, workers=workers)
+    alone = (tmp_path / "0.parquet").read_bytes()
+    assert len(paths(tmp_path / "0.parquet")) == 16
+    assert alone == (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
+    assert failures(tmp_path / "0.parquet") == failures(tmp_path / "2.parquet")
+
+
+@pytest.mark.parametrize("save_dtype", ["float32", "float16"])
+def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, save_dtype):
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
+    outs = {suffix: tmp_path / f"f{suffix}" for suffix in veca.embed.SUFFIXES}
+    for out in outs.values():
+        go(photos, out, model, settings)
+    table = pq.read_table(outs[".parquet"])
+    numbers = {
+        name: np.array(table[name].to_pylist(), np.int32) for name in ("width", "height", "rows", "columns", "cores")
+    }
+    numbers["cls"] = np.array(table["cls"].to_pylist(), save_dtype)
+    numbers["patches"] = np.array(table["patches"].to_pylist(), save_dtype).reshape(11, 4, 32)
+    about = json.loads(table.schema.metadata[b"veca"])
+
+    with np.load(outs[".npz"], allow_pickle=False) as npz:
+        assert set(npz) == {"path", "veca", *numbers}
+        assert npz["path"].tolist() == table["path"].to_pylist()
+        assert json.loads(npz["veca"].item()) == about
+        for name, array in numbers.items():
+            assert npz[name].dtype == array.dtype
+            np.testing.assert_array_equal(npz[name], array)
+    with safe_open(outs[".safetensors"], "np") as tensors:
+        names, offsets = tensors.get_tensor("path"), tensors.get_tensor("path_offsets")
+        spans = itertools.pairwise(offsets)
+        assert [bytes(names[start:end]).decode() for start, end in spans] == table["path"].to_pylist()
+        assert json.loads(tensors.metadata()["veca"]) == about
+        for name, array in numbers.items():
+            assert tensors.get_tensor(name).dtype == array.dtype
+            np.testing.assert_array_equal(tensors.get_tensor(name), array)
+
+
+@pytest.mark.parametrize("suffix", veca.embed.SUFFIXES)
+def test_no_picture_at_all_still_gives_a_whole_file(tmp_path, model, suffix):
+    (tmp_path / "a.png").write_bytes(b"broken")
+    report = go(tmp_path / "a.png", tmp_path / f"f{suffix}", model, EmbedSettings(size=32, dense=True))
+    assert report[:2] == (0, 1)
+    if suffix == ".parquet":
+        assert pq.read_table(report.out).num_rows == 0
+    elif suffix == ".npz":
+        assert np.load(report.out)["patches"].shape == (0, 4, 32)
+    else:
+        with safe_open(report.out, "np") as tensors:
+            assert tensors.get_tensor("cls").shape == (0, 32)
+
+
+class Stop(BaseException):
+    """As sudden as Ctrl-C, and no other test can mistake it for something else."""
+
+
+def counted(real, calls: int):
+    """`real`, but call number `calls` raises `Stop`."""
+    left = iter(range(calls))
+
+    def call(*args, **kwargs):
+        if next(left, None) is None:
+            raise Stop
+        return real(*args, **kwargs)
+
+    return call
+
+
+def interrupted(photos, out, model, settings=SETTINGS, batches: int = 5, **options) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(veca.embed, "normalize", counted(veca.embed.normalize, batches))
+        with pytest.raises(Stop):
+            go(photos, out, model, settings, **options)
+
+
+@pytest.mark.parametrize(("batches", "workers"), [*((n, 0) for n in range(9)), (0, 2), (4, 2), (8, 2)])
+def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model, batches, workers):
+    settings = EmbedSettings(cores=8, size=32, batch=4, dense=True, fit="keep")
+    go(photos, tmp_path / "whole.parquet", model, settings)
+    interrupted(photos, tmp_path / "f.parquet", model, settings, batches, workers=workers)
+    assert not (tmp_path / "f.parquet").exists()
+    # Each part of four pictures takes three batches: two pictures of one shape go together.
+    assert len(list((tmp_path / "f.parquet.parts").glob("*.parquet"))) == batches // 3
+    report = go(photos, tmp_path / "f.parquet", model, settings)
+    assert report[:3] == (11, 1, [0, 5, 9][batches // 3])
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
+    assert not (tmp_path / "f.parquet.parts").exists()
+
+
+@pytest.mark.parametrize("suffix", veca.embed.SUFFIXES)
+@pytest.mark.parametrize("written", [False, True])
+def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, suffix, written):
+    go(photos, tmp_path / f"whole{suffix}", model)
+    out = tmp_path / f"f{suffix}"
+    with pytest.MonkeyPatch.context() as patch:
+        if written:
+            real = veca.embed._Parts._clear
+            patch.setattr(veca.embed._Parts, "_clear", lambda parts: counted(real, not out.exists())(parts))
+        else:
+            patch.setattr(pq, "ParquetFile", counted(pq.ParquetFile, 2))
+        with pytest.raises(Stop):
+            go(photos, out, model)
+    assert out.exists() == written
+    assert go(photos, out, model)[:3] == (11, 1, 12)
+    assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    files = [f"{name}{suffix}{end}" for name in ("f", "whole") for end in ("", ".failures.csv")]
+    assert sorted(os.listdir(tmp_path)) == sorted(["photos", *files])
+
+
+SCRIPT = """
+import sys, time, torch, veca.embed
+from veca import Veca, VecaConfig
+from veca.embed import EmbedSettings, embed
+
+veca.embed._PART_PICTURES = 4
+torch.set_num_threads(1)
+real = veca.embed.open_image
+def slow(*args, **kwargs):
+    time.sleep(float(sys.argv[3]))
+    return real(*args, **kwargs)
+veca.embed.open_image = slow
+torch.manual_seed(0)
+model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
+settings = EmbedSettings(cores=8, size=32, batch=2)
+options = {"model_name": "tiny", "workers": int(sys.argv[4]), "progress": False}
+embed(sys.argv[1], sys.argv[2], model=model, settings=settings, **options)
+"""
+
+
+def start(photos, out, pause: float, workers: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(photos), str(out), str(pause), str(workers)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, workers):
+    go(photos, tmp_path / "whole.parquet", model)
+    process = start(photos, tmp_path / "f.parquet", 0.05, workers)
+    wait_for(tmp_path / "f.parquet.parts" / "000000.parquet", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "f.parquet").exists()
+    (tmp_path / "f.parquet.parts" / ".000001.parquet.abcd.part").write_bytes(b"half a part")
+    (tmp_path / ".f.parquet.abcd.part").write_bytes(b"half a file")
+    report = go(photos, tmp_path / "f.parquet", model)
+    assert report.resumed >= 4
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith((".", "f."))) == [
+        "f.parquet",
+        "f.parquet.failures.csv",
+    ]
+
+
+def test_a_second_run_on_the_same_file_is_refused(photos, tmp_path, model):
+    process = start(photos, tmp_path / "f.parquet", 0.2, 0)
+    try:
+        wait_for(tmp_path / "f.parquet.parts" / "job.json", process)
+        with pytest.raises(EmbedError, match="another run"):
+            go(photos, tmp_path / "f.parquet", model)
+    finally:
+        process.kill()
+        process.wait()
+    assert go(photos, tmp_path / "f.parquet", model).pictures == 11
+
+
+def test_ctrl_c_ends_the_workers_and_keeps_the_parts(photos, tmp_path, model):
+    process = start(photos, tmp_path / "f.parquet", 0.1, 2)
+    wait_for(tmp_path / "f.parquet.parts" / "000000.parquet", process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert b"KeyboardInterrupt" in said
+    assert len(children) >= 2
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
+
+
+def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
+    with monkeypatch.context() as patch:
+        real = veca.embed.open_image
+
+        def deadly(source, **kwargs):
+            if str(source).endswith("08.png"):
+                time.sleep(0.5)  # so that the first part is done
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(source, **kwargs)
+
+        patch.setattr(veca.embed, "open_image", deadly)
+        with pytest.raises(EmbedError, match=r"a decoding process died.*--workers.*kept in .*f\.parquet\.parts"):
+            go(photos, tmp_path / "f.parquet", model, workers=1)
+    go(photos, tmp_path / "whole.parquet", model)
+    assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+def test_a_full_disk_keeps_the_parts(photos, tmp_path, model, monkeypatch):
+    with monkeypatch.context() as patch:
+        real, left = pq.write_table, iter(range(1))
+
+        def write_table(table, path, **options):
+            if next(left, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(table, path, **options)
+
+        patch.setattr(pq, "write_table", write_table)
+        with pytest.raises(EmbedError, match=r"No space left on device.* Free some.* 4 finished pictures are kept"):
+            go(photos, tmp_path / "f.parquet", model)
+    assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
+
+
+def test_another_job_is_not_continued(photos, tmp_path, model):
+    out = tmp_path / "f.parquet"
+    interrupted(photos, out, model)
+    with pytest.raises(EmbedError, match=r"size was 32, now 48.*--overwrite"):
+        go(photos, out, model, EmbedSettings(cores=8, size=48, batch=2))
+    with pytest.raises(EmbedError, match="weights was"):
+        go(photos, out, _model(seed=1))
+    with pytest.raises(EmbedError, match="inputs was"):
+        go([photos, photos], out, model)
+    (photos / "class0" / "00a.png").write_bytes(encoded())
+    with pytest.raises(EmbedError, match=r"inputs have changed.*--overwrite"):
+        go(photos, out, model)
+    (photos / "class0" / "00a.png").unlink()
+    assert go(photos, out, model).resumed >= 4
+
+
+def test_inputs_that_shrank_below_what_is_done_are_refused(photos, tmp_path, model):
+    interrupted(photos, tmp_path / "f.parquet", model)
+    for path in photos.rglob("*.*"):
+        if path.name not in ("00.png", "02.png"):
+            path.unlink()
+    with pytest.raises(EmbedError, match="inputs have changed"):
+        go(photos, tmp_path / "f.parquet", model)
+
+
+def test_a_run_that_finished_nothing_does_not_stand_in_the_way(photos, tmp_path, model):
+    interrupted(photos, tmp_path / "f.parquet", model, batches=0)
+    report = go(photos, tmp_path / "f.parquet", model, EmbedSettings(cores=8, size=48, batch=2))
+    assert (report.pictures, report.resumed) == (11, 0)
+
+
+def test_an_existing_file_is_only_replaced_on_request(photos, tmp_path, model):
+    out = tmp_path / "f.parquet"
+    go(photos, out, model)
+    before = out.read_bytes()
+    with pytest.raises(EmbedError, match="--overwrite"):
+        go(photos, out, model)
+    (photos / "class0" / "03.jpg").unlink()
+    other = EmbedSettings(cores=8, size=48, batch=2)
+    interrupted(photos, out, model, other, overwrite=True)
+    assert out.read_bytes() == before
+    report = go(photos, out, model, other)
+    assert report[:3] == (11, 0, 8)
+    assert json.loads(pq.read_schema(out).metadata[b"veca"])["size"] == 48
+    assert not Path(f"{out}.failures.csv").exists()
+    interrupted(photos, tmp_path / "g.parquet", model)
+    assert go(photos, tmp_path / "g.parquet", model, other, overwrite=True).resumed == 0
+
+
+def test_a_stray_file_in_the_parts_folder_is_left_alone(photos, tmp_path, model):
+    (tmp_path / "f.parquet.parts").mkdir()
+    (tmp_path / "f.parquet.parts" / "mine.txt").write_text("keep")
+    go(photos, tmp_path / "f.parquet", model)
+    assert os.listdir(tmp_path / "f.parquet.parts") == ["mine.txt"]
+
+
+def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
+    for i in range(8):
+        (tmp_path / f"{i}.png").write_bytes(encoded(i, 192, 48))
+    seen = []
+    real = veca.embed.normalize
+    monkeypatch.setattr(veca.embed, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
+    go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=48, batch=8, fit="keep"))
+    assert seen == [2, 2, 2, 2]
+
+
+def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
+    for i in range(12):
+        (tmp_path / f"{i:02}.png").write_bytes(encoded(i, 64 + 16 * i, 64))
+    monkeypatch.setattr(veca.embed, "_PART_PICTURES", 64)
+    monkeypatch.setattr(veca.embed, "_PART_BYTES", 1000)
+    waiting = []
+    real = veca.embed._Part.add
+
+    def add(part, record):
+        real(part, record)
+        waiting.append(sum(pixels.nbytes for group in part._waiting.values() for _, pixels in group))
+
+    monkeypatch.setattr(veca.embed._Part, "add", add)
+    assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
+    assert 3 * 14 * 64**2 < max(waiting) <= 3 * 16 * 64**2
+    assert 0 in waiting
+
+
+def test_features_are_copies_that_hold_no_other_tokens(tmp_path, model):
+    (tmp_path / "a.png").write_bytes(encoded())
+    part = veca.embed._Part(model, EmbedSettings(size=256, batch=1, cores=8), torch.device("cpu"))
+    part.add(veca.embed._Decoder(part.settings)[veca.embed._Item("a", str(tmp_path / "a.png"))])
+    row = part._features["cls"][0]
+    base = row if row.base is None else row.base
+    assert getattr(base, "nbytes", 0) <= 32 * 4
+
+
+@pytest.mark.parametrize("kind", ["folders", "shard"])
+def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path, model, monkeypatch, kind):
+    monkeypatch.setattr(veca.embed, "_PART_PICTURES", 64)
+    settings, data = EmbedSettings(cores=8, size=32, batch=32), encoded(0, 32, 32)
+
+    def sources(n: int) -> Path:
+        names = [f"{i // 20:03}/{i:05}{'long' * 50}.png" for i in range(n)]
+        if kind == "shard":
+            return shard(tmp_path / f"{n}.tar", dict.fromkeys(names, data))
+        for name in names:
+            (tmp_path / str(n) / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / str(n) / name).write_bytes(data)
+        return tmp_path / str(n)
+
+    few, many = sources(100), sources(1000)
+    go(few, tmp_path / "warm.parquet", model, settings)
+    peaks = []
+    for source in (few, many):
+        gc.collect()
+        tracemalloc.start()
+        go(source, tmp_path / f"f{source.stem}.parquet", model, settings)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 900 * 200  # to remember the names alone would take more
+
+
+def test_progress_goes_to_stderr(photos, tmp_path, model, capsys):
+    go(photos, tmp_path / "f.parquet", model, progress=True)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "12/12" in said.err
+    assert "1 failed" in said.err
+    assert "pictures/s" in said.err
+    go(photos, tmp_path / "g.parquet", model)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_callers_model_and_random_numbers_stay_as_they_were(photos, tmp_path):
+    model = _model().train()
+    go(photos, tmp_path / "f.parquet", model.eval())
+    state = torch.random.get_rng_state()
+    go(photos, tmp_path / "g.parquet", model.train(), workers=1)
+    assert model.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "g.parquet").read_bytes()
+
+
+def test_precision(photos, tmp_path, model):
+    go(photos, tmp_path / "f.parquet", model)
+    go(photos, tmp_path / "g.parquet", model, EmbedSettings(cores=8, size=32, batch=2, precision="bfloat16"))
+    full, half = (np.array(pq.read_table(tmp_path / n)["cls"].to_pylist()) for n in ("f.parquet", "g.parquet"))
+    assert 0 < np.abs(full - half).max() < 0.1
