@@ -10,6 +10,8 @@ from torch import Tensor
 import veca
 from veca import VecaConfig
 
+torch.set_num_threads(1)  # the models here are small: threads would mostly wait for each other
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

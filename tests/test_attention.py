@@ -76,7 +76,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_nothing_of_size_n_by_n_is_made() -> None:
-    model, cores = make_tiny(depth=2), 4
+    model, cores = make_tiny(depth=2), 8
     patches = 48 * 48
     with LargestTensor() as seen:
         model(torch.zeros(1, 3, 16 * 48, 16 * 48), cores).patches.sum().backward()

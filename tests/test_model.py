@@ -13,8 +13,8 @@ import veca
 from veca.attention import use_kernel
 
 
-def pictures(batch: int = 2, height: int = 48, width: int = 80, **kwargs: torch.dtype) -> Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1), **kwargs)
+def pictures(batch: int = 2, height: int = 48, width: int = 80) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
 def test_output_shapes(tiny: veca.Veca) -> None:
@@ -49,7 +49,7 @@ def test_prefix_property(cores: int) -> None:
 
 @pytest.mark.parametrize(("cores", "height", "width"), [(8, 16, 16), (24, 64, 96), (64, 112, 48)])
 def test_fast_path_equals_the_masked_reference(cores: int, height: int, width: int) -> None:
-    model, images = make_tiny().double(), pictures(2, height, width, dtype=torch.float64)
+    model, images = make_tiny().double(), pictures(2, height, width).double()
 
     def run() -> tuple[Tensor, list[Tensor]]:
         out = model(images, cores)
@@ -281,7 +281,7 @@ def test_autocast_keeps_coordinates_in_float32(tiny: veca.Veca, dtype: torch.dty
         out = tiny(pictures(), 16)
     assert out.coordinates.dtype == torch.float32
     assert relative_error(out.patches, exact.patches) < 0.05
-    half = copy.deepcopy(tiny).to(dtype)(pictures(dtype=dtype), 16)
+    half = copy.deepcopy(tiny).to(dtype)(pictures().to(dtype), 16)
     assert (half.patches.dtype, half.coordinates.dtype) == (dtype, torch.float32)
     assert relative_error(half.patches, exact.patches) < 0.05
 

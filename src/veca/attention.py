@@ -29,9 +29,10 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
     `core_rotary` is per image, (B, 1, C, d/2) twice; `patch_rotary` is shared, (N, d/2) twice. C is read off it.
     """
     cores = core_rotary[0].shape[-2]
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, S, d), a view
-    q_core, k_core = rotate(q[:, :, :cores], core_rotary), rotate(k[:, :, :cores], core_rotary)
-    q_patch, k_patch = rotate(q[:, :, cores:], patch_rotary), rotate(k[:, :, cores:], patch_rotary)
+    qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, S, d), a view
+    v = qkv[2]
+    q_core, k_core = rotate(qkv[:2, :, :, :cores], core_rotary)
+    q_patch, k_patch = rotate(qkv[:2, :, :, cores:], patch_rotary)
     k_all = torch.cat([k_core, k_patch], dim=2)
     if _kernel == "reference":
         out = masked_attention(torch.cat([q_core, q_patch], dim=2), k_all, v, cores).transpose(1, 2)

@@ -132,8 +132,10 @@ def embed(
 
     `inputs` are files, folders (all below, links to folders excepted), globs and tar shards (`.tar`, `.tar.gz`,
     `.tgz`); rows keep their order, and a folder's is sorted. A picture that cannot be read is a row in
-    `<out>.failures.csv` and stops nothing. `workers` processes decode, with 0 this one. Called again after an
-    interruption, with the same arguments, it continues; `overwrite` starts anew and replaces an earlier `out`.
+    `<out>.failures.csv` and stops nothing. The model moves to `device` (None: it stays where it is). `workers`
+    processes decode pictures, with 0 this one does; it alone unpacks compressed shards, once more when `progress` has
+    to count. Called again after an interruption, with the same arguments, it continues; `overwrite` starts anew and
+    replaces an earlier `out`.
     """
     began = time.perf_counter()
     if isinstance(inputs, str | os.PathLike):
@@ -171,6 +173,8 @@ def _check(sources: list[str], out: Path, model: Veca, settings: EmbedSettings, 
     """The settings with the budget filled in, if all can work together."""
     if out.suffix not in SUFFIXES:
         raise EmbedError(f"{out}: unknown kind of file {out.suffix!r}; choose one of {', '.join(SUFFIXES)}")
+    if out.is_dir():
+        raise EmbedError(f"{out} is a folder; name a file in it")
     if settings.dense and settings.fit in ("keep", "pad") and out.suffix != ".parquet":
         raise EmbedError(
             f"fit={settings.fit!r} gives every picture a grid of its own, which {out.suffix} cannot hold; "
@@ -485,9 +489,8 @@ class _Part:
         columns: dict[str, Any] = {name: [row[i] for row in self.rows] for i, name in enumerate(schema.names[:6])}
         for name in schema.names[6:]:
             rows = [np.empty(0, self.settings.save_dtype), *(self._features[name][i] for i in range(len(self.rows)))]
-            ends, values = np.cumsum([row.size for row in rows]), pa.array(np.concatenate(rows))
-            columns[name] = pa.LargeListArray.from_arrays(pa.array(ends), values)
-        columns |= {"cls": columns["cls"].cast(schema.field("cls").type)} if "cls" in columns else {}
+            ends, values = pa.array(np.cumsum([row.size for row in rows])), pa.array(np.concatenate(rows))
+            columns[name] = pa.LargeListArray.from_arrays(ends, values).cast(schema.field(name).type)
         return pa.table(columns, schema)
 
 
@@ -518,7 +521,10 @@ class _Parts:
         return self.folder / f"{index:06d}.parquet"
 
     def _state(self, index: int) -> dict[str, Any]:
-        return dict(json.loads(pq.read_schema(self._file(index)).metadata[b"veca"]))
+        try:
+            return dict(json.loads(pq.read_schema(self._file(index)).metadata[b"veca"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise EmbedError(f"{self._file(index)} is damaged ({error}); start anew with --overwrite") from error
 
     def resume(self, overwrite: bool) -> None:
         """Take over the parts of an earlier run of the same job; refuse those of another."""
@@ -669,12 +675,11 @@ def _write_safetensors(path: Path, files: list[Path], schema: pa.Schema, about: 
             yield end + part.cumsum()
             end += int(part.sum())
 
-    arrays = list(_arrays(files, schema, about))
+    columns = list(_arrays(files, schema, about))
+    starts = _Array("path_offsets", np.dtype("<i8"), (columns[0].shape[0] + 1,), offsets())
     characters = (np.frombuffer("".join(names).encode(), np.uint8) for names in _chunks(files, "path"))
-    total = sum(int(part.sum()) for part in lengths())
-    arrays.insert(0, _Array("path_offsets", np.dtype("<i8"), (arrays[0].shape[0] + 1,), offsets()))
-    arrays.append(_Array("path", np.dtype(np.uint8), (total,), characters))
-    arrays.sort(key=lambda array: -array.dtype.itemsize)  # which keeps every array aligned
+    names = _Array("path", np.dtype(np.uint8), (sum(int(part.sum()) for part in lengths()),), characters)
+    arrays = (starts, *columns, names)  # wide numbers before narrow ones: so every array is aligned
     kinds, end = {"<i8": "I64", "<i4": "I32", "<f4": "F32", "<f2": "F16", "|u1": "U8"}, 0
     header: dict[str, Any] = {"__metadata__": {"veca": json.dumps(about)}}
     for array in arrays:

@@ -302,7 +302,8 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
     # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
     max_bytes = 8 * max_pixels + 2**26
     with _opened(source, max_bytes) as stream:
-        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0, os.SEEK_END)
+        size = stream.tell()
         if size > max_bytes:
             rule = f"at most {max_bytes:,} are read for {max_pixels:,} pixels"
             raise ImageTooLargeError(f"{size:,} bytes; {rule}. Shrink it or raise max_pixels")
@@ -358,8 +359,8 @@ def _whole_jpeg(data: bytes) -> tuple[bytes, int]:
     libjpeg fills what is missing with grey and tells nobody. Two things show it. All passes
     together must send every coefficient of every component. And a picture in one Huffman pass is
     decoded without its end marker but with eight bytes of ones behind it: a whole picture is
-    finished without looking at them, while a cut one asks for more, and fails, because ones are
-    no valid code and even an empty block takes 34 bits of them.
+    finished without looking at them, while one that lacks more than its last block asks for more
+    and fails, because ones are no valid code and even an empty block takes 34 bits of them.
     """
     position, segments, stray = 2, 0, 0
     frame, components, passes, sent, scan_end = 0, 1, 0, 0, 0
@@ -422,10 +423,13 @@ def _check_header(image: ImageFile.ImageFile, size: int, passes: int, max_pixels
 
 
 def _load_png(image: ImageFile.ImageFile, stream: BinaryIO) -> None:
-    """Decode a PNG and see that its last pixels were written.
+    """Decode a PNG, see that its checksums are right and that its last pixels were written.
 
-    Pillow takes data that ends tidily between two rows for a picture whose rest is black.
+    Pillow looks at no checksum of the pixels by itself, and takes data that end tidily between
+    two rows for a picture whose rest is black.
     """
+    with Image.open(stream, formats=("PNG",)) as unread:
+        unread.verify()
     right, bottom = image.width - 1, image.height - 1
     # Interlaced or not, the last pixel to be written is one of these.
     last = [(right, bottom), (right, max(bottom - 1, 0)), (max(right - 1, 0), bottom)]

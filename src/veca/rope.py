@@ -62,7 +62,7 @@ def patch_rotary(
     return _kept_patch_rotary(rows, columns, head_dim, zero_fraction, device, dtype)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def _kept_patch_rotary(
     rows: int, columns: int, head_dim: int, zero_fraction: float, device: torch.device, dtype: torch.dtype
 ) -> Rotary:
