@@ -28,10 +28,10 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from veca import Veca, VecaConfig, images
-from veca.embed import SUFFIXES, EmbedError, EmbedReport, EmbedSettings, embed
-
-engine = sys.modules[embed.__module__]
+from veca import Veca, VecaConfig, images, sources
+from veca import embed as engine
+from veca.embed import EmbedError, EmbedReport, EmbedSettings, embed
+from veca.features import WRITERS
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
 
@@ -284,7 +284,7 @@ def test_names_that_are_not_text(tmp_path, model):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded())
     (tmp_path / "p" / 'ünïcode, "quoted".png').write_bytes(b"broken")
-    for suffix in SUFFIXES:
+    for suffix in WRITERS:
         report = go(tmp_path / "p", tmp_path / f"f{suffix}", model)
         assert report[:2] == (1, 1)
         assert list(failures(report.out)) == [str(tmp_path / "p" / 'ünïcode, "quoted".png')]
@@ -321,7 +321,7 @@ def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, mo
     Path("good.png").write_bytes(encoded())
     shard(Path("empty.tar"), {"a.txt": b"x"})
     shard(Path("shards/0.tar"), {"a.png": encoded()})
-    with pytest.raises(EmbedError, match=message):
+    with pytest.raises(ValueError, match=message):
         go(names, "out/f.parquet", model)
     assert not Path("out").exists()
 
@@ -363,7 +363,7 @@ def test_results_do_not_depend_on_the_number_of_workers(photos, tmp_path, model)
 @pytest.mark.parametrize("save_dtype", ["float32", "float16"])
 def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, save_dtype):
     settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
-    outs = {suffix: tmp_path / f"f{suffix}" for suffix in SUFFIXES}
+    outs = {suffix: tmp_path / f"f{suffix}" for suffix in WRITERS}
     for out in outs.values():
         go(photos, out, model, settings)
     table = pq.read_table(outs[".parquet"])
@@ -395,7 +395,7 @@ def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, s
             np.testing.assert_array_equal(tensors.get_tensor(name), array)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", WRITERS)
 def test_no_picture_at_all_still_gives_a_whole_file(tmp_path, model, suffix):
     (tmp_path / "a.png").write_bytes(b"broken")
     report = go(tmp_path / "a.png", tmp_path / f"f{suffix}", model, EmbedSettings(size=32, dense=True))
@@ -447,7 +447,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model,
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("written", [False, True])
 def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, suffix, written):
     go(photos, tmp_path / f"whole{suffix}", model)
@@ -469,17 +469,17 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
 
 SCRIPT = """
 import sys, time, torch
-from veca import Veca, VecaConfig
+from veca import Veca, VecaConfig, sources
+from veca import embed as engine
 from veca.embed import EmbedSettings, embed
 
-engine = sys.modules[embed.__module__]
 engine._PART_PICTURES = 4
 torch.set_num_threads(1)
-real = engine.open_image
+real = sources.open_image
 def slow(*args, **kwargs):
     time.sleep(float(sys.argv[3]))
     return real(*args, **kwargs)
-engine.open_image = slow
+sources.open_image = slow
 torch.manual_seed(0)
 model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
 settings = EmbedSettings(cores=8, size=32, batch=2)
@@ -548,7 +548,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_the_parts(photos, tmp_path, model):
 
 def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = engine.open_image
+        real = sources.open_image
 
         def deadly(source, **kwargs):
             if str(source).endswith("08.png"):
@@ -556,7 +556,7 @@ def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(source, **kwargs)
 
-        patch.setattr(engine, "open_image", deadly)
+        patch.setattr(sources, "open_image", deadly)
         with pytest.raises(EmbedError, match=r"a decoding process died.*--workers.*kept in .*f\.parquet\.parts"):
             go(photos, tmp_path / "f.parquet", model, workers=1)
     go(photos, tmp_path / "whole.parquet", model)
@@ -691,7 +691,8 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
     part = engine._Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
-    part.add(engine._Decoder(part.settings)[engine._Item("a", str(tmp_path / "a.png"))])
+    with sources.decoded(sources.expand(str(tmp_path / "a.png")), 32, "crop", images.MAX_PIXELS, 0) as records:
+        part.add(next(records))
     kept = part._features["cls"][0]
     np.testing.assert_array_equal(kept, tokens[0][0, 0])
     assert not np.shares_memory(kept, tokens[0])

@@ -5,13 +5,6 @@
 A run keeps its finished *parts* in `<out>.parts/` and merges them at the end: however it stops, it loses at most one
 part. What a part holds follows from the settings and the order of the pictures alone, so a continued run forms the
 same batches and gives the same bits as one that was never interrupted.
-
-Every output has the same columns: `path`, `width`, `height` (of the picture), `rows`, `columns` (of the grid), `cores`
-(the budget), `cls` (D numbers) and, if dense, `patches` (rows × columns × D numbers, row by row). Parquet takes any
-mix of grids. `.npz` and `.safetensors` hold one array per column, `cls` as (n, D) and `patches` as
-(n, rows × columns, D). Safetensors has no strings: there `path` is all names as UTF-8, end to end, and name i is
-`bytes(path[path_offsets[i] : path_offsets[i + 1]]).decode()`. How the features were made is JSON under the key `veca`:
-in the metadata of Parquet and safetensors, an array of its own in `.npz`.
 """
 
 from __future__ import annotations
@@ -20,51 +13,37 @@ import csv
 import dataclasses
 import errno
 import glob
-import gzip
 import hashlib
 import json
 import math
 import os
-import signal
-import struct
 import sys
-import tarfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch.utils.data import DataLoader, Dataset
 
+from veca.features import PARQUET, WRITERS, feature_schema
 from veca.files import atomic_path
-from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, ImageError, fit_image, normalize, open_image, to_tensor
+from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, normalize
 from veca.model import Veca
+from veca.sources import SHARDS, Item, Record, decoded, expand, items_of
 
-SUFFIXES = (".parquet", ".safetensors", ".npz")
-"""Of the files `embed` writes."""
-
-_SHARDS = (".tar", ".tar.gz", ".tgz")
-_LABELS = {"seg", "depth", "mask", "label"}
-_MEMBER_BYTES = 1 << 30
 _PART_BYTES = 256 << 20
 _PART_PICTURES = 1024
-_PARQUET: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-"""Features neither compress nor repeat, and nobody filters by their extremes."""
 
 
 class EmbedError(ValueError):
@@ -171,8 +150,8 @@ def embed(
 
 def _check(sources: list[str], out: Path, model: Veca, settings: EmbedSettings, workers: int) -> EmbedSettings:
     """The settings with the budget filled in, if all can work together."""
-    if out.suffix not in SUFFIXES:
-        raise EmbedError(f"{out}: unknown kind of file {out.suffix!r}; choose one of {', '.join(SUFFIXES)}")
+    if out.suffix not in WRITERS:
+        raise EmbedError(f"{out}: unknown kind of file {out.suffix!r}; choose one of {', '.join(WRITERS)}")
     if out.is_dir():
         raise EmbedError(f"{out} is a folder; name a file in it")
     if settings.dense and settings.fit in ("keep", "pad") and out.suffix != ".parquet":
@@ -192,8 +171,8 @@ def _check(sources: list[str], out: Path, model: Veca, settings: EmbedSettings, 
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs or tar shards")
     for source in sources:
-        if next(_expand(source), None) is None:
-            shards = os.path.isdir(source) and any(name.endswith(_SHARDS) for name in os.listdir(source))
+        if next(expand(source), None) is None:
+            shards = os.path.isdir(source) and any(name.endswith(SHARDS) for name in os.listdir(source))
             hint = f". Its tar shards can be named: '{os.path.join(source, '*.tar')}'" if shards else ""
             raise EmbedError(f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}){hint}")
     return dataclasses.replace(settings, cores=budget)
@@ -212,8 +191,8 @@ def _describe(model: Veca, name: str, settings: EmbedSettings, device: torch.dev
 
 
 def _run(sources: list[str], parts: _Parts, new_part: Callable[[], _Part], workers: int, progress: bool) -> None:
-    total = sum(1 for _ in _items(sources)) if progress else None
-    items = _items(sources)
+    total = sum(1 for _ in items_of(sources)) if progress else None
+    items = items_of(sources)
     parts.skip(items)
     said = (
         "{task.description}",
@@ -223,9 +202,10 @@ def _run(sources: list[str], parts: _Parts, new_part: Callable[[], _Part], worke
     )
     columns = (*map(TextColumn, said), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     part = new_part()
+    s = part.settings
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
-        _decoding(items, part.settings, workers) as records,
+        decoded(items, s.size, s.fit, s.max_pixels, workers) as records,
         Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
     ):
         task = bar.add_task("embedding", total=total, completed=parts.items, rate="", failed=parts.failed)
@@ -243,189 +223,6 @@ def _run(sources: list[str], parts: _Parts, new_part: Callable[[], _Part], worke
         bar.update(task, description="merging")
         parts.merge()
         bar.update(task, description="embedded")
-
-
-class _Item(NamedTuple):
-    """One picture to come, small enough to send to another process: a file, a span of it, bytes, or what is wrong."""
-
-    name: str
-    path: str = ""
-    span: tuple[int, int] | None = None
-    data: bytes | None = None
-    error: str = ""
-
-
-def _items(sources: Sequence[str]) -> Iterator[_Item]:
-    return chain.from_iterable(map(_expand, sources))
-
-
-def _expand(source: str) -> Iterator[_Item]:
-    if os.path.isdir(source):
-        yield from _walk(source, ("**", "*"), shards=False)
-    elif os.path.lexists(source):
-        yield from _shard(source) if source.lower().endswith(_SHARDS) else [_Item(_text(source), source)]
-    elif glob.has_magic(source):
-        parts = Path(source).parts
-        fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-        root, pattern = str(Path(*parts[:fixed])), parts[fixed:]
-        if os.path.isdir(root):
-            yield from _walk(root, (*pattern, "*") if pattern[-1] == "**" else pattern, shards=True)
-    else:
-        raise EmbedError(f"{source!r}: no such file or folder")
-
-
-def _walk(root: str, pattern: Sequence[str], shards: bool) -> Iterator[_Item]:
-    """Pictures whose path from `root` matches, sorted; nothing hidden. One folder's names are held at a time."""
-    problems: list[OSError] = []
-    for folder, folders, names in os.walk(root, onerror=problems.append):
-        here = Path(folder).relative_to(root).parts
-        folders[:] = sorted(f for f in folders if f[0] != "." and _matches((*here, f), pattern, part=True))
-        for name in sorted(name for name in names if name[0] != "." and _matches((*here, name), pattern)):
-            path = str(Path(folder, name))
-            if Path(name).suffix.lower() in EXTENSIONS:
-                yield _Item(_text(path), path)
-            elif shards and name.lower().endswith(_SHARDS):
-                yield from _shard(path)
-    yield from (_Item(_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
-
-
-def _matches(parts: Sequence[str], pattern: Sequence[str], part: bool = False) -> bool:
-    """Whether the path matches; with `part`, whether one that goes on from it can."""
-    if not parts or not pattern:
-        return bool(pattern) if part else not parts and not pattern
-    if pattern[0] == "**":
-        return _matches(parts, pattern[1:], part) or _matches(parts[1:], pattern, part)
-    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:], part)
-
-
-class _Tape:
-    """A file for `tarfile`, which takes a broken header for the end and believes any length a header claims."""
-
-    def __init__(self, file: gzip.GzipFile | IO[bytes]) -> None:
-        self.file, self.seek, self.tell, self.last = file, file.seek, file.tell, b""
-
-    def read(self, size: int) -> bytes:
-        if size > _MEMBER_BYTES:
-            raise tarfile.ReadError(f"a header of {size:,} bytes")
-        self.last = self.file.read(size)
-        return self.last
-
-
-def _shard(path: str) -> Iterator[_Item]:
-    """Pictures in a tar archive; nothing is unpacked. Labels beside them (`7.seg.png`) are not pictures to embed."""
-    packed, after = path.lower().endswith("gz"), "its start"
-    try:
-        with gzip.open(path) if packed else open(path, "rb") as file:
-            tape = _Tape(file)
-            archive = tarfile.TarFile(fileobj=cast(IO[bytes], tape))
-            while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # it would remember them all
-                *stem, suffix = member.name.rpartition("/")[2].lower().split(".")
-                picture = f".{suffix}" in EXTENSIONS and any(stem[:1]) and not _LABELS.intersection(stem[1:])
-                if picture and not member.isdir():
-                    yield _member(path, archive, member, packed)
-                after = member.name
-            if tape.last.strip(b"\0") or len(tape.last) != tarfile.BLOCKSIZE:
-                raise tarfile.ReadError("it ends without its end mark" if not tape.last else "broken header")
-    except Exception as error:  # a damaged archive surfaces as almost anything
-        yield _Item(_text(path), error=_text(f"damaged archive, nothing was read after {after}: {error}"))
-
-
-def _member(path: str, archive: tarfile.TarFile, member: tarfile.TarInfo, packed: bool) -> _Item:
-    name = _text(f"{path}/{member.name}")
-    if not member.isfile():
-        return _Item(name, error="a link or special file in an archive; only regular files are read")
-    if member.size > _MEMBER_BYTES:
-        return _Item(name, error=f"{member.size:,} bytes in an archive; at most {_MEMBER_BYTES:,} are read")
-    if packed or member.issparse():
-        file = archive.extractfile(member)
-        return _Item(name, data=file.read() if file else b"")
-    return _Item(name, path, span=(member.offset_data, member.size))
-
-
-def _text(name: str) -> str:
-    """`name` as it can be written to any file; bytes that are no text in it come out as escapes."""
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
-class _Record(NamedTuple):
-    """One picture decoded, (3, height, width) uint8, with its original (width, height); or why not."""
-
-    name: str
-    size: tuple[int, int] = (0, 0)
-    pixels: NDArray[np.uint8] | None = None
-    error: str = ""
-
-
-class _Decoder(Dataset[_Record]):
-    """Indexed by what to read instead of a number: the walk over the sources happens once, in the main process."""
-
-    def __init__(self, settings: EmbedSettings) -> None:
-        self.settings = settings
-
-    def __getitem__(self, item: _Item) -> _Record:
-        size, fit, most = self.settings.size, self.settings.fit, self.settings.max_pixels
-        try:
-            image = open_image(_content(item), max_pixels=most)
-            # An array, not a tensor: tensors travel in shared memory, which containers have little of.
-            return _Record(item.name, image.size, to_tensor(fit_image(image, size, fit, most)).numpy())
-        except Exception as error:  # whatever one picture does, the others are to be embedded
-            reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
-            reason = reason.removeprefix("<bytes>: ").removeprefix(f"{item.path}: ")  # the row has the name
-            return _Record(item.name, error=_text(reason)[:1000])
-
-
-def _content(item: _Item) -> str | bytes:
-    if item.error:
-        raise ImageError(item.error)
-    if item.data is not None:
-        return item.data
-    if item.span is None:
-        return item.path
-    with open(item.path, "rb") as file:
-        file.seek(item.span[0])
-        data = file.read(item.span[1])
-    if len(data) < item.span[1]:
-        raise ImageError("the archive ends within this picture")
-    return data
-
-
-@contextmanager
-def _decoding(items: Iterator[_Item], settings: EmbedSettings, workers: int) -> Iterator[Iterator[_Record]]:
-    loader = DataLoader(
-        _Decoder(settings),
-        batch_size=None,
-        sampler=items,
-        num_workers=workers,
-        collate_fn=_as_is,
-        worker_init_fn=_init_worker,
-        prefetch_factor=4 if workers else None,
-        generator=torch.Generator(),  # so that the caller's random numbers stay as they were
-    )
-    records = iter(loader)
-    try:
-        yield records
-    finally:
-        # Left to the garbage collector, the processes would live as long as a traceback that mentions them.
-        getattr(records, "_shutdown_workers", lambda: None)()
-
-
-def _as_is(record: Any) -> Any:
-    return record
-
-
-def _init_worker(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process gets it too, and ends its workers
-    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
-
-
-def _schema(settings: EmbedSettings, dim: int) -> pa.Schema:
-    number = pa.float16() if settings.save_dtype == "float16" else pa.float32()
-    fields: dict[str, pa.DataType] = {"path": pa.string()}
-    fields |= dict.fromkeys(("width", "height", "rows", "columns", "cores"), pa.int32())
-    fields |= {"cls": pa.list_(number, dim)} if settings.with_global else {}
-    fields |= {"patches": pa.large_list(number)} if settings.dense else {}
-    return pa.schema(fields)
 
 
 class _Part:
@@ -453,7 +250,7 @@ class _Part:
         pictures, failures = len(self.rows), len(self.failures)
         return pictures >= self._most or failures >= _PART_PICTURES or self._feature_bytes > self._most_bytes
 
-    def add(self, record: _Record) -> None:
+    def add(self, record: Record) -> None:
         if record.pixels is None:
             self.failures.append((record.name, record.error))
             return
@@ -505,7 +302,7 @@ class _Parts:
         self.folder = out.with_name(f"{out.name}.parts")
         places = "\0".join(map(os.path.abspath, sources))
         self.job = {**about, "inputs": hashlib.sha256(places.encode("utf-8", "backslashreplace")).hexdigest()}
-        self.schema = _schema(settings, about["dim"])
+        self.schema = feature_schema(about["dim"], settings.save_dtype, settings.with_global, settings.dense)
         self.count = self.items = self.pictures = self.failed = self.resumed = 0
         self.digest = self.last = ""
 
@@ -552,7 +349,7 @@ class _Parts:
     def follow(self, name: str) -> None:
         self.digest, self.last = hashlib.sha256(f"{self.digest}{name}".encode()).hexdigest(), name
 
-    def skip(self, items: Iterator[_Item]) -> None:
+    def skip(self, items: Iterator[Item]) -> None:
         """Pass over what is done, if it is still the same."""
         expected, self.digest = self.digest, ""
         for item in islice(items, self.items):
@@ -569,7 +366,7 @@ class _Parts:
         state: dict[str, Any] = dict(zip(("items", "pictures", "failed"), totals, strict=True))
         state |= {"digest": self.digest, "failures": part.failures}
         with atomic_path(self._file(self.count)) as path:
-            pq.write_table(table.replace_schema_metadata({"veca": json.dumps(state)}), path, **_PARQUET)
+            pq.write_table(table.replace_schema_metadata({"veca": json.dumps(state)}), path, **PARQUET)
         self.count += 1
         self.items, self.pictures, self.failed = totals
 
@@ -585,9 +382,8 @@ class _Parts:
         else:
             failures.unlink(missing_ok=True)
         files = [self._file(index) for index in range(self.count)]
-        writers = {".parquet": _write_parquet, ".safetensors": _write_safetensors, ".npz": _write_npz}
         with atomic_path(self.out) as path:
-            writers[self.out.suffix](path, files, self.schema, self.about)
+            WRITERS[self.out.suffix](path, files, self.schema, self.about)
         self._clear()
         with suppress(OSError):  # not empty, if someone keeps a file of their own in it
             (self.folder / "lock").unlink()
@@ -616,79 +412,3 @@ def _locked(folder: Path) -> Iterator[None]:
             except OSError:
                 pass  # a file system without locks
         yield
-
-
-def _write_parquet(path: Path, files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> None:
-    with pq.ParquetWriter(path, schema.with_metadata({"veca": json.dumps(about)}), **_PARQUET) as writer:
-        for file in files:
-            with pq.ParquetFile(file) as part:
-                writer.write_table(part.read())
-
-
-class _Array(NamedTuple):
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    chunks: Iterator[NDArray[Any]]
-
-
-def _chunks(files: list[Path], name: str) -> Iterator[NDArray[Any]]:
-    for file in files:
-        with pq.ParquetFile(file) as part:
-            column: Any = part.read([name])[name].combine_chunks()
-        yield (column.flatten() if pa.types.is_nested(column.type) else column).to_numpy(zero_copy_only=False)
-
-
-def _arrays(files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> Iterator[_Array]:
-    """All columns but `path`, which each format writes its own way."""
-    n, dim = sum(pq.read_metadata(file).num_rows for file in files), about["dim"]
-    shapes = {"cls": (n, dim), "patches": (n, (about["size"] // about["patch_size"]) ** 2, dim)}
-    for name in schema.names[1:]:
-        dtype = np.dtype(about["save_dtype"] if name in shapes else np.int32).newbyteorder("<")
-        yield _Array(name, dtype, shapes.get(name, (n,)), _chunks(files, name))
-
-
-def _write_npz(path: Path, files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> None:
-    arrays, described = list(_arrays(files, schema, about)), np.array(json.dumps(about))
-    longest = max((len(name) for names in _chunks(files, "path") for name in names), default=1)
-    names = _Array("path", np.dtype(f"<U{longest}"), arrays[0].shape, _chunks(files, "path"))
-    with zipfile.ZipFile(path, "w") as archive:
-        for array in (names, *arrays, _Array("veca", described.dtype, (), iter([described]))):
-            info = zipfile.ZipInfo(f"{array.name}.npy")
-            # NumPy pads every name to the longest, with four bytes per character.
-            info.compress_type = zipfile.ZIP_DEFLATED if array is names else zipfile.ZIP_STORED
-            with archive.open(info, "w", force_zip64=True) as file:
-                header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
-                np.lib.format.write_array_header_1_0(file, header)
-                for chunk in array.chunks:
-                    file.write(chunk.astype(array.dtype, copy=False).tobytes())
-
-
-def _write_safetensors(path: Path, files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> None:
-    def lengths() -> Iterator[NDArray[np.int64]]:
-        return (np.array([len(name.encode()) for name in names], np.int64) for names in _chunks(files, "path"))
-
-    def offsets() -> Iterator[NDArray[np.int64]]:
-        yield np.zeros(1, np.int64)
-        end = 0
-        for part in lengths():
-            yield end + part.cumsum()
-            end += int(part.sum())
-
-    columns = list(_arrays(files, schema, about))
-    starts = _Array("path_offsets", np.dtype("<i8"), (columns[0].shape[0] + 1,), offsets())
-    characters = (np.frombuffer("".join(names).encode(), np.uint8) for names in _chunks(files, "path"))
-    names = _Array("path", np.dtype(np.uint8), (sum(int(part.sum()) for part in lengths()),), characters)
-    arrays = (starts, *columns, names)  # wide numbers before narrow ones: so every array is aligned
-    kinds, end = {"<i8": "I64", "<i4": "I32", "<f4": "F32", "<f2": "F16", "|u1": "U8"}, 0
-    header: dict[str, Any] = {"__metadata__": {"veca": json.dumps(about)}}
-    for array in arrays:
-        start, end = end, end + math.prod(array.shape) * array.dtype.itemsize
-        header[array.name] = {"dtype": kinds[array.dtype.str], "shape": array.shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for array in arrays:
-            for chunk in array.chunks:
-                file.write(chunk.astype(array.dtype, copy=False).tobytes())
