@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,7 +119,8 @@ def embed(
         err.print("Interrupted. The same command continues where this one stopped.")
         raise typer.Exit(130) from None
     again = f", {report.resumed:,} of them in an earlier run" if report.resumed else ""
-    out.print(f"{report.out}: {report.pictures:,} pictures{again}, {report.seconds:.1f} s", soft_wrap=True)
+    count = f"{report.pictures:,} picture{'s' * (report.pictures != 1)}"
+    out.print(f"{report.out}: {count}{again}, {report.seconds:.1f} s", soft_wrap=True)
     if report.failures:
         err.print(f"{report.failures:,} failed: see {report.out}.failures.csv", style="yellow", soft_wrap=True)
         raise typer.Exit(3)
@@ -155,7 +157,7 @@ def info(
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     for key, value in {**config.to_dict(), **model.provenance}.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        table.add_row(key.replace("_", " "), shown)
+        table.add_row(key.replace("_", " "), shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)")
     for budget, gflops in facts["gflops"].items():
         table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
     out.print(table)
@@ -210,6 +212,7 @@ def _say_if_random(model: Veca, source: str) -> None:
 
 def main() -> None:
     """Run the command line; what a user can mend is one line, not a traceback."""
+    warnings.showwarning = lambda message, *_: err.print(f"warning: {message}", style="yellow", markup=False)
     try:
         app()
     except (ValueError, OSError) as error:

@@ -486,16 +486,16 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _resize(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+def _resize(
+    image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]
+) -> Image.Image:
     bicubic = Image.Resampling.BICUBIC
     left, top, right, bottom = box
     # Pillow resizes across, then down: a picture 1 wide and millions high would grow first.
     if size[0] > right - left and size[1] < bottom - top:
-        narrow = (image.width, size[1])
-        image = image.resize(narrow, bicubic, (0, top, image.width, bottom), reducing_gap=1024)
+        image = image.resize((image.width, size[1]), bicubic, (0, top, image.width, bottom))
         top, bottom = 0, size[1]
-    # The gap matters only when shrinking 2048 times, where the filter would fill gigabytes.
-    return image.resize(size, bicubic, (left, top, right, bottom), reducing_gap=1024)
+    return image.resize(size, bicubic, (left, top, right, bottom))
 
 
 def _check_fit(size: int | tuple[int, int] | None, fit: str) -> None:

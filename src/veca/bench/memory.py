@@ -1,13 +1,12 @@
 """Peak memory of a forward pass against resolution: `python -m veca.bench.memory --sizes 1024 2048`.
 
-Each size runs in a process of its own. On CUDA the peak is the allocator's; on CPU it is the process's resident peak
-less what was resident before the pass. Weights count in neither.
+Each size runs in a process of its own. On CUDA the peak is the allocator's; on CPU (Linux) it is the process's resident
+peak less what was resident before the pass. Weights count in neither.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +28,16 @@ def peak_bytes(model_name: str, size: int, cores: int, device: torch.device, dty
             before = torch.cuda.memory_allocated(device)
             model(images, cores)
             return torch.cuda.max_memory_allocated(device) - before
-        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of loading, is forgotten
+        before = _resident("VmRSS")
         model(images, cores)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        return _resident("VmHWM") - before
+
+
+def _resident(key: str) -> int:
+    """Bytes this process holds now (VmRSS) or held at most (VmHWM), as Linux counts them."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in status if line.startswith(key)).split()[1])
 
 
 def main() -> None:

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from veca.bench import latency, memory
+
+
+def test_measure_takes_turns_and_drops_the_first_round() -> None:
+    order: list[str] = []
+    calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    times = latency.measure(calls, torch.device("cpu"), repeats=3)
+    assert order == ["a", "b"] * 4
+    assert [len(seconds) for seconds in times.values()] == [3, 3]
+
+
+def test_latency_prints_both_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "veca_small", "--size", "64", "--cores", "8", "16", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["latency", *arguments])
+    latency.main()
+    header, dense, first, second = capsys.readouterr().out.splitlines()
+    assert "1 × 64 px, float32, eager" in header
+    assert dense.startswith("vit_small_patch16_dinov3")
+    assert dense.endswith("1.00 ×")
+    assert first.startswith("veca_small C=8")
+    assert second.startswith("veca_small C=16")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_grows_with_the_patches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory", "--model", "veca_tiny", "--sizes", "512", "1024"])
+    memory.main()
+    _, small, large = capsys.readouterr().out.splitlines()
+    assert small.split()[-2:] == ["1.00", "×"]
+    assert 1.5 < float(large.split()[-2]) <= 4.4
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_linear_in_the_patches() -> None:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    peaks = [memory.peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
+    assert peaks[1] <= 4.4 * peaks[0]
