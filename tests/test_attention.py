@@ -6,7 +6,7 @@ from conftest import make_tiny, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from veca.attention import core_attention, masked_attention, use_kernel
-from veca.rope import patch_coordinates, patch_rotary, rotary
+from veca.rope import grid_rotary, patch_coordinates, rotary
 
 CASES = [(1, 1, (2, 3)), (8, 2, (4, 6)), (13, 1, (1, 1)), (24, 3, (7, 3)), (64, 2, (5, 8))]
 
@@ -24,7 +24,7 @@ def inputs(
 def run(
     qkv: torch.Tensor, points: torch.Tensor, grid: tuple[int, int], kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    on_patches = patch_rotary(*grid, 32, 0.125, qkv.device, points.dtype)
+    on_patches = grid_rotary(*grid, 32, 0.125, qkv.device, points.dtype)
     with use_kernel(kernel):  # type: ignore[arg-type]
         out = core_attention(qkv, rotary(points, 32, 0.125), on_patches)
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from veca.rope import (
     augment,
     farthest_points,
+    grid_rotary,
     initial_core_states,
     patch_coordinates,
-    patch_rotary,
     rotary,
     rotate,
 )
@@ -57,12 +58,20 @@ def test_attention_depends_on_displacement_only() -> None:
 
 def test_tables_are_kept_and_trainable_after_inference() -> None:
     with torch.inference_mode():
-        first = patch_rotary(3, 5, 32, 0.125, CPU, torch.float32)
-    again = patch_rotary(3, 5, 32, 0.125, CPU, torch.float32)
+        first = grid_rotary(3, 5, 32, 0.125, CPU, torch.float32)
+    again = grid_rotary(3, 5, 32, 0.125, CPU, torch.float32)
     assert first[0] is again[0]
     x = torch.randn(15, 32, requires_grad=True)
     rotate(x, again).square().sum().backward()
     assert x.grad is not None
+
+
+def test_fake_tensors_and_real_ones_do_not_mix() -> None:
+    with FakeTensorMode():
+        assert isinstance(grid_rotary(2, 7, 32, 0.125, CPU, torch.float32)[0], FakeTensor)
+    assert type(grid_rotary(2, 7, 32, 0.125, CPU, torch.float32)[0]) is torch.Tensor
+    with FakeTensorMode():
+        assert isinstance(grid_rotary(2, 7, 32, 0.125, CPU, torch.float32)[0], FakeTensor)
 
 
 def test_half_precision_rotates_in_float32() -> None:

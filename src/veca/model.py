@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from veca.attention import core_attention
 from veca.config import VecaConfig, get_config
 from veca.images import nearest_sizes
-from veca.rope import Rotary, augment, initial_core_states, patch_coordinates, patch_rotary, rotary
+from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
 
 
 class VecaOutput(NamedTuple):
@@ -163,18 +163,18 @@ class Veca(nn.Module):
 
         # Coordinates and angles never go below float32, whatever the model or autocast does.
         state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
-        on_patches = self._patch_rotary(rows, columns, state)
+        patch_rotary = self._patch_rotary(rows, columns, state)
         coordinates, taken = [], []
         for i, block in enumerate(self.blocks[:stop]):
             if i > 0:
                 step = self.coordinate_heads[i - 1](x[:, :budget])
                 state = state + self.coordinate_alpha[i - 1].to(state.dtype) * step.to(state.dtype)
             coordinates.append(state.tanh())
-            on_cores = self._rotary(coordinates[-1][:, None])
+            core_rotary = self._rotary(coordinates[-1][:, None])
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, on_cores, on_patches, use_reentrant=False)
+                x = checkpoint(block, x, core_rotary, patch_rotary, use_reentrant=False)
             else:
-                x = block(x, on_cores, on_patches)
+                x = block(x, core_rotary, patch_rotary)
             if i in take:
                 taken.append(x)
         return x, torch.stack(coordinates), taken
@@ -192,7 +192,7 @@ class Veca(nn.Module):
         if self.training and (shift > 0 or rescale > 1):
             return self._rotary(augment(patch_coordinates(rows, columns, like.device, like.dtype), shift, rescale))
         head_dim, zero_fraction = self.config.head_dim, self.config.rope_zero_fraction
-        return patch_rotary(rows, columns, head_dim, zero_fraction, like.device, like.dtype)
+        return grid_rotary(rows, columns, head_dim, zero_fraction, like.device, like.dtype)
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
         chans, patch = self.config.in_chans, self.config.patch_size

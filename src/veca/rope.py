@@ -53,17 +53,18 @@ def rotate(x: Tensor, table: Rotary) -> Tensor:
     return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(a * sin, b, cos)], dim=-1).to(x.dtype)
 
 
-def patch_rotary(
+def grid_rotary(
     rows: int, columns: int, head_dim: int, zero_fraction: float, device: torch.device, dtype: torch.dtype
 ) -> Rotary:
     """The table of an un-augmented grid. It is the same for all layers and images, so it is kept between calls."""
-    if torch.compiler.is_compiling():
+    # A traced or fake table (what `torch.empty` gives there shows it) must not outlive its trace.
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
         return rotary(patch_coordinates(rows, columns, device, dtype), head_dim, zero_fraction)
-    return _kept_patch_rotary(rows, columns, head_dim, zero_fraction, device, dtype)
+    return _kept_grid_rotary(rows, columns, head_dim, zero_fraction, device, dtype)
 
 
 @functools.lru_cache(maxsize=8)
-def _kept_patch_rotary(
+def _kept_grid_rotary(
     rows: int, columns: int, head_dim: int, zero_fraction: float, device: torch.device, dtype: torch.dtype
 ) -> Rotary:
     # A table born in inference mode could never be used by a later training step.
