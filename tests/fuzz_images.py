@@ -236,8 +236,8 @@ def originals(rng: np.random.Generator) -> dict[str, bytes]:
         add(f"lzw-{mode}", picture, "TIFF", compression="tiff_lzw")
         add(f"deflate-{mode}", picture, "TIFF", compression="tiff_adobe_deflate")
         add(f"packbits-{mode}", picture, "TIFF", compression="packbits")
-    for mode in ("CMYK", "LAB", "YCbCr"):
-        add(mode, Image.new("LAB", (50, 60), 99) if mode == "LAB" else image.convert(mode), "TIFF")
+    add("cmyk", image.convert("CMYK"), "TIFF")
+    add("lab", Image.new("LAB", (50, 60), (99, 140, 90)), "TIFF")
     add("jpeg", image, "TIFF", compression="jpeg")
     add("fax", image.convert("1"), "TIFF", compression="group4")
     add("pages", image, "TIFF", save_all=True, append_images=[palette, clear])

@@ -93,7 +93,8 @@ def test_lossless_formats_give_back_every_pixel(image: Image.Image, kind: str) -
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("AVIF", {}), ("WEBP", {}), ("TIFF", {"compression": "jpeg"})] + [("JPEG", options) for options in JPEGS.values()],
+    [("AVIF", {}), ("WEBP", {}), ("TIFF", {"compression": "jpeg"})]
+    + [("JPEG", options) for options in JPEGS.values()],
 )
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_lossy_formats_decode_as_pillow_does(
@@ -135,7 +136,7 @@ def test_alpha_is_laid_over_the_background(image: Image.Image, mode: str) -> Non
 
 def test_large_pictures_are_converted_in_bands_without_seams() -> None:
     grey_ramp = np.arange(2**20 * 6, dtype=np.uint32).reshape(6, 2**20) % 251
-    layers = np.stack([grey_ramp, 255 - grey_ramp % 2], axis=-1).astype(np.uint8)
+    layers = np.stack([grey_ramp, 255 - grey_ramp % 2 * 99], axis=-1).astype(np.uint8)
     found = array(Image.fromarray(layers), background=BLUE)
     np.testing.assert_allclose(found, over(grey(layers[..., 0]), layers[..., 1], BLUE), atol=1)
 
@@ -342,7 +343,9 @@ def test_unreadable_file(tmp_path: Path) -> None:
         open_image(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
+@pytest.mark.parametrize(
+    "data", [b"", b"text", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
+)
 def test_other_formats_are_refused_by_name(data: bytes) -> None:
     with pytest.raises(ImageError, match="<bytes>: not one of JPEG, PNG"):
         open_image(data)
@@ -428,7 +431,9 @@ def test_pillows_own_limit_does_not_matter(image: Image.Image, limit: int | None
 
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF"])
-def test_truncation_is_refused_even_if_pillow_was_told_to_take_it(image: Image.Image, kind: str) -> None:
+def test_truncation_is_refused_even_if_pillow_was_told_to_take_it(
+    image: Image.Image, kind: str
+) -> None:
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     data = encode(image, kind)
     with pytest.raises(ImageError):
@@ -463,7 +468,9 @@ def test_threads_share_pillows_switches(image: Image.Image) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("name", JPEGS)
-def test_a_cut_jpeg_with_an_end_marker_is_refused(rng: np.random.Generator, name: str, mode: str) -> None:
+def test_a_cut_jpeg_with_an_end_marker_is_refused(
+    rng: np.random.Generator, name: str, mode: str
+) -> None:
     data = encode(photo(rng, 150, 110, mode), "JPEG", **JPEGS[name])
     start = fuzz_images.jpeg_scans(data)[0] + 20
     # A progressive file cut in its last pass lacks detail nobody sees, but no part.
@@ -496,7 +503,7 @@ def test_a_stray_marker_does_not_end_a_jpeg_early(rng: np.random.Generator) -> N
     data = encode(photo(rng, 150, 110), "JPEG")
     start = fuzz_images.jpeg_scans(data)[0] + 20
     middle = data.index(b"\xff\x00", (start + len(data)) // 2)
-    for marker in (b"\xff\x10\0\2", b"\xff\xe9\0\2", b"\xff\xd9"):
+    for marker in (b"\xff\xfe\0\2", b"\xff\xe9\0\2", b"\xff\xd9"):
         broken = data[:middle] + marker + data[middle:]
         assert Image.open(io.BytesIO(broken)).convert("RGB").getpixel((149, 109)) == (128,) * 3
         with pytest.raises(ImageError, match="truncated"):
@@ -590,7 +597,8 @@ def test_stretch_of_a_narrow_picture_shrinks_before_it_grows(rng: np.random.Gene
     picture = photo(rng, 9, 900)
     expected = np.asarray(picture.resize((64, 64), Image.Resampling.BICUBIC)).astype(int)
     found = np.asarray(fit_image(picture, 64, "stretch")).astype(int)
-    np.testing.assert_allclose(found, expected, atol=2)
+    # Overshoot at edges is clipped after each of the two steps, so their order shows a little.
+    assert np.abs(found - expected).mean() < 0.5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no way to reset the peak")
@@ -607,7 +615,7 @@ def test_stretch_of_a_very_narrow_picture_needs_little_memory() -> None:
         ((640, 400), 64, (96, 64)),
         ((400, 640), 64, (64, 96)),
         ((400, 400), 512, (512, 512)),
-        ((236, 100), 64, (144, 64)),  # 151.04 is nearer to 144 than to 160
+        ((237, 100), 64, (144, 64)),  # 151.68 is nearer to 144 than to 160
         ((250, 333), None, (256, 336)),
         ((1, 7), None, (16, 16)),
         ((24, 40), None, (32, 48)),
@@ -618,7 +626,9 @@ def test_keep(sides: tuple[int, int], size: int | None, expected: tuple[int, int
 
 
 @pytest.mark.parametrize(("sides", "size"), [((61, 47), None), ((64, 48), None), ((61, 47), 32)])
-def test_pad_repeats_the_edge(rng: np.random.Generator, sides: tuple[int, int], size: int | None) -> None:
+def test_pad_repeats_the_edge(
+    rng: np.random.Generator, sides: tuple[int, int], size: int | None
+) -> None:
     picture = photo(rng, *sides)
     found = np.asarray(fit_image(picture, size, "pad"))
     if size:
@@ -742,7 +752,9 @@ def test_a_thousand_hostile_files(tmp_path: Path) -> None:
     assert report.outcomes[fuzz_images.REFUSAL] >= 300
 
 
-def test_the_fuzz_finds_what_it_looks_for(image: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzz_finds_what_it_looks_for(
+    image: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = image.copy()
     half.paste((128, 128, 128), (0, 24, 61, 47))
     found = [

@@ -71,8 +71,8 @@ def test_numbers_do_not_depend_on_the_batch(tiny: veca.Veca, size: tuple[int, in
     together = tiny(images, 16)
     for i in range(5):
         alone = tiny(images[i : i + 1], 16)
-        assert relative_error(alone.patches[0], together.patches[i]) < 1e-6
-        assert relative_error(alone.coordinates[:, 0], together.coordinates[:, i]) < 1e-6
+        assert relative_error(alone.patches[0], together.patches[i]) < 1e-5
+        assert relative_error(alone.coordinates[:, 0], together.coordinates[:, i]) < 1e-5
 
 
 def test_an_empty_batch_is_no_error(tiny: veca.Veca) -> None:

@@ -486,7 +486,9 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _resize(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+def _resize(
+    image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]
+) -> Image.Image:
     bicubic = Image.Resampling.BICUBIC
     left, top, right, bottom = box
     # Pillow resizes across, then down: a picture 1 wide and millions high would grow first.
