@@ -21,7 +21,7 @@ from PIL import Image, ImageFile
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from veca import images
+from veca.decode import FORMATS
 from veca.images import (
     EXTENSIONS,
     MAX_PIXELS,
@@ -93,8 +93,7 @@ def test_lossless_formats_give_back_every_pixel(image: Image.Image, kind: str) -
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("AVIF", {}), ("WEBP", {}), ("TIFF", {"compression": "jpeg"})]
-    + [("JPEG", options) for options in JPEGS.values()],
+    [("AVIF", {}), ("WEBP", {}), ("TIFF", {"compression": "jpeg"})] + [("JPEG", options) for options in JPEGS.values()],
 )
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_lossy_formats_decode_as_pillow_does(
@@ -107,7 +106,7 @@ def test_lossy_formats_decode_as_pillow_does(
 
 def test_every_extension_is_one_pillow_knows_for_a_format_we_take() -> None:
     Image.init()
-    assert {Image.EXTENSION[suffix] for suffix in EXTENSIONS} <= {*images._FORMATS, "MPO"}
+    assert {Image.EXTENSION[suffix] for suffix in EXTENSIONS} <= {*FORMATS, "MPO"}
     assert all(suffix == suffix.lower() for suffix in EXTENSIONS)
 
 
@@ -343,9 +342,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
         open_image(path)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"text", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
-)
+@pytest.mark.parametrize("data", [b"", b"text", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
 def test_other_formats_are_refused_by_name(data: bytes) -> None:
     with pytest.raises(ImageError, match="<bytes>: not one of JPEG, PNG"):
         open_image(data)
@@ -431,9 +428,7 @@ def test_pillows_own_limit_does_not_matter(image: Image.Image, limit: int | None
 
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF"])
-def test_truncation_is_refused_even_if_pillow_was_told_to_take_it(
-    image: Image.Image, kind: str
-) -> None:
+def test_truncation_is_refused_even_if_pillow_was_told_to_take_it(image: Image.Image, kind: str) -> None:
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     data = encode(image, kind)
     with pytest.raises(ImageError):
@@ -468,9 +463,7 @@ def test_threads_share_pillows_switches(image: Image.Image) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("name", JPEGS)
-def test_a_cut_jpeg_with_an_end_marker_is_refused(
-    rng: np.random.Generator, name: str, mode: str
-) -> None:
+def test_a_cut_jpeg_with_an_end_marker_is_refused(rng: np.random.Generator, name: str, mode: str) -> None:
     data = encode(photo(rng, 150, 110, mode), "JPEG", **JPEGS[name])
     start = fuzz_images.jpeg_scans(data)[0] + 20
     # A progressive file cut in its last pass lacks detail nobody sees, but no part.
@@ -626,9 +619,7 @@ def test_keep(sides: tuple[int, int], size: int | None, expected: tuple[int, int
 
 
 @pytest.mark.parametrize(("sides", "size"), [((61, 47), None), ((64, 48), None), ((61, 47), 32)])
-def test_pad_repeats_the_edge(
-    rng: np.random.Generator, sides: tuple[int, int], size: int | None
-) -> None:
+def test_pad_repeats_the_edge(rng: np.random.Generator, sides: tuple[int, int], size: int | None) -> None:
     picture = photo(rng, *sides)
     found = np.asarray(fit_image(picture, size, "pad"))
     if size:
@@ -752,9 +743,7 @@ def test_a_thousand_hostile_files(tmp_path: Path) -> None:
     assert report.outcomes[fuzz_images.REFUSAL] >= 300
 
 
-def test_the_fuzz_finds_what_it_looks_for(
-    image: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fuzz_finds_what_it_looks_for(image: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = image.copy()
     half.paste((128, 128, 128), (0, 24, 61, 47))
     found = [

@@ -13,24 +13,39 @@ Colour profiles (ICC) are ignored: the numbers in the file are taken to be sRGB.
 
 from __future__ import annotations
 
-import io
 import operator
 import os
-import re
-import stat
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import BinaryIO, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
-from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
+from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, strict_pillow
+
+__all__ = [
+    "EXTENSIONS",
+    "MAX_PIXELS",
+    "MEAN",
+    "PATCH",
+    "STD",
+    "Fit",
+    "ImageError",
+    "ImageTooLargeError",
+    "Source",
+    "fit_image",
+    "load_image",
+    "nearest_sizes",
+    "normalize",
+    "open_image",
+    "pad_to_multiple",
+    "resize_to_multiple",
+    "to_tensor",
+]
+
 Fit = Literal["crop", "stretch", "keep", "pad"]
-Source = str | os.PathLike[str] | bytes | BinaryIO | Image.Image
 
 MAX_PIXELS = 2**26
 MEAN = (0.485, 0.456, 0.406)
@@ -40,12 +55,6 @@ EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs"}
     | {".tif", ".tiff", ".gif", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm"}
 )
-
-_MAX_SIDE = 2**20
-# MPO has no opener of its own in Pillow: the JPEG one recognises it.
-_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM")
-# Pillow reads these in Python; more than this many bytes would take seconds.
-_SLOW_CODECS = {"ppm_plain": 2**18, "ppm": 2**21, "bmp_rle": 2**22}
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -55,14 +64,6 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-
-class ImageError(ValueError):
-    """The picture cannot be used; the message names it, the reason and the way out."""
-
-
-class ImageTooLargeError(ImageError):
-    """The picture has, or would get, more pixels or bytes than allowed."""
 
 
 def load_image(
@@ -107,8 +108,8 @@ def open_image(
         raise ValueError(f"background is {background}; it must be three numbers from 0 to 255")
     name = _name(source)
     try:
-        with _strict_pillow(4 * max_pixels):
-            image = _decode(source, max_pixels)
+        with strict_pillow(4 * max_pixels):
+            image = decode(source, max_pixels)
             turn = _turn(image)
             rgb = _to_rgb(image, background)
             if turn is not None:
@@ -121,7 +122,7 @@ def open_image(
         rule = f"more than {4 * max_pixels:,} pixels; at most {max_pixels:,} are opened"
         raise ImageTooLargeError(f"{name}: {rule}. Shrink it or raise max_pixels") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"{name}: not one of {', '.join(_FORMATS)}; save it as PNG") from error
+        raise ImageError(f"{name}: not one of {', '.join(FORMATS)}; save it as PNG") from error
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error
@@ -258,191 +259,6 @@ def _name(source: object) -> str:
     return text if text and text.isprintable() else repr(name)
 
 
-class _Limit(int):
-    """Pillow warns above its limit and raises above twice that; with this it raises at once."""
-
-    def __rmul__(self, other: int) -> int:
-        return int(self)
-
-
-_switches = threading.Lock()
-_limits: list[int] = []
-_saved: tuple[int | None, bool] = (None, False)
-
-
-@contextmanager
-def _strict_pillow(limit: int) -> Iterator[None]:
-    """Hold Pillow's global switches where we need them while any thread opens a picture.
-
-    Another library may have told Pillow to accept truncated files or pictures of any size.
-    """
-    global _saved
-    with _switches:
-        if not _limits:
-            _saved = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
-        _limits.append(limit)
-        Image.MAX_IMAGE_PIXELS = _Limit(max(_limits))
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        with _switches:
-            _limits.remove(limit)
-            if _limits:
-                Image.MAX_IMAGE_PIXELS = _Limit(max(_limits))
-            else:
-                Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
-
-
-def _decode(source: Source, max_pixels: int) -> Image.Image:
-    if isinstance(source, Image.Image):
-        _check_pixels(source, max_pixels)
-        source.load()
-        return source
-    # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
-    max_bytes = 8 * max_pixels + 2**26
-    with _opened(source, max_bytes) as stream:
-        stream.seek(0, os.SEEK_END)
-        size = stream.tell()
-        if size > max_bytes:
-            rule = f"at most {max_bytes:,} are read for {max_pixels:,} pixels"
-            raise ImageTooLargeError(f"{size:,} bytes; {rule}. Shrink it or raise max_pixels")
-        stream.seek(0)
-        passes = 1
-        if stream.read(3) == b"\xff\xd8\xff":
-            stream.seek(0)
-            jpeg, passes = _whole_jpeg(stream.read())
-            stream = io.BytesIO(jpeg)
-        with Image.open(stream, formats=_FORMATS) as image:
-            _check_header(image, size, passes, max_pixels)
-            if image.format == "PNG":
-                _load_png(image, stream)
-            else:
-                image.load()
-            return image
-
-
-@contextmanager
-def _opened(source: str | os.PathLike[str] | bytes | BinaryIO, limit: int) -> Iterator[BinaryIO]:
-    if isinstance(source, str | os.PathLike):
-        with open(source, "rb", opener=_open_regular) as stream:
-            yield stream
-    elif isinstance(source, bytes | bytearray | memoryview):
-        yield io.BytesIO(source)
-    else:
-        yield source if source.seekable() else io.BytesIO(source.read(limit + 1))
-
-
-def _open_regular(path: str, flags: int) -> int:
-    try:
-        # Without this flag, opening a pipe waits for its writer, for ever if there is none.
-        handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ImageError(f"{reason}; check the path") from error
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return handle
-    os.close(handle)
-    raise ImageError("a directory, pipe or device; pass a regular file, bytes or a stream")
-
-
-# Any marker but those without a length: stuffed bytes, fill bytes, restarts.
-_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
-_SOS, _EOI = 0xDA, 0xD9
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
-
-
-def _whole_jpeg(data: bytes) -> tuple[bytes, int]:
-    """The bytes of a JPEG to decode and its number of passes; refuses one that stops early.
-
-    libjpeg fills what is missing with grey and tells nobody. Two things show it. All passes
-    together must send every coefficient of every component. And a picture in one Huffman pass is
-    decoded without its end marker but with eight bytes of ones behind it: a whole picture is
-    finished without looking at them, while one that lacks more than its last block asks for more
-    and fails, because ones are no valid code and even an empty block takes 34 bits of them.
-    """
-    position, segments, stray = 2, 0, 0
-    frame, components, passes, sent, scan_end = 0, 1, 0, 0, 0
-    while match := _MARKER.search(data, position):
-        marker, start = data[match.start() + 1], match.end()
-        if passes and not scan_end:
-            scan_end = match.start()
-        if marker == _EOI:
-            break
-        segments += 1
-        stray += 0 if passes else match.start() - position
-        if segments > 1024 or stray > 2**16:
-            raise ImageError("JPEG full of stray segments or bytes; save it again")
-        position = start + int.from_bytes(data[start : start + 2])
-        body = data[start + 2 : position]
-        if marker in _FRAMES:
-            frame, components = marker, body[5]
-        elif marker == _SOS:
-            passes += 1
-            if frame not in _PROGRESSIVE:
-                sent += 64 * body[0]
-            elif body[-1] & 15 == 0:
-                sent += (body[-2] - body[-3] + 1) * body[0]
-    if sent < 64 * components:
-        raise ImageError("truncated JPEG, it stops before its last pass; save it again")
-    end = match.start() if match else len(data)
-    if passes == 1 and frame in (0xC0, 0xC1):
-        return data[: scan_end or end] + b"\xff\x00" * 8, passes
-    return data[: end + 2], passes
-
-
-def _check_pixels(image: Image.Image, max_pixels: int) -> None:
-    # Pillow's WebP decoder holds four copies of the picture at once.
-    allowed = max_pixels * 7 // 8 if image.format == "WEBP" else max_pixels
-    width, height = image.size
-    if width * height > allowed:
-        rule = f"at most {allowed:,} are opened. Shrink it or raise max_pixels"
-        raise ImageTooLargeError(f"{height}×{width} = {width * height:,} pixels; {rule}")
-    # Pillow keeps a record for every row: millions of rows cost gigabytes, however short.
-    if max(width, height) > _MAX_SIDE:
-        raise ImageTooLargeError(f"{height}×{width}; a side may have {_MAX_SIDE:,}. Cut it up")
-
-
-def _check_header(image: ImageFile.ImageFile, size: int, passes: int, max_pixels: int) -> None:
-    """Refuse, before decoding, what would take too much memory or time or is known to be cut."""
-    _check_pixels(image, max_pixels)
-    pixels = image.width * image.height
-    if passes > min(64, 24 * max_pixels // pixels):
-        raise ImageError(f"JPEG in {passes} passes over {pixels:,} pixels; save it again")
-    codec = image.tile[0].codec_name if image.tile else ""
-    if size > (most := _SLOW_CODECS.get(codec, size)):
-        raise ImageError(f"{size:,} bytes of {codec} data; at most {most:,} are read. Use PNG")
-    if isinstance(image, TiffImagePlugin.TiffImageFile):
-        tile_width, tile_height = image.tag_v2.get(322, 1), image.tag_v2.get(323, 1)
-        if tile_width * tile_height > max_pixels:
-            raise ImageTooLargeError(f"TIFF in tiles of over {max_pixels:,} pixels; save it again")
-        boxes = [tile.extents or (0, 0, 0, 0) for tile in image.tile]
-        if sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) < pixels:
-            raise ImageError("truncated TIFF, strips are missing; save it again")
-
-
-def _load_png(image: ImageFile.ImageFile, stream: BinaryIO) -> None:
-    """Decode a PNG, see that its checksums are right and that its last pixels were written.
-
-    Pillow looks at no checksum of the pixels by itself, and takes data that end tidily between
-    two rows for a picture whose rest is black.
-    """
-    with Image.open(stream, formats=("PNG",)) as unread:
-        unread.verify()
-    right, bottom = image.width - 1, image.height - 1
-    # Interlaced or not, the last pixel to be written is one of these.
-    last = [(right, bottom), (right, max(bottom - 1, 0)), (max(right - 1, 0), bottom)]
-    image.im = Image.new(image.mode, image.size, 1).im
-    blank = image.im.getpixel((0, 0))
-    image.load()
-    if any(image.im.getpixel(at) == blank for at in last):
-        with Image.open(stream, formats=("PNG",)) as again:
-            again.load()
-            if any(image.im.getpixel(at) != again.im.getpixel(at) for at in last):
-                raise ImageError("truncated PNG, rows are missing; save it again")
-
-
 def _turn(image: Image.Image) -> Image.Transpose | None:
     try:
         return _TURNS.get(image.getexif().get(0x0112, 1))
@@ -486,9 +302,7 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _resize(
-    image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]
-) -> Image.Image:
+def _resize(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
     bicubic = Image.Resampling.BICUBIC
     left, top, right, bottom = box
     # Pillow resizes across, then down: a picture 1 wide and millions high would grow first.
