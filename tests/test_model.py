@@ -143,8 +143,11 @@ def test_reset_classifier(tiny: veca.Veca) -> None:
     assert tiny.get_classifier() is tiny.head
     tiny.reset_classifier(0)
     assert tiny(pictures(), 8).logits is None
+    assert tiny.num_classes == 0
     with pytest.raises(ValueError, match="num_classes"):
         tiny.reset_classifier(-1)
+    with pytest.raises(ValueError, match="global_pool='avg'"):
+        tiny.reset_classifier(3, "avg")
 
 
 def test_intermediates_follow_timm() -> None:
@@ -159,12 +162,14 @@ def test_intermediates_follow_timm() -> None:
         {"indices": [2, 0]},
         {"indices": [-1], "norm": True, "return_prefix_tokens": True},
         {"indices": [1], "intermediates_only": True, "stop_early": True},
+        {"indices": [0, 1], "stop_early": True},
         {"indices": [0], "stop_early": True, "intermediates_only": True, "return_prefix_tokens": True},
     ):
         ours, theirs = model.forward_intermediates(images, **options), dense.forward_intermediates(images, **options)
         if not options.get("intermediates_only"):
             assert ours[0].shape[0] == theirs[0].shape[0]
-            torch.testing.assert_close(ours[0], model.forward_features(images))
+            if not options.get("stop_early"):
+                torch.testing.assert_close(ours[0], model.forward_features(images))
             ours, theirs = ours[1], theirs[1]
         assert type(ours) is type(theirs)
         assert len(ours) == len(theirs)
@@ -192,8 +197,11 @@ def test_stop_early_runs_no_more_blocks(tiny: veca.Veca) -> None:
     ran: list[int] = []
     for i, block in enumerate(tiny.blocks):
         block.register_forward_hook(lambda *_, i=i: ran.append(i))
-    tiny.forward_intermediates(pictures(), [0, 1], stop_early=True, intermediates_only=True)
+    final, found = tiny.forward_intermediates(
+        pictures(), [0, 1], return_prefix_tokens=True, norm=True, output_fmt="NLC", stop_early=True
+    )
     assert ran == [0, 1]
+    torch.testing.assert_close(final, torch.cat(found[-1][::-1], dim=1), rtol=0, atol=0)
 
 
 def test_get_intermediate_layers_follows_dinov3(tiny: veca.Veca) -> None:
@@ -261,9 +269,17 @@ def test_training_augments_patch_coordinates_only(tiny: veca.Veca) -> None:
     torch.testing.assert_close(still.train()(pictures(), 16).patches, expected)
 
 
-def test_initial_weights() -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+def test_initial_weights(deferred: bool) -> None:
     torch.manual_seed(0)
-    model = veca.create_model("veca_tiny")
+    with torch.device("meta" if deferred else "cpu"):
+        model = veca.create_model("veca_tiny")
+    if deferred:
+        model.to_empty(device="cpu").init_weights()
+    for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
+        assert norm.eps == 1e-5
+        assert norm.weight.eq(1).all()
+        assert norm.bias.eq(0).all()
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     assert len(weights) == 1 + 12 * 4 + 11
     for weight in weights:

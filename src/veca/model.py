@@ -137,7 +137,7 @@ class Veca(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw new weights, as the paper does."""
-        self.apply(_init_linear)
+        self.apply(_init)
         for chunk in self.cores:
             nn.init.normal_(chunk, std=self.embed_dim**-0.5)
         states = initial_core_states(self.config.num_cores).split(self.config.core_chunk)
@@ -247,12 +247,13 @@ class Veca(nn.Module):
         """Features of several blocks, as in timm: (final tokens, intermediates) or intermediates only.
 
         `indices`: the last n blocks, or their numbers (negative from the end); None: all. Prefix tokens are the
-        cores. Intermediates have the model's width: they are taken before `output_proj`.
+        cores. Intermediates have the model's width: they are taken before `output_proj`. `stop_early` runs no block
+        after the last one asked for; the final tokens are then that block's.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
         take = self._take(indices)
-        stop = max(take) + 1 if stop_early and intermediates_only else None
+        stop = max(take) + 1 if stop_early else None
         x, coordinates, taken = self._run(images, cores, take, stop)
         budget = coordinates.shape[2]
         taken = [self.norm(t) for t in taken] if norm else taken
@@ -299,21 +300,28 @@ class Veca(nn.Module):
     def get_classifier(self) -> nn.Module:
         return self.head
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the classifier by a new one; 0 removes it."""
+    @property
+    def num_classes(self) -> int:
+        return self.config.num_classes
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a new one; 0 removes it. The only `global_pool` is "token": the first core."""
+        if global_pool not in (None, "token"):
+            raise ValueError(f"global_pool={global_pool!r}; the global feature is the first core: 'token' or None")
         self.config = VecaConfig.from_dict({**self.config.to_dict(), "num_classes": num_classes})
         like = self.norm.weight
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            _init_linear(self.head)
+            _init(self.head)
 
 
-def _init_linear(module: nn.Module) -> None:
+def _init(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Conv2d):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+        nn.init.zeros_(module.bias)  # type: ignore[arg-type]  # every layer here has one
+    elif isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
 
 
 def create_model(name: str, **overrides: Any) -> Veca:
