@@ -227,6 +227,10 @@ def test_foreign_weights_are_named(released: dict[str, object], tmp_path: Path) 
     missing = {name: tensor for name, tensor in student.items() if name != "final_norm.bias"}
     refused("missing final_norm.bias", {"student": missing, "config": config})
     refused("unknown head.weight", {"student": {**student, "head.weight": torch.zeros(1)}, "config": config})
+    for odd in ("module", "student", "module.", 7):
+        refused("unknown", {"student": {**student, odd: torch.zeros(1)}, "config": config})
+    sparse = {**student, "pos_alpha": torch.ones(2).to_sparse()}
+    refused("pos_alpha is .* torch.sparse_coo", {"student": sparse, "config": config})
     integers = {**student, "pos_alpha": torch.zeros(2, dtype=torch.int64)}
     refused("pos_alpha is", {"student": integers, "config": config})
 

@@ -30,6 +30,13 @@ WEIGHTS = Path(str(files("veca"))) / "weights"
 
 _FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
 
+_LOOKALIKES = {
+    b"version https://git-lfs": "a Git LFS pointer, not the weights (run `git lfs pull`)",
+    b"<!doctype html": "a web page, not weights",
+    b"<html": "a web page, not weights",
+}
+"""What often arrives under the name of a checkpoint, by its first bytes."""
+
 
 class CheckpointError(ValueError):
     """A file that cannot be loaded: the message says which and what is wrong with it."""
@@ -130,11 +137,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
             return _read_pickle(path)
     except ConfigError as error:
         raise CheckpointError(f"{path}: its configuration is not a VECA's: {error}") from error
-    known = {b"": "is empty", b"version https://git-lfs": "is a Git LFS pointer, not the weights (run `git lfs pull`)"}
-    known |= {b"<!doctype html": "is a web page, not weights", b"<html": "is a web page, not weights"}
-    for magic, what in known.items():
-        if (start.lower().startswith(magic) and magic) or start == magic:
-            raise CheckpointError(f"{path}: {what}")
+    if not start:
+        raise CheckpointError(f"{path}: is empty")
+    for magic, what in _LOOKALIKES.items():
+        if start.lower().startswith(magic):
+            raise CheckpointError(f"{path}: is {what}")
     raise CheckpointError(f"{path}: neither a safetensors file nor a PyTorch checkpoint; it starts with {start[:16]!r}")
 
 
@@ -162,7 +169,9 @@ def _read_pickle(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, A
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).split("Please file an issue")[0].split("WeightsUnpickler error:")[-1].strip()
-        raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data: {reason}") from error
+        raise CheckpointError(
+            f"{path}: refused, it holds more than tensors and plain data, or is damaged: {reason}"
+        ) from error
     except Exception as error:  # a damaged archive surfaces as almost anything
         raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
     student, config = (contents.get("student"), contents.get("config")) if isinstance(contents, dict) else (None, None)
@@ -178,7 +187,7 @@ def _read_pickle(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, A
 def _from_released(
     path: Path, student: Mapping[str, Any], official: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
-    student = {_strip(name): tensor for name, tensor in student.items() if isinstance(tensor, Tensor)}
+    student = {_strip(str(name)): tensor for name, tensor in student.items() if isinstance(tensor, Tensor)}
     if "query_token_chunks.0" not in student:
         raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
     config = _config_from_official(official, student)
@@ -204,15 +213,17 @@ def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[st
         problems.append(f"unknown {listed(foreign)}")
     for name, shape in expected.items():
         tensor = found.get(name)
-        if tensor is not None and (tensor.shape != shape or not tensor.is_floating_point()):
-            problems.append(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected floating point {tuple(shape)}")
+        if tensor is None or (tensor.shape == shape and tensor.is_floating_point() and tensor.layout == torch.strided):
+            continue
+        what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}"
+        problems.append(f"{name} is {what}, expected {tuple(shape)}, floating point, dense")
     if problems:
         raise CheckpointError(f"{path}: its tensors do not fit its configuration: {'; '.join(problems[:4])}")
 
 
 def _strip(name: str) -> str:
-    while (prefix := name.partition(".")[0]) in ("module", "student", "_orig_mod"):
-        name = name.removeprefix(prefix + ".")
+    while name.startswith(("module.", "student.", "_orig_mod.")):
+        name = name.partition(".")[2]
     return name
 
 
