@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import struct
 from pathlib import Path
 
@@ -205,6 +206,26 @@ def test_every_truncation_is_a_named_error(tmp_path: Path) -> None:
             path.write_bytes(whole[:length])
             with pytest.raises(CheckpointError, match="cut: "):
                 veca.load(path)
+
+
+def test_damaged_bytes_load_or_are_a_named_error(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    model = make_tiny(depth=1, embed_dim=8, num_heads=1)
+    veca.save(model, tmp_path / "a.safetensors")
+    save_official(model, tmp_path / "b.pt")
+    refused = 0
+    for source in (tmp_path / "a.safetensors", tmp_path / "b.pt"):
+        whole = source.read_bytes()
+        for _ in range(100):
+            damaged = bytearray(whole)
+            for _ in range(rng.choice((1, 4, 16))):
+                damaged[rng.randrange(min(len(whole), 4000))] = rng.randrange(256)
+            (tmp_path / "x").write_bytes(damaged)
+            try:
+                veca.load(tmp_path / "x")
+            except CheckpointError:
+                refused += 1
+    assert refused > 100
 
 
 def test_foreign_weights_are_named(released: dict[str, object], tmp_path: Path) -> None:
