@@ -284,6 +284,7 @@ def test_shipped_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = load_or_random("veca_tiny"), load_or_random("veca_tiny")
     assert same(a, b)
     assert a.provenance["weights"] == "random"
+    assert load_or_random("veca_tiny", device="meta").norm.weight.is_meta
     assert torch.equal(rng, torch.get_rng_state()), "the caller's random numbers are left alone"
     shipped = veca.create_model("veca_tiny", depth=2)
     veca.save(shipped, tmp_path / "veca_tiny")

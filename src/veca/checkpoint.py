@@ -69,7 +69,8 @@ def load_or_random(
     """`load`, but a named size whose weights do not ship gets random ones, always the same; `provenance` says so."""
     if str(source) not in SIZES or Path(source).exists() or (WEIGHTS / str(source)).is_dir():
         return load(source, device, dtype)
-    with torch.random.fork_rng(devices=[]):
+    # Drawn on the CPU wherever the model goes, so that the weights are the same there; on meta nothing is drawn.
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if str(device) == "meta" else "cpu"):
         torch.manual_seed(0)
         model = create_model(str(source))
     model.provenance = {"weights": "random", "seed": 0}

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import warnings
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,10 @@ import veca
 from veca.bench.flops import model_flops
 from veca.checkpoint import load_or_random, save_official
 from veca.config import size_name
-from veca.images import MAX_PIXELS
+from veca.demo import demo as write_demo
+from veca.embed import EmbedSettings, Precision, SaveDtype
+from veca.embed import embed as write_features
+from veca.images import MAX_PIXELS, Fit
 from veca.model import Veca
 
 app = typer.Typer(
@@ -38,24 +40,6 @@ Model = Annotated[
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
 
 
-class Fit(StrEnum):
-    crop = "crop"
-    stretch = "stretch"
-    keep = "keep"
-    pad = "pad"
-
-
-class SaveDtype(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-
-
-class Precision(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 @app.command()
 def demo(
     pictures: Annotated[list[Path] | None, typer.Argument(help="Your pictures; none: sample photos.")] = None,
@@ -65,9 +49,7 @@ def demo(
     device: Device = "auto",
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
-    from veca.demo import demo as write
-
-    path = write(pictures, to, model=_load(model, device), model_name=model, size=size)
+    path = write_demo(pictures, to, model=_load(model, device), model_name=model, size=size)
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
@@ -76,7 +58,7 @@ def embed(
     paths: Annotated[list[str], typer.Argument(help="Files, folders (recursive), quoted globs, tar shards.")],
     to: Annotated[Path, typer.Option("--out", "-o", help="File to write: .parquet, .safetensors or .npz.")],
     model: Model = "veca_tiny",
-    cores: Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; fewer is cheaper.")] = None,
+    cores: Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")] = None,
     size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
     fit: Annotated[
         Fit,
@@ -85,33 +67,31 @@ def embed(
             "square; keep: all of it, short side = size; pad: as keep, edges repeated "
             "to full patches."
         ),
-    ] = Fit.crop,
+    ] = "crop",
     dense: Annotated[bool, typer.Option("--dense", help="Save all patch features.")] = False,
     with_global: Annotated[bool, typer.Option("--global/--no-global", help="Save the global feature.")] = True,
     device: Device = "auto",
     batch: Annotated[int, typer.Option(help="Pictures per forward pass.")] = 32,
     workers: Annotated[int | None, typer.Option(help="Decoding processes.  [default: one per CPU, at most 8]")] = None,
-    precision: Annotated[Precision, typer.Option(help="Of the computation (autocast).")] = Precision.float32,
-    save_dtype: Annotated[SaveDtype, typer.Option(help="Of the saved features.")] = SaveDtype.float32,
+    precision: Annotated[Precision, typer.Option(help="Of the computation (autocast).")] = "float32",
+    save_dtype: Annotated[SaveDtype, typer.Option(help="Of the saved features.")] = "float32",
     max_pixels: Annotated[int, typer.Option(help="Larger pictures are not opened.")] = MAX_PIXELS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, replacing what is there.")] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Write features of many pictures to one file.
 
-    Bad pictures are listed in OUT.failures.csv and do not stop the run; the exit status is then 3. Interrupted? Run the
-    same command again: it continues, and the result is the same.
-    """
-    from veca.embed import EmbedSettings
-    from veca.embed import embed as run
+    Bad pictures are listed in OUT.failures.csv and do not stop the run; the exit status is then 3.
 
+    Interrupted? Run the same command again: it continues, and the result is the same.
+    """
     settings = EmbedSettings(
-        cores=cores, size=size, fit=fit.value, dense=dense, with_global=with_global, batch=batch,
-        precision=precision.value, save_dtype=save_dtype.value, max_pixels=max_pixels,
+        cores=cores, size=size, fit=fit, dense=dense, with_global=with_global, batch=batch,
+        precision=precision, save_dtype=save_dtype, max_pixels=max_pixels,
     )  # fmt: skip
     workers = min(8, os.cpu_count() or 1) if workers is None else workers
     try:
-        report = run(
+        report = write_features(
             paths, to, model=_load(model, device), model_name=model, settings=settings, workers=workers,
             overwrite=overwrite, progress=progress,
         )  # fmt: skip
@@ -134,7 +114,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a model is: sizes, budgets, provenance, parameters, and its cost at a resolution."""
-    model = load_or_random(source)
+    model = load_or_random(source, device="meta")  # what it is does not depend on the numbers in it
     config = model.config
     if size < config.patch_size or size % config.patch_size:
         raise ValueError(f"size={size}: must be a positive multiple of {config.patch_size}")

@@ -42,6 +42,9 @@ from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, normalize
 from veca.model import Veca
 from veca.sources import SHARDS, Item, Record, decoded, expand, items_of
 
+Precision = Literal["float32", "bfloat16", "float16"]
+SaveDtype = Literal["float32", "float16"]
+
 _PART_BYTES = 256 << 20
 _PART_PICTURES = 1024
 
@@ -65,17 +68,17 @@ class EmbedSettings:
     """Save the global feature."""
     batch: int = 32
     """Pictures of size × size per step; of larger ones, as many as have no more pixels together."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Precision = "float32"
     """Of the computation: other than float32, autocast."""
-    save_dtype: Literal["float32", "float16"] = "float32"
+    save_dtype: SaveDtype = "float32"
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
         for name in ("size", "batch", "max_pixels"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise EmbedError(f"{name}={value!r}: must be an integer, at least 1")
-        kinds = {"fit": get_args(Fit), "precision": ("float32", "bfloat16", "float16")}
-        for name, known in (kinds | {"save_dtype": ("float32", "float16")}).items():
+        for name, kind in (("fit", Fit), ("precision", Precision), ("save_dtype", SaveDtype)):
+            known = get_args(kind)
             if (value := getattr(self, name)) not in known:
                 raise EmbedError(f"{name}={value!r}: must be one of {', '.join(known)}")
         if not self.dense and not self.with_global:
