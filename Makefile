@@ -16,8 +16,11 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/dev.stamp
-	$(BIN)/python -m veca.bench.latency
+bench: .venv/bench.stamp
+	$(BIN)/veca bench model --out build/bench/model
+	$(BIN)/veca bench train --out build/bench/train
+	$(BIN)/veca bench attention --out build/bench/attention
+	$(BIN)/veca bench plot build/bench/*/results.json --out build/bench
 	$(BIN)/python -m veca.bench.memory
 
 .venv/bin/python:

@@ -1,53 +1,335 @@
 from __future__ import annotations
 
+import csv
+import functools
+import json
+import re
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
-from veca.bench import latency, memory
-from veca.config import SIZES
+import veca
+from veca.bench import contenders, latency, measure, memory, plots
+from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Case, choose_cases, target_ms
+from veca.bench.contenders import Contender, Prepared, Setting, Workload
+from veca.bench.report import Results, Row
+from veca.bench.run import PARTS, Floors, pick_setting, run_bench
+from veca.cli import app
+from veca.config import SIZES, VecaConfig
+
+CPU = Setting(torch.device("cpu"), torch.float32)
+CASE = Case.parse("tiny:32:2:8")
 
 
-def test_measure_takes_turns_and_drops_the_first_round() -> None:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floors are taken as known, but where they are what is tested, and the smallest model is made smaller."""
+    monkeypatch.setattr(Floors, "measure", classmethod(lambda cls, setting: cls(1e12, 1e9)))
+    monkeypatch.setitem(SIZES, "veca_tiny", VecaConfig(embed_dim=64, depth=2, num_heads=2))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph and its backward pass are traced as for compiling, but not turned into machine code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+# Time
+
+
+def test_measure_takes_turns_and_drops_the_first_rounds() -> None:
     order: list[str] = []
     calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    times = latency.measure(calls, torch.device("cpu"), repeats=3)
+    times = latency.measure(calls, CPU.device, repeats=3)
     assert order == ["a", "b"] * 4
     assert [len(seconds) for seconds in times.values()] == [3, 3]
 
 
-def test_latency_prints_both_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "veca_small", "--size", "64", "--cores", "8", "16", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["latency", *arguments])
-    latency.main()
-    header, dense, first, second = capsys.readouterr().out.splitlines()
-    assert "1 × 64 px, float32, eager" in header
-    assert dense.startswith("vit_small_patch16_dinov3")
-    assert dense.endswith("1.00 ×")
-    assert first.startswith("veca_small C=8")
-    assert second.startswith("veca_small C=16")
+def test_short_calls_are_repeated_inside_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "calls_per_sample", lambda seconds: 7)
+    calls: list[int] = []
+    latency.measure({"a": lambda: calls.append(1)}, CPU.device, repeats=2, warmup=1, repeat_short=True)
+    assert len(calls) == 1 + 2 * 7
 
 
-def test_profile_names_operators_and_the_floor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--model", "veca_small", "--size", "64", "--cores", "16", "--repeats", "1", "--profile"]
-    monkeypatch.setattr(sys, "argv", ["latency", *arguments])
-    latency.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[3].startswith("linear products of VECA alone")
-    assert all("addmm" in line for line in lines[4:6])
-    assert "mm " in lines[6]
+def test_a_call_that_fails_takes_no_further_part() -> None:
+    rounds: list[str] = []
+
+    def fail_in_the_second_round() -> None:
+        rounds.append("bad")
+        if len(rounds) == 3:
+            raise RuntimeError("\n out of luck\nmore about it")
+
+    calls = {"bad": fail_in_the_second_round, "good": lambda: rounds.append("good")}
+    failed: dict[str, str] = {}
+    times = latency.measure(calls, CPU.device, repeats=2, failed=failed)
+    assert rounds == ["bad", "good", "bad", "good", "good"]
+    assert failed == {"bad": "RuntimeError: out of luck"}
+    assert list(times) == ["good"]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        rounds.clear()
+        latency.measure(calls, CPU.device, repeats=2)
 
 
-def test_the_floor_counts_the_linear_products() -> None:
-    config, tokens = SIZES["veca_tiny"], 80
-    with FlopCounterMode(display=False) as counter:
-        latency.linear_call(config, tokens, torch.device("cpu"), torch.float32)()
-    per_token = 8 * config.embed_dim**2 + 6 * config.embed_dim * config.mlp_dim
-    assert counter.get_total_flops() == config.depth * tokens * per_token
+def test_rates_of_the_machine() -> None:
+    assert 1e8 < measure.matrix_rate(CPU.device, torch.float32) < 1e15
+    assert 1e7 < measure.copy_rate(CPU.device) < 1e14
+
+
+# Cases
+
+
+def test_cases_are_exact_or_a_product_or_default() -> None:
+    assert choose_cases("model", True, exact=["small_plus:512:3:8"]) == [Case("veca_small_plus", 512, 3, 8)]
+    swept = choose_cases("model", False, models=["veca_base", "small"], sizes=[64, 32], cores=[8])
+    assert [str(case) for case in swept] == ["base:64:1:8", "base:32:1:8", "small:64:1:8", "small:32:1:8"]
+    assert choose_cases("train", True)[0] == Case("veca_small", 256, 384, 64)
+    for bench in ("model", "train", "attention"):
+        for defaults in (DEFAULT_CUDA, DEFAULT_CPU):
+            assert [Case.parse(text) for text in defaults[bench].split()]  # type: ignore[index]
+
+
+def test_targets_are_those_of_full_budget() -> None:
+    assert target_ms("model", Case.parse("base:1024:16")) == 24
+    assert target_ms("model", Case.parse("base:1024:16:8")) is None
+    assert target_ms("train", Case.parse("base:1024:16")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base:1024", "case 'base:1024': must be MODEL:PIXELS:BATCH"),
+        ("base:1024:x", "as base:1024:16"),
+        ("bass:1024:1", "unknown model 'bass' (did you mean 'base'?). Known: tiny, small"),
+        ("base:1000:1", "size=1000 in case base:1000:1:64: must be a positive multiple of 16, such as 992"),
+        ("base:512:0", "batch=0 in case base:512:0:64: must be at least 1"),
+        ("base:512:1:65", "cores=65 in case base:512:1:65: a budget is an integer from 1 to 64"),
+    ],
+)
+def test_wrong_cases_name_value_and_rule(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Case.parse(text)
+
+
+def test_case_and_sweep_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="leave out"):
+        choose_cases("model", False, exact=["base:64:1"], sizes=[64])
+
+
+# Contenders
+
+
+@pytest.mark.parametrize(
+    ("known", "name"),
+    [(contenders.MODEL, name) for name in ("veca eager", "products")]
+    + [(contenders.ATTENTION_FORWARD, name) for name in ("two SDPA", "dense SDPA", "dense SDPA without RoPE")],
+)
+def test_flops_said_are_flops_done(known: dict[str, Contender], name: str) -> None:
+    prepared = known[name].build(Workload(CASE, CPU))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        prepared.call()
+    assert counter.get_total_flops() == prepared.flops
+
+
+def test_contenders_of_attention_agree_and_give_every_gradient(uncompiled: None) -> None:
+    workload = Workload(CASE, CPU)
+    found: dict[str, object] = {}
+    for name, contender in contenders.ATTENTION_FORWARD.items():
+        found[name] = contender.build(workload).call()
+    for a, b in (("veca", "two SDPA"), ("veca", "two SDPA compiled"), ("dense SDPA", "dense SDPA compiled")):
+        torch.testing.assert_close(found[a], found[b])
+    qkv, tokens = workload.qkv, CASE.tokens
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(
+        found["dense SDPA without RoPE"],
+        torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, tokens, -1),
+    )
+    gradients = contenders.ATTENTION_BACKWARD["veca"].build(workload).call()
+    assert isinstance(gradients, tuple)
+    assert [g.shape for g in gradients] == [qkv.shape] + 2 * [workload.rotaries[0][0].shape]
+    for name in ("two SDPA compiled", "dense SDPA compiled"):
+        prepared = contenders.ATTENTION_BACKWARD[name].build(workload)
+        first, second = prepared.call(), prepared.call()  # the graph is kept
+        torch.testing.assert_close(first, second)
+
+
+def test_bytes_are_those_of_reading_and_writing_once() -> None:
+    elements = CASE.batch * CASE.tokens * CASE.config.embed_dim
+    forward, backward = (
+        known["veca"].build(Workload(CASE, CPU))
+        for known in (contenders.ATTENTION_FORWARD, contenders.ATTENTION_BACKWARD)
+    )
+    assert forward.bytes == 4 * 4 * elements
+    assert backward.bytes == 4 * 8 * elements
+    assert backward.flops == 2 * forward.flops
+
+
+def test_a_training_step_gives_the_gradients_of_all_that_takes_part(uncompiled: None) -> None:
+    workload = Workload(CASE, CPU, torch.float32)
+    steps = {}
+    for name in ("veca eager", "veca compiled", "veca", "veca checkpointed"):
+        prepared = contenders.TRAIN[name].build(workload)
+        gradients = prepared.call()
+        assert isinstance(gradients, tuple)
+        steps[name] = [gradient is None for gradient in gradients]
+        assert prepared.flops == 3 * workload.veca_flops
+        assert prepared.resident == sum(p.nbytes for p in workload.veca.parameters())
+    names = [name for name, _ in workload.veca.named_parameters()]
+    absent = {name for name, none in zip(names, steps["veca eager"], strict=True) if none}
+    assert absent == {f"{bank}.{i}" for bank in ("cores", "core_states") for i in range(1, 8)}
+    assert len({str(step) for step in steps.values()}) == 1
+
+
+def test_contenders_are_chosen_by_name() -> None:
+    chosen = contenders.choose(contenders.ATTENTION_FORWARD, ["dense-sdpa", "veca"], CASE, CPU)
+    assert list(chosen) == ["veca", "dense SDPA"]
+    assert "dense" not in contenders.choose(contenders.MODEL, [], CASE, CPU)
+    assert "dense" in contenders.choose(contenders.MODEL, [], Case.parse("small:32:1"), CPU)
+    assert "veca float8" not in contenders.choose(contenders.MODEL, [], CASE, CPU)
+    with pytest.raises(ValueError, match="unknown contender 'veca eagre' .did you mean 'veca eager'.*Known: veca, "):
+        contenders.choose(contenders.MODEL, ["veca-eagre"], CASE, CPU)
+
+
+# Runs
+
+
+def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"veca eager": [0.004, 0.002, 0.003], "dense": [0.006, 0.006, 0.006]}
+    monkeypatch.setattr(
+        "veca.bench.run.measure", lambda calls, *rest, **options: {name: seconds[name] for name in calls}
+    )
+    case = Case.parse("small:32:2:8")
+    results = run_bench("model", [case], CPU, ["veca-eager", "dense"], repeats=3, out=tmp_path)
+    ours, dense = results.rows
+    flops = 2 * veca.bench.flops.model_flops(case.config, 32, 32, 8)
+    assert (ours.ms, ours.best_ms, ours.images_per_s) == pytest.approx((3.0, 2.0, 2 / 0.003))
+    assert ours.gflops == flops / 2 / 1e9
+    assert ours.tflops_per_s == pytest.approx(flops / 0.003 / 1e12)
+    assert ours.floor_ms == pytest.approx(1e3 * flops / 1e12)
+    assert ours.floor_share == pytest.approx(flops / 1e12 / 0.003)
+    assert (ours.against_dense, dense.against_dense) == (2.0, 1.0)
+    assert ours.peak_mib is ours.target_ms is ours.first_call_s is ours.error is None
+
+
+def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_memory() -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 EiB.\nmore")
+
+    known = dict(contenders.MODEL)
+    known["dense"] = Contender(lambda workload: Prepared(no_memory, 1))
+    monkeypatch.setitem(PARTS["model"], "model forward", known)
+    results = run_bench("model", [CASE, CASE], CPU, ["dense", "products", "veca-float8"], repeats=1)
+    assert [row.contender for row in results.rows] == 2 * ["veca float8", "dense", "products"]
+    assert [row.error for row in results.rows[:3]] == [
+        "ValueError: float8 weights need a CUDA device; this run is on cpu",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 EiB.",
+        None,
+    ]
+    assert results.rows[2].ms
+    results.show(Console(width=60))
+    assert "model forward, tiny:32:2:8, dense: OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_files_hold_the_results(tmp_path: Path) -> None:
+    results = run_bench("attention", [CASE], CPU, ["veca", "two-sdpa"], repeats=1, profile=True, out=tmp_path)
+    assert [row.what for row in results.rows] == 2 * ["attention forward"] + 2 * ["attention backward"]
+    loaded = Results.load(tmp_path / "results.json")
+    assert loaded.rows == results.rows
+    assert loaded.machine["torch"] == torch.__version__
+    assert loaded.settings["dtype"] == "float32"
+    assert any("scaled_dot_product" in name for name, _ in loaded.profile[0]["spent"])
+    with (tmp_path / "results.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [{k: "" if v is None else str(v) for k, v in asdict(row).items()} for row in results.rows] == written
+    text = (tmp_path / "table.txt").read_text()
+    assert "attention backward" in text
+    assert f"{results.rows[0].ms:.2f}"[:3] in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "results.json", "table.txt"]
+
+
+def test_tables_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row("model forward", "dense SDPA without RoPE", "veca_small_plus", 2048, 1024, 64, 1234.5, 1233.25, 0.8296)
+    Results({}, {}, {}, [row]).show(Console(width=40))
+    assert "small_plus:2048:1024:64  dense SDPA without RoPE  1,234  1,233    0.8296" in capsys.readouterr().out
+
+
+def test_settings_follow_the_device() -> None:
+    assert pick_setting("cpu") == CPU
+    assert pick_setting("cpu", "bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="device 'warp' cannot be used"):
+        pick_setting("warp")
+    with pytest.raises(ValueError, match="repeats=0: must be at least 1"):
+        run_bench("model", [CASE], CPU, repeats=0)
+
+
+# Commands
+
+
+@pytest.mark.parametrize("bench", ["model", "train", "attention"])
+def test_commands(bench: str, tmp_path: Path) -> None:
+    name = "two-sdpa" if bench == "attention" else "veca-eager"
+    options = ["--model", "tiny", "--size", "32", "--size", "48", "--batch", "1", "--cores", "8", "--repeats", "1"]
+    options += ["--contender", name, "--device", "cpu", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", bench, *options])
+    assert result.exit_code == 0, result.output
+    assert "tiny:48:1:8" in result.output
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {(row["size"], row["cores"]) for row in rows} == {(32, 8), (48, 8)}
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_plots_are_files(tmp_path: Path) -> None:
+    rows = [
+        Row("model forward", name, "veca_base", size, batch, 64, ms=size * batch * factor)
+        for name, factor in (("veca", 1.0), ("dense compiled", 2.0))
+        for size, batch in ((256, 1), (512, 1), (512, 4))
+    ]
+    failed = Row("model forward", "veca", "veca_base", 1024, 1, 64, error="out of memory")
+    Results({"device": "a machine"}, {"dtype": "bfloat16"}, {}, [*rows, failed]).save(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "results.json"), "--out", str(tmp_path / "to")])
+    assert result.exit_code == 0, result.output
+    for name, words in {
+        "flops-resolution": ["DINOv3"],
+        "latency-resolution": ["batch 1", "a machine"],
+        "latency-batch": ["512 px"],
+    }.items():
+        svg = (tmp_path / "to" / f"{name}.svg").read_text()
+        assert "</svg>" in svg
+        assert all(word in svg for word in words)
+    (panel,) = plots.latency_panels([Results.load(tmp_path / "results.json")], "size")
+    assert panel.lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
+
+
+def test_plots_of_nothing_to_compare(tmp_path: Path) -> None:
+    Results({}, {}, {}, [Row("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
+    written = plots.write_plots([tmp_path / "results.json"], tmp_path, "png")
+    assert [path.name for path in written] == ["flops-resolution.png"]
+    assert written[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plotting_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="other.json is no results.json of `veca bench`"):
+        plots.write_plots([tmp_path / "other.json"], tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="pip install 'veca.bench.'"):
+        plots.write_plots([], tmp_path)
+
+
+def test_without_timm_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    row, other = run_bench("model", [Case.parse("small:32:1:8")], CPU, ["dense", "products"], repeats=1).rows
+    assert "pip install 'veca[bench]'" in (row.error or "")
+    assert other.ms
+
+
+# Memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -65,3 +347,31 @@ def test_gpu_memory_is_linear_in_the_patches() -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
     peaks = [memory.peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
     assert peaks[1] <= 4.4 * peaks[0]
+
+
+@pytest.mark.gpu
+def test_gpu_peak_counts_what_a_cuda_graph_keeps() -> None:
+    device = torch.device("cuda")
+    x = torch.zeros(2**20, device=device)
+    expected = 2 * x.nbytes  # the result and one step on the way
+    measure.forget(device)
+    before = measure.memory_now(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = (x + 1) * 2
+    assert expected <= (measure.peak_bytes(graph.replay, device, before) or 0) <= 2 * expected + 2**22
+    assert kept.shape == x.shape
+    measure.forget(device)
+    plain = measure.peak_bytes(lambda: (x + 1) * 2, device, measure.memory_now(device))
+    assert plain == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bench", ["model", "train", "attention"])
+def test_gpu_run(bench: str, tmp_path: Path) -> None:
+    setting = pick_setting("cuda")
+    assert setting.dtype == torch.bfloat16
+    results = run_bench(bench, [Case.parse("small:64:2")], setting, repeats=2, profile=True, out=tmp_path)  # type: ignore[arg-type]
+    assert [row.error for row in results.rows] == [None] * len(results.rows)
+    assert all(row.peak_mib for row in results.rows if row.contender != "products")
+    assert results.profile

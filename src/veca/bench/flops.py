@@ -1,8 +1,14 @@
-"""FLOPs of one image, 2 per multiply-add, matrix products only."""
+"""FLOPs of one image, 2 per multiply-add, matrix products only: VECA and the dense DINOv3 ViT of the same size.
+
+Symbols: N patches, C cores, D width, S tokens (C + N here, N + 5 in DINOv3: one class token, four registers).
+"""
 
 from __future__ import annotations
 
 from veca.config import VecaConfig
+
+DENSE_PREFIX = 5
+"""Tokens of DINOv3 that are no patches."""
 
 
 def attention_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
@@ -11,19 +17,47 @@ def attention_flops(config: VecaConfig, height: int, width: int, cores: int) -> 
     >>> attention_flops(VecaConfig(), 1024, 1024, cores=64)
     21252538368
     """
-    dim, patches = config.embed_dim, _patches(config, height, width)
-    return 8 * (cores + patches) * dim**2 + 8 * dim * cores * patches + 4 * dim * cores**2
+    tokens = cores + _patches(config, height, width)
+    return 8 * tokens * config.embed_dim**2 + attention_product_flops(config, height, width, cores)
+
+
+def attention_product_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
+    """The attention products of one layer alone: cores with every token, patches with the cores."""
+    return 4 * config.embed_dim * cores * (2 * _patches(config, height, width) + cores)
 
 
 def model_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
     """The whole model, from pixels to features."""
-    dim, patches = config.embed_dim, _patches(config, height, width)
-    tokens = cores + patches
-    embed = 2 * patches * config.in_chans * config.patch_size**2 * dim
+    dim, tokens = config.embed_dim, cores + _patches(config, height, width)
     layer = attention_flops(config, height, width, cores) + 6 * tokens * dim * config.mlp_dim
     coordinates = 4 * cores * dim * (config.depth - 1)
     output = 2 * tokens * dim * (config.output_dim or 0) + 2 * config.num_features * config.num_classes
-    return embed + config.depth * layer + coordinates + output
+    return _embed_flops(config, height, width) + config.depth * layer + coordinates + output
+
+
+def dense_attention_flops(config: VecaConfig, height: int, width: int) -> int:
+    """The attention path of one layer of the DINOv3 ViT that has the width of `config`.
+
+    >>> dense_attention_flops(VecaConfig(), 1024, 1024)
+    71016459264
+    """
+    dim, tokens = config.embed_dim, _patches(config, height, width) + DENSE_PREFIX
+    return 8 * tokens * dim**2 + 4 * dim * tokens**2
+
+
+def dense_model_flops(config: VecaConfig, height: int, width: int) -> int:
+    """The whole DINOv3 ViT of the size of `config`, from pixels to features.
+
+    Its hidden layer is 4 D wide; it is gated in small+ alone, the one size whose hidden layer VECA makes 4 D wide too.
+    """
+    dim, tokens = config.embed_dim, _patches(config, height, width) + DENSE_PREFIX
+    products = 3 if config.mlp_dim == 4 * dim else 2
+    layer = dense_attention_flops(config, height, width) + 8 * products * tokens * dim**2
+    return _embed_flops(config, height, width) + config.depth * layer
+
+
+def _embed_flops(config: VecaConfig, height: int, width: int) -> int:
+    return 2 * _patches(config, height, width) * config.in_chans * config.patch_size**2 * config.embed_dim
 
 
 def _patches(config: VecaConfig, height: int, width: int) -> int:

@@ -1,116 +1,92 @@
-"""VECA beside timm's dense DINOv3-shaped ViT, in one run: `python -m veca.bench.latency --size 1024`.
+"""Time of calls that take turns.
 
-The two take turns, so that whatever else the machine does falls on both; the medians and their ratio are printed. With
-`--profile` also where the time goes, and what VECA's linear products take with nothing else around them.
+On CUDA a sample is taken between two events on the stream, by the device's own clock; elsewhere by the wall clock.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 
-from veca.config import SIZES, VecaConfig, list_models
-from veca.model import create_model
+Call: TypeAlias = Callable[[], object]
 
-DENSE = {
-    "veca_small": "vit_small_patch16_dinov3",
-    "veca_small_plus": "vit_small_plus_patch16_dinov3",
-    "veca_base": "vit_base_patch16_dinov3",
-    "veca_large": "vit_large_patch16_dinov3",
-}
+SHORT = 1e-3
+"""Seconds; a shorter call can be made many times in one sample, so that the gaps around it do not count."""
+SAMPLE = 5e-3
+"""Seconds such a sample takes, about."""
+MOST_CALLS = 100
 
 
-def measure(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, round after round; a first round warms up and is dropped."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    wait = (lambda: None) if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
-    for round_ in range(repeats + 1):
-        for name, call in calls.items():
-            wait()
-            start = time.perf_counter()
+def measure(
+    calls: Mapping[str, Call],
+    device: torch.device,
+    repeats: int,
+    *,
+    warmup: int = 1,
+    repeat_short: bool = False,
+    failed: dict[str, str] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each call, round after round, so that whatever else the machine does falls on all of them.
+
+    The first `warmup` rounds are dropped. Calls found short there are made many times in each sample that follows, if
+    `repeat_short`. With `failed` a call that raises takes no further part and stands there with the reason.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    count = dict.fromkeys(calls, 1)
+    for round_ in range(warmup + repeats):
+        for name in list(seconds):
+            try:
+                took = timed(calls[name], device, count[name])
+            except Exception as error:  # whatever it is, the others go on
+                if failed is None:
+                    raise
+                failed[name] = describe(error)
+                del seconds[name]
+                continue
+            if round_ >= warmup:
+                seconds[name].append(took)
+            elif repeat_short:
+                count[name] = calls_per_sample(took)
+    return seconds
+
+
+def timed(call: Call, device: torch.device, count: int = 1) -> float:
+    """Seconds of one call, the mean of `count` of them back to back."""
+    synchronize(device)
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
             call()
-            wait()
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def operator_seconds(call: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
-    """The operators that take most of one call, longest first, each without what it calls."""
-    with torch.profiler.profile() as profile:
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+    begin = time.perf_counter()
+    for _ in range(count):
         call()
-    on_cpu = device.type == "cpu"
-    spent = [
-        (e.key, (e.self_cpu_time_total if on_cpu else e.self_device_time_total) / 1e6) for e in profile.key_averages()
-    ]
-    return sorted(spent, key=lambda entry: -entry[1])[:10]
+    synchronize(device)
+    return (time.perf_counter() - begin) / count
 
 
-def linear_call(config: VecaConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """The linear products of all blocks and nothing else: the floor under any way of computing the rest."""
-    dim, hidden = config.embed_dim, config.mlp_dim
-    shapes = [(dim, 3 * dim), (dim, dim), (dim, 2 * hidden), (hidden, dim)]
-    x = {width: torch.randn(tokens, width, device=device, dtype=dtype) for width in (dim, hidden)}
-    weights = [torch.randn(wide, narrow, device=device, dtype=dtype) for narrow, wide in shapes]
+def calls_per_sample(seconds: float) -> int:
+    """How often a call that takes `seconds` is made in one sample.
 
-    def run() -> None:
-        for _ in range(config.depth):
-            for weight in weights:
-                F.linear(x[weight.shape[1]], weight)
-
-    return run
+    >>> calls_per_sample(0.02), calls_per_sample(0.0005), calls_per_sample(0.0)
+    (1, 10, 100)
+    """
+    return 1 if seconds >= SHORT else min(MOST_CALLS, math.ceil(SAMPLE / max(seconds, 1e-9)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="veca_base", choices=[name for name in list_models() if name in DENSE])
-    parser.add_argument("--size", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--cores", type=int, nargs="+", default=[64])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--compile", action="store_true", help="torch.compile both models")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="print where the time goes and the floor of VECA")
-    args = parser.parse_args()
-
-    import timm
-
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    images = torch.randn(args.batch, 3, args.size, args.size, device=device, dtype=dtype)
-    veca = create_model(args.model).to(device, dtype).eval()
-    dense = timm.create_model(DENSE[args.model], num_classes=0, dynamic_img_size=True).to(device, dtype).eval()
-    if args.compile:
-        veca, dense = torch.compile(veca), torch.compile(dense)  # type: ignore[assignment]
-    calls: dict[str, Callable[[], object]] = {DENSE[args.model]: lambda: dense(images)}
-    for cores in args.cores:
-        calls[f"{args.model} C={cores}"] = lambda cores=cores: veca(images, cores)  # type: ignore[misc]
-    if args.profile:
-        tokens = args.batch * (args.cores[-1] + (args.size // 16) ** 2)
-        calls["linear products of VECA alone"] = linear_call(SIZES[args.model], tokens, device, dtype)
-    with torch.inference_mode():
-        times = measure(calls, device, args.repeats)
-
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{where}; torch {torch.__version__}; {args.batch} × {args.size} px, {args.dtype}", end="")
-    print(", compiled" if args.compile else ", eager")
-    baseline = statistics.median(times[DENSE[args.model]])
-    for name, seconds in times.items():
-        middle = statistics.median(seconds)
-        print(f"{name:30} {1e3 * middle:9.1f} ms  (best {1e3 * min(seconds):9.1f})  {baseline / middle:5.2f} ×")
-    if args.profile:
-        for name, call in calls.items():
-            with torch.inference_mode():
-                spent = operator_seconds(call, device)
-            print(
-                f"{name}:", ", ".join(f"{key.removeprefix('aten::')} {1e3 * seconds:.1f} ms" for key, seconds in spent)
-            )
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
-if __name__ == "__main__":
-    main()
+def describe(error: Exception) -> str:
+    """An error in one short line, to stand in a table."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

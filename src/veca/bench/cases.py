@@ -1,0 +1,127 @@
+"""What is measured: a size of model, pixels, batch and budget; the default cases and the times aimed at."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from veca.config import SIZES, VecaConfig, did_you_mean
+
+Bench: TypeAlias = Literal["attention", "model", "train"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a sweep.
+
+    >>> Case.parse("base:1024:16")
+    Case(model='veca_base', size=1024, batch=16, cores=64)
+    >>> str(Case.parse("veca_small:512:96:8"))
+    'small:512:96:8'
+    """
+
+    model: str
+    size: int
+    """Side of the square images in pixels."""
+    batch: int
+    cores: int
+
+    def __post_init__(self) -> None:
+        if self.model not in SIZES:
+            known = [name.removeprefix("veca_") for name in SIZES]
+            hint = did_you_mean(self.model.removeprefix("veca_"), known)
+            raise ValueError(f"unknown model {self.model!r}{hint}. Known: {', '.join(known)}")
+        patch, most = self.config.patch_size, self.config.num_cores
+        if self.size < patch or self.size % patch:
+            near = max(patch, round(self.size / patch) * patch)
+            raise ValueError(f"size={self.size} in case {self}: must be a positive multiple of {patch}, such as {near}")
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch} in case {self}: must be at least 1")
+        if not 1 <= self.cores <= most:
+            raise ValueError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {most}")
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        model, *numbers = text.split(":")
+        if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
+            raise ValueError(f"case {text!r}: must be MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES, as base:1024:16")
+        size, batch, *cores = map(int, numbers)
+        return cls(full_name(model), size, batch, *(cores or [64]))
+
+    def __str__(self) -> str:
+        return f"{self.model.removeprefix('veca_')}:{self.size}:{self.batch}:{self.cores}"
+
+    @property
+    def config(self) -> VecaConfig:
+        return SIZES[self.model]
+
+    @property
+    def patches(self) -> int:
+        return (self.size // self.config.patch_size) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Of VECA, in one image."""
+        return self.cores + self.patches
+
+
+def full_name(model: str) -> str:
+    """`base` and `veca_base` are the same model."""
+    return f"veca_{model}" if f"veca_{model}" in SIZES else model
+
+
+def choose_cases(
+    bench: Bench,
+    on_cuda: bool,
+    exact: Sequence[str] = (),
+    models: Sequence[str] = (),
+    sizes: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    cores: Sequence[int] = (),
+) -> list[Case]:
+    """The exact cases, or every combination of the rest, or the default cases when nothing is asked for."""
+    swept = bool(models or sizes or batches or cores)
+    if exact and swept:
+        raise ValueError(
+            "--case says all there is to a case; leave out --model, --size, --batch and --cores, or --case"
+        )
+    if exact:
+        return [Case.parse(text) for text in exact]
+    if not swept:
+        return [Case.parse(text) for text in (DEFAULT_CUDA if on_cuda else DEFAULT_CPU)[bench].split()]
+    product = itertools.product(models or ["base"], sizes or [1024], batches or [16 if on_cuda else 1], cores or [64])
+    return [Case(full_name(model), *numbers) for model, *numbers in product]
+
+
+TARGETS: dict[Bench, dict[str, float]] = {
+    "model": {
+        "base:256:64": 8,
+        "base:512:32": 13,
+        "base:1024:16": 24,
+        "base:2048:4": 24,
+        "small:1024:16": 9,
+        "large:1024:8": 45,
+        "base:1024:1": 2,
+    },
+    "train": {"small:256:384": 48, "small:512:96": 42, "base:256:128": 48, "base:512:32": 42},
+    "attention": {"base:1024:16": 0.18},
+}
+"""Milliseconds aimed at on one H200 in bfloat16 with 64 cores; source: the project's specification, performance.md.
+
+Of attention it is the forward pass; its backward pass is to take at most `BACKWARD_TARGET` times the forward pass.
+"""
+BACKWARD_TARGET = 3.0
+
+DEFAULT_CUDA: dict[Bench, str] = {
+    "model": " ".join(TARGETS["model"]),
+    "train": " ".join(TARGETS["train"]),
+    "attention": "base:1024:16 base:256:64",
+}
+DEFAULT_CPU: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "small:256:1", "attention": "base:512:1"}
+
+
+def target_ms(bench: Bench, case: Case) -> float | None:
+    """The milliseconds aimed at for a case, if there are any."""
+    return {Case.parse(text): ms for text, ms in TARGETS[bench].items()}.get(case)

@@ -1,0 +1,83 @@
+"""Memory of calls, the floors of a machine, and where the time goes."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.profiler import profile as record
+
+from veca.bench.latency import Call, synchronize, timed
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes in use on a CUDA device, the pools of CUDA graphs included."""
+    return torch.cuda.memory_allocated(device) + _graph_pools(device)
+
+
+def peak_bytes(call: Call, device: torch.device, before: int) -> int | None:
+    """The most bytes in use during one call above `before`, as the CUDA allocator counts; None on other devices.
+
+    `before` is `memory_now` from before the first call: what a CUDA graph keeps from then on is memory of the call.
+    """
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    synchronize(device)
+    return max(0, torch.cuda.max_memory_allocated(device) + _graph_pools(device) - before)
+
+
+def _graph_pools(device: torch.device) -> int:
+    """Bytes that CUDA graphs keep for their replays, which the allocator counts as free."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
+def forget(device: torch.device) -> None:
+    """Give back what the contenders of one case held: compiled code, and memory kept for reuse."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product, the best of a few: nothing made of such products runs faster."""
+    side = 2048 if device.type == "cpu" else 8192
+    a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
+    return 2 * side**3 / _best(lambda: torch.mm(a, b, out=out), device)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written, of a large copy, the best of a few."""
+    count = 2**26 if device.type == "cpu" else 2**30
+    source = torch.empty(count, device=device, dtype=torch.uint8).random_()  # zeros would cost less power
+    target = torch.empty_like(source)
+    return 2 * count / _best(lambda: target.copy_(source), device)
+
+
+def _best(call: Call, device: torch.device, samples: int = 10) -> float:
+    times = 1 if device.type == "cpu" else 4
+    return min([timed(call, device, times) for _ in range(samples + 2)][2:])
+
+
+def where_the_time_goes(call: Call, device: torch.device, most: int = 12) -> list[tuple[str, float]]:
+    """What takes most of one call, longest first, in seconds: kernels on CUDA, else operators less what they call."""
+    with record() as profile:
+        call()
+        synchronize(device)
+    events = profile.key_averages()
+    if device.type == "cuda":
+        # Operators and annotated regions are listed with the time of their kernels too: once is enough.
+        kernels = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        spent = [(event.key, event.self_device_time_total / 1e6) for event in kernels]
+    else:
+        spent = [(event.key.removeprefix("aten::"), event.self_cpu_time_total / 1e6) for event in events]
+    return sorted(spent, key=lambda entry: -entry[1])[:most]

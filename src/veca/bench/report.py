@@ -1,0 +1,165 @@
+"""What a run found: rows, their files (JSON, CSV, text) and their table."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from veca.bench.cases import Case
+from veca.files import atomic_path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one case. None: it does not apply there, or `error` says why it could not be had."""
+
+    what: str
+    """`model forward`, `train step`, `attention forward` or `attention backward`."""
+    contender: str
+    model: str
+    size: int
+    batch: int
+    cores: int
+    ms: float | None = None
+    """Median."""
+    best_ms: float | None = None
+    images_per_s: float | None = None
+    gflops: float | None = None
+    """Per image, counted: matrix products, 2 per multiply-add; a training step is three forward passes."""
+    tflops_per_s: float | None = None
+    peak_mib: float | None = None
+    """Most memory in use above what was before; in a training step weights and gradients count too. CUDA only."""
+    floor_ms: float | None = None
+    floor_share: float | None = None
+    """floor_ms / ms: 1 would be the floor."""
+    against_dense: float | None = None
+    """Time of the dense contender of the case, compiled if it took part, over the time of this one."""
+    target_ms: float | None = None
+    first_call_s: float | None = None
+    """Of a compiled contender: seconds until its first result, compilation included."""
+    error: str | None = None
+
+    @property
+    def case(self) -> Case:
+        return Case(self.model, self.size, self.batch, self.cores)
+
+
+@dataclass
+class Results:
+    """A whole run: the machine and the settings, its floors, the rows, and where the time goes if that was asked."""
+
+    machine: dict[str, str]
+    settings: dict[str, str]
+    floors: dict[str, float]
+    rows: list[Row] = field(default_factory=list)
+    profile: list[dict[str, Any]] = field(default_factory=list)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write results.json, results.csv and table.txt."""
+        paths = [folder / name for name in ("results.json", "results.csv", "table.txt")]
+        with atomic_path(paths[0]) as part:
+            part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        with atomic_path(paths[1]) as part, part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(Row)])
+            writer.writeheader()
+            writer.writerows(dataclasses.asdict(row) for row in self.rows)
+        with atomic_path(paths[2]) as part, part.open("w") as file:
+            self.show(Console(file=file))
+        return paths
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """What `save` wrote to results.json."""
+        try:
+            values = json.loads(path.read_text())
+            return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no results.json of `veca bench`: {error}") from error
+
+    def show(self, console: Console) -> None:
+        say = partial(console.print, markup=False, soft_wrap=True, highlight=False)
+        say(self.header())
+        for what in dict.fromkeys(row.what for row in self.rows):
+            made = table(what, [row for row in self.rows if row.what == what])
+            # A figure cut off to fit a narrow window would be worse than a line that wraps.
+            made.width = Measurement.get(console, console.options.update(width=1000), made).maximum
+            console.print(made, crop=False)
+        for row in self.rows:
+            if row.error:
+                say(f"{row.what}, {row.case}, {row.contender}: {row.error}")
+        for entry in self.profile:
+            parts = ", ".join(f"{name[:90]} {1e3 * seconds:.3f} ms" for name, seconds in entry["spent"])
+            say(f"{entry['what']}, {entry['case']}, {entry['contender']}: {parts}")
+
+    def header(self) -> str:
+        facts = ", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items())
+        floors = ", ".join(f"{number(value)} {key}" for key, value in self.floors.items())
+        return f"{facts}\nMeasured in this run, the floors: {floors}"
+
+
+_COLUMNS = {
+    "ms": "ms",
+    "best_ms": "best",
+    "images_per_s": "images/s",
+    "gflops": "GFLOPs/image",
+    "tflops_per_s": "TFLOP/s",
+    "peak_mib": "peak MiB",
+    "floor_ms": "floor ms",
+    "floor_share": "of floor",
+    "against_dense": "× dense",
+    "target_ms": "target ms",
+    "first_call_s": "first call s",
+}
+_FORMS = {"floor_share": ".0%", "against_dense": ".2f"}
+
+
+def table(what: str, rows: Sequence[Row]) -> Table:
+    """The rows of one kind, case by case; columns that are empty throughout are left out."""
+    used = {key: heading for key, heading in _COLUMNS.items() if any(getattr(row, key) is not None for row in rows)}
+    made = Table(title=what, title_justify="left", title_style="bold", header_style="bold", box=None)
+    made.add_column("case", no_wrap=True)
+    made.add_column("contender", no_wrap=True)
+    for heading in used.values():
+        made.add_column(heading, justify="right", no_wrap=True)
+    case = None
+    for row in rows:
+        cells = [number(getattr(row, key), _FORMS.get(key)) for key in used]
+        if row.error:
+            cells = ["failed", *cells[1:]] if cells else []
+        style = "red" if row.error else "green" if _meets_target(row) else ""
+        made.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=style)
+        case = row.case
+    return made
+
+
+def _meets_target(row: Row) -> bool:
+    return row.target_ms is not None and row.ms is not None and row.ms <= row.target_ms
+
+
+def number(value: float | None, form: str | None = None) -> str:
+    """A figure as it stands in a table: four digits of it, unless `form` says otherwise.
+
+    >>> number(0.18042), number(24.1), number(1321.4), number(0.567, ".0%"), number(None)
+    ('0.1804', '24.10', '1,321', '57%', '')
+    """
+    if value is None:
+        return ""
+    digits = 4 if value < 1 else max(0, 3 - math.floor(math.log10(value)))
+    return format(value, form or f",.{digits}f")
+
+
+def baseline(times: Mapping[str, float]) -> float | None:
+    """The time of the dense contender, compiled rather than not."""
+    names = ("dense compiled", "dense", "dense SDPA compiled", "dense SDPA")
+    return next((times[name] for name in names if name in times), None)

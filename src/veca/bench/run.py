@@ -1,0 +1,247 @@
+"""The sweeps: every contender of every case, side by side in one run on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from veca.bench import contenders
+from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
+from veca.bench.contenders import Contender, Prepared, Setting, Workload, choose
+from veca.bench.latency import describe, measure, synchronize
+from veca.bench.measure import copy_rate, forget, matrix_rate, memory_now, peak_bytes, where_the_time_goes
+from veca.bench.report import Results, Row, baseline
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+PARTS: dict[Bench, dict[str, dict[str, Contender]]] = {
+    "model": {"model forward": contenders.MODEL},
+    "train": {"train step": contenders.TRAIN},
+    "attention": {
+        "attention forward": contenders.ATTENTION_FORWARD,
+        "attention backward": contenders.ATTENTION_BACKWARD,
+    },
+}
+"""What each bench measures, one after the other in every case."""
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The rates of this machine, measured in the run: no contender can do better."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def measure(cls, setting: Setting) -> Floors:
+        return cls(matrix_rate(setting.device, setting.dtype), copy_rate(setting.device))
+
+    def seconds(self, prepared: Prepared) -> float:
+        if prepared.bytes is not None:
+            return prepared.bytes / self.bytes_per_s
+        return prepared.flops / self.flops_per_s
+
+    def shown(self) -> dict[str, float]:
+        return {"TFLOP/s": self.flops_per_s / 1e12, "GB/s": self.bytes_per_s / 1e9}
+
+
+class Entry(NamedTuple):
+    """A contender that has come through its first call."""
+
+    prepared: Prepared
+    first_call_s: float | None
+    peak: int | None
+
+
+def pick_setting(device: str = "auto", dtype: Dtype | None = None, cls_only: bool = False) -> Setting:
+    """The device, CUDA where there is one, and the precision people use on it."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)  # events are recorded on the current device
+    dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
+    return Setting(chosen, getattr(torch, dtype), cls_only)
+
+
+def run_bench(
+    bench: Bench,
+    cases: Sequence[Case],
+    setting: Setting,
+    asked: Sequence[str] = (),
+    repeats: int = 10,
+    profile: bool = False,
+    out: Path | None = None,
+) -> Results:
+    """Measure; what is found is in `out`, if given, after every case, so that an end before the end loses little."""
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: must be at least 1")
+    plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 for *_, chosen in plan))
+        floors = Floors.measure(setting)
+        results = Results(machine_facts(setting), _settings(bench, setting, repeats), floors.shown())
+        for what, case, chosen in plan:
+
+            def say(doing: str, label: str = f"{what}, {case}") -> None:
+                progress.update(task, description=f"{label}: {doing}", advance=1)
+
+            contest = Contest(what, case, setting, floors)
+            contest.enter(chosen, Workload(case, setting, torch.float32 if bench == "train" else None), say)
+            say("all take turns")
+            results.rows += _with_target(bench, setting, contest.rows(repeats), results.rows)
+            results.profile += contest.profile() if profile else []
+            del contest
+            forget(setting.device)
+            if out is not None:
+                results.save(out)
+    return results
+
+
+class Contest:
+    """The contenders of one case."""
+
+    def __init__(self, what: str, case: Case, setting: Setting, floors: Floors) -> None:
+        self.what, self.case, self.setting, self.floors = what, case, setting, floors
+        self.entered: dict[str, Entry | str] = {}
+        """Those that came through their first call, and what went wrong with the others."""
+
+    def enter(self, chosen: dict[str, Contender], workload: Workload, say: Callable[[str], None]) -> None:
+        for name, contender in chosen.items():
+            say(name)
+            self.entered[name] = _enter(contender, workload)
+            if isinstance(self.entered[name], str) and self.setting.device.type == "cuda":
+                torch.cuda.empty_cache()  # what was left of one that ran out of memory, before the next
+
+    def rows(self, repeats: int) -> list[Row]:
+        """Let them take turns; a row for each, in the order they came."""
+        on_cuda = self.setting.device.type == "cuda"
+        calls = {name: entry.prepared.call for name, entry in self.entered.items() if isinstance(entry, Entry)}
+        failed: dict[str, str] = {}
+        seconds = measure(
+            calls, self.setting.device, repeats, warmup=2 if on_cuda else 1, repeat_short=on_cuda, failed=failed
+        )
+        self.entered |= failed
+        dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
+        return [
+            self._row(name, error=entry)
+            if isinstance(entry, str)
+            else self._row(name, **self._figures(entry, seconds[name], dense))
+            for name, entry in self.entered.items()
+        ]
+
+    def _row(self, name: str, **values: Any) -> Row:
+        case = self.case
+        return Row(self.what, name, case.model, case.size, case.batch, case.cores, **values)
+
+    def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, float | None]:
+        flops, floor, median = entry.prepared.flops, self.floors.seconds(entry.prepared), statistics.median(seconds)
+        return {
+            "ms": 1e3 * median,
+            "best_ms": 1e3 * min(seconds),
+            "images_per_s": self.case.batch / median,
+            "gflops": flops / self.case.batch / 1e9,
+            "tflops_per_s": flops / median / 1e12,
+            "peak_mib": None if entry.peak is None else entry.peak / 2**20,
+            "floor_ms": 1e3 * floor,
+            "floor_share": floor / median,
+            "against_dense": None if dense is None else dense / median,
+            "first_call_s": entry.first_call_s,
+        }
+
+    def profile(self) -> list[dict[str, Any]]:
+        """Where the time of each one goes."""
+        return [
+            {
+                "what": self.what,
+                "case": str(self.case),
+                "contender": name,
+                "spent": where_the_time_goes(entry.prepared.call, self.setting.device),
+            }
+            for name, entry in self.entered.items()
+            if isinstance(entry, Entry)
+        ]
+
+
+def _enter(contender: Contender, workload: Workload) -> Entry | str:
+    """Build, call once, take the peak of a second call; whatever goes wrong is a line of text."""
+    device = workload.setting.device
+    try:
+        prepared = contender.build(workload)
+        before = memory_now(device) if device.type == "cuda" else 0
+        start = time.perf_counter()
+        prepared.call()
+        synchronize(device)
+        first = time.perf_counter() - start + prepared.built_s
+        peak = peak_bytes(prepared.call, device, before)
+    except Exception as error:  # the other contenders and cases go on
+        return describe(error)
+    return Entry(prepared, first if contender.compiled else None, None if peak is None else peak + prepared.resident)
+
+
+def _with_target(bench: Bench, setting: Setting, rows: list[Row], earlier: Sequence[Row]) -> list[Row]:
+    """The rows, that of `veca` with the time aimed at, where there is one for the case and the setting."""
+    if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
+        return rows
+
+    def target(row: Row) -> float | None:
+        if row.contender != "veca":
+            return None
+        if row.what != "attention backward":
+            return target_ms(bench, row.case)
+        same = (r.ms for r in earlier if (r.what, r.contender, r.case) == ("attention forward", "veca", row.case))
+        forward = next(same, None)
+        return None if forward is None else BACKWARD_TARGET * forward
+
+    return [dataclasses.replace(row, target_ms=target(row)) for row in rows]
+
+
+def machine_facts(setting: Setting) -> dict[str, str]:
+    """What a reader of the numbers must know of where they come from."""
+    device = setting.device
+    facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {_processor()}"}
+    facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    if device.type == "cuda":
+        facts["CUDA"] = str(torch.version.cuda)
+    for package in ("triton", "timm", "veca"):
+        with contextlib.suppress(PackageNotFoundError):
+            facts[package] = version(package)
+    return facts
+
+
+def _processor() -> str:
+    """The model of the CPU as Linux names it, or what Python knows."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
+
+
+def _settings(bench: Bench, setting: Setting, repeats: int) -> dict[str, str]:
+    settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
+    settings["date"] = datetime.date.today().isoformat()
+    return settings | ({"cls only": "yes"} if setting.cls_only else {})
