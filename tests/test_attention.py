@@ -3,9 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import make_tiny, relative_error
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from veca.attention import core_attention, masked_attention, use_kernel
+from veca.attention import (
+    core_attention,
+    core_probabilities,
+    few_cores_attention,
+    first_core_attention,
+    masked_attention,
+    use_kernel,
+)
 from veca.rope import grid_rotary, patch_coordinates, rotary
 
 CASES = [(1, 1, (2, 3)), (8, 2, (4, 6)), (13, 1, (1, 1)), (24, 3, (7, 3)), (64, 2, (5, 8))]
@@ -60,6 +68,68 @@ def test_reference_against_a_loop_over_tokens() -> None:
         logits = torch.stack([q[0, 0, i] @ k[0, 0, j] / 2 for j in seen])
         expected = sum(p * v[0, 0, j] for p, j in zip(logits.softmax(0), seen, strict=True))
         torch.testing.assert_close(out[0, 0, i], expected)
+
+
+def layers(dtype: torch.dtype) -> tuple[nn.Linear, nn.Linear]:
+    """Projections of the width `inputs` has, with biases that matter."""
+    torch.manual_seed(0)
+    qkv, proj = nn.Linear(64, 192).to(dtype), nn.Linear(64, 64).to(dtype)
+    for layer in (qkv, proj):
+        nn.init.normal_(layer.weight, std=0.2)
+        nn.init.normal_(layer.bias)
+    return qkv.requires_grad_(False), proj.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(("cores", "batch", "grid"), CASES)
+def test_shortcuts_equal_the_reference(
+    cores: int, batch: int, grid: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    tokens, points = inputs(cores, batch, grid, dtype)
+    x, (qkv, proj) = tokens.detach()[:, :, 0].flatten(2), layers(dtype)
+    tables = rotary(points.detach(), 32, 0.125), grid_rotary(*grid, 32, 0.125, x.device, dtype)
+    with use_kernel("reference"):
+        expected = proj(core_attention(qkv(x).unflatten(-1, (3, 2, 32)), *tables))
+    assert relative_error(few_cores_attention(x, qkv, proj, 2, *tables), expected) <= tolerance
+    assert relative_error(first_core_attention(x, qkv, proj, 2, *tables), expected[:, :1]) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_core_probabilities_mix_values_as_attention_does(dtype: torch.dtype) -> None:
+    cores, batch, grid = 13, 3, (4, 6)
+    tensor, points = inputs(cores, batch, grid, dtype)
+    tensor, tables = (
+        tensor.detach(),
+        (rotary(points.detach(), 32, 0.125), grid_rotary(*grid, 32, 0.125, "cpu", points.dtype)),
+    )
+    patch_to_core, core_to_all = core_probabilities(tensor[:, :, :2], *tables)
+    assert (patch_to_core.shape, core_to_all.shape) == ((batch, 24, 2 * cores), (batch, 2 * cores, cores + 24))
+    assert patch_to_core.dtype == core_to_all.dtype == dtype
+    rounding = 0.02 if dtype == torch.bfloat16 else 1e-12
+    torch.testing.assert_close(core_to_all.sum(-1), torch.ones_like(core_to_all[..., 0]), rtol=0, atol=rounding)
+    with use_kernel("reference"):
+        expected = core_attention(tensor.double(), *((c.double(), s.double()) for c, s in tables)).unflatten(
+            -1, (2, 32)
+        )
+    v = tensor[:, :, 2].double()
+    for head in range(2):
+        mine = slice(head * cores, (head + 1) * cores)
+        mixed = core_to_all[:, mine].double() @ v[:, :, head], patch_to_core[..., mine].double() @ v[:, :cores, head]
+        assert relative_error(torch.cat(mixed, dim=1), expected[:, :, head]) <= rounding / 2
+
+
+def test_probabilities_are_not_rounded_by_autocast() -> None:
+    """Logits of 50 in bfloat16 would be off by an eighth: probabilities by as much."""
+    tensor, points = inputs(8, 1, (4, 4), torch.float32)
+    tensor, tables = (
+        4 * tensor.detach(),
+        (rotary(points.detach(), 32, 0.125), grid_rotary(4, 4, 32, 0.125, "cpu", points.dtype)),
+    )
+    expected = core_probabilities(tensor[:, :, :2], *tables)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = core_probabilities(tensor[:, :, :2], *tables)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -142,6 +142,17 @@ def test_only_what_is_asked_for_is_saved(photos, tmp_path, model):
         EmbedSettings(with_global=False)
 
 
+def test_the_global_feature_alone_costs_no_last_patches(photos, tmp_path, model):
+    tokens = []
+    with model.norm.register_forward_hook(lambda _, __, out: tokens.append(out.shape[1])):
+        go(photos, tmp_path / "f.parquet", model)
+        assert set(tokens) == {1}
+        go(photos, tmp_path / "d.parquet", model, EmbedSettings(cores=8, size=32, batch=2, dense=True))
+        assert set(tokens) == {1, 8 + 4}
+    alone, both = (np.stack(pq.read_table(tmp_path / name)["cls"].to_numpy()) for name in ("f.parquet", "d.parquet"))
+    np.testing.assert_allclose(alone, both, rtol=1e-4, atol=1e-5)
+
+
 def test_folders_come_sorted_without_hidden_and_foreign_files(tmp_path, model):
     wanted = ["a.PNG", "b.png", *(f"sub{i}/{j}.png" for i in range(9) for j in "xyz"), "sub9/deep/e.png"]
     for name in (*reversed(wanted), ".hidden.png", ".git/d.png", "sub1/.cache/f.png"):

@@ -8,6 +8,8 @@ import timm
 import torch
 from conftest import make_tiny, relative_error
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import veca
 from veca.attention import use_kernel
@@ -63,6 +65,95 @@ def test_fast_path_equals_the_masked_reference(cores: int, height: int, width: i
     torch.testing.assert_close(fast, exact, rtol=1e-9, atol=1e-10)
     for a, b in zip(fast_grads, exact_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def flops(model: veca.Veca, cores: int, **options: bool) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(pictures(1, 128, 320), cores, **options)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(("cores", "height", "width"), [(1, 48, 80), (8, 16, 16), (13, 128, 48), (16, 48, 80)])
+def test_few_cores_are_less_work_and_the_same_numbers(
+    cores: int, height: int, width: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    model, images = make_tiny(budgets=tuple(range(1, 65))).to(dtype), pictures(3, height, width).to(dtype)
+    with torch.inference_mode():
+        found = model(images, cores)
+        with use_kernel("reference"):
+            expected = model(images, cores)
+    assert relative_error(found.cores, expected.cores) <= tolerance
+    assert relative_error(found.patches, expected.patches) <= tolerance
+    assert relative_error(found.coordinates, expected.coordinates) <= tolerance
+
+
+def test_few_cores_are_less_work_in_inference_only(tiny: veca.Veca) -> None:
+    with torch.no_grad():
+        fast, many = flops(tiny, 8), flops(tiny, 64)
+        with use_kernel("sdpa"):
+            assert flops(tiny, 8) > 1.1 * fast
+            assert flops(tiny, 64) == many
+    with use_kernel("sdpa"):
+        plain = flops(tiny, 8)
+    assert flops(tiny, 8) == plain, "with gradients"
+
+
+def test_replaced_layers_are_called(tiny: veca.Veca) -> None:
+    """An adapter around a projection has a weight too, and it is not the whole of what it does."""
+
+    class Adapter(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x.roll(1, -1).repeat(1, 1, self.out_features // self.in_features)
+
+    for block in tiny.blocks:
+        for name in ("qkv", "proj"):
+            layer = getattr(block.attn, name)
+            adapter = Adapter(layer.in_features, layer.out_features)
+            adapter.load_state_dict(layer.state_dict())
+            setattr(block.attn, name, adapter)
+    expected = tiny(pictures(), 8)
+    with torch.no_grad():
+        torch.testing.assert_close(tiny(pictures(), 8).patches, expected.patches)
+        torch.testing.assert_close(tiny(pictures(), 8, cls_only=True).cls, expected.cls)
+
+
+@pytest.mark.parametrize("cores", [1, 8, 24, 64])
+def test_cls_only_is_the_same_global_feature(cores: int) -> None:
+    model = make_tiny(budgets=(1, 8, 24, 64), num_classes=7, output_dim=48)
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
+        model, images = model.to(dtype), pictures(3, 48, 112).to(dtype)
+        whole, short = model(images, cores), model(images, cores, cls_only=True)
+        assert (short.cores.shape, short.patches.shape, short.grid) == ((3, 1, 48), (3, 0, 48), (3, 7))
+        assert short.logits is not None
+        for a, b in zip(
+            (short.cls, short.coordinates, short.logits), (whole.cls, whole.coordinates, whole.logits), strict=True
+        ):
+            assert relative_error(a, b) <= tolerance
+    with pytest.raises(ValueError, match="cls_only=True"):
+        _ = short.feature_map
+
+
+def test_cls_only_gradients_and_checkpointing() -> None:
+    model = make_tiny().double()
+
+    def run(**options: bool) -> list[Tensor | None]:
+        loss = model(pictures().double(), 8, **options).cls.sin().sum()
+        return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+    expected, found = run(), run(cls_only=True)
+    model.set_grad_checkpointing()
+    for a, b, c in zip(expected, found, run(cls_only=True), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(c, a, rtol=1e-9, atol=1e-12)
+
+
+def test_cls_only_is_less_work(tiny: veca.Veca) -> None:
+    """What is left of the last of three equal blocks is a key per token."""
+    with torch.no_grad():
+        assert flops(tiny, 64, cls_only=True) < 0.75 * flops(tiny, 64)
+    short = tiny.to("meta")(pictures().to("meta"), 64, cls_only=True)
+    assert short.cls.shape == (2, 64), "costs are counted on the meta device"
 
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 160), (320, 16), (224, 336)])
@@ -302,6 +393,21 @@ def test_autocast_keeps_coordinates_in_float32(tiny: veca.Veca, dtype: torch.dty
     assert relative_error(half.patches, exact.patches) < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shortcuts_in_half_precision_lose_no_more_than_the_plain_way(tiny: veca.Veca, dtype: torch.dtype) -> None:
+    half, images = copy.deepcopy(tiny).to(dtype), pictures(4)
+    with torch.inference_mode():
+        exact = copy.deepcopy(tiny).double()(images.double(), 16)
+        for model, autocast in ((tiny, True), (half, False)):
+            with torch.autocast("cpu", dtype, enabled=autocast):
+                with use_kernel("sdpa"):
+                    plain = model(images, 16)
+                fast, short = model(images, 16), model(images, 16, cls_only=True)
+            assert fast.patches.dtype == plain.patches.dtype
+            assert relative_error(fast.patches, exact.patches) < 1.2 * relative_error(plain.patches, exact.patches)
+            assert relative_error(short.cls, exact.cls) < 1.5 * relative_error(plain.cls, exact.cls)
+
+
 def test_float32_pictures_into_a_half_model(tiny: veca.Veca) -> None:
     assert tiny.bfloat16()(pictures(), 8).cls.dtype == torch.bfloat16
 
@@ -311,7 +417,9 @@ def test_compiles_as_one_graph(tiny: veca.Veca) -> None:
     for cores in (8, 24, 64):
         with torch.no_grad():
             found = compiled(pictures(), cores)
+            short = compiled(pictures(), cores, cls_only=True)
         torch.testing.assert_close(found.patches, tiny(pictures(), cores).patches)
+        torch.testing.assert_close(short.cls, found.cls)
         assert found.grid == (3, 5)
     loss = compiled(pictures(), 8).cls.sum()
     loss.backward()
@@ -324,6 +432,11 @@ def test_exports(tiny: veca.Veca) -> None:
     exported = torch.export.export(tiny, (pictures(),), {"cores": 16}).module()
     other = torch.randn(2, 3, 48, 80)
     torch.testing.assert_close(exported(other, cores=16).patches, tiny(other, 16).patches)
+    with torch.no_grad():
+        few = torch.export.export(tiny, (pictures(),), {"cores": 16}).module()
+        short = torch.export.export(tiny, (pictures(),), {"cores": 16, "cls_only": True}).module()
+        torch.testing.assert_close(few(other, cores=16).patches, tiny(other, 16).patches)
+        torch.testing.assert_close(short(other, cores=16, cls_only=True).cls, tiny(other, 16).cls)
 
 
 def test_deep_copy_and_state_dict(tiny: veca.Veca) -> None:

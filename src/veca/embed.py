@@ -276,7 +276,7 @@ class _Part:
             pixels = torch.from_numpy(np.stack([pixels for _, pixels in group]))
             self._waiting_bytes -= pixels.nbytes
             with torch.inference_mode(), precision:
-                output = self.model(normalize(pixels.to(self.device)), cores=s.cores)
+                output = self.model(normalize(pixels.to(self.device)), cores=s.cores, cls_only=not s.dense)
             for name, wanted in (("cls", s.with_global), ("patches", s.dense)):
                 if wanted:
                     # A copy always: a view of one token would keep all tokens in memory.

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from veca.attention import core_attention
+from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
 from veca.config import VecaConfig, get_config
 from veca.images import nearest_sizes
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
@@ -52,6 +52,8 @@ class VecaOutput(NamedTuple):
     @property
     def feature_map(self) -> Tensor:
         """(B, D, rows, columns): the patches as a picture."""
+        if not self.patches.shape[1]:
+            raise ValueError("there are no patches here: the model ran with cls_only=True; leave it out to get them")
         return self.patches.mT.unflatten(-1, self.grid)
 
 
@@ -73,9 +75,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
         self.proj = nn.Linear(config.embed_dim, config.embed_dim)
 
-    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False) -> Tensor:
+        """Tokens (B, S, D) → the same shape, or with `cls_only` the first core's (B, 1, D)."""
+        # The shortcuts look into both layers. What took the place of a Linear (adapter, quantised) must be called.
+        if type(self.qkv) is nn.Linear and type(self.proj) is nn.Linear:
+            if cls_only:
+                return first_core_attention(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
+            if few_cores(x, self.num_heads, core_rotary):
+                return few_cores_attention(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        return self.proj(core_attention(qkv, core_rotary, patch_rotary))
+        out: Tensor = self.proj(core_attention(qkv, core_rotary, patch_rotary))
+        return out[:, :1] if cls_only else out
 
 
 class SwiGlu(nn.Module):
@@ -97,8 +107,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.embed_dim)
         self.mlp = SwiGlu(config)
 
-    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-        x = x + self.attn(self.norm1(x), core_rotary, patch_rotary)
+    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False) -> Tensor:
+        attended = self.attn(self.norm1(x), core_rotary, patch_rotary, cls_only=cls_only)
+        x = x[:, : attended.shape[1]] + attended
         return x + self.mlp(self.norm2(x))
 
 
@@ -145,16 +156,24 @@ class Veca(nn.Module):
             chunk.copy_(state)
         nn.init.constant_(self.coordinate_alpha, 0.01)
 
-    def forward(self, images: Tensor, cores: int | None = None) -> VecaOutput:
-        """Features of normalised images (B, 3, height, width) with a budget of `cores` (default: all)."""
-        x, coordinates, _ = self._run(images, cores)
+    def forward(self, images: Tensor, cores: int | None = None, cls_only: bool = False) -> VecaOutput:
+        """Features of normalised images (B, 3, height, width) with a budget of `cores` (default: all).
+
+        `cls_only` skips all that the global feature does not need: the output has one core and no patches.
+        """
+        x, coordinates, _ = self._run(images, cores, cls_only=cls_only)
         x = self.output_proj(self.norm(x))
         budget = coordinates.shape[2]
         logits = self.forward_head(x) if self.config.num_classes else None
         return VecaOutput(x[:, :budget], x[:, budget:], coordinates, self._grid(images), logits)
 
     def _run(
-        self, images: Tensor, cores: int | None, take: Sequence[int] = (), stop: int | None = None
+        self,
+        images: Tensor,
+        cores: int | None,
+        take: Sequence[int] = (),
+        stop: int | None = None,
+        cls_only: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """All blocks, or the first `stop`: the sequence (B, S, D), coordinates (L, B, C, 2), and outputs of `take`."""
         rows, columns = self._grid(images)
@@ -173,10 +192,11 @@ class Veca(nn.Module):
                 state = state + self.coordinate_alpha[i - 1].to(state.dtype) * step.to(state.dtype)
             coordinates.append(state.tanh())
             core_rotary = self._rotary(coordinates[-1][:, None])
+            last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, core_rotary, patch_rotary, use_reentrant=False)
+                x = checkpoint(block, x, core_rotary, patch_rotary, last, use_reentrant=False)
             else:
-                x = block(x, core_rotary, patch_rotary)
+                x = block(x, core_rotary, patch_rotary, last)
             if i in take:
                 taken.append(x)
         return x, torch.stack(coordinates), taken
