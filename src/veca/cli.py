@@ -225,7 +225,11 @@ def bench_plot(
     to: Annotated[Path, typer.Option("--out", "-o", help="Folder for the plots.")],
     form: Annotated[Format, typer.Option("--format", help="Of the files.")] = "svg",
 ) -> None:
-    """Plot FLOPs against resolution, and latency against resolution and batch size."""
+    """Plot FLOPs against resolution, and latency against resolution and batch size.
+
+    Latency is plotted where results have several sizes at one batch, or several batches at one size: sweep --size or
+    --batch.
+    """
     for path in write_plots(results, to, form):
         out.print(f"Wrote {path}", soft_wrap=True)
 

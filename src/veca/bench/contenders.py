@@ -75,8 +75,10 @@ class Workload:
         torch.manual_seed(0)
 
     def new_veca(self, dtype: torch.dtype | None = None) -> Veca:
-        with self.setting.device:
-            return create_model(self.case.model).to(dtype or self.weights)
+        with torch.device("meta"):
+            model = create_model(self.case.model)
+        model.to_empty(device=self.setting.device).init_weights()  # drawn there: a CPU would take seconds
+        return model.to(dtype or self.weights)
 
     @cached_property
     def veca(self) -> Veca:
@@ -87,9 +89,8 @@ class Workload:
         if self.case.model not in DENSE:
             raise ValueError(f"there is no dense ViT of the size of {self.case.model}; there is of {', '.join(DENSE)}")
         timm = _import("timm", "the dense ViT comes from timm")
-        with self.setting.device:
-            dense = timm.create_model(DENSE[self.case.model], num_classes=0, dynamic_img_size=True)
-        return dense.to(self.weights).eval()
+        dense = timm.create_model(DENSE[self.case.model], num_classes=0, dynamic_img_size=True)
+        return dense.to(self.setting.device, self.weights).eval()
 
     @cached_property
     def images(self) -> Tensor:
@@ -157,6 +158,7 @@ def _optimized(workload: Workload, **options: Any) -> Prepared:
 
 
 def _float8(workload: Workload) -> Prepared:
+    """The floor it is held against is that of the run's dtype: faster products can pass it."""
     if workload.setting.device.type != "cuda":
         raise ValueError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
     return _optimized(workload, weights="float8")
@@ -240,16 +242,14 @@ def _step(workload: Workload, model: nn.Module, forward: Callable[[], Any], kern
 def _train_veca(workload: Workload, kernel: Kernel, compile_: bool, checkpointed: bool = False) -> Prepared:
     model = workload.new_veca() if checkpointed else workload.veca
     model.set_grad_checkpointing(checkpointed)
-    forward = compiled(model) if compile_ else model
-    return _step(
-        workload, model, lambda: forward(workload.images, workload.case.cores), kernel, workload.veca_flops
-    )  # fmt: skip
+    forward = partial(compiled(model) if compile_ else model, workload.images, workload.case.cores)
+    return _step(workload, model, forward, kernel, workload.veca_flops)
 
 
 def _train_dense(workload: Workload, compile_: bool) -> Prepared:
     features = workload.dense.forward_features
-    forward = compiled(features) if compile_ else features
-    return _step(workload, workload.dense, lambda: forward(workload.images), "auto", workload.dense_flops)
+    forward = partial(compiled(features) if compile_ else features, workload.images)
+    return _step(workload, workload.dense, forward, "auto", workload.dense_flops)
 
 
 TRAIN = {
@@ -278,23 +278,23 @@ class Attend(NamedTuple):
 
 
 def _core(workload: Workload, kernel: Kernel, wrap: Callable[[Any], Any] = _same) -> Attend:
-    (cos, sin), patch = workload.rotaries
+    core, patch = workload.rotaries
     case, attend = workload.case, wrap(core_attention)
 
     def function(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         with use_kernel(kernel):
-            return attend(qkv, (cos, sin), patch)
+            return attend(qkv, core._replace(cos=cos, sin=sin), patch)
 
     return Attend(
-        function, (cos, sin), case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
+        function, core[:2], case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
     )
 
 
 def _full(workload: Workload, turn: bool, wrap: Callable[[Any], Any] = _same) -> Attend:
     """Every token attends to every other; the cores are not turned, as class token and registers are not in DINOv3."""
     case = workload.case
-    turned_cos, turned_sin = workload.rotaries[1]
-    cos, sin = F.pad(turned_cos, (0, 0, case.cores, 0), value=1), F.pad(turned_sin, (0, 0, case.cores, 0))
+    patch = workload.rotaries[1]
+    cos, sin = F.pad(patch.cos, (0, 0, case.cores, 0), value=1), F.pad(patch.sin, (0, 0, case.cores, 0))
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)

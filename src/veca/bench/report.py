@@ -99,8 +99,9 @@ class Results:
             if row.error:
                 say(f"{row.what}, {row.case}, {row.contender}: {row.error}")
         for entry in self.profile:
-            parts = ", ".join(f"{name[:90]} {1e3 * seconds:.3f} ms" for name, seconds in entry["spent"])
-            say(f"{entry['what']}, {entry['case']}, {entry['contender']}: {parts}")
+            say(f"\nWhere the time goes: {entry['what']}, {entry['case']}, {entry['contender']}")
+            for name, seconds, times in entry["spent"]:
+                say(f"{number(1e3 * seconds):>10} ms {times:5} × {name[:120]}")
 
     def header(self) -> str:
         facts = ", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items())
@@ -125,8 +126,9 @@ _FORMS = {"floor_share": ".0%", "against_dense": ".2f"}
 
 
 def table(what: str, rows: Sequence[Row]) -> Table:
-    """The rows of one kind, case by case; columns that are empty throughout are left out."""
-    used = {key: heading for key, heading in _COLUMNS.items() if any(getattr(row, key) is not None for row in rows)}
+    """The rows of one kind, case by case; columns that are empty throughout are left out, but for the first."""
+    filled = {key for key in _COLUMNS for row in rows if getattr(row, key) is not None} | {"ms"}
+    used = {key: heading for key, heading in _COLUMNS.items() if key in filled}
     made = Table(title=what, title_justify="left", title_style="bold", header_style="bold", box=None)
     made.add_column("case", no_wrap=True)
     made.add_column("contender", no_wrap=True)
@@ -136,15 +138,18 @@ def table(what: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         cells = [number(getattr(row, key), _FORMS.get(key)) for key in used]
         if row.error:
-            cells = ["failed", *cells[1:]] if cells else []
-        style = "red" if row.error else "green" if _meets_target(row) else ""
-        made.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=style)
+            cells[0] = "failed"
+        made.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=_style(row))
         case = row.case
     return made
 
 
-def _meets_target(row: Row) -> bool:
-    return row.target_ms is not None and row.ms is not None and row.ms <= row.target_ms
+def _style(row: Row) -> str:
+    if row.error:
+        return "red"
+    if row.ms is None or row.target_ms is None:
+        return ""
+    return "green" if row.ms <= row.target_ms else "yellow"
 
 
 def number(value: float | None, form: str | None = None) -> str:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from veca.bench import contenders
 from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
 from veca.bench.contenders import Contender, Prepared, Setting, Workload, choose
 from veca.bench.latency import describe, measure, synchronize
-from veca.bench.measure import copy_rate, forget, matrix_rate, memory_now, peak_bytes, where_the_time_goes
+from veca.bench.machine import (
+    Spent,
+    copy_rate,
+    forget,
+    give_back,
+    machine_facts,
+    matrix_rate,
+    memory_now,
+    peak_bytes,
+    where_the_time_goes,
+)
 from veca.bench.report import Results, Row, baseline
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -94,17 +101,11 @@ def run_bench(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: must be at least 1")
     plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 for *_, chosen in plan))
         floors = Floors.measure(setting)
-        results = Results(machine_facts(setting), _settings(bench, setting, repeats), floors.shown())
+        results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())
         for what, case, chosen in plan:
 
             def say(doing: str, label: str = f"{what}, {case}") -> None:
@@ -113,7 +114,7 @@ def run_bench(
             contest = Contest(what, case, setting, floors)
             contest.enter(chosen, Workload(case, setting, torch.float32 if bench == "train" else None), say)
             say("all take turns")
-            results.rows += _with_target(bench, setting, contest.rows(repeats), results.rows)
+            results.rows += with_targets(bench, setting, contest.rows(repeats), results.rows)
             results.profile += contest.profile() if profile else []
             del contest
             forget(setting.device)
@@ -134,8 +135,7 @@ class Contest:
         for name, contender in chosen.items():
             say(name)
             self.entered[name] = _enter(contender, workload)
-            if isinstance(self.entered[name], str) and self.setting.device.type == "cuda":
-                torch.cuda.empty_cache()  # what was left of one that ran out of memory, before the next
+            give_back(self.setting.device)  # what one that ran out of memory left behind is not the next one's burden
 
     def rows(self, repeats: int) -> list[Row]:
         """Let them take turns; a row for each, in the order they came."""
@@ -174,17 +174,16 @@ class Contest:
         }
 
     def profile(self) -> list[dict[str, Any]]:
-        """Where the time of each one goes."""
-        return [
-            {
-                "what": self.what,
-                "case": str(self.case),
-                "contender": name,
-                "spent": where_the_time_goes(entry.prepared.call, self.setting.device),
-            }
-            for name, entry in self.entered.items()
-            if isinstance(entry, Entry)
-        ]
+        """Where the time of each one goes; the times measured are not lost where that cannot be had."""
+        entries = []
+        for name, entry in self.entered.items():
+            if isinstance(entry, Entry):
+                try:
+                    spent = where_the_time_goes(entry.prepared.call, self.setting.device)
+                except Exception as error:
+                    spent = [Spent(describe(error), 0.0, 0)]
+                entries.append({"what": self.what, "case": str(self.case), "contender": name, "spent": spent})
+        return entries
 
 
 def _enter(contender: Contender, workload: Workload) -> Entry | str:
@@ -203,7 +202,7 @@ def _enter(contender: Contender, workload: Workload) -> Entry | str:
     return Entry(prepared, first if contender.compiled else None, None if peak is None else peak + prepared.resident)
 
 
-def _with_target(bench: Bench, setting: Setting, rows: list[Row], earlier: Sequence[Row]) -> list[Row]:
+def with_targets(bench: Bench, setting: Setting, rows: list[Row], earlier: Sequence[Row]) -> list[Row]:
     """The rows, that of `veca` with the time aimed at, where there is one for the case and the setting."""
     if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
         return rows
@@ -218,27 +217,6 @@ def _with_target(bench: Bench, setting: Setting, rows: list[Row], earlier: Seque
         return None if forward is None else BACKWARD_TARGET * forward
 
     return [dataclasses.replace(row, target_ms=target(row)) for row in rows]
-
-
-def machine_facts(setting: Setting) -> dict[str, str]:
-    """What a reader of the numbers must know of where they come from."""
-    device = setting.device
-    facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {_processor()}"}
-    facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
-    if device.type == "cuda":
-        facts["CUDA"] = str(torch.version.cuda)
-    for package in ("triton", "timm", "veca"):
-        with contextlib.suppress(PackageNotFoundError):
-            facts[package] = version(package)
-    return facts
-
-
-def _processor() -> str:
-    """The model of the CPU as Linux names it, or what Python knows."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return platform.processor() or platform.machine()
 
 
 def _settings(bench: Bench, setting: Setting, repeats: int) -> dict[str, str]:

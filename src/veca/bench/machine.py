@@ -1,8 +1,13 @@
-"""Memory of calls, the floors of a machine, and where the time goes."""
+"""What can be read off a machine: memory of calls, its floors, where the time goes, and what it is."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import profile as record
@@ -41,8 +46,13 @@ def _graph_pools(device: torch.device) -> int:
 
 
 def forget(device: torch.device) -> None:
-    """Give back what the contenders of one case held: compiled code, and memory kept for reuse."""
+    """Let go of what the contenders of one case held: compiled code, and memory kept for reuse."""
     torch.compiler.reset()
+    give_back(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Let go of memory kept for reuse."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -50,9 +60,16 @@ def forget(device: torch.device) -> None:
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product, the best of a few: nothing made of such products runs faster."""
-    side = 2048 if device.type == "cpu" else 8192
+    side = 8192 if device.type == "cuda" else 256
+    # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
+    while side < 2048 and timed(_product(side, device, dtype), device) < 0.02:
+        side *= 2
+    return 2 * side**3 / _best(_product(side, device, dtype), device)
+
+
+def _product(side: int, device: torch.device, dtype: torch.dtype) -> Call:
     a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
-    return 2 * side**3 / _best(lambda: torch.mm(a, b, out=out), device)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def copy_rate(device: torch.device) -> float:
@@ -68,8 +85,16 @@ def _best(call: Call, device: torch.device, samples: int = 10) -> float:
     return min([timed(call, device, times) for _ in range(samples + 2)][2:])
 
 
-def where_the_time_goes(call: Call, device: torch.device, most: int = 12) -> list[tuple[str, float]]:
-    """What takes most of one call, longest first, in seconds: kernels on CUDA, else operators less what they call."""
+class Spent(NamedTuple):
+    """Seconds that one kernel or operator takes in a call, and how often it runs."""
+
+    name: str
+    seconds: float
+    times: int
+
+
+def where_the_time_goes(call: Call, device: torch.device, most: int = 12) -> list[Spent]:
+    """What takes most of one call, longest first: kernels on CUDA, else operators less what they call."""
     with record() as profile:
         call()
         synchronize(device)
@@ -77,7 +102,29 @@ def where_the_time_goes(call: Call, device: torch.device, most: int = 12) -> lis
     if device.type == "cuda":
         # Operators and annotated regions are listed with the time of their kernels too: once is enough.
         kernels = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-        spent = [(event.key, event.self_device_time_total / 1e6) for event in kernels]
+        spent = [Spent(event.key, event.self_device_time_total / 1e6, event.count) for event in kernels]
     else:
-        spent = [(event.key.removeprefix("aten::"), event.self_cpu_time_total / 1e6) for event in events]
-    return sorted(spent, key=lambda entry: -entry[1])[:most]
+        spent = [Spent(e.key.removeprefix("aten::"), e.self_cpu_time_total / 1e6, e.count) for e in events]
+    spent.sort(key=lambda entry: -entry.seconds)
+    rest = spent[most:]
+    return [*spent[:most], Spent("all the rest", sum(r.seconds for r in rest), sum(r.times for r in rest))]
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """What a reader of the numbers must know of where they come from."""
+    facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {_processor()}"}
+    facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    if device.type == "cuda":
+        facts["CUDA"] = str(torch.version.cuda)
+    for package in ("triton", "timm", "veca"):
+        with contextlib.suppress(PackageNotFoundError):
+            facts[package] = version(package)
+    return facts
+
+
+def _processor() -> str:
+    """The model of the CPU as Linux names it, or what Python knows."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
