@@ -142,11 +142,12 @@ def _same(function: Any) -> Any:
 
 
 def _optimized(workload: Workload, **options: Any) -> Prepared:
-    if not hasattr(veca, "optimize"):
+    optimize = getattr(veca, "optimize", None)
+    if not callable(optimize):
         raise ValueError("this version of veca has no veca.optimize; choose another contender")
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
-    fast = veca.optimize(model, dtype=workload.setting.dtype, **options)
+    fast = optimize(model, dtype=workload.setting.dtype, **options)
     built = time.perf_counter() - start
     images, cores, cls_only = workload.images, workload.case.cores, workload.setting.cls_only
 
@@ -166,10 +167,11 @@ def _float8(workload: Workload) -> Prepared:
 
 def _plain(workload: Workload, wrap: Callable[[Any], Any] = _same) -> Prepared:
     forward, images, cores = wrap(workload.veca), workload.images, workload.case.cores
+    cls_only = workload.setting.cls_only
 
     def call() -> object:
         with torch.inference_mode(), use_kernel("sdpa"):
-            return forward(images, cores)
+            return forward(images, cores, cls_only=cls_only)
 
     return Prepared(call, workload.veca_flops)
 
