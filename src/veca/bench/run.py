@@ -110,6 +110,8 @@ def run_bench(
 
             def say(doing: str, label: str = f"{what}, {case}") -> None:
                 progress.update(task, description=f"{label}: {doing}", advance=1)
+                if not progress.console.is_terminal:  # no bar there: a line in the log says how far it is
+                    progress.console.print(f"{label}: {doing}", soft_wrap=True, highlight=False)
 
             contest = Contest(what, case, setting, floors)
             contest.enter(chosen, Workload(case, setting, torch.float32 if bench == "train" else None), say)
