@@ -10,25 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from veca.kernels import ops
 from veca.rope import Rotary, rotate
 
-Kernel: TypeAlias = Literal["auto", "sdpa", "reference"]
+Kernel: TypeAlias = Literal["auto", "triton", "sdpa", "reference"]
 
 _kernel: Kernel = "auto"
+
+
+class Layer(Protocol):
+    """Anything with the weight and bias of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor
+
 
 
 def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
     """Attention of the whole sequence, rotary embedding included: qkv (B, S, 3, H, d) → (B, S, D).
 
-    `core_rotary` is per image, (B, 1, C, d/2) twice; `patch_rotary` is shared, (N, d/2) twice. C is read off it.
+    `core_rotary` is per image, its table (B, 1, C, d/2); `patch_rotary` is shared, its table (N, d/2). C is read off it.
     """
-    cores = core_rotary[0].shape[-2]
+    cores = core_rotary.cos.shape[-2]
+    if use_triton(qkv, cores):
+        cos, sin = core_rotary.cos[:, 0].contiguous(), core_rotary.sin[:, 0].contiguous()
+        coordinates = patch_rotary.coordinates.contiguous()
+        return ops.core_attention(qkv, cos, sin, coordinates, patch_rotary.frequencies)[0]
     qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, S, d), a view
     v = qkv[2]
     q_core, k_core = rotate(qkv[:2, :, :, :cores], core_rotary)
@@ -54,18 +67,18 @@ FLOPs fall up to 1, time does not. One layer in float32 on two cores of an AMD E
 def few_cores(x: Tensor, heads: int, core_rotary: Rotary) -> bool:
     """Whether `few_cores_attention` is the faster way for tokens `x`. Only ever in inference, and only in "auto"."""
     share = FEW_CORES.get(x.device.type, 0.0) * x.shape[-1]
-    return _kernel == "auto" and not torch.is_grad_enabled() and heads * core_rotary[0].shape[-2] <= share
+    return _kernel == "auto" and not torch.is_grad_enabled() and heads * core_rotary.cos.shape[-2] <= share
 
 
 def few_cores_attention(
-    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
+    x: Tensor, qkv: Layer, proj: Layer, heads: int, core_rotary: Rotary, patch_rotary: Rotary
 ) -> Tensor:
     """`proj(core_attention(qkv(x)))` of tokens (B, S, D), with less work when C·H < D.
 
     Patches need no values: cores only average, and Σᵢ aᵢ (W_v xᵢ) = W_v (Σᵢ aᵢ xᵢ). They need no output projection: all
     that a patch gets is a mixture of the same H·C vectors W_o v.
     """
-    cores, dim = core_rotary[0].shape[-2], x.shape[-1]
+    cores, dim = core_rotary.cos.shape[-2], x.shape[-1]
     (w_qk, w_v), (b_qk, b_v) = qkv.weight.split([2 * dim, dim]), qkv.bias.split([2 * dim, dim])
     qk = F.linear(x, w_qk, b_qk).unflatten(-1, (2, heads, -1))
     patch_to_core, core_to_all = core_probabilities(qk, core_rotary, patch_rotary)
@@ -78,13 +91,13 @@ def few_cores_attention(
 
 
 def first_core_attention(
-    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
+    x: Tensor, qkv: Layer, proj: Layer, heads: int, core_rotary: Rotary, patch_rotary: Rotary
 ) -> Tensor:
     """The first core's row of `proj(core_attention(qkv(x)))`, (B, 1, D): one query, and of all tokens only the keys."""
     (w_q, w_k, _), (b_q, b_k, _) = qkv.weight.chunk(3), qkv.bias.chunk(3)
     q = F.linear(x[:, :1], w_q, b_q).unflatten(-1, (heads, -1)).transpose(1, 2)
     k = F.linear(x, w_k, b_k).unflatten(-1, (heads, -1)).transpose(1, 2)
-    (cos, sin), cores = core_rotary, core_rotary[0].shape[-2]
+    cos, sin, cores = core_rotary.cos, core_rotary.sin, core_rotary.cos.shape[-2]
     with _no_autocast(x):
         q_core = rotate(_at_least_float32(q), (cos[:, :, :1], sin[:, :, :1]))
         k_core = rotate(_at_least_float32(k[:, :, :cores]), core_rotary)
@@ -98,7 +111,7 @@ def core_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) ->
 
     In each head the C probabilities of a patch sum to 1, and so do the S of a core. H·C goes head by head: h·C + c.
     """
-    cores = core_rotary[0].shape[-2]
+    cores = core_rotary.cos.shape[-2]
     with _no_autocast(qk):
         better = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (2, B, H, S, d), a view
         q_core, k_core = rotate(better[:, :, :, :cores], core_rotary)
@@ -113,7 +126,7 @@ def _core_to_all(q_core: Tensor, k_core: Tensor, k_patch: Tensor) -> Tensor:
     return torch.cat([q_core @ k_core.mT, q_core @ k_patch.mT], dim=-1).softmax(dim=-1).flatten(1, 2)
 
 
-def _out_core(core_to_all: Tensor, x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int) -> Tensor:
+def _out_core(core_to_all: Tensor, x: Tensor, qkv: Layer, proj: Layer, heads: int) -> Tensor:
     """Averages of the tokens (B, H·C, D) first, value and output projections after: (B, C, D)."""
     w_v, b_v = qkv.weight.chunk(3)[2], qkv.bias.chunk(3)[2]
     averages = (core_to_all @ x).unflatten(1, (heads, -1))
@@ -127,6 +140,18 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def use_triton(qkv: Tensor, cores: int) -> bool:
+    """Whether the Triton kernel takes these inputs; where it is asked for by name and cannot, the error says why."""
+    if _kernel not in ("auto", "triton"):
+        return False
+    why = ops.misfit(qkv.device, qkv.dtype, qkv.shape[-1])
+    if cores > ops.MAX_CORES:
+        why = f"there are {cores} cores, more than {ops.MAX_CORES}"
+    if why and _kernel == "triton":
+        raise ValueError(f"kernel 'triton' cannot run: {why}; choose 'auto'")
+    return not why
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, cores: int) -> Tensor:

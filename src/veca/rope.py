@@ -1,23 +1,32 @@
 """Where tokens are: coordinates of patches and cores, and the rotary angles made of them.
 
 Coordinates are (x, y), x along the width, both in [-1, 1]. Shapes: N patches = rows × columns, d width of a head.
-A rotary table is a pair (cos, sin), each (..., d/2); entry j turns the pair (j, j + d/2) of a head's channels.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Rotary: TypeAlias = tuple[Tensor, Tensor]
-
 BASE = 100.0
 POOL_SIZE = 1000
 POOL_RANGE = 0.95
+
+
+class Rotary(NamedTuple):
+    """The rotary table of some tokens, and what it is made of: a kernel may find it quicker to make it anew."""
+
+    cos: Tensor
+    """(..., d/2); entry j turns the pair (j, j + d/2) of a head's channels."""
+    sin: Tensor
+    coordinates: Tensor
+    """(..., 2)"""
+    frequencies: Tensor
+    """(d/4): x times these are the first d/4 angles, y times these the others."""
 
 
 def patch_coordinates(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -43,12 +52,12 @@ def rotary(coordinates: Tensor, head_dim: int, zero_fraction: float) -> Rotary:
     active = count - round(zero_fraction * count)
     frequencies = torch.where(torch.arange(count, device=coordinates.device) < active, frequencies, 0.0)
     angles = (coordinates[..., None] * frequencies).flatten(-2)
-    return angles.cos(), angles.sin()
+    return Rotary(angles.cos(), angles.sin(), coordinates, frequencies)
 
 
-def rotate(x: Tensor, table: Rotary) -> Tensor:
+def rotate(x: Tensor, table: Rotary | tuple[Tensor, Tensor]) -> Tensor:
     """Turn queries or keys `x` (..., d). The arithmetic is the table's (float32 or better), the result x's."""
-    cos, sin = table
+    cos, sin = table[:2]
     a, b = x.chunk(2, dim=-1)
     return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(a * sin, b, cos)], dim=-1).to(x.dtype)
 

@@ -1,0 +1,1 @@
+"""Triton kernels, and the PyTorch operators through which the rest of veca reaches them."""

@@ -1,0 +1,66 @@
+"""The cores' move between two blocks as one Triton kernel, for inference: new state, coordinates and rotary table.
+
+Shapes: B images, C cores, D width, d width of a head; state and coordinates (B, C, 2), table (B, C, d/2) twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit(do_not_specialize=["C"])
+def _move(
+    x, weight, bias, alpha, state, frequencies, new_state, coordinates, cos, sin, C, stride_b, stride_state,
+    STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1)
+    c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = c < C
+    here_x = tl.load(state + b * stride_state + 2 * c, mask, 0.0)
+    here_y = tl.load(state + b * stride_state + 2 * c + 1, mask, 0.0)
+    if STEP:
+        k = tl.arange(0, WIDTH)[None, :]
+        inside = mask[:, None] & (k < D)
+        core = tl.load(x + b.to(tl.int64) * stride_b + c[:, None] * D + k, inside, 0.0).to(tl.float32)
+        factor = tl.load(alpha)
+        here_x += factor * (tl.sum(core * tl.load(weight + k, k < D, 0.0), 1) + tl.load(bias))
+        here_y += factor * (tl.sum(core * tl.load(weight + D + k, k < D, 0.0), 1) + tl.load(bias + 1))
+    to = b * C + c
+    tl.store(new_state + 2 * to, here_x, mask)
+    tl.store(new_state + 2 * to + 1, here_y, mask)
+    here_x, here_y = _tanh(here_x), _tanh(here_y)
+    tl.store(coordinates + 2 * to, here_x, mask)
+    tl.store(coordinates + 2 * to + 1, here_y, mask)
+    j = tl.arange(0, HALF)[None, :]
+    angle = tl.where(j < HALF // 2, here_x[:, None], here_y[:, None]) * tl.load(frequencies + j % (HALF // 2))
+    at = to[:, None] * HALF + j
+    tl.store(cos + at, tl.cos(angle), mask[:, None])
+    tl.store(sin + at, tl.sin(angle), mask[:, None])
+
+
+def move(
+    x: Tensor, cores: int, state: Tensor, frequencies: Tensor, head: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(state, coordinates, cos, sin) of the cores of tokens `x` (B, S, D); `head` is (weight, bias, alpha), in float32.
+
+    `state` is (C, 2), shared by all images, or (B, C, 2). Without a head the cores stay where they are.
+    """
+    batch, _, dim = x.shape
+    quarter = frequencies.shape[0]
+    new_state, coordinates = torch.empty(2, batch, cores, 2, device=x.device, dtype=torch.float32)
+    cos, sin = torch.empty(2, batch, cores, 2 * quarter, device=x.device, dtype=torch.float32)
+    weight, bias, alpha = head or (frequencies, frequencies, frequencies)
+    _move[triton.cdiv(cores, 8), batch](
+        x, weight, bias, alpha, state, frequencies, new_state, coordinates, cos, sin, cores, x.stride(0),
+        state.stride(0) if state.ndim == 3 else 0,
+        STEP=head is not None, D=dim, WIDTH=triton.next_power_of_2(dim), HALF=2 * quarter, ROWS=8,
+    )  # fmt: skip
+    return new_state, coordinates, cos, sin

@@ -1,0 +1,577 @@
+"""Core-periphery attention with each tile of q, k and v read once, forward and backward, as Triton kernels.
+
+A program walks over tiles of patches of one image and head in one of two roles, which share no tile and so cost no second
+read:
+
+- patches ask, cores answer: a softmax over the cores, which stay on chip; reads q, writes the patches' output;
+- cores ask, patches answer: the cores' running softmax; reads k and v, leaves a share that a second, small kernel joins.
+
+The backward pass has the same two roles: the first reads q and the output's gradient, writes dq, and sums up dk and dv of
+the cores; the second reads k and v, writes dk and dv of the patches, and sums up dq of the cores.
+
+Rotary embedding happens on the way in: patches' angles are made on the spot from their coordinates.
+
+More cores than fit on chip come in chunks.
+
+Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head. qkv is (B, S, 3, H, d) with
+any strides but the last; the cores' rotary table is (B, C, d/2) twice, the patches' coordinates (N, 2) and the frequencies
+(d/4), all float32. Softmax works in base 2: `lse` (B, H, S) is the log2 of each row's sum of exponentials.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _rotate(a, b, cos, sin):
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return a * cos - b * sin, a * sin + b * cos
+
+
+@triton.jit
+def _load(rows, mask, WIDTH: tl.constexpr):
+    return tl.load(rows + tl.arange(0, WIDTH)[None, :], mask, 0.0)
+
+
+@triton.jit
+def _load_turned(rows, mask, cos, sin, HALF: tl.constexpr):
+    """Queries or keys, turned, as two halves of their channels: channel j turns with channel j + d/2."""
+    a, b = _load(rows, mask, HALF), _load(rows + HALF, mask, HALF)
+    turned_a, turned_b = _rotate(a, b, cos, sin)
+    return turned_a.to(a.dtype), turned_b.to(a.dtype)
+
+
+@triton.jit
+def _patch_table(coordinates, frequencies, n, N, HALF: tl.constexpr, EXACT: tl.constexpr):
+    """Rotary table of patches `n` (TILE, 1), made on the spot: it is less work than to fetch it."""
+    j = tl.arange(0, HALF)[None, :]
+    at = coordinates + 2 * tl.minimum(n, N - 1)  # a tile may reach past the last patch
+    angle = tl.where(j < HALF // 2, tl.load(at), tl.load(at + 1)) * tl.load(frequencies + j % (HALF // 2))
+    if EXACT:
+        return tl.cos(angle), tl.sin(angle)
+    return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+
+
+@triton.jit
+def _core_table(cos, sin, b, first, C, HALF: tl.constexpr, CHUNK: tl.constexpr):
+    c = first + tl.arange(0, CHUNK)[:, None]
+    rows = (b * C + c) * HALF
+    return _load(cos + rows, c < C, HALF), _load(sin + rows, c < C, HALF)
+
+
+@triton.jit
+def _logits(a1, a2, b1, b2, PRECISION: tl.constexpr):
+    s = tl.dot(a1, tl.trans(b1), input_precision=PRECISION)
+    return tl.dot(a2, tl.trans(b2), s, input_precision=PRECISION)
+
+
+@triton.jit
+def _running_softmax(s, v, top, total, acc, scale, PRECISION: tl.constexpr):
+    """One step: logits `s` (rows, columns), not yet scaled, against values `v` (columns, d)."""
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    fade = tl.exp2(top - new_top)
+    p = tl.exp2(s * scale - new_top[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return new_top, total * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _patches_ask(
+    base, core_cos, core_sin, coordinates, frequencies, out, lse, b, C, N, start, stop, scale, stride_s, stride_3,
+    stride_o, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FULL_C: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    if CHUNKS == 1:
+        cos, sin = _core_table(core_cos, core_sin, b, 0, C, HALF, CHUNK)
+        k1, k2 = _load_turned(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
+        v = _load(base + 2 * stride_3 + c * stride_s, c < C, D)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        mask = (n < N)[:, None]
+        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        q1, q2 = _load_turned(base + (C + n)[:, None] * stride_s, mask, patch_c, patch_s, HALF)
+        if CHUNKS == 1:
+            s = _logits(q1, q2, k1, k2, PRECISION)
+            if not FULL_C:
+                s = tl.where(column < C, s, float("-inf"))
+            top = tl.max(s, 1) * scale
+            p = tl.exp2(s * scale - top[:, None])
+            total = tl.sum(p, 1)
+            o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        else:
+            top = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            o = tl.zeros([TILE, D], tl.float32)
+            for first in range(0, C, CHUNK):
+                row = base + (first + c) * stride_s
+                cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
+                v = _load(row + 2 * stride_3, first + c < C, D)
+                s = tl.where(first + column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
+                top, total, o = _running_softmax(s, v, top, total, o, scale, PRECISION)
+        o *= (1.0 / total)[:, None]
+        tl.store(out + (C + n)[:, None] * stride_o + tl.arange(0, D)[None, :], o.to(q1.dtype), mask)
+        tl.store(lse + C + n, top + tl.log2(total), n < N)
+
+
+@triton.jit
+def _cores_ask(
+    base, core_cos, core_sin, coordinates, frequencies, share, b, chunk, C, N, start, stop, scale, stride_s, stride_3,
+    D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
+    row = chunk * CHUNK + c[:, None]
+    cos, sin = _core_table(core_cos, core_sin, b, chunk * CHUNK, C, HALF, CHUNK)
+    q1, q2 = _load_turned(base + row * stride_s, row < C, cos, sin, HALF)
+    top = tl.full([CHUNK], float("-inf"), tl.float32)
+    total = tl.zeros([CHUNK], tl.float32)
+    acc = tl.zeros([CHUNK, D], tl.float32)
+    if start == 0:  # cores answer cores too
+        for first in range(0, C, CHUNK):
+            key = base + (first + c)[:, None] * stride_s
+            mask = (first + c < C)[:, None]
+            cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+            k1, k2 = _load_turned(key + stride_3, mask, cos, sin, HALF)
+            v = _load(key + 2 * stride_3, mask, D)
+            s = tl.where(first + column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
+            top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        mask = (n < N)[:, None]
+        key = base + (C + n)[:, None] * stride_s
+        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        k1, k2 = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
+        v = _load(key + 2 * stride_3, mask, D)
+        s = _logits(q1, q2, k1, k2, PRECISION)
+        if not FULL_N:
+            s = tl.where((n < N)[None, :], s, float("-inf"))
+        top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
+    # A share is acc (CHUNK, d), then top and total (CHUNK each).
+    tl.store(share + c[:, None] * D + tl.arange(0, D)[None, :], acc)
+    tl.store(share + CHUNK * D + c, top)
+    tl.store(share + CHUNK * (D + 1) + c, total)
+
+
+@triton.jit(do_not_specialize=["C", "N", "tiles"])
+def _forward(
+    qkv, core_cos, core_sin, coordinates, frequencies, out, lse, shares, C, N, tiles, scale,
+    stride_b, stride_s, stride_3, stride_h,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    split, bh, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = bh // H, bh % H
+    base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    start = split * tiles
+    stop = min(start + tiles, tl.cdiv(N, TILE))
+    if role == 0:
+        to = out + b.to(tl.int64) * (C + N) * (H * D) + h * D
+        _patches_ask(
+            base, core_cos, core_sin, coordinates, frequencies, to, lse + bh.to(tl.int64) * (C + N), b, C, N, start,
+            stop, scale, stride_s, stride_3, H * D, D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        share = shares + ((split * tl.num_programs(1) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
+        _cores_ask(
+            base, core_cos, core_sin, coordinates, frequencies, share, b, role - 1, C, N, start, stop, scale,
+            stride_s, stride_3, D, CHUNK, TILE, FULL_N, EXACT, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["C", "N", "splits"])
+def _join(shares, out, lse, C, N, splits, H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The cores' output from the shares of all splits."""
+    bh, chunk = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    c, channel = tl.arange(0, CHUNK), tl.arange(0, D)[None, :]
+    step = tl.num_programs(0).to(tl.int64) * CHUNKS * (CHUNK * (D + 2))
+    share = shares + (bh * CHUNKS + chunk).to(tl.int64) * (CHUNK * (D + 2))
+    # The first share has the cores themselves in it, so no row is empty.
+    top = tl.load(share + CHUNK * D + c)
+    total = tl.load(share + CHUNK * (D + 1) + c)
+    acc = tl.load(share + c[:, None] * D + channel)
+    for _ in range(1, splits):
+        share += step
+        their_top = tl.load(share + CHUNK * D + c)
+        new_top = tl.maximum(top, their_top)
+        fade, weight = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
+        acc = acc * fade[:, None] + tl.load(share + c[:, None] * D + channel) * weight[:, None]
+        total = total * fade + tl.load(share + CHUNK * (D + 1) + c) * weight
+        top = new_top
+    c += chunk * CHUNK
+    at = (b * (C + N) + c).to(tl.int64)[:, None] * (H * D) + h * D + channel
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), c[:, None] < C)
+    tl.store(lse + bh.to(tl.int64) * (C + N) + c, top + tl.log2(total), c < C)
+
+
+@triton.jit
+def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Of cores that ask: the gradient of their output, their log-sum-exp, and delta = o · do."""
+    c = first + tl.arange(0, CHUNK)
+    mask = (c < C)[:, None]
+    do = _load(d_out + c[:, None] * stride_d, mask, D)
+    o = _load(out + c[:, None] * stride_o, mask, D)
+    return do, tl.load(lse + c, c < C, float("inf")), tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+
+
+@triton.jit
+def _patches_asked(
+    base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start, stop,
+    scale, d_scale, stride_s, stride_3, stride_d,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of `_patches_ask`: dq of the patches, and the share of dk and dv of a chunk of cores."""
+    HALF: tl.constexpr = D // 2
+    c, half, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, D)[None, :]
+    dk_core1 = tl.zeros([CHUNK, HALF], tl.float32)
+    dk_core2 = tl.zeros([CHUNK, HALF], tl.float32)
+    dv_core = tl.zeros([CHUNK, D], tl.float32)
+    SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
+    if SEVERAL == 1:
+        row = base + (chunk * CHUNK + c) * stride_s
+        cos, sin = _core_table(core_cos, core_sin, b, chunk * CHUNK, C, HALF, CHUNK)
+        k1, k2 = _load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
+        v = _load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        mask = (n < N)[:, None]
+        token = (C + n)[:, None]
+        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        q1, q2 = _load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
+        do = _load(d_out + token * stride_d, mask, D)
+        own_lse = tl.load(lse + C + n, n < N, float("inf"))
+        if CHUNKS > 1:
+            o = _load(out + token * (H * D), mask, D)
+            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        dq1 = tl.zeros([TILE, HALF], tl.float32)
+        dq2 = tl.zeros([TILE, HALF], tl.float32)
+        for other in range(SEVERAL):
+            first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
+            if SEVERAL > 1:
+                row = base + (first + c) * stride_s
+                cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
+                v = _load(row + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * scale - own_lse[:, None])
+            if not FULL_C:
+                p = tl.where(first + tl.arange(0, CHUNK)[None, :] < C, p, 0.0)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if CHUNKS == 1:
+                delta = tl.sum(p * dp, 1)
+            ds = (p * (dp - delta[:, None])).to(q1.dtype)
+            if CORES:
+                dv_core = tl.dot(tl.trans(p.to(q1.dtype)), do, dv_core, input_precision=PRECISION)
+                dk_core1 = tl.dot(tl.trans(ds), q1, dk_core1, input_precision=PRECISION)
+                dk_core2 = tl.dot(tl.trans(ds), q2, dk_core2, input_precision=PRECISION)
+            if PATCHES:
+                dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+                dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+        if PATCHES:
+            dq1, dq2 = _rotate(dq1 * d_scale, dq2 * d_scale, patch_c, -patch_s)
+            to = d_qkv + token * (3 * H * D)
+            tl.store(to + half, dq1.to(q1.dtype), mask)
+            tl.store(to + HALF + half, dq2.to(q1.dtype), mask)
+    if CORES:
+        to = share + CHUNK * D + c * D
+        tl.store(to + half, dk_core1)
+        tl.store(to + HALF + half, dk_core2)
+        tl.store(to + CHUNK * D + channel, dv_core)
+
+
+@triton.jit
+def _cores_asked(
+    base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start, stop,
+    scale, d_scale, stride_s, stride_3, stride_d,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of `_cores_ask`: dk and dv of the patches, and the share of dq of a chunk of cores."""
+    HALF: tl.constexpr = D // 2
+    c, half, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, D)[None, :]
+    dq_core1 = tl.zeros([CHUNK, HALF], tl.float32)
+    dq_core2 = tl.zeros([CHUNK, HALF], tl.float32)
+    SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
+    if SEVERAL == 1:
+        first = chunk * CHUNK
+        cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+        q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+        do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        mask = (n < N)[:, None]
+        token = (C + n)[:, None]
+        key = base + token * stride_s
+        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        k1, k2 = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
+        v = _load(key + 2 * stride_3, mask, D)
+        dk1 = tl.zeros([TILE, HALF], tl.float32)
+        dk2 = tl.zeros([TILE, HALF], tl.float32)
+        dv = tl.zeros([TILE, D], tl.float32)
+        for other in range(SEVERAL):
+            if SEVERAL > 1:
+                first = other * CHUNK
+                cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+                do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+            # Patches down, cores across: only dq of the cores needs a transpose.
+            p = tl.exp2(_logits(k1, k2, q1, q2, PRECISION) * scale - core_lse[None, :])
+            if not FULL_N:
+                p = tl.where(mask, p, 0.0)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            ds = (p * (dp - delta[None, :])).to(k1.dtype)
+            if CORES:
+                dq_core1 = tl.dot(tl.trans(ds), k1, dq_core1, input_precision=PRECISION)
+                dq_core2 = tl.dot(tl.trans(ds), k2, dq_core2, input_precision=PRECISION)
+            if PATCHES:
+                dv = tl.dot(p.to(k1.dtype), do, dv, input_precision=PRECISION)
+                dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
+                dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
+        if PATCHES:
+            dk1, dk2 = _rotate(dk1 * d_scale, dk2 * d_scale, patch_c, -patch_s)
+            to = d_qkv + token * (3 * H * D) + H * D
+            tl.store(to + half, dk1.to(k1.dtype), mask)
+            tl.store(to + HALF + half, dk2.to(k1.dtype), mask)
+            tl.store(to + H * D + channel, dv.to(k1.dtype), mask)
+    if CORES:
+        tl.store(share + c * D + half, dq_core1)
+        tl.store(share + c * D + HALF + half, dq_core2)
+
+
+@triton.jit(do_not_specialize=["C", "N", "tiles"])
+def _backward(
+    qkv, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, shares, C, N, tiles, scale, d_scale,
+    stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk of cores."""
+    split, bh, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = bh // H, bh % H
+    S = C + N
+    chunk = place // 2
+    base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    out += b.to(tl.int64) * S * (H * D) + h * D
+    lse += bh.to(tl.int64) * S
+    d_out += b.to(tl.int64) * stride_db + h * D
+    d_qkv += b.to(tl.int64) * S * (3 * H * D) + h * D
+    # A share is dq, dk and dv of the chunk, (CHUNK, d) each.
+    share = shares + ((split * tl.num_programs(1) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
+    start = split * tiles
+    stop = min(start + tiles, tl.cdiv(N, TILE))
+    if place % 2 == 0:
+        _patches_asked(
+            base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start,
+            stop, scale, d_scale, stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, FULL_C,
+            EXACT, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _cores_asked(
+            base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start,
+            stop, scale, d_scale, stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, FULL_N,
+            EXACT, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_cores(base, core_cos, core_sin, b, first, C, stride_s, stride_3, D: tl.constexpr, CHUNK: tl.constexpr):
+    c = first + tl.arange(0, CHUNK)[:, None]
+    row = base + c * stride_s
+    cos, sin = _core_table(core_cos, core_sin, b, first, C, D // 2, CHUNK)
+    q1, q2 = _load_turned(row, c < C, cos, sin, D // 2)
+    k1, k2 = _load_turned(row + stride_3, c < C, cos, sin, D // 2)
+    return q1, q2, k1, k2, _load(row + 2 * stride_3, c < C, D)
+
+
+@triton.jit(do_not_specialize=["C", "N", "splits"])
+def _join_backward(
+    qkv, core_cos, core_sin, out, lse, d_out, d_qkv, d_cos, d_sin, shares, C, N, splits, scale, d_scale,
+    stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The cores' gradients: the shares, what cores ask of cores, and the way back through the rotary table."""
+    HALF: tl.constexpr = D // 2
+    bh, chunk = tl.program_id(0), tl.program_id(1)
+    b, h = bh // H, bh % H
+    base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    out += b.to(tl.int64) * (C + N) * (H * D) + h * D
+    lse += bh.to(tl.int64) * (C + N)
+    d_out += b.to(tl.int64) * stride_db + h * D
+    channel, half = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :]
+    dq1 = tl.zeros([CHUNK, HALF], tl.float32)
+    dq2 = tl.zeros([CHUNK, HALF], tl.float32)
+    dk1 = tl.zeros([CHUNK, HALF], tl.float32)
+    dk2 = tl.zeros([CHUNK, HALF], tl.float32)
+    dv = tl.zeros([CHUNK, D], tl.float32)
+    step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
+    row = shares + (bh * CHUNKS + chunk).to(tl.int64) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
+    for _ in range(splits):
+        dq1 += tl.load(row + half)
+        dq2 += tl.load(row + HALF + half)
+        dk1 += tl.load(row + CHUNK * D + half)
+        dk2 += tl.load(row + CHUNK * D + HALF + half)
+        dv += tl.load(row + 2 * CHUNK * D + channel)
+        row += step
+
+    c = chunk * CHUNK + tl.arange(0, CHUNK)
+    q1, q2, k1, k2, v = _load_cores(base, core_cos, core_sin, b, chunk * CHUNK, C, stride_s, stride_3, D, CHUNK)
+    do, own_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_ds, D, CHUNK)
+    for first in range(0, C, CHUNK):
+        x = first + tl.arange(0, CHUNK)
+        q1x, q2x, k1x, k2x, vx = _load_cores(base, core_cos, core_sin, b, first, C, stride_s, stride_3, D, CHUNK)
+        dox, lsex, deltax = _core_gradient(out, d_out, lse, first, C, H * D, stride_ds, D, CHUNK)
+        # This chunk asks.
+        p = tl.exp2(_logits(q1, q2, k1x, k2x, PRECISION) * scale - own_lse[:, None])
+        p = tl.where(x[None, :] < C, p, 0.0)
+        dp = tl.dot(do, tl.trans(vx), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(q1.dtype)
+        dq1 = tl.dot(ds, k1x, dq1, input_precision=PRECISION)
+        dq2 = tl.dot(ds, k2x, dq2, input_precision=PRECISION)
+        # This chunk answers.
+        p = tl.exp2(_logits(q1x, q2x, k1, k2, PRECISION) * scale - lsex[:, None])
+        p = tl.where(c[None, :] < C, p, 0.0)
+        dp = tl.dot(dox, tl.trans(v), input_precision=PRECISION)
+        ds = (p * (dp - deltax[:, None])).to(q1.dtype)
+        dv = tl.dot(tl.trans(p.to(q1.dtype)), dox, dv, input_precision=PRECISION)
+        dk1 = tl.dot(tl.trans(ds), q1x, dk1, input_precision=PRECISION)
+        dk2 = tl.dot(tl.trans(ds), q2x, dk2, input_precision=PRECISION)
+
+    mask = (c < C)[:, None]
+    dq1, dq2, dk1, dk2 = dq1 * d_scale, dq2 * d_scale, dk1 * d_scale, dk2 * d_scale
+    cos, sin = _core_table(core_cos, core_sin, b, chunk * CHUNK, C, HALF, CHUNK)
+    rows = base + c[:, None] * stride_s
+    qa, qb = _load(rows, mask, HALF), _load(rows + HALF, mask, HALF)
+    ka, kb = _load(rows + stride_3, mask, HALF), _load(rows + stride_3 + HALF, mask, HALF)
+    at = (bh.to(tl.int64) * C + c[:, None]) * HALF + half
+    tl.store(d_cos + at, dq1 * qa + dq2 * qb + dk1 * ka + dk2 * kb, mask)
+    tl.store(d_sin + at, dq2 * qa - dq1 * qb + dk2 * ka - dk1 * kb, mask)
+    dq1, dq2 = _rotate(dq1, dq2, cos, -sin)
+    dk1, dk2 = _rotate(dk1, dk2, cos, -sin)
+    to = d_qkv + (b * (C + N) + c).to(tl.int64)[:, None] * (3 * H * D) + h * D
+    tl.store(to + half, dq1.to(q1.dtype), mask)
+    tl.store(to + HALF + half, dq2.to(q1.dtype), mask)
+    tl.store(to + H * D + half, dk1.to(q1.dtype), mask)
+    tl.store(to + H * D + HALF + half, dk2.to(q1.dtype), mask)
+    tl.store(to + 2 * H * D + channel, dv.to(q1.dtype), mask)
+
+
+class Plan(NamedTuple):
+    """How a launch cuts the work."""
+
+    chunk: int
+    """Cores held on chip at once."""
+    tile: int
+    """Patches per step."""
+    warps: int
+    stages: int
+    programs: int
+    """Programs to aim at per multiprocessor."""
+
+
+def plan(qkv: Tensor, cores: int, backward: bool) -> Plan:
+    """The fastest cut measured on an H200 for these widths; float32 and wide heads take smaller ones to fit on chip."""
+    wide = qkv.shape[-1] > 64
+    if qkv.dtype == torch.float32:
+        chunk = min(max(16, triton.next_power_of_2(cores)), 16 if wide else 32)
+        return Plan(chunk, 32, 4, 1, 4)
+    chunk = min(max(16, triton.next_power_of_2(cores)), 64)
+    if wide:
+        return Plan(chunk, 64, 8, 1, 2) if backward else Plan(chunk, 64, 4, 2, 4)
+    return Plan(chunk, 64, 4, 3 if backward else 4, 8)
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Of the GPU that holds `x`; 1 on a CPU, where Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+
+
+class _Launch(NamedTuple):
+    """Everything the kernels of one pass share."""
+
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    splits: int
+    tiles: int
+    scale: float
+
+
+def _launch(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> _Launch:
+    batch, tokens, _, heads, width = qkv.shape
+    cut = cut or plan(qkv, cores, backward)
+    chunks = triton.cdiv(cores, cut.chunk)
+    tiles = triton.cdiv(tokens - cores, cut.tile)
+    splits = max(1, min(tiles, cut.programs * multiprocessors(qkv) // (2 * batch * heads)))
+    per_split = triton.cdiv(tiles, splits)
+    constants = {
+        "H": heads, "D": width, "CHUNK": cut.chunk, "CHUNKS": chunks, "TILE": cut.tile, "STAGES": cut.stages,
+        "FULL_C": cores % cut.chunk == 0, "FULL_N": (tokens - cores) % cut.tile == 0, "PRECISION": "ieee",
+        "EXACT": qkv.dtype == torch.float32,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": cut.warps}
+    return _Launch(constants, options, triton.cdiv(tiles, per_split), per_split, width**-0.5)
+
+
+def forward(
+    qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention (B, S, H·d) and log-sum-exp (B, H, S)."""
+    batch, tokens, _, heads, width = qkv.shape
+    cores = core_cos.shape[1]
+    constants, options, splits, tiles, scale = _launch(qkv, cores, False, cut)
+    chunk, chunks = constants["CHUNK"], constants["CHUNKS"]
+    out = qkv.new_empty(batch, tokens, heads * width)
+    lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+    shares = qkv.new_empty(splits * batch * heads * chunks * chunk * (width + 2), dtype=torch.float32)
+    _forward[splits, batch * heads, 1 + chunks](
+        qkv, core_cos, core_sin, coordinates, frequencies, out, lse, shares, cores, tokens - cores, tiles,
+        scale * LOG2_E, qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
+    )  # fmt: skip
+    _join[batch * heads, chunks](
+        shares, out, lse, cores, tokens - cores, splits, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks
+    )
+    return out, lse
+
+
+def backward(
+    d_out: Tensor, qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
+    out: Tensor, lse: Tensor, cut: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv (B, S, 3, H, d) and of the cores' table (B, C, d/2) twice."""
+    batch, tokens, _, heads, width = qkv.shape
+    cores = core_cos.shape[1]
+    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    constants, options, splits, tiles, scale = _launch(qkv, cores, True, cut)
+    chunk, chunks = constants["CHUNK"], constants["CHUNKS"]
+    d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    shares = qkv.new_empty(splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)
+    d_table = qkv.new_empty(2, batch, heads, cores, width // 2, dtype=torch.float32)
+    strides = (qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), d_out.stride(0), d_out.stride(1))
+    # Patches' gradients need all chunks and a chunk's needs all patches: one launch for both, or one after the other.
+    for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
+        _backward[splits, batch * heads, 2 * chunks if core else 2](
+            qkv, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, shares, cores, tokens - cores,
+            tiles, scale * LOG2_E, scale, *strides, PATCHES=patches, CORES=core, **constants, **options,
+        )  # fmt: skip
+    _join_backward[batch * heads, chunks](
+        qkv, core_cos, core_sin, out, lse, d_out, d_qkv, d_table[0], d_table[1], shares, cores, tokens - cores, splits,
+        scale * LOG2_E, scale, *strides,
+        H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, PRECISION=constants["PRECISION"], num_warps=8,
+        num_stages=1,
+    )  # fmt: skip
+    d_cos, d_sin = d_table.sum(2)
+    return d_qkv, d_cos, d_sin

@@ -1,0 +1,111 @@
+"""The kernels as PyTorch operators: what autograd, torch.compile, torch.export and the FLOP counter see of them.
+
+Triton is imported when an operator first runs, so that this module, and with it the model, loads where there is none.
+
+Shapes are those of `veca.kernels.core_attention`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+HEAD_DIMS = (32, 64, 128)
+MAX_CORES = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAPABILITY = (8, 0)
+"""The oldest NVIDIA architecture with bfloat16 products: Ampere."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def misfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the kernels cannot take such inputs, in words; empty when they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are on the CPU, where only Triton's interpreter runs (TRITON_INTERPRET=1)"
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and torch.version.hip):
+        return f"the device is {device.type}, not an NVIDIA GPU"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        return f"the GPU is of architecture {torch.cuda.get_device_capability(device)}, older than {CAPABILITY}"
+    if dtype not in DTYPES:
+        return f"the tensors are {dtype}, not bfloat16, float16 or float32"
+    if head_dim not in HEAD_DIMS:
+        return f"heads are {head_dim} wide, not 32, 64 or 128"
+    return ""
+
+
+@torch.library.custom_op(
+    "veca::core_attention",
+    mutates_args=(),
+    schema="(Tensor qkv, Tensor core_cos, Tensor core_sin, Tensor coordinates, Tensor frequencies) -> (Tensor, Tensor)",
+)
+def core_attention(
+    qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of the whole sequence (B, S, H·d), and each row's log-sum-exp (B, H, S), which the backward needs."""
+    from veca.kernels.core_attention import forward
+
+    return forward(qkv, core_cos, core_sin, coordinates, frequencies)
+
+
+@core_attention.register_fake
+def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, tokens, _three, heads, width = qkv.shape
+    return qkv.new_empty(batch, tokens, heads * width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "veca::core_attention_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor qkv, Tensor core_cos, Tensor core_sin, Tensor coordinates, Tensor frequencies, "
+    "Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)",
+)
+def core_attention_backward(
+    d_out: Tensor, qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
+    out: Tensor, lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv and of the cores' table; patches do not move."""
+    from veca.kernels.core_attention import backward
+
+    return backward(d_out, qkv, core_cos, core_sin, coordinates, frequencies, out, lse)
+
+
+@core_attention_backward.register_fake
+def _(d_out: Tensor, qkv: Tensor, core_cos: Tensor, core_sin: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), core_cos.new_empty(core_cos.shape), core_sin.new_empty(core_sin.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if d_out is None:
+        return None, None, None, None, None
+    return *core_attention_backward(d_out, *ctx.saved_tensors), None, None
+
+
+core_attention.register_autograd(_backward, setup_context=_save)
+
+
+def products(qkv: tuple[int, ...], cores: int) -> int:
+    """FLOPs of the attention products: 8DCN + 4DC² per image."""
+    batch, tokens, _, heads, width = qkv
+    return batch * heads * width * (8 * cores * (tokens - cores) + 4 * cores**2)
+
+
+@register_flop_formula(torch.ops.veca.core_attention)
+def _(qkv: tuple[int, ...], core_cos: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return products(qkv, core_cos[1])
+
+
+@register_flop_formula(torch.ops.veca.core_attention_backward)
+def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_cos: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 5 * products(qkv, core_cos[1]) // 2  # ten products of that size against four
