@@ -1,21 +1,21 @@
 """Core-periphery attention with each tile of q, k and v read once, forward and backward, as Triton kernels.
 
-A program walks over tiles of patches of one image and head in one of two roles, which share no tile and so cost no second
-read:
+A program walks over tiles of patches of one image and head in one of two roles, which share no tile and so cost no
+second read:
 
 - patches ask, cores answer: a softmax over the cores, which stay on chip; reads q, writes the patches' output;
-- cores ask, patches answer: the cores' running softmax; reads k and v, leaves a share that a second, small kernel joins.
+- cores ask, patches answer: the cores' running softmax; reads k and v, leaves a share that a second kernel joins.
 
-The backward pass has the same two roles: the first reads q and the output's gradient, writes dq, and sums up dk and dv of
-the cores; the second reads k and v, writes dk and dv of the patches, and sums up dq of the cores.
+The backward pass has the same two roles: the first reads q and the output's gradient, writes dq, and sums up dk and dv
+of the cores; the second reads k and v, writes dk and dv of the patches, and sums up dq of the cores.
 
 Rotary embedding happens on the way in: patches' angles are made on the spot from their coordinates.
 
 More cores than fit on chip come in chunks.
 
-Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head. qkv is (B, S, 3, H, d) with
-any strides but the last; the cores' rotary table is (B, C, d/2) twice, the patches' coordinates (N, 2) and the frequencies
-(d/4), all float32. Softmax works in base 2: `lse` (B, H, S) is the log2 of each row's sum of exponentials.
+Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head. qkv is (B, S, 3, H, d)
+with any strides but the last; the cores' rotary table is (B, C, d/2) twice, the patches' coordinates (N, 2) and the
+frequencies (d/4), all float32. Softmax works in base 2: `lse` (B, H, S) is the log2 of each row's sum of exponentials.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ def _patches_asked(
     base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start, stop,
     scale, d_scale, stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Backward of `_patches_ask`: dq of the patches, and the share of dk and dv of a chunk of cores."""
     HALF: tl.constexpr = D // 2
@@ -297,7 +298,8 @@ def _cores_asked(
     base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start, stop,
     scale, d_scale, stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Backward of `_cores_ask`: dk and dv of the patches, and the share of dq of a chunk of cores."""
     HALF: tl.constexpr = D // 2
@@ -359,7 +361,7 @@ def _backward(
     PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk of cores."""
+    """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk."""
     split, bh, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     S = C + N
