@@ -97,10 +97,10 @@ def test_shortcuts_equal_the_reference(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_core_probabilities_mix_values_as_attention_does(dtype: torch.dtype) -> None:
     cores, batch, grid = 13, 3, (4, 6)
-    tensor, points = inputs(cores, batch, grid, dtype)
-    tensor, tables = (
-        tensor.detach(),
-        (rotary(points.detach(), 32, 0.125), grid_rotary(*grid, 32, 0.125, "cpu", points.dtype)),
+    tensor, points = (made.detach() for made in inputs(cores, batch, grid, dtype))
+    tables, exact = (
+        (rotary(points.to(kind), 32, 0.125), grid_rotary(*grid, 32, 0.125, points.device, kind))
+        for kind in (points.dtype, torch.float64)
     )
     patch_to_core, core_to_all = core_probabilities(tensor[:, :, :2], *tables)
     assert (patch_to_core.shape, core_to_all.shape) == ((batch, 24, 2 * cores), (batch, 2 * cores, cores + 24))
@@ -108,9 +108,7 @@ def test_core_probabilities_mix_values_as_attention_does(dtype: torch.dtype) -> 
     rounding = 0.02 if dtype == torch.bfloat16 else 1e-12
     torch.testing.assert_close(core_to_all.sum(-1), torch.ones_like(core_to_all[..., 0]), rtol=0, atol=rounding)
     with use_kernel("reference"):
-        expected = core_attention(tensor.double(), *((c.double(), s.double()) for c, s in tables)).unflatten(
-            -1, (2, 32)
-        )
+        expected = core_attention(tensor.double(), *exact).unflatten(-1, (2, 32))
     v = tensor[:, :, 2].double()
     for head in range(2):
         mine = slice(head * cores, (head + 1) * cores)
@@ -120,11 +118,8 @@ def test_core_probabilities_mix_values_as_attention_does(dtype: torch.dtype) -> 
 
 def test_probabilities_are_not_rounded_by_autocast() -> None:
     """Logits of 50 in bfloat16 would be off by an eighth: probabilities by as much."""
-    tensor, points = inputs(8, 1, (4, 4), torch.float32)
-    tensor, tables = (
-        4 * tensor.detach(),
-        (rotary(points.detach(), 32, 0.125), grid_rotary(4, 4, 32, 0.125, "cpu", points.dtype)),
-    )
+    tensor, points = (made.detach() for made in inputs(8, 1, (4, 4), torch.float32))
+    tensor, tables = 4 * tensor, (rotary(points, 32, 0.125), grid_rotary(4, 4, 32, 0.125, points.device, points.dtype))
     expected = core_probabilities(tensor[:, :, :2], *tables)
     with torch.autocast("cpu", torch.bfloat16):
         found = core_probabilities(tensor[:, :, :2], *tables)
