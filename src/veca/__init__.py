@@ -7,6 +7,7 @@ from veca.checkpoint import CheckpointError, load, save
 from veca.config import ConfigError, VecaConfig, list_models
 from veca.images import ImageError
 from veca.model import Veca, VecaOutput, create_model
+from veca.optimize import optimize
 
 __version__ = version("veca")
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "images",
     "list_models",
     "load",
+    "optimize",
     "save",
 ]

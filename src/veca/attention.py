@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from veca.kernels import ops
 from veca.rope import Rotary, rotate
@@ -24,18 +24,10 @@ Kernel: TypeAlias = Literal["auto", "triton", "sdpa", "reference"]
 _kernel: Kernel = "auto"
 
 
-class Layer(Protocol):
-    """Anything with the weight and bias of a linear layer."""
-
-    weight: Tensor
-    bias: Tensor
-
-
-
 def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
     """Attention of the whole sequence, rotary embedding included: qkv (B, S, 3, H, d) → (B, S, D).
 
-    `core_rotary` is per image, its table (B, 1, C, d/2); `patch_rotary` is shared, its table (N, d/2). C is read off it.
+    `core_rotary` is per image, its table (B, 1, C, d/2); `patch_rotary` is shared, (N, d/2). C is read off the first.
     """
     cores = core_rotary.cos.shape[-2]
     if use_triton(qkv, cores):
@@ -71,7 +63,7 @@ def few_cores(x: Tensor, heads: int, core_rotary: Rotary) -> bool:
 
 
 def few_cores_attention(
-    x: Tensor, qkv: Layer, proj: Layer, heads: int, core_rotary: Rotary, patch_rotary: Rotary
+    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
 ) -> Tensor:
     """`proj(core_attention(qkv(x)))` of tokens (B, S, D), with less work when C·H < D.
 
@@ -91,7 +83,7 @@ def few_cores_attention(
 
 
 def first_core_attention(
-    x: Tensor, qkv: Layer, proj: Layer, heads: int, core_rotary: Rotary, patch_rotary: Rotary
+    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
 ) -> Tensor:
     """The first core's row of `proj(core_attention(qkv(x)))`, (B, 1, D): one query, and of all tokens only the keys."""
     (w_q, w_k, _), (b_q, b_k, _) = qkv.weight.chunk(3), qkv.bias.chunk(3)
@@ -126,7 +118,7 @@ def _core_to_all(q_core: Tensor, k_core: Tensor, k_patch: Tensor) -> Tensor:
     return torch.cat([q_core @ k_core.mT, q_core @ k_patch.mT], dim=-1).softmax(dim=-1).flatten(1, 2)
 
 
-def _out_core(core_to_all: Tensor, x: Tensor, qkv: Layer, proj: Layer, heads: int) -> Tensor:
+def _out_core(core_to_all: Tensor, x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int) -> Tensor:
     """Averages of the tokens (B, H·C, D) first, value and output projections after: (B, C, D)."""
     w_v, b_v = qkv.weight.chunk(3)[2], qkv.bias.chunk(3)[2]
     averages = (core_to_all @ x).unflatten(1, (heads, -1))

@@ -329,7 +329,7 @@ class Veca(nn.Module):
         if global_pool not in (None, "token"):
             raise ValueError(f"global_pool={global_pool!r}; the global feature is the first core: 'token' or None")
         self.config = VecaConfig.from_dict({**self.config.to_dict(), "num_classes": num_classes})
-        like = self.norm.weight
+        like = self.patch_embed.proj.weight
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)

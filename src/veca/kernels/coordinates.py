@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veca.kernels.core_attention import _cos_sin
+
 
 @triton.jit
 def _tanh(x):
@@ -20,6 +22,7 @@ def _tanh(x):
 def _move(
     x, weight, bias, alpha, state, frequencies, new_state, coordinates, cos, sin, C, stride_b, stride_state,
     STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -42,8 +45,9 @@ def _move(
     j = tl.arange(0, HALF)[None, :]
     angle = tl.where(j < HALF // 2, here_x[:, None], here_y[:, None]) * tl.load(frequencies + j % (HALF // 2))
     at = to[:, None] * HALF + j
-    tl.store(cos + at, tl.cos(angle), mask[:, None])
-    tl.store(sin + at, tl.sin(angle), mask[:, None])
+    cosine, sine = _cos_sin(angle, EXACT)
+    tl.store(cos + at, cosine, mask[:, None])
+    tl.store(sin + at, sine, mask[:, None])
 
 
 def move(
@@ -58,9 +62,10 @@ def move(
     new_state, coordinates = torch.empty(2, batch, cores, 2, device=x.device, dtype=torch.float32)
     cos, sin = torch.empty(2, batch, cores, 2 * quarter, device=x.device, dtype=torch.float32)
     weight, bias, alpha = head or (frequencies, frequencies, frequencies)
-    _move[triton.cdiv(cores, 8), batch](
+    _move[triton.cdiv(cores, 4), batch](
         x, weight, bias, alpha, state, frequencies, new_state, coordinates, cos, sin, cores, x.stride(0),
         state.stride(0) if state.ndim == 3 else 0,
-        STEP=head is not None, D=dim, WIDTH=triton.next_power_of_2(dim), HALF=2 * quarter, ROWS=8,
+        STEP=head is not None, D=dim, WIDTH=triton.next_power_of_2(dim), HALF=2 * quarter, ROWS=4,
+        EXACT=x.dtype == torch.float32,
     )  # fmt: skip
     return new_state, coordinates, cos, sin

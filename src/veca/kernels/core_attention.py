@@ -51,14 +51,21 @@ def _load_turned(rows, mask, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
+def _cos_sin(angle, EXACT: tl.constexpr):
+    """The hardware's own (within 1e-6 for angles of a few turns) are enough for what is rounded to half precision."""
+    if EXACT:
+        return tl.cos(angle), tl.sin(angle)
+    else:
+        return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+
+
+@triton.jit
 def _patch_table(coordinates, frequencies, n, N, HALF: tl.constexpr, EXACT: tl.constexpr):
     """Rotary table of patches `n` (TILE, 1), made on the spot: it is less work than to fetch it."""
     j = tl.arange(0, HALF)[None, :]
     at = coordinates + 2 * tl.minimum(n, N - 1)  # a tile may reach past the last patch
     angle = tl.where(j < HALF // 2, tl.load(at), tl.load(at + 1)) * tl.load(frequencies + j % (HALF // 2))
-    if EXACT:
-        return tl.cos(angle), tl.sin(angle)
-    return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+    return _cos_sin(angle, EXACT)
 
 
 @triton.jit
@@ -192,19 +199,22 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["C", "N", "splits"])
-def _join(shares, out, lse, C, N, splits, H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The cores' output from the shares of all splits."""
-    bh, chunk = tl.program_id(0), tl.program_id(1)
+def _join(
+    shares, out, lse, C, N, splits,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The cores' output from the shares of all splits; a program takes a few cores, so that many can run."""
+    bh, chunk, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
-    c, channel = tl.arange(0, CHUNK), tl.arange(0, D)[None, :]
+    c, channel = part * ROWS + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
     step = tl.num_programs(0).to(tl.int64) * CHUNKS * (CHUNK * (D + 2))
-    share = shares + (bh * CHUNKS + chunk).to(tl.int64) * (CHUNK * (D + 2))
+    first = shares + (bh * CHUNKS + chunk).to(tl.int64) * (CHUNK * (D + 2))
     # The first share has the cores themselves in it, so no row is empty.
-    top = tl.load(share + CHUNK * D + c)
-    total = tl.load(share + CHUNK * (D + 1) + c)
-    acc = tl.load(share + c[:, None] * D + channel)
-    for _ in range(1, splits):
-        share += step
+    top = tl.load(first + CHUNK * D + c)
+    total = tl.load(first + CHUNK * (D + 1) + c)
+    acc = tl.load(first + c[:, None] * D + channel)
+    for split in tl.range(1, splits, num_stages=4):
+        share = first + split * step
         their_top = tl.load(share + CHUNK * D + c)
         new_top = tl.maximum(top, their_top)
         fade, weight = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
@@ -543,8 +553,8 @@ def forward(
         qkv, core_cos, core_sin, coordinates, frequencies, out, lse, shares, cores, tokens - cores, tiles,
         scale * LOG2_E, qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
     )  # fmt: skip
-    _join[batch * heads, chunks](
-        shares, out, lse, cores, tokens - cores, splits, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks
+    _join[batch * heads, chunks, chunk // 16](
+        shares, out, lse, cores, tokens - cores, splits, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, ROWS=16
     )
     return out, lse
 
@@ -575,5 +585,4 @@ def backward(
         H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, PRECISION=constants["PRECISION"], num_warps=8,
         num_stages=1,
     )  # fmt: skip
-    d_cos, d_sin = d_table.sum(2)
-    return d_qkv, d_cos, d_sin
+    return d_qkv, d_table[0].sum(1), d_table[1].sum(1)

@@ -1,12 +1,14 @@
 """Linear layers with what surrounds them folded in, for inference: one Triton kernel, a persistent matrix product.
 
-    out = act(row_scale · (x Wᵀ) + bias) + residual
+    out = act(x Wᵀ / σ + bias) + residual
 
-- LayerNorm before it: the norm's gain and centring are folded into W and its shift into the bias (`veca.optimize`), so all
-  that is left of it is one factor per row, 1/σ, applied to the product. σ comes from `moments`: sums over a row of x and x²,
-  which the product that wrote x left behind, one pair per tile of columns (T, 2, M).
+- LayerNorm before it: the norm's gain and centring are folded into W and its shift into the bias (`veca.optimize`), so
+  all that is left of it is one factor per row, 1/σ, applied to the product. σ comes from `moments` (T, 2, M): sums over
+  a row of x and x², which the product that wrote x left behind, one pair per tile of columns.
 - SwiGLU after it: W holds u and v in turns of half a tile, so that a tile has both halves of what it gates.
 - The residual is added before the one rounding to the output's type.
+
+And the few small steps between such products.
 
 Shapes: M rows (tokens), K inputs, N outputs; x (M, K), W (N, K), out (M, N), or (M, N/2) after SwiGLU.
 """
@@ -141,8 +143,8 @@ def _launch(
     programs = min(multiprocessors(x) * per_multiprocessor, tiles)
     to = TensorDescriptor.from_tensor(out, [BLOCK_M, block_n // 2])
     _linear[programs,](
-        TensorDescriptor.from_tensor(x, [BLOCK_M, block_k]), TensorDescriptor.from_tensor(w, [block_n, block_k]), bias, to,
-        to if residual is None else TensorDescriptor.from_tensor(residual, [BLOCK_M, block_n // 2]),
+        TensorDescriptor.from_tensor(x, [BLOCK_M, block_k]), TensorDescriptor.from_tensor(w, [block_n, block_k]), bias,
+        to, to if residual is None else TensorDescriptor.from_tensor(residual, [BLOCK_M, block_n // 2]),
         bias if moments is None else moments, bias if moments_out is None else moments_out, *(scales or (bias, bias)),
         rows, eps, programs,
         N=outputs, K=inputs, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8,
@@ -152,34 +154,59 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M"])
-def _moments(x, out, M, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit
+def _load_rows(x, M, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)[None, :]
-    a = tl.load(x + m.to(tl.int64)[:, None] * K + k, (m < M)[:, None] & (k < K), 0.0).to(tl.float32)
+    inside = (m < M)[:, None] & (k < K)
+    at = m.to(tl.int64)[:, None] * K + k
+    return m, k, at, inside, tl.load(x + at, inside, 0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _moments(x, out, M, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    m, _, _, _, a = _load_rows(x, M, K, WIDTH, ROWS)
     tl.store(out + m, tl.sum(a, 1), m < M)
     tl.store(out + M + m, tl.sum(a * a, 1), m < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm(x, weight, bias, out, M, eps, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    _, k, at, inside, a = _load_rows(x, M, K, WIDTH, ROWS)
+    a = tl.where(inside, a - (tl.sum(a, 1) / K)[:, None], 0.0)
+    a *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)[:, None]
+    a = a * tl.load(weight + k, k < K, 0.0) + tl.load(bias + k, k < K, 0.0)
+    tl.store(out + at, a.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantize(x, out, scale, M, eps, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LIMIT: tl.constexpr):
+    m, _, at, inside, a = _load_rows(x, M, K, WIDTH, ROWS)
+    a = tl.where(inside, a - (tl.sum(a, 1) / K)[:, None], 0.0)
+    most = tl.maximum(tl.max(tl.abs(a), 1), 1e-12) / LIMIT
+    tl.store(out + at, (a / most[:, None]).to(out.dtype.element_ty), inside)
+    tl.store(scale + m, most * tl.rsqrt(tl.sum(a * a, 1) / K + eps), m < M)
+
+
+ROWS = 4
 
 
 def moments(x: Tensor) -> Tensor:
     """Sums over each row of x (M, K) and of its squares: (1, 2, M)."""
     rows, width = x.shape
     out = torch.empty(1, 2, rows, device=x.device, dtype=torch.float32)
-    _moments[triton.cdiv(rows, 8),](x, out, rows, K=width, WIDTH=triton.next_power_of_2(width), ROWS=8)
+    _moments[triton.cdiv(rows, ROWS),](x, out, rows, K=width, WIDTH=triton.next_power_of_2(width), ROWS=ROWS)
     return out
 
 
-@triton.jit(do_not_specialize=["M"])
-def _quantize(x, out, scale, M, eps, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LIMIT: tl.constexpr):
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, WIDTH)[None, :]
-    inside = (m < M)[:, None] & (k < K)
-    at = m.to(tl.int64)[:, None] * K + k
-    a = tl.load(x + at, inside, 0.0).to(tl.float32)
-    a = tl.where(inside, a - (tl.sum(a, 1) / K)[:, None], 0.0)
-    most = tl.maximum(tl.max(tl.abs(a), 1), 1e-12) / LIMIT
-    tl.store(out + at, (a / most[:, None]).to(out.dtype.element_ty), inside)
-    tl.store(scale + m, most * tl.rsqrt(tl.sum(a * a, 1) / K + eps), m < M)
+def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm of rows (M, K); weight and bias in float32."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    _norm[triton.cdiv(rows, ROWS),](
+        x, weight, bias, out, rows, eps, K=width, WIDTH=triton.next_power_of_2(width), ROWS=ROWS
+    )
+    return out
 
 
 def quantize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -188,7 +215,44 @@ def quantize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, device=x.device, dtype=torch.float32)
     limit = torch.finfo(torch.float8_e4m3fn).max
-    _quantize[triton.cdiv(rows, 4),](
-        x, out, scale, rows, eps, K=width, WIDTH=triton.next_power_of_2(width), ROWS=4, LIMIT=limit
+    _quantize[triton.cdiv(rows, ROWS),](
+        x, out, scale, rows, eps, K=width, WIDTH=triton.next_power_of_2(width), ROWS=ROWS, LIMIT=limit
     )
     return out, scale
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "first", "tokens"])
+def _patchify(
+    images, out, rows, columns, first, tokens, stride_b, stride_c, stride_y, stride_x,
+    CHANNELS: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One line of pixels of one channel: read along the line, written to the patches it crosses.
+    line, channel, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, y = line // PATCH, line % PATCH
+    x = tl.arange(0, SIDE)[None, :]
+    images += b.to(tl.int64) * stride_b + channel * stride_c + line * stride_y
+    out += (b * tokens + first + row * columns).to(tl.int64) * (CHANNELS * PATCH * PATCH)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)[:, None]
+        inside = (column < columns) & (x < PATCH)
+        a = tl.load(images + (column * PATCH + x) * stride_x, inside, 0.0)
+        to = out + column * (CHANNELS * PATCH * PATCH) + (channel * PATCH + y) * PATCH + x
+        tl.store(to, a.to(out.dtype.element_ty), inside)
+
+
+def patchify(images: Tensor, patch: int, first: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Images (B, c, height, width) as rows of pixels (B, first + N, c·p·p); the first rows of each image are zero.
+
+    `out` is an earlier result for the same shapes, to be written over.
+    """
+    batch, channels, height, width = images.shape
+    rows, columns = height // patch, width // patch
+    tokens = first + rows * columns
+    if out is None:
+        out = torch.empty(batch, tokens, channels * patch * patch, device=images.device, dtype=dtype)
+        out[:, :first] = 0
+    _patchify[height, channels, batch](
+        images, out, rows, columns, first, tokens, *images.stride(),
+        CHANNELS=channels, PATCH=patch, SIDE=triton.next_power_of_2(patch), BLOCK=64,
+    )  # fmt: skip
+    return out

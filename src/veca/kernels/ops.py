@@ -23,7 +23,7 @@ CAPABILITY = (8, 0)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def misfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def misfit(device: torch.device, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] = CAPABILITY) -> str:
     """Why the kernels cannot take such inputs, in words; empty when they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
@@ -31,8 +31,8 @@ def misfit(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "the tensors are on the CPU, where only Triton's interpreter runs (TRITON_INTERPRET=1)"
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and torch.version.hip):
         return f"the device is {device.type}, not an NVIDIA GPU"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        return f"the GPU is of architecture {torch.cuda.get_device_capability(device)}, older than {CAPABILITY}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < capability:
+        return f"the GPU is of architecture {torch.cuda.get_device_capability(device)}, older than {capability}"
     if dtype not in DTYPES:
         return f"the tensors are {dtype}, not bfloat16, float16 or float32"
     if head_dim not in HEAD_DIMS:
