@@ -95,7 +95,7 @@ def tables(points: Tensor, grid: tuple[int, int], head_dim: int) -> tuple[Rotary
 def operands(points: Tensor, grid: tuple[int, int], head_dim: int) -> tuple[Tensor, ...]:
     """What the operator takes after qkv."""
     core, patch = tables(points, grid, head_dim)
-    return core.cos[:, 0].contiguous(), core.sin[:, 0].contiguous(), patch.coordinates, patch.frequencies
+    return core.coordinates[:, 0].contiguous(), patch.coordinates, patch.frequencies
 
 
 def run(kernel: str, qkv: Tensor, points: Tensor, d_out: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ def test_any_number_of_splits_gives_the_same(programs: int, splits: int, monkeyp
 
 
 @interpreted
-@pytest.mark.parametrize("layout", ["slice of a projection", "heads first", "q, k and v apart"])
+@pytest.mark.parametrize("layout", ["slice of a projection", "heads first", "q, k and v apart", "channels apart"])
 def test_reads_qkv_where_it_lies(layout: str) -> None:
     case = Case(8, 2, (5, 7), 32)
     _, points, d_out = inputs(case)
@@ -167,10 +167,45 @@ def test_reads_qkv_where_it_lies(layout: str) -> None:
         qkv = F.linear(torch.randn(6, tokens + 5, 64), torch.randn(192, 64) / 8)[1::3, 2:-3].unflatten(-1, (3, 2, 32))
     elif layout == "heads first":
         qkv = torch.randn(2, 2, tokens, 3, 32).permute(0, 2, 3, 1, 4)
+    elif layout == "channels apart":
+        qkv = torch.randn(2, tokens, 3, 32, 2).transpose(-1, -2)
     else:
         qkv = torch.randn(3, 2, tokens, 2, 32).permute(1, 2, 0, 3, 4)
     assert not qkv.is_contiguous()
     assert max(errors("triton", qkv, points, d_out, case.grid)) <= 1e-6
+
+
+@interpreted
+def test_an_empty_batch_stays_empty() -> None:
+    case = Case(8, 0, (5, 7), 32)
+    out, d_qkv, d_points = run("triton", *inputs(case), case.grid)
+    assert (out.shape, d_qkv.shape, d_points.shape) == ((0, 43, 64), (0, 43, 3, 2, 32), (0, 1, 8, 2))
+
+
+@interpreted
+@pytest.mark.parametrize(("shape", "width"), [((2, 37), 48), ((100,), 256), ((3, 5), 300), ((0, 4), 16)])
+def test_swiglu_against_float64(shape: tuple[int, ...], width: int) -> None:
+    torch.manual_seed(0)
+    h, bias, d_out = torch.randn(*shape, 2 * width), torch.randn(2 * width), torch.randn(*shape, width)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [h.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()]
+        if dtype == torch.float32:
+            out = ops.swiglu(*leaves)
+        else:
+            u, v = (leaves[0] + leaves[1]).chunk(2, dim=-1)
+            out = F.silu(u) * v
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) <= 1e-6
+
+
+@interpreted
+def test_swiglu_keeps_to_the_rules() -> None:
+    h, bias = torch.randn(2, 9, 40), torch.randn(40)
+    torch.library.opcheck(torch.ops.veca.swiglu_backward.default, [torch.randn(2, 9, 20), h, bias])
+    torch.library.opcheck(torch.ops.veca.swiglu.default, [h.requires_grad_(), bias.requires_grad_()])
 
 
 @interpreted
@@ -237,12 +272,11 @@ def test_gradients_that_are_zero(cores: int) -> None:
 
 def check_operator(device: str, dtype: torch.dtype, case: Case) -> None:
     qkv, points, d_out = inputs(case, dtype, device)
-    cos, sin, *patch = operands(points, case.grid, case.head_dim)
     qkv = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]  # strided
-    out, lse = ops.core_attention(qkv, cos, sin, *patch)
-    arguments = [qkv, cos, sin, *patch]
+    arguments = [qkv, *operands(points, case.grid, case.head_dim)]
+    out, lse = ops.core_attention(*arguments)
     torch.library.opcheck(torch.ops.veca.core_attention_backward.default, [d_out, *arguments, out, lse])
-    for tensor in arguments[:3]:
+    for tensor in arguments[:2]:
         tensor.requires_grad_()
     torch.library.opcheck(torch.ops.veca.core_attention.default, arguments)
 
@@ -297,12 +331,13 @@ def test_a_cpu_takes_sdpa_unless_asked_by_name(monkeypatch: pytest.MonkeyPatch) 
 def test_fake_results_are_laid_out_like_real_ones() -> None:
     with FakeTensorMode():
         qkv = torch.empty(2, 40, 3, 4, 64, dtype=torch.bfloat16)[:, ::2].requires_grad_()
-        cos, sin = (torch.empty(2, 8, 32).requires_grad_() for _ in range(2))
-        out, lse = ops.core_attention(qkv, cos, sin, torch.empty(12, 2), torch.empty(16))
-        gradients = torch.autograd.grad(out, [qkv, cos, sin], torch.empty_like(out))
+        points = torch.empty(2, 8, 2).requires_grad_()
+        out, lse = ops.core_attention(qkv, points, torch.empty(12, 2), torch.empty(16))
+        gradients = torch.autograd.grad(out, [qkv, points], torch.empty_like(out))
     assert [(*t.shape, t.dtype) for t in (out, lse)] == [(2, 20, 256, torch.bfloat16), (2, 4, 20, torch.float32)]
-    assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (qkv, cos, sin)]
+    assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (qkv, points)]
     assert all(t.is_contiguous() for t in (out, lse, *gradients))
+    assert not lse.requires_grad
 
 
 def test_flops_are_those_of_the_paper() -> None:

@@ -30,10 +30,9 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
     `core_rotary` is per image, its table (B, 1, C, d/2); `patch_rotary` is shared, (N, d/2). C is read off the first.
     """
     cores = core_rotary.cos.shape[-2]
-    if use_triton(qkv, cores):
-        cos, sin = core_rotary.cos[:, 0].contiguous(), core_rotary.sin[:, 0].contiguous()
-        coordinates = patch_rotary.coordinates.contiguous()
-        return ops.core_attention(qkv, cos, sin, coordinates, patch_rotary.frequencies)[0]
+    if use_triton(qkv, qkv.shape[-1], cores):
+        core_points, patch_points = core_rotary.coordinates[:, 0].contiguous(), patch_rotary.coordinates.contiguous()
+        return ops.core_attention(qkv, core_points, patch_points, patch_rotary.frequencies)[0]
     qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, S, d), a view
     v = qkv[2]
     q_core, k_core = rotate(qkv[:2, :, :, :cores], core_rotary)
@@ -134,11 +133,21 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def use_triton(qkv: Tensor, cores: int) -> bool:
-    """Whether the Triton kernel takes these inputs; where it is asked for by name and cannot, the error says why."""
+def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`silu(u) * v` of [u, v] = layer(x)."""
+    if type(layer) is nn.Linear and x.device.type == "cuda" and use_triton(x):
+        return ops.swiglu(F.linear(x, layer.weight), layer.bias)
+    u, v = layer(x).chunk(2, dim=-1)
+    return F.silu(u) * v
+
+
+def use_triton(x: Tensor, head_dim: int | None = None, cores: int = 1) -> bool:
+    """Whether the Triton kernels take these inputs; where asked for by name and they cannot, the error says why."""
     if _kernel not in ("auto", "triton"):
         return False
-    why = ops.misfit(qkv.device, qkv.dtype, qkv.shape[-1])
+    why = ops.misfit(x.device, x.dtype)
+    if head_dim is not None and head_dim not in ops.HEAD_DIMS:
+        why = f"heads are {head_dim} wide, not 32, 64 or 128"
     if cores > ops.MAX_CORES:
         why = f"there are {cores} cores, more than {ops.MAX_CORES}"
     if why and _kernel == "triton":

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
+from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention, swiglu
 from veca.config import VecaConfig, get_config
 from veca.images import nearest_sizes
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
@@ -95,8 +95,7 @@ class SwiGlu(nn.Module):
         self.fc2 = nn.Linear(config.mlp_dim, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        u, v = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(F.silu(u) * v)
+        return self.fc2(swiglu(x, self.fc1))
 
 
 class Block(nn.Module):

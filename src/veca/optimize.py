@@ -27,6 +27,8 @@ from veca.model import Block, Veca
 from veca.rope import Rotary
 
 Weights: TypeAlias = Literal["float8"]
+Places: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Coordinates of the cores (B, C, 2) and of the patches (N, 2), and the rotary frequencies (d/4)."""
 
 HOPPER = (9, 0)
 """The first architecture whose copy engine moves the tiles of `veca.kernels.linear`."""
@@ -42,9 +44,6 @@ class FastVeca(Veca):
     """A `Veca` for inference on a GPU; made by `optimize`. The public methods are the model's own."""
 
     states: Tensor
-    head_weights: Tensor
-    head_biases: Tensor
-    alphas: Tensor
     bank: Tensor
     patch_bias: Tensor
 
@@ -62,11 +61,13 @@ class FastVeca(Veca):
         self.norm = FastNorm(model.norm)  # type: ignore[assignment]  # called the same way
         # What stays float32: where cores stand and how they move.
         self.register_buffer("states", torch.cat([c.detach().float() for c in model.core_states]), persistent=False)
-        self.register_buffer("head_weights", _stack(head.weight for head in model.coordinate_heads), persistent=False)
-        self.register_buffer("head_biases", _stack(head.bias for head in model.coordinate_heads), persistent=False)
-        self.register_buffer("alphas", model.coordinate_alpha.detach().float(), persistent=False)
+        heads = cast(Sequence[nn.Linear], model.coordinate_heads)
+        self.moves = [
+            (head.weight.detach().float(), head.bias.detach().float(), alpha.float())
+            for head, alpha in zip(heads, model.coordinate_alpha.detach(), strict=True)
+        ]
         self.register_buffer("bank", torch.cat([c.detach().to(dtype) for c in model.cores]), persistent=False)
-        self.register_buffer("patch_bias", self.patch_embed.proj.bias.float(), persistent=False)
+        self.register_buffer("patch_bias", cast(Tensor, self.patch_embed.proj.bias).float(), persistent=False)
         self.eval().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,14 +122,13 @@ class FastVeca(Veca):
         sums = moments(x.flatten(0, 1))
         state, coordinates, taken = self.states[:budget], [], []
         for i, block in enumerate(cast(Iterable[FastBlock], self.blocks[:stop])):
-            head = (self.head_weights[i - 1], self.head_biases[i - 1], self.alphas[i - 1]) if i else None
-            state, here, cos, sin = move(x, budget, state, patch_rotary.frequencies, head)
+            state, here = move(x, budget, state, self.moves[i - 1] if i else None)
             coordinates.append(here)
-            core_rotary = Rotary(cos, sin, here, patch_rotary.frequencies)
+            places = here, patch_rotary.coordinates, patch_rotary.frequencies
             if cls_only and i == len(self.blocks) - 1:
-                x = block.first_core(x, sums, core_rotary, patch_rotary)
+                x = block.first_core(x, sums, places)
             else:
-                x, sums = block(x, sums, core_rotary, patch_rotary)
+                x, sums = block(x, sums, places)
             if i in take:
                 taken.append(x)
         return x, torch.stack(coordinates), taken
@@ -166,21 +166,19 @@ class FastBlock(nn.Module):
                 self.register_buffer(f"{name}_8", values, persistent=False)
                 self.register_buffer(f"{name}_scale", scale, persistent=False)
 
-    def forward(self, x: Tensor, sums: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, sums: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Tokens (B, S, D) and their moments → the next block's."""
         from veca.kernels.core_attention import forward as attention
         from veca.kernels.linear import linear_residual
 
         batch, tokens, dim = x.shape
-        cores = core_rotary.cos.shape[1]
+        cores = places[0].shape[1]
         flat = x.flatten(0, 1)
         if cores * self.num_heads <= FEW_CORES * dim and x.numel() >= MUCH_WORK:
-            flat, sums = self._few_cores(x, sums, core_rotary, patch_rotary)
+            flat, sums = self._few_cores(x, sums, places)
         else:
             qkv = self._normed("qkv", flat, sums, self.eps[0]).view(batch, tokens, 3, self.num_heads, -1)
-            out, _ = attention(
-                qkv, core_rotary.cos, core_rotary.sin, patch_rotary.coordinates, patch_rotary.frequencies
-            )
+            out, _ = attention(qkv, *places)
             flat, sums = linear_residual(out.flatten(0, 1), self.proj, self.proj_bias, flat)
         hidden = self._normed("fc1", flat, sums, self.eps[1], swiglu=True)
         flat, sums = linear_residual(hidden, self.fc2, self.fc2_bias, flat)
@@ -197,19 +195,17 @@ class FastBlock(nn.Module):
         scales = scale, getattr(self, f"{name}_scale")
         return linear(values, getattr(self, f"{name}_8"), bias, scales=scales, swiglu=swiglu, dtype=x.dtype)
 
-    def _few_cores(self, x: Tensor, sums: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> tuple[Tensor, Tensor]:
+    def _few_cores(self, x: Tensor, sums: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """`veca.attention.few_cores_attention` with the residual sum, on kernels."""
         from veca.kernels.few_cores import averaging, mix, probabilities
         from veca.kernels.linear import linear
 
         batch, tokens, dim = x.shape
-        heads, cores = self.num_heads, core_rotary.cos.shape[1]
+        heads, cores = self.num_heads, places[0].shape[1]
         w_v, b_v = self.qkv[2 * dim :], self.qkv_bias[2 * dim :].to(x.dtype)
         w_qk, b_qk = self.qkv[: 2 * dim], self.qkv_bias[: 2 * dim]
         qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=self.eps[0]).view(batch, tokens, 2, heads, -1)
-        patch_to_core, logits = probabilities(
-            qk, core_rotary.cos, core_rotary.sin, patch_rotary.coordinates, patch_rotary.frequencies
-        )
+        patch_to_core, logits = probabilities(qk, *places)
         weights = averaging(logits, sums, dim, self.eps[0], x.dtype)
         averages = torch.bmm(weights, x).view(batch, heads, cores, dim).transpose(0, 1).reshape(heads, -1, dim)
         values = torch.baddbmm(b_v.view(heads, 1, -1), averages, w_v.view(heads, -1, dim).mT)  # (H, B·C, d)
@@ -222,7 +218,7 @@ class FastBlock(nn.Module):
         out, sums = mix(patch_to_core, vectors, self.proj_bias, x, cores)
         return out.flatten(0, 1), sums
 
-    def first_core(self, x: Tensor, sums: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    def first_core(self, x: Tensor, sums: Tensor, places: Places) -> Tensor:
         """The first core alone, (B, 1, D), after this block, which must be the last."""
         from veca.kernels.few_cores import averaging, first_core_logits
         from veca.kernels.linear import linear
@@ -232,9 +228,7 @@ class FastBlock(nn.Module):
         first = F.layer_norm(x[:, :1], (dim,), eps=self.eps[0])
         q = F.linear(first, w_q, b_q.to(dtype)).unflatten(-1, (heads, -1))
         k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=self.eps[0]).view(batch, tokens, heads, -1)
-        logits = first_core_logits(
-            q, k, core_rotary.cos, core_rotary.sin, patch_rotary.coordinates, patch_rotary.frequencies
-        )
+        logits = first_core_logits(q, k, *places)
         averages = torch.bmm(averaging(logits, sums, dim, self.eps[0], dtype), x).transpose(0, 1)  # (H, B, D)
         values = torch.bmm(averages, w_v.view(heads, -1, dim).mT).transpose(0, 1).flatten(1) + b_v.to(dtype)
         x = x[:, :1] + F.linear(values, self.proj, self.proj_bias.to(dtype))[:, None]
@@ -272,11 +266,6 @@ class Graph:
     def replay(self) -> Any:
         self.graph.replay()
         return self.output
-
-
-def _stack(parts: Iterable[Tensor | None]) -> Tensor:
-    found = [part.detach().float() for part in parts if part is not None]
-    return torch.stack(found) if found else torch.empty(0)
 
 
 @torch.no_grad()
@@ -325,7 +314,11 @@ def optimize(
     device = model.coordinate_alpha.device
     if device.type == "meta":
         raise ValueError("the model is on the meta device and has no weights; load them first")
-    fused = device.type == "cuda" and not ops.misfit(device, torch.bfloat16, model.config.head_dim, HOPPER)
+    fused = (
+        model.config.head_dim in ops.HEAD_DIMS
+        and device.type == "cuda"
+        and not ops.misfit(device, torch.bfloat16, HOPPER)
+    )
     if weights is not None and (weights not in get_args(Weights) or not fused):
         raise ValueError(
             f"weights={weights!r} on {device.type}: the only choice is 'float8', on NVIDIA GPUs from Hopper on"

@@ -1,6 +1,6 @@
-"""The cores' move between two blocks as one Triton kernel, for inference: new state, coordinates and rotary table.
+"""The cores' move between two blocks as one Triton kernel, for inference.
 
-Shapes: B images, C cores, D width, d width of a head; state and coordinates (B, C, 2), table (B, C, d/2) twice.
+Shapes: B images, C cores, D width; state and coordinates (B, C, 2).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import _cos_sin
-
 
 @triton.jit
 def _tanh(x):
@@ -20,9 +18,8 @@ def _tanh(x):
 
 @triton.jit(do_not_specialize=["C"])
 def _move(
-    x, weight, bias, alpha, state, frequencies, new_state, coordinates, cos, sin, C, stride_b, stride_state,
-    STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    EXACT: tl.constexpr,
+    x, weight, bias, alpha, state, new_state, coordinates, C, stride_b, stride_state,
+    STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -39,33 +36,21 @@ def _move(
     to = b * C + c
     tl.store(new_state + 2 * to, here_x, mask)
     tl.store(new_state + 2 * to + 1, here_y, mask)
-    here_x, here_y = _tanh(here_x), _tanh(here_y)
-    tl.store(coordinates + 2 * to, here_x, mask)
-    tl.store(coordinates + 2 * to + 1, here_y, mask)
-    j = tl.arange(0, HALF)[None, :]
-    angle = tl.where(j < HALF // 2, here_x[:, None], here_y[:, None]) * tl.load(frequencies + j % (HALF // 2))
-    at = to[:, None] * HALF + j
-    cosine, sine = _cos_sin(angle, EXACT)
-    tl.store(cos + at, cosine, mask[:, None])
-    tl.store(sin + at, sine, mask[:, None])
+    tl.store(coordinates + 2 * to, _tanh(here_x), mask)
+    tl.store(coordinates + 2 * to + 1, _tanh(here_y), mask)
 
 
-def move(
-    x: Tensor, cores: int, state: Tensor, frequencies: Tensor, head: tuple[Tensor, Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(state, coordinates, cos, sin) of the cores of tokens `x` (B, S, D); `head` is (weight, bias, alpha), in float32.
+def move(x: Tensor, cores: int, state: Tensor, head: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """New state and coordinates of the cores of tokens `x` (B, S, D); `head` is (weight, bias, alpha), in float32.
 
     `state` is (C, 2), shared by all images, or (B, C, 2). Without a head the cores stay where they are.
     """
     batch, _, dim = x.shape
-    quarter = frequencies.shape[0]
     new_state, coordinates = torch.empty(2, batch, cores, 2, device=x.device, dtype=torch.float32)
-    cos, sin = torch.empty(2, batch, cores, 2 * quarter, device=x.device, dtype=torch.float32)
-    weight, bias, alpha = head or (frequencies, frequencies, frequencies)
+    weight, bias, alpha = head or (state, state, state)
     _move[triton.cdiv(cores, 4), batch](
-        x, weight, bias, alpha, state, frequencies, new_state, coordinates, cos, sin, cores, x.stride(0),
+        x, weight, bias, alpha, state, new_state, coordinates, cores, x.stride(0),
         state.stride(0) if state.ndim == 3 else 0,
-        STEP=head is not None, D=dim, WIDTH=triton.next_power_of_2(dim), HALF=2 * quarter, ROWS=4,
-        EXACT=x.dtype == torch.float32,
+        STEP=head is not None, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=4,
     )  # fmt: skip
-    return new_state, coordinates, cos, sin
+    return new_state, coordinates

@@ -9,13 +9,13 @@ second read:
 The backward pass has the same two roles: the first reads q and the output's gradient, writes dq, and sums up dk and dv
 of the cores; the second reads k and v, writes dk and dv of the patches, and sums up dq of the cores.
 
-Rotary embedding happens on the way in: patches' angles are made on the spot from their coordinates.
+Rotary embedding happens on the way in: angles are made on the spot from the tokens' coordinates.
 
 More cores than fit on chip come in chunks.
 
 Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head. qkv is (B, S, 3, H, d)
-with any strides but the last; the cores' rotary table is (B, C, d/2) twice, the patches' coordinates (N, 2) and the
-frequencies (d/4), all float32. Softmax works in base 2: `lse` (B, H, S) is the log2 of each row's sum of exponentials.
+with any strides but the last; the cores' coordinates (B, C, 2), the patches' (N, 2) and the frequencies (d/4) are
+float32. Softmax works in base 2: `lse` (B, H, S) is the log2 of each row's sum of exponentials.
 """
 
 from __future__ import annotations
@@ -60,19 +60,12 @@ def _cos_sin(angle, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _patch_table(coordinates, frequencies, n, N, HALF: tl.constexpr, EXACT: tl.constexpr):
-    """Rotary table of patches `n` (TILE, 1), made on the spot: it is less work than to fetch it."""
+def _table(coordinates, frequencies, at, last, HALF: tl.constexpr, EXACT: tl.constexpr):
+    """Rotary table of the tokens `at` (rows, 1), made on the spot: it is less work than to fetch it."""
     j = tl.arange(0, HALF)[None, :]
-    at = coordinates + 2 * tl.minimum(n, N - 1)  # a tile may reach past the last patch
-    angle = tl.where(j < HALF // 2, tl.load(at), tl.load(at + 1)) * tl.load(frequencies + j % (HALF // 2))
+    point = coordinates + 2 * tl.minimum(at, last)  # a tile may reach past the last token
+    angle = tl.where(j < HALF // 2, tl.load(point), tl.load(point + 1)) * tl.load(frequencies + j % (HALF // 2))
     return _cos_sin(angle, EXACT)
-
-
-@triton.jit
-def _core_table(cos, sin, b, first, C, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    c = first + tl.arange(0, CHUNK)[:, None]
-    rows = (b * C + c) * HALF
-    return _load(cos + rows, c < C, HALF), _load(sin + rows, c < C, HALF)
 
 
 @triton.jit
@@ -93,20 +86,20 @@ def _running_softmax(s, v, top, total, acc, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def _patches_ask(
-    base, core_cos, core_sin, coordinates, frequencies, out, lse, b, C, N, start, stop, scale, stride_s, stride_3,
-    stride_o, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FULL_C: tl.constexpr,
+    base, cores, patches, frequencies, out, lse, C, N, start, stop, scale, stride_s, stride_3, stride_o,
+    D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FULL_C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if CHUNKS == 1:
-        cos, sin = _core_table(core_cos, core_sin, b, 0, C, HALF, CHUNK)
+        cos, sin = _table(cores, frequencies, tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k1, k2 = _load_turned(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
         v = _load(base + 2 * stride_3 + c * stride_s, c < C, D)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
-        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
         q1, q2 = _load_turned(base + (C + n)[:, None] * stride_s, mask, patch_c, patch_s, HALF)
         if CHUNKS == 1:
             s = _logits(q1, q2, k1, k2, PRECISION)
@@ -122,7 +115,7 @@ def _patches_ask(
             o = tl.zeros([TILE, D], tl.float32)
             for first in range(0, C, CHUNK):
                 row = base + (first + c) * stride_s
-                cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
                 s = tl.where(first + column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
@@ -134,14 +127,14 @@ def _patches_ask(
 
 @triton.jit
 def _cores_ask(
-    base, core_cos, core_sin, coordinates, frequencies, share, b, chunk, C, N, start, stop, scale, stride_s, stride_3,
+    base, cores, patches, frequencies, share, chunk, C, N, start, stop, scale, stride_s, stride_3,
     D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row = chunk * CHUNK + c[:, None]
-    cos, sin = _core_table(core_cos, core_sin, b, chunk * CHUNK, C, HALF, CHUNK)
+    cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
     q1, q2 = _load_turned(base + row * stride_s, row < C, cos, sin, HALF)
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
@@ -150,7 +143,7 @@ def _cores_ask(
         for first in range(0, C, CHUNK):
             key = base + (first + c)[:, None] * stride_s
             mask = (first + c < C)[:, None]
-            cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+            cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
             k1, k2 = _load_turned(key + stride_3, mask, cos, sin, HALF)
             v = _load(key + 2 * stride_3, mask, D)
             s = tl.where(first + column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
@@ -159,7 +152,7 @@ def _cores_ask(
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         key = base + (C + n)[:, None] * stride_s
-        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
         k1, k2 = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = _load(key + 2 * stride_3, mask, D)
         s = _logits(q1, q2, k1, k2, PRECISION)
@@ -174,26 +167,27 @@ def _cores_ask(
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
 def _forward(
-    qkv, core_cos, core_sin, coordinates, frequencies, out, lse, shares, C, N, tiles, scale,
+    qkv, cores, patches, frequencies, out, lse, shares, C, N, tiles, scale,
     stride_b, stride_s, stride_3, stride_h,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    split, bh, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh, split, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    cores += b * (2 * C)
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
     if role == 0:
         to = out + b.to(tl.int64) * (C + N) * (H * D) + h * D
         _patches_ask(
-            base, core_cos, core_sin, coordinates, frequencies, to, lse + bh.to(tl.int64) * (C + N), b, C, N, start,
+            base, cores, patches, frequencies, to, lse + bh.to(tl.int64) * (C + N), C, N, start,
             stop, scale, stride_s, stride_3, H * D, D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
-        share = shares + ((split * tl.num_programs(1) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
+        share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
         _cores_ask(
-            base, core_cos, core_sin, coordinates, frequencies, share, b, role - 1, C, N, start, stop, scale,
+            base, cores, patches, frequencies, share, role - 1, C, N, start, stop, scale,
             stride_s, stride_3, D, CHUNK, TILE, FULL_N, EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -239,7 +233,7 @@ def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexp
 
 @triton.jit
 def _patches_asked(
-    base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start, stop,
+    base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start, stop,
     scale, d_scale, stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -254,14 +248,14 @@ def _patches_asked(
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
         row = base + (chunk * CHUNK + c) * stride_s
-        cos, sin = _core_table(core_cos, core_sin, b, chunk * CHUNK, C, HALF, CHUNK)
+        cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k1, k2 = _load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
         v = _load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         token = (C + n)[:, None]
-        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
         q1, q2 = _load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
         do = _load(d_out + token * stride_d, mask, D)
         own_lse = tl.load(lse + C + n, n < N, float("inf"))
@@ -274,7 +268,7 @@ def _patches_asked(
             first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
             if SEVERAL > 1:
                 row = base + (first + c) * stride_s
-                cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
             p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * scale - own_lse[:, None])
@@ -305,7 +299,7 @@ def _patches_asked(
 
 @triton.jit
 def _cores_asked(
-    base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start, stop,
+    base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start, stop,
     scale, d_scale, stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -319,7 +313,7 @@ def _cores_asked(
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
         first = chunk * CHUNK
-        cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+        cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
         do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
     for tile in tl.range(start, stop, num_stages=STAGES):
@@ -327,7 +321,7 @@ def _cores_asked(
         mask = (n < N)[:, None]
         token = (C + n)[:, None]
         key = base + token * stride_s
-        patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
         k1, k2 = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = _load(key + 2 * stride_3, mask, D)
         dk1 = tl.zeros([TILE, HALF], tl.float32)
@@ -336,7 +330,7 @@ def _cores_asked(
         for other in range(SEVERAL):
             if SEVERAL > 1:
                 first = other * CHUNK
-                cos, sin = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
                 do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
             # Patches down, cores across: only dq of the cores needs a transpose.
@@ -365,45 +359,48 @@ def _cores_asked(
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
 def _backward(
-    qkv, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, shares, C, N, tiles, scale, d_scale,
+    qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, shares, C, N, tiles, scale, d_scale,
     stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk."""
-    split, bh, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh, split, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     S = C + N
     chunk = place // 2
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    cores += b * (2 * C)
     out += b.to(tl.int64) * S * (H * D) + h * D
     lse += bh.to(tl.int64) * S
     d_out += b.to(tl.int64) * stride_db + h * D
     d_qkv += b.to(tl.int64) * S * (3 * H * D) + h * D
     # A share is dq, dk and dv of the chunk, (CHUNK, d) each.
-    share = shares + ((split * tl.num_programs(1) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
+    share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
     if place % 2 == 0:
         _patches_asked(
-            base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start,
+            base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start,
             stop, scale, d_scale, stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, FULL_C,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _cores_asked(
-            base, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, share, b, chunk, C, N, start,
+            base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start,
             stop, scale, d_scale, stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, FULL_N,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
-def _load_cores(base, core_cos, core_sin, b, first, C, stride_s, stride_3, D: tl.constexpr, CHUNK: tl.constexpr):
+def _load_cores(
+    base, cores, frequencies, first, C, stride_s, stride_3, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr
+):
     c = first + tl.arange(0, CHUNK)[:, None]
     row = base + c * stride_s
-    cos, sin = _core_table(core_cos, core_sin, b, first, C, D // 2, CHUNK)
+    cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, D // 2, EXACT)
     q1, q2 = _load_turned(row, c < C, cos, sin, D // 2)
     k1, k2 = _load_turned(row + stride_3, c < C, cos, sin, D // 2)
     return q1, q2, k1, k2, _load(row + 2 * stride_3, c < C, D)
@@ -411,15 +408,17 @@ def _load_cores(base, core_cos, core_sin, b, first, C, stride_s, stride_3, D: tl
 
 @triton.jit(do_not_specialize=["C", "N", "splits"])
 def _join_backward(
-    qkv, core_cos, core_sin, out, lse, d_out, d_qkv, d_cos, d_sin, shares, C, N, splits, scale, d_scale,
+    qkv, cores, frequencies, out, lse, d_out, d_qkv, d_cores, shares, C, N, splits, scale, d_scale,
     stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
-    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The cores' gradients: the shares, what cores ask of cores, and the way back through the rotary table."""
     HALF: tl.constexpr = D // 2
     bh, chunk = tl.program_id(0), tl.program_id(1)
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    cores += b * (2 * C)
     out += b.to(tl.int64) * (C + N) * (H * D) + h * D
     lse += bh.to(tl.int64) * (C + N)
     d_out += b.to(tl.int64) * stride_db + h * D
@@ -440,37 +439,54 @@ def _join_backward(
         row += step
 
     c = chunk * CHUNK + tl.arange(0, CHUNK)
-    q1, q2, k1, k2, v = _load_cores(base, core_cos, core_sin, b, chunk * CHUNK, C, stride_s, stride_3, D, CHUNK)
+    q1, q2, k1, k2, v = _load_cores(base, cores, frequencies, chunk * CHUNK, C, stride_s, stride_3, D, CHUNK, EXACT)
     do, own_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_ds, D, CHUNK)
-    for first in range(0, C, CHUNK):
-        x = first + tl.arange(0, CHUNK)
-        q1x, q2x, k1x, k2x, vx = _load_cores(base, core_cos, core_sin, b, first, C, stride_s, stride_3, D, CHUNK)
-        dox, lsex, deltax = _core_gradient(out, d_out, lse, first, C, H * D, stride_ds, D, CHUNK)
-        # This chunk asks.
-        p = tl.exp2(_logits(q1, q2, k1x, k2x, PRECISION) * scale - own_lse[:, None])
-        p = tl.where(x[None, :] < C, p, 0.0)
-        dp = tl.dot(do, tl.trans(vx), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(q1.dtype)
-        dq1 = tl.dot(ds, k1x, dq1, input_precision=PRECISION)
-        dq2 = tl.dot(ds, k2x, dq2, input_precision=PRECISION)
-        # This chunk answers.
-        p = tl.exp2(_logits(q1x, q2x, k1, k2, PRECISION) * scale - lsex[:, None])
+    if CHUNKS == 1:
+        p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * scale - own_lse[:, None])
         p = tl.where(c[None, :] < C, p, 0.0)
-        dp = tl.dot(dox, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - deltax[:, None])).to(q1.dtype)
-        dv = tl.dot(tl.trans(p.to(q1.dtype)), dox, dv, input_precision=PRECISION)
-        dk1 = tl.dot(tl.trans(ds), q1x, dk1, input_precision=PRECISION)
-        dk2 = tl.dot(tl.trans(ds), q2x, dk2, input_precision=PRECISION)
+        ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q1.dtype)
+        dv = tl.dot(tl.trans(p.to(q1.dtype)), do, dv, input_precision=PRECISION)
+        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+        dk1 = tl.dot(tl.trans(ds), q1, dk1, input_precision=PRECISION)
+        dk2 = tl.dot(tl.trans(ds), q2, dk2, input_precision=PRECISION)
+    else:
+        for first in range(0, C, CHUNK):
+            x = first + tl.arange(0, CHUNK)
+            q1x, q2x, k1x, k2x, vx = _load_cores(
+                base, cores, frequencies, first, C, stride_s, stride_3, D, CHUNK, EXACT
+            )
+            dox, lsex, deltax = _core_gradient(out, d_out, lse, first, C, H * D, stride_ds, D, CHUNK)
+            # This chunk asks.
+            p = tl.exp2(_logits(q1, q2, k1x, k2x, PRECISION) * scale - own_lse[:, None])
+            p = tl.where(x[None, :] < C, p, 0.0)
+            dp = tl.dot(do, tl.trans(vx), input_precision=PRECISION)
+            ds = (p * (dp - delta[:, None])).to(q1.dtype)
+            dq1 = tl.dot(ds, k1x, dq1, input_precision=PRECISION)
+            dq2 = tl.dot(ds, k2x, dq2, input_precision=PRECISION)
+            # This chunk answers.
+            p = tl.exp2(_logits(q1x, q2x, k1, k2, PRECISION) * scale - lsex[:, None])
+            p = tl.where(c[None, :] < C, p, 0.0)
+            dp = tl.dot(dox, tl.trans(v), input_precision=PRECISION)
+            ds = (p * (dp - deltax[:, None])).to(q1.dtype)
+            dv = tl.dot(tl.trans(p.to(q1.dtype)), dox, dv, input_precision=PRECISION)
+            dk1 = tl.dot(tl.trans(ds), q1x, dk1, input_precision=PRECISION)
+            dk2 = tl.dot(tl.trans(ds), q2x, dk2, input_precision=PRECISION)
 
     mask = (c < C)[:, None]
     dq1, dq2, dk1, dk2 = dq1 * d_scale, dq2 * d_scale, dk1 * d_scale, dk2 * d_scale
-    cos, sin = _core_table(core_cos, core_sin, b, chunk * CHUNK, C, HALF, CHUNK)
+    cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
     rows = base + c[:, None] * stride_s
     qa, qb = _load(rows, mask, HALF), _load(rows + HALF, mask, HALF)
     ka, kb = _load(rows + stride_3, mask, HALF), _load(rows + stride_3 + HALF, mask, HALF)
-    at = (bh.to(tl.int64) * C + c[:, None]) * HALF + half
-    tl.store(d_cos + at, dq1 * qa + dq2 * qb + dk1 * ka + dk2 * kb, mask)
-    tl.store(d_sin + at, dq2 * qa - dq1 * qb + dk2 * ka - dk1 * kb, mask)
+    # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
+    qa, qb = _rotate(qa, qb, cos, sin)
+    ka, kb = _rotate(ka, kb, cos, sin)
+    d_angle = dq2 * qa - dq1 * qb + dk2 * ka - dk1 * kb
+    d_angle *= tl.load(frequencies + half % (HALF // 2))
+    to = d_cores + 2 * (bh * C + c)
+    tl.store(to, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
+    tl.store(to + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
     dq1, dq2 = _rotate(dq1, dq2, cos, -sin)
     dk1, dk2 = _rotate(dk1, dk2, cos, -sin)
     to = d_qkv + (b * (C + N) + c).to(tl.int64)[:, None] * (3 * H * D) + h * D
@@ -526,7 +542,7 @@ def _launch(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> _Launc
     cut = cut or plan(qkv, cores, backward)
     chunks = triton.cdiv(cores, cut.chunk)
     tiles = triton.cdiv(tokens - cores, cut.tile)
-    splits = max(1, min(tiles, cut.programs * multiprocessors(qkv) // (2 * batch * heads)))
+    splits = max(1, min(tiles, cut.programs * multiprocessors(qkv) // max(1, 2 * batch * heads)))
     per_split = triton.cdiv(tiles, splits)
     constants = {
         "H": heads, "D": width, "CHUNK": cut.chunk, "CHUNKS": chunks, "TILE": cut.tile, "STAGES": cut.stages,
@@ -537,20 +553,25 @@ def _launch(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> _Launc
     return _Launch(constants, options, triton.cdiv(tiles, per_split), per_split, width**-0.5)
 
 
+def _together(x: Tensor) -> Tensor:
+    """The kernels take any strides but this one: channels of a head lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def forward(
-    qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
-    cut: Plan | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, cut: Plan | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention (B, S, H·d) and log-sum-exp (B, H, S)."""
+    qkv = _together(qkv)
     batch, tokens, _, heads, width = qkv.shape
-    cores = core_cos.shape[1]
+    cores = core_points.shape[1]
     constants, options, splits, tiles, scale = _launch(qkv, cores, False, cut)
     chunk, chunks = constants["CHUNK"], constants["CHUNKS"]
     out = qkv.new_empty(batch, tokens, heads * width)
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     shares = qkv.new_empty(splits * batch * heads * chunks * chunk * (width + 2), dtype=torch.float32)
-    _forward[splits, batch * heads, 1 + chunks](
-        qkv, core_cos, core_sin, coordinates, frequencies, out, lse, shares, cores, tokens - cores, tiles,
+    _forward[batch * heads, splits, 1 + chunks](
+        qkv, core_points, patch_points, frequencies, out, lse, shares, cores, tokens - cores, tiles,
         scale * LOG2_E, qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
     )  # fmt: skip
     _join[batch * heads, chunks, chunk // 16](
@@ -560,29 +581,29 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
+    d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
     out: Tensor, lse: Tensor, cut: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv (B, S, 3, H, d) and of the cores' table (B, C, d/2) twice."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv (B, S, 3, H, d) and of the cores' coordinates (B, C, 2)."""
+    qkv, d_out = _together(qkv), _together(d_out)
     batch, tokens, _, heads, width = qkv.shape
-    cores = core_cos.shape[1]
-    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    cores = core_points.shape[1]
     constants, options, splits, tiles, scale = _launch(qkv, cores, True, cut)
     chunk, chunks = constants["CHUNK"], constants["CHUNKS"]
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     shares = qkv.new_empty(splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)
-    d_table = qkv.new_empty(2, batch, heads, cores, width // 2, dtype=torch.float32)
+    d_points = qkv.new_empty(batch, heads, cores, 2, dtype=torch.float32)
     strides = (qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), d_out.stride(0), d_out.stride(1))
     # Patches' gradients need all chunks and a chunk's needs all patches: one launch for both, or one after the other.
     for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
-        _backward[splits, batch * heads, 2 * chunks if core else 2](
-            qkv, core_cos, core_sin, coordinates, frequencies, out, lse, d_out, d_qkv, shares, cores, tokens - cores,
+        _backward[batch * heads, splits, 2 * chunks if core else 2](
+            qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, shares, cores, tokens - cores,
             tiles, scale * LOG2_E, scale, *strides, PATCHES=patches, CORES=core, **constants, **options,
         )  # fmt: skip
     _join_backward[batch * heads, chunks](
-        qkv, core_cos, core_sin, out, lse, d_out, d_qkv, d_table[0], d_table[1], shares, cores, tokens - cores, splits,
+        qkv, core_points, frequencies, out, lse, d_out, d_qkv, d_points, shares, cores, tokens - cores, splits,
         scale * LOG2_E, scale, *strides,
-        H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, PRECISION=constants["PRECISION"], num_warps=8,
-        num_stages=1,
+        H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, EXACT=constants["EXACT"], PRECISION=constants["PRECISION"],
+        num_warps=4 if chunks == 1 and width <= 64 else 8, num_stages=1,
     )  # fmt: skip
-    return d_qkv, d_table[0].sum(1), d_table[1].sum(1)
+    return d_qkv, d_points.sum(1)

@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import LOG2_E, _core_table, _load_turned, _logits, _patch_table, multiprocessors
+from veca.kernels.core_attention import LOG2_E, _load_turned, _logits, _table, multiprocessors
 
 
 @triton.jit(do_not_specialize=["C", "N", "asking", "tiles"])
 def _probabilities(
-    q, k, core_cos, core_sin, coordinates, frequencies, patch_to_core, logits, C, N, asking, tiles, scale,
+    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, asking, tiles, scale,
     stride_qb, stride_q, stride_k,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PATCHES: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -33,17 +33,18 @@ def _probabilities(
     split, bh, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     S = C + N
+    cores += b * (2 * C)
     q += b.to(tl.int64) * stride_qb + h * D
     k += b.to(tl.int64) * S * stride_k + h * D
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
     if PATCHES and role == 0:  # patches ask
-        cos, sin = _core_table(core_cos, core_sin, b, 0, C, HALF, CHUNK)
+        cos, sin = _table(cores, frequencies, c, C - 1, HALF, EXACT)
         k1, k2 = _load_turned(k + c * stride_k, c < C, cos, sin, HALF)
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)[:, None]
-            patch_c, patch_s = _patch_table(coordinates, frequencies, n, N, HALF, EXACT)
+            patch_c, patch_s = _table(patches, frequencies, n, N - 1, HALF, EXACT)
             q1, q2 = _load_turned(q + (C + n) * stride_q, n < N, patch_c, patch_s, HALF)
             s = tl.where(column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
             p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
@@ -51,53 +52,49 @@ def _probabilities(
             to = patch_to_core + b.to(tl.int64) * S * (H * C) + (C + n) * (H * C) + h * C + column
             tl.store(to, p.to(q1.dtype), (n < N) & (column < C))
     else:  # cores ask; log2 of their probabilities, up to a constant
-        cos, sin = _core_table(core_cos, core_sin, b, 0, C, HALF, CHUNK)
+        cos, sin = _table(cores, frequencies, c, C - 1, HALF, EXACT)
         q1, q2 = _load_turned(q + c * stride_q, c < asking, cos, sin, HALF)
         to = logits + (bh * asking + c).to(tl.int64) * S
         if split == 0:
             for first in range(0, C, CHUNK):
-                key_c, key_s = _core_table(core_cos, core_sin, b, first, C, HALF, CHUNK)
+                key_c, key_s = _table(cores, frequencies, first + c, C - 1, HALF, EXACT)
                 k1, k2 = _load_turned(k + (first + c) * stride_k, first + c < C, key_c, key_s, HALF)
                 s = _logits(q1, q2, k1, k2, PRECISION) * scale
                 tl.store(to + first + column, s, (c < asking) & (first + column < C))
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)
-            patch_c, patch_s = _patch_table(coordinates, frequencies, n[:, None], N, HALF, EXACT)
+            patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
             k1, k2 = _load_turned(k + (C + n)[:, None] * stride_k, (n < N)[:, None], patch_c, patch_s, HALF)
             s = _logits(q1, q2, k1, k2, PRECISION) * scale
             tl.store(to + C + n[None, :], s, (c < asking) & (n < N)[None, :])
 
 
-def probabilities(
-    qk: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor
-) -> tuple[Tensor, Tensor]:
+def probabilities(qk: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Of qk (B, S, 2, H, d): patches' (B, S, H·C), rows of cores left open, and cores' logits (B, H·C, S), base 2."""
     batch, tokens, _, heads, _ = qk.shape
-    cores = core_cos.shape[1]
+    cores = core_points.shape[1]
     patch_to_core = qk.new_empty(batch, tokens, heads * cores)
     q, k = qk.unbind(2)
-    return patch_to_core, _ask(q, k, cores, core_cos, core_sin, coordinates, frequencies, patch_to_core)
+    return patch_to_core, _ask(q, k, cores, core_points, patch_points, frequencies, patch_to_core)
 
 
-def first_core_logits(
-    q: Tensor, k: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor
-) -> Tensor:
+def first_core_logits(q: Tensor, k: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> Tensor:
     """Logits (B, H, S), base 2, of the first core's query (B, 1, H, d) against keys (B, S, H, d)."""
-    return _ask(q, k, 1, core_cos, core_sin, coordinates, frequencies, None)
+    return _ask(q, k, 1, core_points, patch_points, frequencies, None)
 
 
 def _ask(
-    q: Tensor, k: Tensor, asking: int, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
+    q: Tensor, k: Tensor, asking: int, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
     patch_to_core: Tensor | None,
 ) -> Tensor:  # fmt: skip
     batch, tokens, heads, width = k.shape
-    cores, patches = core_cos.shape[1], patch_to_core is not None
+    cores, patches = core_points.shape[1], patch_to_core is not None
     logits = k.new_empty(batch, heads * asking, tokens, dtype=torch.float32)
     tiles = triton.cdiv(tokens - cores, 64)
     splits = max(1, min(tiles, 10 * multiprocessors(k) // ((1 + patches) * batch * heads)))
     per_split = triton.cdiv(tiles, splits)
     _probabilities[triton.cdiv(tiles, per_split), batch * heads, 1 + patches](
-        q, k, core_cos, core_sin, coordinates, frequencies, logits if patch_to_core is None else patch_to_core, logits,
+        q, k, core_points, patch_points, frequencies, logits if patch_to_core is None else patch_to_core, logits,
         cores, tokens - cores, asking, per_split, width**-0.5 * LOG2_E, q.stride(0), q.stride(1), k.stride(1),
         H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(asking)), TILE=64, PATCHES=patches,
         EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,

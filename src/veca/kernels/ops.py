@@ -23,8 +23,8 @@ CAPABILITY = (8, 0)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def misfit(device: torch.device, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] = CAPABILITY) -> str:
-    """Why the kernels cannot take such inputs, in words; empty when they can."""
+def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] = CAPABILITY) -> str:
+    """Why no kernel can run on such a device and type, in words; empty when they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -33,25 +33,21 @@ def misfit(device: torch.device, dtype: torch.dtype, head_dim: int, capability: 
         return f"the device is {device.type}, not an NVIDIA GPU"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < capability:
         return f"the GPU is of architecture {torch.cuda.get_device_capability(device)}, older than {capability}"
-    if dtype not in DTYPES:
-        return f"the tensors are {dtype}, not bfloat16, float16 or float32"
-    if head_dim not in HEAD_DIMS:
-        return f"heads are {head_dim} wide, not 32, 64 or 128"
-    return ""
+    return "" if dtype in DTYPES else f"the tensors are {dtype}, not bfloat16, float16 or float32"
 
 
 @torch.library.custom_op(
     "veca::core_attention",
     mutates_args=(),
-    schema="(Tensor qkv, Tensor core_cos, Tensor core_sin, Tensor coordinates, Tensor frequencies) -> (Tensor, Tensor)",
+    schema="(Tensor qkv, Tensor core_points, Tensor patch_points, Tensor frequencies) -> (Tensor, Tensor)",
 )
 def core_attention(
-    qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor
+    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of the whole sequence (B, S, H·d), and each row's log-sum-exp (B, H, S), which the backward needs."""
     from veca.kernels.core_attention import forward
 
-    return forward(qkv, core_cos, core_sin, coordinates, frequencies)
+    return forward(qkv, core_points, patch_points, frequencies)
 
 
 @core_attention.register_fake
@@ -63,32 +59,29 @@ def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "veca::core_attention_backward",
     mutates_args=(),
-    schema="(Tensor d_out, Tensor qkv, Tensor core_cos, Tensor core_sin, Tensor coordinates, Tensor frequencies, "
-    "Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor d_out, Tensor qkv, Tensor core_points, Tensor patch_points, Tensor frequencies, Tensor out, "
+    "Tensor lse) -> (Tensor, Tensor)",
 )
 def core_attention_backward(
-    d_out: Tensor, qkv: Tensor, core_cos: Tensor, core_sin: Tensor, coordinates: Tensor, frequencies: Tensor,
-    out: Tensor, lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv and of the cores' table; patches do not move."""
+    d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of qkv and of the cores' coordinates; patches do not move."""
     from veca.kernels.core_attention import backward
 
-    return backward(d_out, qkv, core_cos, core_sin, coordinates, frequencies, out, lse)
+    return backward(d_out, qkv, core_points, patch_points, frequencies, out, lse)
 
 
 @core_attention_backward.register_fake
-def _(d_out: Tensor, qkv: Tensor, core_cos: Tensor, core_sin: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return qkv.new_empty(qkv.shape), core_cos.new_empty(core_cos.shape), core_sin.new_empty(core_sin.shape)
+def _(d_out: Tensor, qkv: Tensor, core_points: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), core_points.new_empty(core_points.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if d_out is None:
-        return None, None, None, None, None
+def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *core_attention_backward(d_out, *ctx.saved_tensors), None, None
 
 
@@ -102,10 +95,49 @@ def products(qkv: tuple[int, ...], cores: int) -> int:
 
 
 @register_flop_formula(torch.ops.veca.core_attention)
-def _(qkv: tuple[int, ...], core_cos: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return products(qkv, core_cos[1])
+def _(qkv: tuple[int, ...], core_points: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return products(qkv, core_points[1])
 
 
 @register_flop_formula(torch.ops.veca.core_attention_backward)
-def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_cos: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 5 * products(qkv, core_cos[1]) // 2  # ten products of that size against four
+def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 5 * products(qkv, core_points[1]) // 2  # ten products of that size against four
+
+
+@torch.library.custom_op("veca::swiglu", mutates_args=(), schema="(Tensor h, Tensor bias) -> Tensor")
+def swiglu(h: Tensor, bias: Tensor) -> Tensor:
+    """`silu(u) * v` of [u, v] = h + bias: (..., 2W) → (..., W)."""
+    from veca.kernels.swiglu import forward
+
+    return forward(h, bias)
+
+
+@swiglu.register_fake
+def _(h: Tensor, bias: Tensor) -> Tensor:
+    return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
+
+
+@torch.library.custom_op(
+    "veca::swiglu_backward", mutates_args=(), schema="(Tensor d_out, Tensor h, Tensor bias) -> (Tensor, Tensor)"
+)
+def swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of h and bias."""
+    from veca.kernels.swiglu import backward
+
+    return backward(d_out, h, bias)
+
+
+@swiglu_backward.register_fake
+def _(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return h.new_empty(h.shape), bias.new_empty(bias.shape)
+
+
+def _save_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    return swiglu_backward(d_out, *ctx.saved_tensors)
+
+
+swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
