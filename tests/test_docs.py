@@ -33,5 +33,6 @@ def test_links_and_commands_exist(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (page.parent / link).exists(), link
     verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    verbs |= {group.name for group in app.registered_groups}
     for verb in re.findall(r"^veca (\w+)", text, re.MULTILINE):
         assert verb in verbs
