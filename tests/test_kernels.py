@@ -209,6 +209,42 @@ def test_swiglu_keeps_to_the_rules() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("width", [48, 64, 300])
+@pytest.mark.parametrize(("added", "carried"), [(True, True), (True, False), (False, False)])
+def test_add_norm_against_float64(width: int, added: bool, carried: bool) -> None:
+    torch.manual_seed(0)
+    shape = (2, 21, width)
+    x, update, d_total, d_normed = torch.randn(4, *shape)
+    gain, shift = torch.randn(2, width)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gain, shift, *([update] if added else []))]
+        if dtype == torch.float32:
+            more = leaves[3] if added else None
+            total, normed = ops.add_norm(leaves[0], more, leaves[1], leaves[2], 1e-5, dtype)
+            total = total if added else leaves[0]
+        else:
+            total = leaves[0] + leaves[3] if added else leaves[0]
+            normed = F.layer_norm(total, (width,), leaves[1], leaves[2], 1e-5)
+        loss = (normed * d_normed).sum() + carried * (total * d_total).sum()
+        results.append([total.detach(), normed.detach(), *torch.autograd.grad(loss, leaves)])
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) <= 1e-6
+
+
+@interpreted
+@pytest.mark.parametrize("added", [True, False])
+def test_add_norm_keeps_to_the_rules(added: bool) -> None:
+    x, update = torch.randn(2, 2, 5, 16)
+    gain, shift = torch.randn(2, 16)
+    leaves = [t.clone().requires_grad_() for t in (x, update, gain, shift)]
+    leaves[1] = leaves[1] if added else None  # type: ignore[call-overload]
+    torch.library.opcheck(torch.ops.veca.add_norm.default, [*leaves, 1e-5, torch.float32])
+    more = [x, update, x, gain, 1e-5, torch.float32] if added else [None, update, x, gain, 1e-5, None]
+    torch.library.opcheck(torch.ops.veca.add_norm_backward.default, more)
+
+
+@interpreted
 @pytest.mark.parametrize("layout", ["channels first", "one for all", "slice"])
 def test_takes_any_layout_of_the_gradient(layout: str) -> None:
     case = Case(8, 2, (5, 7), 32)

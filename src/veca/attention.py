@@ -133,14 +133,6 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:
-    """`silu(u) * v` of [u, v] = layer(x)."""
-    if type(layer) is nn.Linear and x.device.type == "cuda" and use_triton(x):
-        return ops.swiglu(F.linear(x, layer.weight), layer.bias)
-    u, v = layer(x).chunk(2, dim=-1)
-    return F.silu(u) * v
-
-
 def use_triton(x: Tensor, head_dim: int | None = None, cores: int = 1) -> bool:
     """Whether the Triton kernels take these inputs; where asked for by name and they cannot, the error says why."""
     if _kernel not in ("auto", "triton"):

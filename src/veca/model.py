@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention, swiglu
+from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
 from veca.config import VecaConfig, get_config
+from veca.fused import add_norm, swiglu
 from veca.images import nearest_sizes
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
 
@@ -106,10 +107,14 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.embed_dim)
         self.mlp = SwiGlu(config)
 
-    def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False) -> Tensor:
-        attended = self.attn(self.norm1(x), core_rotary, patch_rotary, cls_only=cls_only)
-        x = x[:, : attended.shape[1]] + attended
-        return x + self.mlp(self.norm2(x))
+    def forward(
+        self, x: Tensor, update: Tensor | None, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens (B, S, D) are `x + update`, before as after; the sum is left to the norm that comes next."""
+        x, normed = add_norm(x, update, self.norm1)
+        update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)
+        x, normed = add_norm(x[:, : update.shape[1]], update, self.norm2)
+        return x, self.mlp(normed)
 
 
 class Veca(nn.Module):
@@ -161,7 +166,7 @@ class Veca(nn.Module):
         `cls_only` skips all that the global feature does not need: the output has one core and no patches.
         """
         x, coordinates, _ = self._run(images, cores, cls_only=cls_only)
-        x = self.output_proj(self.norm(x))
+        x = self.output_proj(x)
         budget = coordinates.shape[2]
         logits = self.forward_head(x) if self.config.num_classes else None
         return VecaOutput(x[:, :budget], x[:, budget:], coordinates, self._grid(images), logits)
@@ -174,7 +179,7 @@ class Veca(nn.Module):
         stop: int | None = None,
         cls_only: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """All blocks, or the first `stop`: the sequence (B, S, D), coordinates (L, B, C, 2), and outputs of `take`."""
+        """All blocks, or the first `stop`: normed tokens (B, S, D), coordinates (L, B, C, 2), and outputs of `take`."""
         rows, columns = self._grid(images)
         budget = self._budget(cores)
         patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))
@@ -184,21 +189,21 @@ class Veca(nn.Module):
         # Coordinates and angles never go below float32, whatever the model or autocast does.
         state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
         patch_rotary = self._patch_rotary(rows, columns, state)
-        coordinates, taken = [], []
+        update, coordinates, taken = None, [], []
         for i, block in enumerate(self.blocks[:stop]):
-            if i > 0:
-                step = self.coordinate_heads[i - 1](x[:, :budget])
+            if update is not None:
+                step = self.coordinate_heads[i - 1](x[:, :budget] + update[:, :budget])
                 state = state + self.coordinate_alpha[i - 1].to(state.dtype) * step.to(state.dtype)
             coordinates.append(state.tanh())
             core_rotary = self._rotary(coordinates[-1][:, None])
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, core_rotary, patch_rotary, last, use_reentrant=False)
+                x, update = checkpoint(block, x, update, core_rotary, patch_rotary, last, use_reentrant=False)
             else:
-                x = block(x, core_rotary, patch_rotary, last)
+                x, update = block(x, update, core_rotary, patch_rotary, last)
             if i in take:
-                taken.append(x)
-        return x, torch.stack(coordinates), taken
+                taken.append(x + update)
+        return add_norm(x, update, self.norm)[1], torch.stack(coordinates), taken
 
     def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
         """The first `budget` rows of a chunked bank; chunks beyond take no part in the graph."""
@@ -245,8 +250,7 @@ class Veca(nn.Module):
 
     def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
         """The final tokens (B, C + N, D), normalised, cores first."""
-        x, _, _ = self._run(images, cores)
-        return self.output_proj(self.norm(x))
+        return self.output_proj(self._run(images, cores)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """The classifier on the tokens `forward_features` gives; `pre_logits` stops at the global feature."""
@@ -280,7 +284,7 @@ class Veca(nn.Module):
         if output_fmt == "NCHW":
             features = [t.mT.unflatten(-1, self._grid(images)).contiguous() for t in features]
         found = [(f, t[:, :budget]) for f, t in zip(features, taken, strict=True)] if return_prefix_tokens else features
-        return found if intermediates_only else (self.output_proj(self.norm(x)), found)
+        return found if intermediates_only else (self.output_proj(x), found)
 
     def get_intermediate_layers(
         self,

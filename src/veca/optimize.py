@@ -90,19 +90,21 @@ class FastVeca(Veca):
         # Rows for the cores too, so that the first product writes the sequence as it will be.
         pixels = functools.partial(patchify, images, self.config.patch_size, budget, self.bank.dtype)
         run = functools.partial(self._blocks, budget=budget, patch_rotary=patch_rotary, cls_only=cls_only)
-        if take or stop is not None or not self.cuda_graphs:
-            return run(pixels(), take=take, stop=stop)
         key = (len(images), rows, columns, budget, cls_only)
-        graph = self._graphs.pop(key, None)
-        if key not in self._seen:  # the first time as it comes, which also compiles; what comes again is recorded
+        if take or stop is not None or not self.cuda_graphs:
+            x, coordinates, taken = run(pixels(), take=take, stop=stop)
+        elif key not in self._seen:  # the first time as it comes, which also compiles; what comes again is recorded
             self._seen.add(key)
-            return run(pixels())
-        self._graphs[key] = graph = graph or Graph(run, pixels(), next(iter(self._graphs.values()), None))
-        if len(self._graphs) > GRAPHS_KEPT:
-            self._graphs.popitem(last=False)
-        pixels(out=graph.x)
-        x, coordinates, _ = graph.replay()
-        return x, coordinates.clone(), []
+            x, coordinates, taken = run(pixels())
+        else:
+            graph = self._graphs.pop(key, None) or Graph(run, pixels(), next(iter(self._graphs.values()), None))
+            self._graphs[key] = graph
+            if len(self._graphs) > GRAPHS_KEPT:
+                self._seen.discard(self._graphs.popitem(last=False)[0])
+            pixels(out=graph.x)
+            x, coordinates, taken = graph.replay()
+            coordinates = coordinates.clone()
+        return self.norm(x), coordinates, taken
 
     def _blocks(
         self,
@@ -257,7 +259,7 @@ class Graph:
     """A call recorded for an input of one shape: a replay reads what `x` then holds and overwrites the last result."""
 
     def __init__(self, call: Callable[[Tensor], Any], x: Tensor, neighbour: Graph | None) -> None:
-        self.x = x
+        self.x, self.call = x, call  # what the call reads must outlive the record
         self.graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time, so they may work in the same memory.
         with torch.cuda.graph(self.graph, pool=neighbour.graph.pool() if neighbour else None):

@@ -141,3 +141,68 @@ def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
+
+
+@torch.library.custom_op(
+    "veca::add_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? update, Tensor weight, Tensor bias, float eps, ScalarType dtype) -> (Tensor, Tensor)",
+)
+def add_norm(
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The sum of x and update, and its LayerNorm in `dtype`; without an update the sum is left empty, for it is x."""
+    from veca.kernels.add_norm import forward
+
+    return forward(x, update, weight, bias, eps, dtype)
+
+
+@add_norm.register_fake
+def _(
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "veca::add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor? d_total, Tensor d_normed, Tensor total, Tensor weight, float eps, ScalarType? update) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+def add_norm_backward(
+    d_total: Tensor | None, d_normed: Tensor, total: Tensor, weight: Tensor, eps: float, update: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of the update (empty where there was none), of gain and shift."""
+    from veca.kernels.add_norm import backward
+
+    return backward(d_total, d_normed, total, weight, eps, update)
+
+
+@add_norm_backward.register_fake
+def _(
+    d_total: Tensor | None, d_normed: Tensor, total: Tensor, weight: Tensor, eps: float, update: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_x = total.new_empty(total.shape)
+    d_update = total.new_empty(0) if update is None else total.new_empty(total.shape, dtype=update)
+    return d_x, d_update, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+
+
+def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, update, weight, _bias, ctx.eps, _dtype = inputs
+    ctx.update = None if update is None else update.dtype
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if update is None else output[0], weight)
+
+
+def _add_norm_backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+    total, weight = ctx.saved_tensors
+    if d_normed is None:
+        d_normed = torch.zeros_like(total)
+    if ctx.update is None:
+        d_total = None  # nobody takes the empty sum
+    d_x, d_update, d_gain, d_shift = add_norm_backward(d_total, d_normed, total, weight, ctx.eps, ctx.update)
+    return d_x, None if ctx.update is None else d_update, d_gain, d_shift, None, None
+
+
+add_norm.register_autograd(_add_norm_backward, setup_context=_save_add_norm)

@@ -1,0 +1,37 @@
+"""What stands between the matrix products of a block: one kernel each where one fits, plain operators elsewhere.
+
+The residual stream is carried as a pair: `x`, and the `update` that the last layer adds to it. The sum is taken
+together with the norm that reads it first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from veca.attention import use_triton
+from veca.kernels import ops
+
+
+def add_norm(x: Tensor, update: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """`x + update`, and `norm` of it."""
+    if type(norm) is nn.LayerNorm and _on_gpu(x):
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        total, normed = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps, dtype)
+        return x if update is None else total, normed
+    x = x if update is None else x + update
+    return x, norm(x)
+
+
+def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`silu(u) * v` of [u, v] = layer(x)."""
+    if type(layer) is nn.Linear and _on_gpu(x):
+        return ops.swiglu(F.linear(x, layer.weight), layer.bias)
+    u, v = layer(x).chunk(2, dim=-1)
+    return F.silu(u) * v
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda" and use_triton(x)
