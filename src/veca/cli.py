@@ -184,6 +184,7 @@ BenchDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes CU
 BenchDtype = Annotated[Dtype | None, typer.Option(help="Default: bfloat16 on CUDA, float32 elsewhere.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count; every contender has a turn in each.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of each contender goes.")]
+Errors = Annotated[bool, typer.Option("--errors/--no-errors", help="Also how far results are from float64.")]
 BenchOut = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for results.json, results.csv, table.txt.")]
 
 
@@ -192,31 +193,31 @@ def bench_model(
     case: Cases = None, model: Models = None, size: Sizes = None, batch: Batches = None, cores: Budgets = None,
     contender: Contenders = None, device: BenchDevice = "auto", dtype: BenchDtype = None,
     cls_only: Annotated[bool, typer.Option("--cls-only", help="Ask for the global feature alone.")] = False,
-    repeats: Repeats = 10, profile: Profile = False, to: BenchOut = None,
+    repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: BenchOut = None,
 ) -> None:  # fmt: skip
     """Forward pass of the whole model: VECA in every way to run it, the dense ViT, and the products alone."""
     sweep = (case, model, size, batch, cores)
-    _bench("model", sweep, contender, device, dtype, repeats, profile, to, cls_only)
+    _bench("model", sweep, contender, device, dtype, repeats, profile, errors, to, cls_only)
 
 
 @bench_app.command("train")
 def bench_train(
     case: Cases = None, model: Models = None, size: Sizes = None, batch: Batches = None, cores: Budgets = None,
     contender: Contenders = None, device: BenchDevice = "auto", dtype: BenchDtype = None,
-    repeats: Repeats = 10, profile: Profile = False, to: BenchOut = None,
+    repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: BenchOut = None,
 ) -> None:  # fmt: skip
     """Forward and backward pass, float32 weights under autocast; memory counts weights and gradients."""
-    _bench("train", (case, model, size, batch, cores), contender, device, dtype, repeats, profile, to)
+    _bench("train", (case, model, size, batch, cores), contender, device, dtype, repeats, profile, errors, to)
 
 
 @bench_app.command("attention")
 def bench_attention(
     case: Cases = None, model: Models = None, size: Sizes = None, batch: Batches = None, cores: Budgets = None,
     contender: Contenders = None, device: BenchDevice = "auto", dtype: BenchDtype = None,
-    repeats: Repeats = 10, profile: Profile = False, to: BenchOut = None,
+    repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: BenchOut = None,
 ) -> None:  # fmt: skip
     """Attention of one layer alone, rotary embedding included: forward, then backward."""
-    _bench("attention", (case, model, size, batch, cores), contender, device, dtype, repeats, profile, to)
+    _bench("attention", (case, model, size, batch, cores), contender, device, dtype, repeats, profile, errors, to)
 
 
 @bench_app.command("plot")
@@ -236,11 +237,11 @@ def bench_plot(
 
 def _bench(
     bench: Bench, sweep: tuple[Any, ...], contenders: list[str] | None, device: str, dtype: Dtype | None,
-    repeats: int, profile: bool, to: Path | None, cls_only: bool = False,
+    repeats: int, profile: bool, errors: bool, to: Path | None, cls_only: bool = False,
 ) -> None:  # fmt: skip
     setting = pick_setting(device, dtype, cls_only)
     cases = choose_cases(bench, setting.device.type == "cuda", *(values or () for values in sweep))
-    run_bench(bench, cases, setting, contenders or (), repeats, profile, to).show(out)
+    run_bench(bench, cases, setting, contenders or (), repeats, profile, to, errors).show(out)
     if to is not None:
         out.print(f"Results: {to}", soft_wrap=True)
 

@@ -75,9 +75,15 @@ class Workload:
         torch.manual_seed(0)
 
     def new_veca(self, dtype: torch.dtype | None = None) -> Veca:
+        """Always the same weights, drawn in float32, then cast."""
+        device = self.setting.device
         with torch.device("meta"):
-            model = create_model(self.case.model)
-        model.to_empty(device=self.setting.device).init_weights()  # drawn there: a CPU would take seconds
+            # Training moves patches at random; here all gradients are to be those of the same function.
+            model = create_model(self.case.model, coordinate_shift=0.0, coordinate_rescale=1.0)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(1)
+            model.to_empty(device=device).init_weights()  # drawn there: a CPU would take seconds
+            enliven(model)
         return model.to(dtype or self.weights)
 
     @cached_property
@@ -90,7 +96,9 @@ class Workload:
             raise ValueError(f"there is no dense ViT of the size of {self.case.model}; there is of {', '.join(DENSE)}")
         timm = _import("timm", "the dense ViT comes from timm")
         dense = timm.create_model(DENSE[self.case.model], num_classes=0, dynamic_img_size=True)
-        return dense.to(self.setting.device, self.weights).eval()
+        dense.to(self.setting.device)
+        enliven(dense)
+        return dense.to(self.weights).eval()
 
     @cached_property
     def images(self) -> Tensor:
@@ -102,6 +110,12 @@ class Workload:
         """(B, S, 3, H, d), as the projection of a block gives it."""
         config = self.case.config
         shape = (self.case.batch, self.case.tokens, 3, config.num_heads, config.head_dim)
+        return torch.randn(*shape, device=self.setting.device, dtype=self.setting.dtype)
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """(B, S, D), of the output of attention."""
+        shape = (self.case.batch, self.case.tokens, self.case.config.embed_dim)
         return torch.randn(*shape, device=self.setting.device, dtype=self.setting.dtype)
 
     @cached_property
@@ -120,6 +134,18 @@ class Workload:
     @property
     def dense_flops(self) -> int:
         return self.case.batch * dense_model_flops(self.case.config, self.case.size, self.case.size)
+
+
+@torch.no_grad()
+def enliven(model: nn.Module) -> None:
+    """Weights under which every path matters: new ones are so small that tokens hardly differ."""
+    for name, parameter in model.named_parameters():
+        if name == "coordinate_alpha":
+            parameter.fill_(0.3)
+        elif parameter.ndim == 1:  # biases, and the gains of norms
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        elif not name.startswith("core"):  # the cores and where they stand are spread as they are
+            parameter.normal_(std=parameter[0].numel() ** -0.5)
 
 
 def _import(name: str, why: str) -> Any:
@@ -234,11 +260,16 @@ def _step(workload: Workload, model: nn.Module, forward: Callable[[], Any], kern
         with use_kernel(kernel):
             with torch.autocast(device, dtype, enabled=dtype != torch.float32):
                 out = forward()
-            features = out[:2] if isinstance(out, VecaOutput) else [out]
-            loss = torch.stack([feature.float().square().mean() for feature in features]).sum()
-            return torch.autograd.grad(loss, weights, allow_unused=True)
+            return torch.autograd.grad(loss(out), weights, allow_unused=True)
 
     return Prepared(call, 3 * flops, resident=sum(weight.nbytes for weight in weights))
+
+
+def loss(out: Any) -> Tensor:
+    """The loss of a batch: the mean of those of its images."""
+    features = out[:2] if isinstance(out, VecaOutput) else [out]
+    better = torch.promote_types(features[0].dtype, torch.float32)
+    return torch.stack([feature.to(better).square().mean() for feature in features]).sum()
 
 
 def _train_veca(workload: Workload, kernel: Kernel, compile_: bool, checkpointed: bool = False) -> Prepared:
@@ -273,9 +304,9 @@ class Attend(NamedTuple):
     """One way to compute attention."""
 
     function: Callable[..., Tensor]
-    """qkv (B, S, 3, H, d), *tables → (B, S, D)."""
-    tables: Sequence[Tensor]
-    """What has a gradient besides qkv: training moves the cores, so their rotary table has one."""
+    """qkv (B, S, 3, H, d), *places → (B, S, D)."""
+    places: Sequence[Tensor]
+    """What has a gradient besides qkv: training moves the cores, so their coordinates, or the tables made of them."""
     flops: int
 
 
@@ -283,12 +314,12 @@ def _core(workload: Workload, kernel: Kernel, wrap: Callable[[Any], Any] = _same
     core, patch = workload.rotaries
     case, attend = workload.case, wrap(core_attention)
 
-    def function(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def function(qkv: Tensor, cos: Tensor, sin: Tensor, coordinates: Tensor) -> Tensor:
         with use_kernel(kernel):
-            return attend(qkv, core._replace(cos=cos, sin=sin), patch)
+            return attend(qkv, core._replace(cos=cos, sin=sin, coordinates=coordinates), patch)
 
     return Attend(
-        function, core[:2], case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
+        function, core[:3], case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
     )
 
 
@@ -312,7 +343,7 @@ def _forward(workload: Workload, make: Callable[[Workload], Attend]) -> Prepared
 
     def call() -> object:
         with torch.no_grad():
-            return attend.function(qkv, *attend.tables)
+            return attend.function(qkv, *attend.places)
 
     return Prepared(call, attend.flops, bytes=qkv.nbytes + qkv.nbytes // 3)
 
@@ -321,14 +352,15 @@ def _backward(workload: Workload, make: Callable[[Workload], Attend]) -> Prepare
     """The backward pass alone, over a graph that is kept."""
     attend = make(workload)
     start = time.perf_counter()
-    inputs = [tensor.detach().requires_grad_() for tensor in (workload.qkv, *attend.tables)]
+    inputs = [tensor.detach().requires_grad_() for tensor in (workload.qkv, *attend.places)]
     with torch._functorch.config.patch(donated_buffer=False):  # compiled code may else use up what the graph keeps
         out = attend.function(*inputs)
     built = time.perf_counter() - start
-    gradient = torch.randn_like(out)
+    gradient = workload.gradient
 
     def call() -> object:
-        return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+        # A path uses the cores' tables or their coordinates.
+        return torch.autograd.grad(out, inputs, gradient, retain_graph=True, allow_unused=True)
 
     # Read q, k, v, the output and its gradient, write the gradient of q, k, v: each once.
     return Prepared(call, 2 * attend.flops, bytes=2 * inputs[0].nbytes + 2 * out.nbytes, built_s=built)

@@ -22,7 +22,7 @@ from veca.files import atomic_path
 
 @dataclass(frozen=True)
 class Row:
-    """One contender in one case. None: it does not apply there, or `error` says why it could not be had."""
+    """One contender in one case. None: it does not apply there, or `failure` says why it could not be had."""
 
     what: str
     """`model forward`, `train step`, `attention forward` or `attention backward`."""
@@ -48,7 +48,12 @@ class Row:
     target_ms: float | None = None
     first_call_s: float | None = None
     """Of a compiled contender: seconds until its first result, compilation included."""
-    error: str | None = None
+    error: float | None = None
+    """‖result − exact‖ / ‖exact‖, exact being VECA in float64; see `veca.bench.accuracy`."""
+    against_eager: float | None = None
+    """`error` over that of plain eager VECA in the same case."""
+    failure: str | None = None
+    """Why there is no time, or no error."""
 
     @property
     def case(self) -> Case:
@@ -96,8 +101,8 @@ class Results:
             made.width = Measurement.get(console, console.options.update(width=1000), made).maximum
             console.print(made, crop=False)
         for row in self.rows:
-            if row.error:
-                say(f"{row.what}, {row.case}, {row.contender}: {row.error}")
+            if row.failure:
+                say(f"{row.what}, {row.case}, {row.contender}: {row.failure}")
         for entry in self.profile:
             say(f"\nWhere the time goes: {entry['what']}, {entry['case']}, {entry['contender']}")
             for name, seconds, times in entry["spent"]:
@@ -121,8 +126,10 @@ _COLUMNS = {
     "against_dense": "× dense",
     "target_ms": "target ms",
     "first_call_s": "first call s",
+    "error": "error",
+    "against_eager": "× eager",
 }
-_FORMS = {"floor_share": ".0%", "against_dense": ".2f"}
+_FORMS = {"floor_share": ".0%", "against_dense": ".2f", "error": ".2e", "against_eager": ".2f"}
 
 
 def table(what: str, rows: Sequence[Row]) -> Table:
@@ -137,7 +144,7 @@ def table(what: str, rows: Sequence[Row]) -> Table:
     case = None
     for row in rows:
         cells = [number(getattr(row, key), _FORMS.get(key)) for key in used]
-        if row.error:
+        if row.failure and row.ms is None:
             cells[0] = "failed"
         made.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=_style(row))
         case = row.case
@@ -145,7 +152,7 @@ def table(what: str, rows: Sequence[Row]) -> Table:
 
 
 def _style(row: Row) -> str:
-    if row.error:
+    if row.failure:
         return "red"
     if row.ms is None or row.target_ms is None:
         return ""

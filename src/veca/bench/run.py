@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from veca.bench import contenders
+from veca.bench.accuracy import add_errors
 from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
 from veca.bench.contenders import Contender, Prepared, Setting, Workload, choose
-from veca.bench.latency import describe, measure, synchronize
+from veca.bench.latency import Call, describe, measure, synchronize
 from veca.bench.machine import (
     Spent,
     copy_rate,
@@ -96,6 +97,7 @@ def run_bench(
     repeats: int = 10,
     profile: bool = False,
     out: Path | None = None,
+    errors: bool = True,
 ) -> Results:
     """Measure; what is found is in `out`, if given, after every case, so that an end before the end loses little."""
     if repeats < 1:
@@ -103,7 +105,7 @@ def run_bench(
     plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 for *_, chosen in plan))
+        task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
         floors = Floors.measure(setting)
         results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())
         for what, case, chosen in plan:
@@ -114,11 +116,16 @@ def run_bench(
                     progress.console.print(f"{label}: {doing}", soft_wrap=True, highlight=False)
 
             contest = Contest(what, case, setting, floors)
-            contest.enter(chosen, Workload(case, setting, torch.float32 if bench == "train" else None), say)
+            workload = Workload(case, setting, torch.float32 if bench == "train" else None)
+            contest.enter(chosen, workload, say)
             say("all take turns")
-            results.rows += with_targets(bench, setting, contest.rows(repeats), results.rows)
+            rows = with_targets(bench, setting, contest.rows(repeats), results.rows)
+            if errors:  # last, for what is exact takes memory
+                say("errors")
+                rows = add_errors(rows, contest.calls(), workload)
+            results.rows += rows
             results.profile += contest.profile() if profile else []
-            del contest
+            del contest, workload
             forget(setting.device)
             if out is not None:
                 results.save(out)
@@ -139,18 +146,20 @@ class Contest:
             self.entered[name] = _enter(contender, workload)
             give_back(self.setting.device)  # what one that ran out of memory left behind is not the next one's burden
 
+    def calls(self) -> dict[str, Call]:
+        return {name: entry.prepared.call for name, entry in self.entered.items() if isinstance(entry, Entry)}
+
     def rows(self, repeats: int) -> list[Row]:
         """Let them take turns; a row for each, in the order they came."""
         on_cuda = self.setting.device.type == "cuda"
-        calls = {name: entry.prepared.call for name, entry in self.entered.items() if isinstance(entry, Entry)}
         failed: dict[str, str] = {}
         seconds = measure(
-            calls, self.setting.device, repeats, warmup=2 if on_cuda else 1, repeat_short=on_cuda, failed=failed
+            self.calls(), self.setting.device, repeats, warmup=3 if on_cuda else 1, repeat_short=on_cuda, failed=failed
         )
         self.entered |= failed
         dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
         return [
-            self._row(name, error=entry)
+            self._row(name, failure=entry)
             if isinstance(entry, str)
             else self._row(name, **self._figures(entry, seconds[name], dense))
             for name, entry in self.entered.items()
@@ -189,7 +198,7 @@ class Contest:
 
 
 def _enter(contender: Contender, workload: Workload) -> Entry | str:
-    """Build, call once, take the peak of a second call; whatever goes wrong is a line of text."""
+    """Build, call, take the peak once calls are alike; whatever goes wrong is a line of text."""
     device = workload.setting.device
     try:
         prepared = contender.build(workload)
@@ -198,6 +207,8 @@ def _enter(contender: Contender, workload: Workload) -> Entry | str:
         prepared.call()
         synchronize(device)
         first = time.perf_counter() - start + prepared.built_s
+        if device.type == "cuda":
+            prepared.call()  # a CUDA graph is recorded in the second call and replayed from the third on
         peak = peak_bytes(prepared.call, device, before)
     except Exception as error:  # the other contenders and cases go on
         return describe(error)
