@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_tiny, relative_error
+from interpreter import interpreted
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,42 +20,6 @@ from veca.config import SIZES
 from veca.kernels import ops
 from veca.model import Attention
 from veca.rope import Rotary, patch_coordinates, rotary
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETED_TESTS: list[str] = []
-
-
-def interpreted(test: Callable[..., None]) -> Callable[..., None]:
-    """Run `test` in Triton's interpreter.
-
-    Triton must know of it before it is imported. So all these tests run in one process of their own, and each shows
-    here how it ended there. With TRITON_INTERPRET=1 already set they run in place.
-    """
-    if INTERPRETED:
-        return test
-    INTERPRETED_TESTS.append(test.__name__)
-
-    @functools.wraps(test)
-    def elsewhere(**_: object) -> None:
-        name = os.environ["PYTEST_CURRENT_TEST"].rsplit("::", 1)[-1].removesuffix(" (call)")
-        if problem := problems()[name]:
-            pytest.fail(problem, pytrace=False)
-
-    return elsewhere
-
-
-@functools.cache
-def problems() -> dict[str, str]:
-    """What is wrong with each interpreted test, by name."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += [f"{__file__}::{name}" for name in INTERPRETED_TESTS]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert process.returncode in (0, 1), process.stdout + process.stderr  # 1: some test failed
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    return {case.get("name", ""): "\n".join(problem.text or "" for problem in case) for case in cases}
 
 
 class Case(NamedTuple):

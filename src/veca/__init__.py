@@ -5,9 +5,9 @@ from importlib.metadata import version
 from veca import images
 from veca.checkpoint import CheckpointError, load, save
 from veca.config import ConfigError, VecaConfig, list_models
+from veca.fast import optimize
 from veca.images import ImageError
 from veca.model import Veca, VecaOutput, create_model
-from veca.optimize import optimize
 
 __version__ = version("veca")
 __all__ = [

@@ -206,8 +206,8 @@ class Veca(nn.Module):
         return add_norm(x, update, self.norm)[1], torch.stack(coordinates), taken
 
     def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
-        """The first `budget` rows of a chunked bank; chunks beyond take no part in the graph."""
-        chunks = math.ceil(budget / self.config.core_chunk)
+        """The first `budget` rows of a chunked bank; where gradients are taken, chunks beyond have no part in them."""
+        chunks = math.ceil(budget / self.config.core_chunk) if torch.is_grad_enabled() else len(bank)
         return torch.cat(list(bank)[:chunks])[:budget]
 
     def _rotary(self, coordinates: Tensor) -> Rotary:
@@ -237,7 +237,8 @@ class Veca(nn.Module):
 
     def _budget(self, cores: int | None) -> int:
         most = self.config.num_cores
-        budget = most if cores is None else operator.index(cores)
+        # A budget that is traced is a symbol, which `index` would pin to one value.
+        budget = most if cores is None else cores if torch.compiler.is_compiling() else operator.index(cores)
         if not 1 <= budget <= most:
             raise ValueError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
         if not torch.compiler.is_compiling() and budget not in self.config.budgets and budget not in self._warned:

@@ -75,6 +75,24 @@ def _backward(
     tl.store(to + D, tl.sum(d_shift, 0)[None, :], k < D)
 
 
+@triton.jit(do_not_specialize=["P"])
+def _column_sums(x, out, P, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, P, ROWS):
+        p = first + tl.arange(0, ROWS)[:, None]
+        acc += tl.load(x + p * W + n, (p < P) & (n < W), 0.0)
+    tl.store(out + n, tl.sum(acc, 0)[None, :], n < W)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sums (W) over the rows of x (P, W), float32: what many programs summed up, joined in a fixed order."""
+    count, width = x.shape
+    out = torch.empty(width, device=x.device, dtype=torch.float32)
+    _column_sums[triton.cdiv(width, 32),](x, out, count, W=width, ROWS=128, COLUMNS=32)
+    return out
+
+
 def forward(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -103,13 +121,12 @@ def backward(
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
     rows = total.numel() // dim
-    steps = max(1, triton.cdiv(rows, ROWS * 8 * multiprocessors(total)))
-    programs = triton.cdiv(rows, ROWS * steps)
+    steps = max(1, triton.cdiv(rows, 6 * multiprocessors(total)))
+    programs = triton.cdiv(rows, steps)
     shares = total.new_empty(programs, 2, dim, dtype=torch.float32)
     _backward[programs,](
         total if d_total is None else d_total, d_normed, total, weight, d_x, d_update, shares, rows, steps, eps,
-        CARRIED=d_total is not None, ADD=update is not None, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=ROWS,
-        num_warps=8 if dim > 512 else 4,
+        CARRIED=d_total is not None, ADD=update is not None, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=1,
     )  # fmt: skip
-    d_gain, d_shift = shares.sum(0).to(weight.dtype)
-    return d_x, d_update, d_gain.clone(), d_shift.clone()
+    sums = column_sums(shares.flatten(1))
+    return d_x, d_update, sums[:dim].to(weight.dtype, copy=True), sums[dim:].to(weight.dtype, copy=True)

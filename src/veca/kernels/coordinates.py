@@ -16,7 +16,9 @@ def _tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(
+    do_not_specialize=["C", "stride_state"], do_not_specialize_on_alignment=["state", "new_state", "coordinates"]
+)
 def _move(
     x, weight, bias, alpha, state, new_state, coordinates, C, stride_b, stride_state,
     STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,

@@ -131,7 +131,11 @@ def _averaging(
             squares += tl.load(moments + (2 * part + 1) * M + b * S + s, s < S, 0.0)
         mean = sums / D
         p = tl.exp2(tl.load(logits + at + s, inside, float("-inf")) - best) / all_of_it
-        tl.store(out + at + s, (p * tl.rsqrt(squares / D - mean * mean + eps)).to(out.dtype.element_ty), inside)
+        tl.store(
+            out + at + s,
+            (p * tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)).to(out.dtype.element_ty),
+            inside,
+        )
 
 
 def averaging(logits: Tensor, moments: Tensor, dim: int, eps: float, dtype: torch.dtype) -> Tensor:
@@ -146,8 +150,8 @@ def averaging(logits: Tensor, moments: Tensor, dim: int, eps: float, dtype: torc
 
 @triton.jit(do_not_specialize=["C", "S", "M"])
 def _mix(
-    probabilities, vectors, bias, x, out, moments, C, S, M,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    probabilities, vectors, bias, x, out, moments, C, S, M, WIDTH,
+    INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
@@ -188,8 +192,8 @@ def mix(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: 
     moments = torch.empty(1, 2, batch * tokens, device=x.device, dtype=torch.float32)
     width = probabilities.shape[-1]
     _mix[triton.cdiv(tokens, 64), batch](
-        probabilities, vectors, bias, x, out, moments, cores, tokens, batch * tokens,
-        WIDTH=width, INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=64, COLUMNS=64, PRECISION="ieee",
+        probabilities, vectors, bias, x, out, moments, cores, tokens, batch * tokens, width,
+        INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=64, COLUMNS=64, PRECISION="ieee",
         STAGES=3, num_warps=4,
     )  # fmt: skip
     return out, moments

@@ -2,7 +2,7 @@
 
     out = act(x Wᵀ / σ + bias) + residual
 
-- LayerNorm before it: the norm's gain and centring are folded into W and its shift into the bias (`veca.optimize`), so
+- LayerNorm before it: the norm's gain and centring are folded into W and its shift into the bias (`veca.fast`), so
   all that is left of it is one factor per row, 1/σ, applied to the product. σ comes from `moments` (T, 2, M): sums over
   a row of x and x², which the product that wrote x left behind, one pair per tile of columns.
 - SwiGLU after it: W holds u and v in turns of half a tile, so that a tile has both halves of what it gates.
@@ -64,7 +64,7 @@ def _linear(
                 total += tl.load(moments_in + (2 * part) * M + m, m < M, 0.0)
                 squares += tl.load(moments_in + (2 * part + 1) * M + m, m < M, 0.0)
             mean = total / K
-            acc *= tl.rsqrt(squares / K - mean * mean + eps)[:, None]
+            acc *= tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + eps)[:, None]
         # The two halves of a tile's columns, one after the other: less to hold at once. After SwiGLU there is one.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         n = column * BLOCK_N + tl.arange(0, HALF)
@@ -137,6 +137,8 @@ def _launch(
     residual: Tensor | None, moments_out: Tensor | None, scales: tuple[Tensor, Tensor] | None, cut: Cut | None,
 ) -> None:  # fmt: skip
     (rows, inputs), outputs = x.shape, w.shape[0]
+    if not rows:
+        return
     block_n, warps, stages, per_multiprocessor, flatten = cut or _cut(inputs, outputs, swiglu, residual is not None)
     block_k = 128 // x.element_size()
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, block_n)
@@ -189,6 +191,7 @@ def _quantize(x, out, scale, M, eps, K: tl.constexpr, WIDTH: tl.constexpr, ROWS:
 
 
 ROWS = 4
+ROW = 8
 
 
 def moments(x: Tensor) -> Tensor:
@@ -224,35 +227,35 @@ def quantize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize=["rows", "columns", "first", "tokens"])
 def _patchify(
     images, out, rows, columns, first, tokens, stride_b, stride_c, stride_y, stride_x,
-    CHANNELS: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One line of pixels of one channel: read along the line, written to the patches it crosses.
     line, channel, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, y = line // PATCH, line % PATCH
     x = tl.arange(0, SIDE)[None, :]
     images += b.to(tl.int64) * stride_b + channel * stride_c + line * stride_y
-    out += (b * tokens + first + row * columns).to(tl.int64) * (CHANNELS * PATCH * PATCH)
+    out += (b * tokens + first + row * columns).to(tl.int64) * WIDTH
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)[:, None]
         inside = (column < columns) & (x < PATCH)
         a = tl.load(images + (column * PATCH + x) * stride_x, inside, 0.0)
-        to = out + column * (CHANNELS * PATCH * PATCH) + (channel * PATCH + y) * PATCH + x
+        to = out + column * WIDTH + (channel * PATCH + y) * PATCH + x
         tl.store(to, a.to(out.dtype.element_ty), inside)
 
 
 def patchify(images: Tensor, patch: int, first: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Images (B, c, height, width) as rows of pixels (B, first + N, c·p·p); the first rows of each image are zero.
 
+    Rows are filled up with zeros to whole 16 bytes, as the copy engine wants them: multiples of `ROW` numbers.
     `out` is an earlier result for the same shapes, to be written over.
     """
     batch, channels, height, width = images.shape
     rows, columns = height // patch, width // patch
     tokens = first + rows * columns
     if out is None:
-        out = torch.empty(batch, tokens, channels * patch * patch, device=images.device, dtype=dtype)
-        out[:, :first] = 0
+        out = torch.zeros(batch, tokens, triton.cdiv(channels * patch**2, ROW) * ROW, device=images.device, dtype=dtype)
     _patchify[height, channels, batch](
         images, out, rows, columns, first, tokens, *images.stride(),
-        CHANNELS=channels, PATCH=patch, SIDE=triton.next_power_of_2(patch), BLOCK=64,
+        WIDTH=out.shape[2], PATCH=patch, SIDE=triton.next_power_of_2(patch), BLOCK=64,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veca.kernels.add_norm import column_sums
 from veca.kernels.core_attention import multiprocessors
 
 COLUMNS = 256
@@ -71,9 +72,9 @@ def backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     d_h = torch.empty_like(h)
     rows, across = h.numel() // (2 * width), triton.cdiv(width, COLUMNS)
     # Enough programs to fill the GPU several times, and long enough runs that the sums of each are few.
-    down = max(1, min(triton.cdiv(rows, 8), 16 * multiprocessors(h) // across))
+    down = max(1, min(triton.cdiv(rows, 8), 8 * multiprocessors(h) // across))
     steps = max(1, triton.cdiv(rows, 8 * down))
     down = triton.cdiv(rows, 8 * steps)
     shares = h.new_empty(down, 2 * width, dtype=torch.float32)
     _backward[across, down](d_out, h, bias, d_h, shares, rows, steps, W=width, ROWS=8, COLUMNS=COLUMNS)
-    return d_h, shares.sum(0).to(bias.dtype)
+    return d_h, column_sums(shares).to(bias.dtype)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from veca.config import VecaConfig
 from veca.kernels import ops
 from veca.model import Block, Veca
 from veca.rope import Rotary
@@ -36,6 +37,8 @@ FEW_CORES, MUCH_WORK = 0.25, 2**25
 """The largest C·H / D, and the least numbers B·S·D in a batch, at which projections are moved from patches to cores."""
 GRAPHS_KEPT = 16
 FLOAT8 = torch.float8_e4m3fn
+ROW = 8
+"""Rows of pixels come in multiples of so many numbers."""
 SWIGLU_TURN = 64
 """How many rows of u, then of v, stand in turns in the first weight of a SwiGLU: half a tile of the kernel."""
 
@@ -44,7 +47,11 @@ class FastVeca(Veca):
     """A `Veca` for inference on a GPU; made by `optimize`. The public methods are the model's own."""
 
     states: Tensor
+    move_weights: Tensor
+    move_biases: Tensor
+    move_alphas: Tensor
     bank: Tensor
+    patch_weight: Tensor
     patch_bias: Tensor
 
     def __init__(self, model: Veca, dtype: torch.dtype, weights: Weights | None, cuda_graphs: bool) -> None:
@@ -62,12 +69,19 @@ class FastVeca(Veca):
         # What stays float32: where cores stand and how they move.
         self.register_buffer("states", torch.cat([c.detach().float() for c in model.core_states]), persistent=False)
         heads = cast(Sequence[nn.Linear], model.coordinate_heads)
-        self.moves = [
-            (head.weight.detach().float(), head.bias.detach().float(), alpha.float())
-            for head, alpha in zip(heads, model.coordinate_alpha.detach(), strict=True)
-        ]
+        for name, parts in (
+            ("move_weights", [head.weight for head in heads]),
+            ("move_biases", [head.bias for head in heads]),
+            ("move_alphas", list(model.coordinate_alpha[:, None].unbind())),
+        ):
+            stacked = torch.stack([part.detach().float() for part in parts]) if parts else torch.empty(0)
+            self.register_buffer(name, stacked, persistent=False)
         self.register_buffer("bank", torch.cat([c.detach().to(dtype) for c in model.cores]), persistent=False)
-        self.register_buffer("patch_bias", cast(Tensor, self.patch_embed.proj.bias).float(), persistent=False)
+        patch_weight = model.patch_embed.proj.weight.detach().flatten(1).to(dtype)
+        padding = (0, -patch_weight.shape[1] % ROW)
+        self.register_buffer("patch_weight", F.pad(patch_weight, padding), persistent=False)
+        patch_bias = cast(Tensor, model.patch_embed.proj.bias).detach().to(torch.float32, copy=True)
+        self.register_buffer("patch_bias", patch_bias, persistent=False)
         self.eval().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,13 +132,14 @@ class FastVeca(Veca):
         from veca.kernels.coordinates import move
         from veca.kernels.linear import linear, moments
 
-        x = linear(pixels.flatten(0, 1), self.patch_embed.proj.weight.flatten(1), self.patch_bias)
+        x = linear(pixels.flatten(0, 1), self.patch_weight, self.patch_bias)
         x = x.unflatten(0, pixels.shape[:2])
         x[:, :budget] = self.bank[:budget]
         sums = moments(x.flatten(0, 1))
         state, coordinates, taken = self.states[:budget], [], []
         for i, block in enumerate(cast(Iterable[FastBlock], self.blocks[:stop])):
-            state, here = move(x, budget, state, self.moves[i - 1] if i else None)
+            head = (self.move_weights[i - 1], self.move_biases[i - 1], self.move_alphas[i - 1]) if i else None
+            state, here = move(x, budget, state, head)
             coordinates.append(here)
             places = here, patch_rotary.coordinates, patch_rotary.frequencies
             if cls_only and i == len(self.blocks) - 1:
@@ -158,10 +173,10 @@ class FastBlock(nn.Module):
         fc2 = F.pad(block.mlp.fc2.weight.detach(), (0, hidden - block.mlp.fc2.in_features))
         self.float8 = weights == "float8"
         for name, tensor in {"qkv": qkv, "proj": block.attn.proj.weight, "fc1": fc1, "fc2": fc2}.items():
-            self.register_buffer(name, tensor.detach().to(dtype).contiguous(), persistent=False)
+            self.register_buffer(name, tensor.detach().to(dtype, copy=True).contiguous(), persistent=False)
         biases = {"qkv": qkv_bias, "proj": block.attn.proj.bias, "fc1": fc1_bias, "fc2": block.mlp.fc2.bias}
         for name, tensor in biases.items():
-            self.register_buffer(f"{name}_bias", tensor.detach().float(), persistent=False)
+            self.register_buffer(f"{name}_bias", tensor.detach().to(torch.float32, copy=True), persistent=False)
         if self.float8:
             for name in ("qkv", "fc1"):
                 values, scale = to_float8(getattr(self, name))
@@ -179,7 +194,9 @@ class FastBlock(nn.Module):
         if cores * self.num_heads <= FEW_CORES * dim and x.numel() >= MUCH_WORK:
             flat, sums = self._few_cores(x, sums, places)
         else:
-            qkv = self._normed("qkv", flat, sums, self.eps[0]).view(batch, tokens, 3, self.num_heads, -1)
+            qkv = self._normed("qkv", flat, sums, self.eps[0]).view(
+                batch, tokens, 3, self.num_heads, dim // self.num_heads
+            )
             out, _ = attention(qkv, *places)
             flat, sums = linear_residual(out.flatten(0, 1), self.proj, self.proj_bias, flat)
         hidden = self._normed("fc1", flat, sums, self.eps[1], swiglu=True)
@@ -206,12 +223,16 @@ class FastBlock(nn.Module):
         heads, cores = self.num_heads, places[0].shape[1]
         w_v, b_v = self.qkv[2 * dim :], self.qkv_bias[2 * dim :].to(x.dtype)
         w_qk, b_qk = self.qkv[: 2 * dim], self.qkv_bias[: 2 * dim]
-        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=self.eps[0]).view(batch, tokens, 2, heads, -1)
+        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=self.eps[0]).view(
+            batch, tokens, 2, heads, dim // heads
+        )
         patch_to_core, logits = probabilities(qk, *places)
         weights = averaging(logits, sums, dim, self.eps[0], x.dtype)
         averages = torch.bmm(weights, x).view(batch, heads, cores, dim).transpose(0, 1).reshape(heads, -1, dim)
         values = torch.baddbmm(b_v.view(heads, 1, -1), averages, w_v.view(heads, -1, dim).mT)  # (H, B·C, d)
-        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=self.eps[0]), w_v, b_v).view(batch * cores, heads, -1)
+        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=self.eps[0]), w_v, b_v).view(
+            batch * cores, heads, dim // heads
+        )
         vectors = x.new_empty(batch, heads * cores + cores, dim)
         parts = torch.bmm(v_core.transpose(0, 1), self.proj.view(dim, heads, -1).permute(1, 2, 0))  # (H, B·C, D)
         mixed = vectors[:, : heads * cores].view(batch, heads, cores, dim)
@@ -229,7 +250,7 @@ class FastBlock(nn.Module):
         (w_q, w_k, w_v), (b_q, b_k, b_v) = self.qkv.chunk(3), self.qkv_bias.chunk(3)
         first = F.layer_norm(x[:, :1], (dim,), eps=self.eps[0])
         q = F.linear(first, w_q, b_q.to(dtype)).unflatten(-1, (heads, -1))
-        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=self.eps[0]).view(batch, tokens, heads, -1)
+        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=self.eps[0]).view(batch, tokens, heads, dim // heads)
         logits = first_core_logits(q, k, *places)
         averages = torch.bmm(averaging(logits, sums, dim, self.eps[0], dtype), x).transpose(0, 1)  # (H, B, D)
         values = torch.bmm(averages, w_v.view(heads, -1, dim).mT).transpose(0, 1).flatten(1) + b_v.to(dtype)
@@ -246,8 +267,8 @@ class FastNorm(nn.Module):
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
         self.eps = norm.eps
-        self.register_buffer("weight", norm.weight.detach().float(), persistent=False)
-        self.register_buffer("bias", norm.bias.detach().float(), persistent=False)
+        self.register_buffer("weight", norm.weight.detach().to(torch.float32, copy=True), persistent=False)
+        self.register_buffer("bias", norm.bias.detach().to(torch.float32, copy=True), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         from veca.kernels.linear import norm
@@ -295,6 +316,16 @@ def to_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scale[:, None]).to(FLOAT8), scale
 
 
+def _fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels take such a model."""
+    return (
+        device.type == "cuda"
+        and not ops.misfit(device, dtype, HOPPER)
+        and dtype != torch.float32
+        and config.head_dim in ops.HEAD_DIMS
+    )
+
+
 def optimize(
     model: Veca, *, dtype: torch.dtype | None = None, weights: Weights | None = None, cuda_graphs: bool = True
 ) -> Veca:
@@ -305,7 +336,8 @@ def optimize(
       `cuda_graphs`, a shape that comes a second time is recorded and replayed from then on, which frees the CPU; up to
       16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster, less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with
-      dynamic shapes: the first call takes a minute, and another batch, resolution or budget does not compile again.
+      dynamic shapes: the first call takes up to a minute. Another batch, resolution or budget does not compile again,
+      but for a few turns of the code: a batch of one, a budget small enough for the few-cores path, `cls_only`.
 
     >>> import veca
     >>> model = veca.create_model("veca_tiny")
@@ -316,17 +348,14 @@ def optimize(
     device = model.coordinate_alpha.device
     if device.type == "meta":
         raise ValueError("the model is on the meta device and has no weights; load them first")
-    fused = (
-        model.config.head_dim in ops.HEAD_DIMS
-        and device.type == "cuda"
-        and not ops.misfit(device, torch.bfloat16, HOPPER)
-    )
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    fused = _fits(model.config, device, dtype)
     if weights is not None and (weights not in get_args(Weights) or not fused):
         raise ValueError(
-            f"weights={weights!r} on {device.type}: the only choice is 'float8', on NVIDIA GPUs from Hopper on"
+            f"weights={weights!r} in {dtype} on {device.type}: the only choice is 'float8', in bfloat16 or float16 on "
+            "NVIDIA GPUs from Hopper on"
         )
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    if fused and dtype in (torch.bfloat16, torch.float16):
+    if fused:
         return FastVeca(model, dtype, weights, cuda_graphs)
     copied = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
     copied.compile(dynamic=True)
