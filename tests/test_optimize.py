@@ -20,6 +20,7 @@ import veca
 from veca import fast as fast_module
 from veca.attention import core_probabilities, use_kernel
 from veca.fast import SWIGLU_TURN, FastVeca, fold_norm, pair_swiglu, to_float8
+from veca.inspect import core_maps
 from veca.model import VecaOutput
 from veca.rope import grid_rotary, patch_coordinates, rotary
 
@@ -545,6 +546,8 @@ def test_what_optimize_cannot_do_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has no weights to save: save the model it was made from"):
             use()
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="keeps no attention; give the model it was made from"):
+        core_maps(fast, pictures(1, 32, 32))
 
 
 def test_cpu_model_can_be_saved(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from veca.fast import fits, optimize
 from veca.features import PARQUET, WRITERS, feature_schema
 from veca.files import atomic_path
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, normalize
@@ -130,10 +131,12 @@ def embed(
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
     was_training = model.training
     model.to(device).eval()
+    dtype: torch.dtype = getattr(torch, settings.precision)
+    runner = optimize(model, dtype=dtype) if fits(model.config, device, dtype) else model
     try:
         with _locked(parts.folder):
             parts.resume(overwrite)
-            _run(sources, parts, partial(_Part, model, settings, device), workers, progress)
+            _run(sources, parts, partial(_Part, runner, settings, device), workers, progress)
     except torch.OutOfMemoryError as error:
         raise EmbedError(f"no memory on {device} for batch={settings.batch}: lower it. {parts.kept}") from error
     except RuntimeError as error:

@@ -316,7 +316,7 @@ def to_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scale[:, None]).to(FLOAT8), scale
 
 
-def _fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused kernels take such a model."""
     return (
         device.type == "cuda"
@@ -349,7 +349,7 @@ def optimize(
     if device.type == "meta":
         raise ValueError("the model is on the meta device and has no weights; load them first")
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    fused = _fits(model.config, device, dtype)
+    fused = fits(model.config, device, dtype)
     if weights is not None and (weights not in get_args(Weights) or not fused):
         raise ValueError(
             f"weights={weights!r} in {dtype} on {device.type}: the only choice is 'float8', in bfloat16 or float16 on "

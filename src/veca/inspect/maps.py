@@ -38,6 +38,8 @@ def core_maps(
     for layer in layers:
         if not -depth <= layer < depth:
             raise ValueError(f"asked for the maps of block {layer}; the model has blocks 0 to {depth - 1}")
+    if not hasattr(model.blocks[0], "attn"):
+        raise ValueError("an optimized model keeps no attention; give the model it was made from")
     wanted = [layer % depth for layer in layers]
     blocks: Any = model.blocks
     maps: dict[int, Tensor] = {}
