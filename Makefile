@@ -9,7 +9,7 @@ demo: .venv/viz.stamp
 	$(BIN)/veca demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest --quiet --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --cov --cov-report=term:skip-covered
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
