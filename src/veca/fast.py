@@ -37,8 +37,6 @@ FEW_CORES, MUCH_WORK = 0.25, 2**25
 """The largest C·H / D, and the least numbers B·S·D in a batch, at which projections are moved from patches to cores."""
 GRAPHS_KEPT = 16
 FLOAT8 = torch.float8_e4m3fn
-ROW = 8
-"""Rows of pixels come in multiples of so many numbers."""
 SWIGLU_TURN = 64
 """How many rows of u, then of v, stand in turns in the first weight of a SwiGLU: half a tile of the kernel."""
 
@@ -78,7 +76,7 @@ class FastVeca(Veca):
             self.register_buffer(name, stacked, persistent=False)
         self.register_buffer("bank", torch.cat([c.detach().to(dtype) for c in model.cores]), persistent=False)
         patch_weight = model.patch_embed.proj.weight.detach().flatten(1).to(dtype)
-        padding = (0, -patch_weight.shape[1] % ROW)
+        padding = (0, -patch_weight.shape[1] % ops.ROW)
         self.register_buffer("patch_weight", F.pad(patch_weight, padding), persistent=False)
         patch_bias = cast(Tensor, model.patch_embed.proj.bias).detach().to(torch.float32, copy=True)
         self.register_buffer("patch_bias", patch_bias, persistent=False)

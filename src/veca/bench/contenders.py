@@ -168,12 +168,9 @@ def _same(function: Any) -> Any:
 
 
 def _optimized(workload: Workload, **options: Any) -> Prepared:
-    optimize = getattr(veca, "optimize", None)
-    if not callable(optimize):
-        raise ValueError("this version of veca has no veca.optimize; choose another contender")
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
-    fast = optimize(model, dtype=workload.setting.dtype, **options)
+    fast = veca.optimize(model, dtype=workload.setting.dtype, **options)
     built = time.perf_counter() - start
     images, cores, cls_only = workload.images, workload.case.cores, workload.setting.cls_only
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from veca.kernels.core_attention import multiprocessors
+from veca.kernels.ops import ROW
 
 
 @triton.jit
@@ -191,7 +192,6 @@ def _quantize(x, out, scale, M, eps, K: tl.constexpr, WIDTH: tl.constexpr, ROWS:
 
 
 ROWS = 4
-ROW = 8
 
 
 def moments(x: Tensor) -> Tensor:

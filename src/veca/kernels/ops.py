@@ -18,6 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 HEAD_DIMS = (32, 64, 128)
 MAX_CORES = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROW = 8
+"""Rows of pixels are filled up to multiples of so many numbers: whole 16 bytes, as the copy engine wants them."""
 CAPABILITY = (8, 0)
 """The oldest NVIDIA architecture with bfloat16 products: Ampere."""
 
