@@ -166,27 +166,32 @@ def test_swiglu_keeps_to_the_rules() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("width", [48, 64, 300])
-@pytest.mark.parametrize(("added", "carried"), [(True, True), (True, False), (False, False)])
-def test_add_norm_against_float64(width: int, added: bool, carried: bool) -> None:
+@pytest.mark.parametrize("width", [48, 128, 300])
+@pytest.mark.parametrize(
+    ("added", "carried", "cores"), [(True, True, 5), (True, False, 0), (True, False, 21), (False, False, 0)]
+)
+def test_add_norm_against_float64(width: int, added: bool, carried: bool, cores: int) -> None:
     torch.manual_seed(0)
     shape = (2, 21, width)
-    x, update, d_total, d_normed = torch.randn(4, *shape)
+    x, update, d_total, d_normed, d_cores = torch.randn(5, *shape)
     gain, shift = torch.randn(2, width)
     results = []
     for dtype in (torch.float32, torch.float64):
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gain, shift, *([update] if added else []))]
         if dtype == torch.float32:
             more = leaves[3] if added else None
-            total, normed = ops.add_norm(leaves[0], more, leaves[1], leaves[2], 1e-5, dtype)
+            total, normed, first = ops.add_norm(leaves[0], more, leaves[1], leaves[2], 1e-5, dtype, cores)
             total = total if added else leaves[0]
         else:
             total = leaves[0] + leaves[3] if added else leaves[0]
-            normed = F.layer_norm(total, (width,), leaves[1], leaves[2], 1e-5)
+            normed, first = F.layer_norm(total, (width,), leaves[1], leaves[2], 1e-5), total[:, :cores]
         loss = (normed * d_normed).sum() + carried * (total * d_total).sum()
-        results.append([total.detach(), normed.detach(), *torch.autograd.grad(loss, leaves)])
+        if cores:
+            loss = loss + (first * d_cores[:, :cores]).sum()
+        results.append([total.detach(), normed.detach(), first.detach(), *torch.autograd.grad(loss, leaves)])
     for found, expected in zip(*results, strict=True):
-        assert relative_error(found, expected) <= 1e-6
+        assert found.numel() == expected.numel() or not added
+        assert not found.numel() or relative_error(found, expected) <= 1e-6
 
 
 @interpreted
@@ -196,9 +201,9 @@ def test_add_norm_keeps_to_the_rules(added: bool) -> None:
     gain, shift = torch.randn(2, 16)
     leaves = [t.clone().requires_grad_() for t in (x, update, gain, shift)]
     leaves[1] = leaves[1] if added else None  # type: ignore[call-overload]
-    torch.library.opcheck(torch.ops.veca.add_norm.default, [*leaves, 1e-5, torch.float32])
-    more = [x, update, x, gain, 1e-5, torch.float32] if added else [None, update, x, gain, 1e-5, None]
-    torch.library.opcheck(torch.ops.veca.add_norm_backward.default, more)
+    torch.library.opcheck(torch.ops.veca.add_norm.default, [*leaves, 1e-5, torch.float32, 3])
+    back = [x, update, x[:, :3], x, gain, 1e-5, torch.float32] if added else [None, update, None, x, gain, 1e-5, None]
+    torch.library.opcheck(torch.ops.veca.add_norm_backward.default, back)
 
 
 @interpreted

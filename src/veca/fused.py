@@ -14,15 +14,15 @@ from veca.attention import use_triton
 from veca.kernels import ops
 
 
-def add_norm(x: Tensor, update: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """`x + update`, and `norm` of it."""
+def add_norm(x: Tensor, update: Tensor | None, norm: nn.LayerNorm, cores: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """`x + update` (B, S, D), `norm` of it, and the first `cores` tokens of the sum."""
     if type(norm) is nn.LayerNorm and _on_gpu(x):
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        total, normed = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps, dtype)
-        return x if update is None else total, normed
+        total, normed, first = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps, dtype, cores)
+        return (x, normed, x[:, :cores]) if update is None else (total, normed, first)
     x = x if update is None else x + update
-    return x, norm(x)
+    return x, norm(x), x[:, :cores]
 
 
 def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -102,19 +103,31 @@ class SwiGlu(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
+        self.head_dim, self.rope_zero_fraction = config.head_dim, config.rope_zero_fraction
         self.norm1 = nn.LayerNorm(config.embed_dim)
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.embed_dim)
         self.mlp = SwiGlu(config)
 
     def forward(
-        self, x: Tensor, update: Tensor | None, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The tokens (B, S, D) are `x + update`, before as after; the sum is left to the norm that comes next."""
-        x, normed = add_norm(x, update, self.norm1)
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        state: Tensor,
+        move: Callable[[Tensor, Tensor], Tensor] | None,
+        patch_rotary: Rotary,
+        cls_only: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens (B, S, D) are `x + update`, before as after; the sum is left to the norm that comes next.
+
+        First the cores `move`, if told how: from their state (B, C, 2) and tokens (B, C, D) to a new state.
+        """
+        x, normed, cores = add_norm(x, update, self.norm1, state.shape[1])
+        state = state if move is None else move(state, cores)
+        core_rotary = rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
         update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)
-        x, normed = add_norm(x[:, : update.shape[1]], update, self.norm2)
-        return x, self.mlp(normed)
+        x, normed, _ = add_norm(x[:, : update.shape[1]], update, self.norm2)
+        return x, self.mlp(normed), state
 
 
 class Veca(nn.Module):
@@ -189,35 +202,34 @@ class Veca(nn.Module):
         # Coordinates and angles never go below float32, whatever the model or autocast does.
         state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
         patch_rotary = self._patch_rotary(rows, columns, state)
-        update, coordinates, taken = None, [], []
+        update, states, taken = None, [], []
         for i, block in enumerate(self.blocks[:stop]):
-            if update is not None:
-                step = self.coordinate_heads[i - 1](x[:, :budget] + update[:, :budget])
-                state = state + self.coordinate_alpha[i - 1].to(state.dtype) * step.to(state.dtype)
-            coordinates.append(state.tanh())
-            core_rotary = self._rotary(coordinates[-1][:, None])
+            move = partial(self._move, i - 1) if i else None
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x, update = checkpoint(block, x, update, core_rotary, patch_rotary, last, use_reentrant=False)
+                x, update, state = checkpoint(block, x, update, state, move, patch_rotary, last, use_reentrant=False)
             else:
-                x, update = block(x, update, core_rotary, patch_rotary, last)
+                x, update, state = block(x, update, state, move, patch_rotary, last)
+            states.append(state)
             if i in take:
                 taken.append(x + update)
-        return add_norm(x, update, self.norm)[1], torch.stack(coordinates), taken
+        return add_norm(x, update, self.norm)[1], torch.stack(states).tanh(), taken
+
+    def _move(self, i: int, state: Tensor, cores: Tensor) -> Tensor:
+        step = self.coordinate_heads[i](cores)
+        return state + self.coordinate_alpha[i].to(state.dtype) * step.to(state.dtype)
 
     def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
         """The first `budget` rows of a chunked bank; where gradients are taken, chunks beyond have no part in them."""
         chunks = math.ceil(budget / self.config.core_chunk) if torch.is_grad_enabled() else len(bank)
         return torch.cat(list(bank)[:chunks])[:budget]
 
-    def _rotary(self, coordinates: Tensor) -> Rotary:
-        return rotary(coordinates, self.config.head_dim, self.config.rope_zero_fraction)
-
     def _patch_rotary(self, rows: int, columns: int, like: Tensor) -> Rotary:
+        head_dim, zero_fraction = self.config.head_dim, self.config.rope_zero_fraction
         shift, rescale = self.config.coordinate_shift, self.config.coordinate_rescale
         if self.training and (shift > 0 or rescale > 1):
-            return self._rotary(augment(patch_coordinates(rows, columns, like.device, like.dtype), shift, rescale))
-        head_dim, zero_fraction = self.config.head_dim, self.config.rope_zero_fraction
+            coordinates = augment(patch_coordinates(rows, columns, like.device, like.dtype), shift, rescale)
+            return rotary(coordinates, head_dim, zero_fraction)
         return grid_rotary(rows, columns, head_dim, zero_fraction, like.device, like.dtype)
 
     def _grid(self, images: Tensor) -> tuple[int, int]:

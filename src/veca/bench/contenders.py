@@ -248,16 +248,22 @@ MODEL = {
 # Forward and backward pass of the whole model, without the optimizer.
 
 
-def _step(workload: Workload, model: nn.Module, forward: Callable[[], Any], kernel: Kernel, flops: int) -> Prepared:
-    """Gradients of every weight; the loss is outside what is compiled, the same few operations for every contender."""
+def _step(
+    workload: Workload, model: nn.Module, features: Callable[[], Any], kernel: Kernel, compile_: bool, flops: int
+) -> Prepared:
+    """Gradients of every weight; the loss is compiled with the model, as training code would."""
     weights = list(model.train().parameters())
     device, dtype = workload.setting.device.type, workload.setting.dtype
 
+    def forward() -> Tensor:
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            return loss(features())
+
+    forward = compiled(forward) if compile_ else forward
+
     def call() -> object:
         with use_kernel(kernel):
-            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-                out = forward()
-            return torch.autograd.grad(loss(out), weights, allow_unused=True)
+            return torch.autograd.grad(forward(), weights, allow_unused=True)
 
     return Prepared(call, 3 * flops, resident=sum(weight.nbytes for weight in weights))
 
@@ -272,14 +278,13 @@ def loss(out: Any) -> Tensor:
 def _train_veca(workload: Workload, kernel: Kernel, compile_: bool, checkpointed: bool = False) -> Prepared:
     model = workload.new_veca() if checkpointed else workload.veca
     model.set_grad_checkpointing(checkpointed)
-    forward = partial(compiled(model) if compile_ else model, workload.images, workload.case.cores)
-    return _step(workload, model, forward, kernel, workload.veca_flops)
+    features = partial(model, workload.images, workload.case.cores)
+    return _step(workload, model, features, kernel, compile_, workload.veca_flops)
 
 
 def _train_dense(workload: Workload, compile_: bool) -> Prepared:
-    features = workload.dense.forward_features
-    forward = partial(compiled(features) if compile_ else features, workload.images)
-    return _step(workload, workload.dense, forward, "auto", workload.dense_flops)
+    features = partial(workload.dense.forward_features, workload.images)
+    return _step(workload, workload.dense, features, "auto", compile_, workload.dense_flops)
 
 
 TRAIN = {

@@ -79,8 +79,7 @@ def pick_setting(device: str = "auto", dtype: Dtype | None = None, cls_only: boo
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen)
+        chosen = torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     if chosen.type == "cuda":

@@ -1,9 +1,11 @@
 """Residual sum and LayerNorm in one pass, forward and backward, as Triton kernels.
 
-The backward reads each row once and writes its gradient twice: as the residual stream has it, and rounded to the type
-of what was added, where the next product wants it. Gradients of the norm's gain and shift are summed up on the way.
+The first rows of each image, its cores, are also given on their own, so that what only they go into sends back a
+gradient of their size. The backward reads each row once and writes its gradient twice: as the residual stream has it,
+and rounded to the type of what was added, where the next product wants it. Gradients of the norm's gain and shift are
+summed up on the way.
 
-Shapes: M rows (tokens), D width.
+Shapes: B images, S tokens, C of them cores, D width; M = B·S rows.
 """
 
 from __future__ import annotations
@@ -13,66 +15,86 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import multiprocessors
+from veca.kernels.launch import launchable, multiprocessors
 
-ROWS = 4
+WARP, EACH = 32, 4
+"""One warp takes a row, so that its sums need no other; each thread takes so many numbers side by side."""
+PROGRAMS = 16
+"""Programs per multiprocessor in the backward pass; each leaves its share of the sums over rows."""
+
+
+@triton.jit
+def _columns(WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
+    lane, part, each = tl.arange(0, WARP), tl.arange(0, PARTS), tl.arange(0, EACH)
+    return (lane[:, None, None] + part[None, :, None] * WARP) * EACH + each[None, None, :]
+
+
+@triton.jit
+def _sum(a):
+    return tl.sum(tl.sum(tl.sum(a, 2), 1), 0)
 
 
 @triton.jit
 def _normalized(a, inside, eps, D: tl.constexpr):
-    """Rows centred and divided by their deviation, and one over that."""
-    a = tl.where(inside, a - (tl.sum(a, 1) / D)[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
+    """A row centred and divided by its deviation, and one over that."""
+    a = tl.where(inside, a - _sum(a) / D, 0.0)
+    scale = tl.rsqrt(_sum(a * a) / D + eps)
     return a * scale, scale
 
 
-@triton.jit(do_not_specialize=["M"])
-def _forward(
-    x, update, weight, bias, total, normed, M, eps,
-    ADD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["S", "C"])
+def _add_norm(
+    x, update, weight, bias, total, normed, cores, S, C, eps,
+    ADD: tl.constexpr, D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    k = tl.arange(0, WIDTH)[None, :]
-    inside = (m < M) & (k < D)
-    at = m.to(tl.int64) * D + k
+    row = tl.program_id(0)
+    k = _columns(WARP, PARTS, EACH)
+    inside = k < D
+    at = row.to(tl.int64) * D + k
     a = tl.load(x + at, inside, 0.0).to(tl.float32)
     if ADD:
         a += tl.load(update + at, inside, 0.0).to(tl.float32)
         kept = a.to(total.dtype.element_ty)
         tl.store(total + at, kept, inside)
+        if row % S < C:
+            tl.store(cores + (row // S * C + row % S).to(tl.int64) * D + k, kept, inside)
         a = kept.to(tl.float32)
     a, _ = _normalized(a, inside, eps, D)
-    a = a * tl.load(weight + k, k < D, 0.0).to(tl.float32) + tl.load(bias + k, k < D, 0.0).to(tl.float32)
+    a = a * tl.load(weight + k, inside, 0.0).to(tl.float32) + tl.load(bias + k, inside, 0.0).to(tl.float32)
     tl.store(normed + at, a.to(normed.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["M", "steps"])
-def _backward(
-    d_total, d_normed, total, weight, d_x, d_update, shares, M, steps, eps,
-    CARRIED: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "S", "C"])
+def _add_norm_backward(
+    d_total, d_normed, d_cores, total, weight, d_x, d_update, shares, M, S, C, eps,
+    CARRIED: tl.constexpr, CORES: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    k = tl.arange(0, WIDTH)[None, :]
-    gain = tl.load(weight + k, k < D, 0.0).to(tl.float32)
-    d_gain = tl.zeros([ROWS, WIDTH], tl.float32)
-    d_shift = tl.zeros([ROWS, WIDTH], tl.float32)
-    for step in range(steps):
-        m = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)[:, None]
-        inside = (m < M) & (k < D)
-        at = m.to(tl.int64) * D + k
+    k = _columns(WARP, PARTS, EACH)
+    inside = k < D
+    gain = tl.load(weight + k, inside, 0.0).to(tl.float32)
+    d_gain = tl.zeros([WARP, PARTS, EACH], tl.float32)
+    d_shift = tl.zeros([WARP, PARTS, EACH], tl.float32)
+    for m in tl.range(tl.program_id(0), M, tl.num_programs(0)):
+        row = m + tl.full([], 0, tl.int32)  # the interpreter counts in numbers of Python
+        at = row.to(tl.int64) * D + k
         a, scale = _normalized(tl.load(total + at, inside, 0.0).to(tl.float32), inside, eps, D)
         dn = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
         d_gain += dn * a
         d_shift += dn
         dn *= gain
-        d = scale * (dn - (tl.sum(dn, 1) / D)[:, None] - a * (tl.sum(dn * a, 1) / D)[:, None])
+        d = scale * (dn - _sum(dn) / D - a * (_sum(dn * a) / D))
         if CARRIED:
             d += tl.load(d_total + at, inside, 0.0).to(tl.float32)
+        if CORES:
+            core = d_cores + (row // S * C + row % S).to(tl.int64) * D + k
+            d += tl.load(core, k < tl.where(row % S < C, D, 0), 0.0).to(tl.float32)
         tl.store(d_x + at, d.to(d_x.dtype.element_ty), inside)
         if ADD:
             tl.store(d_update + at, d.to(d_update.dtype.element_ty), inside)
     to = shares + tl.program_id(0) * (2 * D) + k
-    tl.store(to, tl.sum(d_gain, 0)[None, :], k < D)
-    tl.store(to + D, tl.sum(d_shift, 0)[None, :], k < D)
+    tl.store(to, d_gain, inside)
+    tl.store(to + D, d_shift, inside)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -82,51 +104,63 @@ def _column_sums(x, out, P, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
     for first in range(0, P, ROWS):
         p = first + tl.arange(0, ROWS)[:, None]
         acc += tl.load(x + p * W + n, (p < P) & (n < W), 0.0)
-    tl.store(out + n, tl.sum(acc, 0)[None, :], n < W)
+    tl.store(out + n, tl.sum(acc, 0)[None, :].to(out.dtype.element_ty), n < W)
 
 
-def column_sums(x: Tensor) -> Tensor:
-    """Sums (W) over the rows of x (P, W), float32: what many programs summed up, joined in a fixed order."""
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums (W) over the rows of x (P, W): what many programs summed up, joined in a fixed order."""
     count, width = x.shape
-    out = torch.empty(width, device=x.device, dtype=torch.float32)
-    _column_sums[triton.cdiv(width, 32),](x, out, count, W=width, ROWS=128, COLUMNS=32)
+    out = x.new_empty(width, dtype=dtype)
+    launchable(_column_sums, x)[triton.cdiv(width, 16),](x, out, count, W=width, ROWS=256, COLUMNS=16, num_warps=8)
     return out
 
 
+def _cut(width: int) -> dict[str, int]:
+    parts = triton.next_power_of_2(triton.cdiv(width, WARP * EACH))
+    return {"D": width, "WARP": WARP, "PARTS": parts, "EACH": EACH, "num_warps": 1}
+
+
 def forward(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The sum of x and update, and its LayerNorm in `dtype`; without an update the sum is left empty, for it is x."""
-    x, dim = x.contiguous(), x.shape[-1]
-    update = None if update is None else update.contiguous()
-    total = x.new_empty(0) if update is None else torch.empty_like(x)
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of x and update (B, S, D), its LayerNorm in `dtype`, and the sum's first `cores` tokens.
+
+    Without an update both sums are left empty, for they are x.
+    """
+    x = x.contiguous()
+    batch, tokens, dim = x.shape
     normed = torch.empty_like(x, dtype=dtype)
-    rows = x.numel() // dim
-    _forward[triton.cdiv(rows, ROWS),](
-        x, x if update is None else update, weight, bias, total, normed, rows, eps,
-        ADD=update is not None, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=ROWS,
+    if update is None:
+        total, first = x.new_empty(0), x.new_empty(0)
+    else:
+        update, total, first = update.contiguous(), torch.empty_like(x), x.new_empty(batch, cores, dim)
+    launchable(_add_norm, x)[batch * tokens,](
+        x, x if update is None else update, weight, bias, total, normed, first, tokens, cores, eps,
+        ADD=update is not None, **_cut(dim),
     )  # fmt: skip
-    return total, normed
+    return total, normed, first
 
 
 def backward(
-    d_total: Tensor | None, d_normed: Tensor, total: Tensor, weight: Tensor, eps: float, update: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of the update (empty where there was none), of the gain and of the shift.
+    d_total: Tensor | None, d_normed: Tensor, d_cores: Tensor | None, total: Tensor, weight: Tensor, eps: float,
+    update: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, of the update (empty where there was none), and of gain and shift (2, D).
 
-    `d_total` is what comes back along the residual stream, `update` the type of what was added.
+    `d_total` is what comes back along the residual stream, `d_cores` what comes back from its first tokens alone,
+    `update` the type of what was added.
     """
-    d_normed, dim = d_normed.contiguous(), total.shape[-1]
+    batch, tokens, dim = total.shape
+    d_normed = d_normed.contiguous()
     d_total = None if d_total is None else d_total.contiguous()
+    d_cores = None if d_cores is None else d_cores.contiguous()
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
-    rows = total.numel() // dim
-    steps = max(1, triton.cdiv(rows, 6 * multiprocessors(total)))
-    programs = triton.cdiv(rows, steps)
-    shares = total.new_empty(programs, 2, dim, dtype=torch.float32)
-    _backward[programs,](
-        total if d_total is None else d_total, d_normed, total, weight, d_x, d_update, shares, rows, steps, eps,
-        CARRIED=d_total is not None, ADD=update is not None, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=1,
+    programs = torch.sym_min(batch * tokens, PROGRAMS * multiprocessors(total))
+    shares = total.new_empty(programs, 2 * dim, dtype=torch.float32)
+    launchable(_add_norm_backward, total)[programs,](
+        total if d_total is None else d_total, d_normed, total if d_cores is None else d_cores, total, weight,
+        d_x, d_update, shares, batch * tokens, tokens, 0 if d_cores is None else d_cores.shape[1], eps,
+        CARRIED=d_total is not None, CORES=d_cores is not None, ADD=update is not None, **_cut(dim),
     )  # fmt: skip
-    sums = column_sums(shares.flatten(1))
-    return d_x, d_update, sums[:dim].to(weight.dtype, copy=True), sums[dim:].to(weight.dtype, copy=True)
+    return d_x, d_update, column_sums(shares, weight.dtype).view(2, dim)

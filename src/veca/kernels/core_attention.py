@@ -28,6 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from veca.kernels.launch import launchable, multiprocessors
+
 LOG2_E = 1.4426950408889634
 
 
@@ -166,7 +168,7 @@ def _cores_ask(
 
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
-def _forward(
+def _attention(
     qkv, cores, patches, frequencies, out, lse, shares, C, N, tiles, scale,
     stride_b, stride_s, stride_3, stride_h,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
@@ -358,7 +360,7 @@ def _cores_asked(
 
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
-def _backward(
+def _attention_backward(
     qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, shares, C, N, tiles, scale, d_scale,
     stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
@@ -513,18 +515,14 @@ class Plan(NamedTuple):
 def plan(qkv: Tensor, cores: int, backward: bool) -> Plan:
     """The fastest cut measured on an H200 for these widths; float32 and wide heads take smaller ones to fit on chip."""
     wide = qkv.shape[-1] > 64
+    most = 64 if qkv.dtype != torch.float32 else 16 if wide else 32
+    # A budget that is traced is a symbol: the largest chunk holds any.
+    chunk = min(max(16, triton.next_power_of_2(cores)), most) if isinstance(cores, int) else most
     if qkv.dtype == torch.float32:
-        chunk = min(max(16, triton.next_power_of_2(cores)), 16 if wide else 32)
         return Plan(chunk, 32, 4, 1, 4)
-    chunk = min(max(16, triton.next_power_of_2(cores)), 64)
     if wide:
         return Plan(chunk, 64, 8, 1, 2) if backward else Plan(chunk, 64, 4, 2, 4)
     return Plan(chunk, 64, 4, 3 if backward else 4, 8)
-
-
-def multiprocessors(x: Tensor) -> int:
-    """Of the GPU that holds `x`; 1 on a CPU, where Triton's interpreter runs one program after the other."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
 class _Launch(NamedTuple):
@@ -541,16 +539,23 @@ def _launch(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> _Launc
     batch, tokens, _, heads, width = qkv.shape
     cut = cut or plan(qkv, cores, backward)
     chunks = triton.cdiv(cores, cut.chunk)
-    tiles = triton.cdiv(tokens - cores, cut.tile)
-    splits = max(1, min(tiles, cut.programs * multiprocessors(qkv) // max(1, 2 * batch * heads)))
+    patches = tokens - cores
+    tiles = triton.cdiv(patches, cut.tile)
+    wanted = cut.programs * multiprocessors(qkv) // torch.sym_max(1, 2 * batch * heads)
+    splits = torch.sym_max(1, torch.sym_min(tiles, wanted))
     per_split = triton.cdiv(tiles, splits)
     constants = {
         "H": heads, "D": width, "CHUNK": cut.chunk, "CHUNKS": chunks, "TILE": cut.tile, "STAGES": cut.stages,
-        "FULL_C": cores % cut.chunk == 0, "FULL_N": (tokens - cores) % cut.tile == 0, "PRECISION": "ieee",
+        "FULL_C": _whole(cores, cut.chunk), "FULL_N": _whole(patches, cut.tile), "PRECISION": "ieee",
         "EXACT": qkv.dtype == torch.float32,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": cut.warps}
     return _Launch(constants, options, triton.cdiv(tiles, per_split), per_split, width**-0.5)
+
+
+def _whole(count: int, size: int) -> bool:
+    """Whether `count` is known, and a multiple."""
+    return isinstance(count, int) and count % size == 0
 
 
 def _together(x: Tensor) -> Tensor:
@@ -570,11 +575,11 @@ def forward(
     out = qkv.new_empty(batch, tokens, heads * width)
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     shares = qkv.new_empty(splits * batch * heads * chunks * chunk * (width + 2), dtype=torch.float32)
-    _forward[batch * heads, splits, 1 + chunks](
+    launchable(_attention, qkv)[batch * heads, splits, 1 + chunks](
         qkv, core_points, patch_points, frequencies, out, lse, shares, cores, tokens - cores, tiles,
         scale * LOG2_E, qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
     )  # fmt: skip
-    _join[batch * heads, chunks, chunk // 16](
+    launchable(_join, qkv)[batch * heads, chunks, chunk // 16](
         shares, out, lse, cores, tokens - cores, splits, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, ROWS=16
     )
     return out, lse
@@ -596,11 +601,11 @@ def backward(
     strides = (qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), d_out.stride(0), d_out.stride(1))
     # Patches' gradients need all chunks and a chunk's needs all patches: one launch for both, or one after the other.
     for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
-        _backward[batch * heads, splits, 2 * chunks if core else 2](
+        launchable(_attention_backward, qkv)[batch * heads, splits, 2 * chunks if core else 2](
             qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, shares, cores, tokens - cores,
             tiles, scale * LOG2_E, scale, *strides, PATCHES=patches, CORES=core, **constants, **options,
         )  # fmt: skip
-    _join_backward[batch * heads, chunks](
+    launchable(_join_backward, qkv)[batch * heads, chunks](
         qkv, core_points, frequencies, out, lse, d_out, d_qkv, d_points, shares, cores, tokens - cores, splits,
         scale * LOG2_E, scale, *strides,
         H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, EXACT=constants["EXACT"], PRECISION=constants["PRECISION"],

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import LOG2_E, _load_turned, _logits, _table, multiprocessors
+from veca.kernels.core_attention import LOG2_E, _load_turned, _logits, _table
+from veca.kernels.launch import multiprocessors
 
 
 @triton.jit(do_not_specialize=["C", "N", "asking", "tiles"])

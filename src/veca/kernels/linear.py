@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from veca.kernels.core_attention import multiprocessors
+from veca.kernels.launch import multiprocessors
 from veca.kernels.ops import ROW
 
 

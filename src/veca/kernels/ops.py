@@ -8,12 +8,18 @@ Shapes are those of `veca.kernels.core_attention`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 HEAD_DIMS = (32, 64, 128)
 MAX_CORES = 256
@@ -24,12 +30,21 @@ CAPABILITY = (8, 0)
 """The oldest NVIDIA architecture with bfloat16 products: Ampere."""
 
 
+def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Register a function as an operator that torch.compile looks into, so that it launches the kernels itself.
+
+    Those of the interpreter it cannot read: there the operator is called as a whole.
+    """
+    register = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+    return register(name, mutates_args=())
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] = CAPABILITY) -> str:
     """Why no kernel can run on such a device and type, in words; empty when they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cpu" and not INTERPRETED:
         return "the tensors are on the CPU, where only Triton's interpreter runs (TRITON_INTERPRET=1)"
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and torch.version.hip):
         return f"the device is {device.type}, not an NVIDIA GPU"
@@ -38,11 +53,7 @@ def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int]
     return "" if dtype in DTYPES else f"the tensors are {dtype}, not bfloat16, float16 or float32"
 
 
-@torch.library.custom_op(
-    "veca::core_attention",
-    mutates_args=(),
-    schema="(Tensor qkv, Tensor core_points, Tensor patch_points, Tensor frequencies) -> (Tensor, Tensor)",
-)
+@operator("veca::core_attention")
 def core_attention(
     qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -58,12 +69,7 @@ def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(batch, tokens, heads * width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "veca::core_attention_backward",
-    mutates_args=(),
-    schema="(Tensor d_out, Tensor qkv, Tensor core_points, Tensor patch_points, Tensor frequencies, Tensor out, "
-    "Tensor lse) -> (Tensor, Tensor)",
-)
+@operator("veca::core_attention_backward")
 def core_attention_backward(
     d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -106,7 +112,7 @@ def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...]
     return 5 * products(qkv, core_points[1]) // 2  # ten products of that size against four
 
 
-@torch.library.custom_op("veca::swiglu", mutates_args=(), schema="(Tensor h, Tensor bias) -> Tensor")
+@operator("veca::swiglu")
 def swiglu(h: Tensor, bias: Tensor) -> Tensor:
     """`silu(u) * v` of [u, v] = h + bias: (..., 2W) → (..., W)."""
     from veca.kernels.swiglu import forward
@@ -119,9 +125,7 @@ def _(h: Tensor, bias: Tensor) -> Tensor:
     return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
 
 
-@torch.library.custom_op(
-    "veca::swiglu_backward", mutates_args=(), schema="(Tensor d_out, Tensor h, Tensor bias) -> (Tensor, Tensor)"
-)
+@operator("veca::swiglu_backward")
 def swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of h and bias."""
     from veca.kernels.swiglu import backward
@@ -145,66 +149,76 @@ def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
 swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
 
 
-@torch.library.custom_op(
-    "veca::add_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? update, Tensor weight, Tensor bias, float eps, ScalarType dtype) -> (Tensor, Tensor)",
-)
+@operator("veca::add_norm")
 def add_norm(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The sum of x and update, and its LayerNorm in `dtype`; without an update the sum is left empty, for it is x."""
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of x and update (B, S, D), its LayerNorm in `dtype`, and the sum's first `cores` tokens.
+
+    Without an update both sums are left empty, for they are x.
+    """
     from veca.kernels.add_norm import forward
 
-    return forward(x, update, weight, bias, eps, dtype)
+    return forward(x, update, weight, bias, eps, dtype, cores)
 
 
 @add_norm.register_fake
 def _(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape, dtype=dtype)
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed = x.new_empty(x.shape, dtype=dtype)
+    if update is None:
+        return x.new_empty(0), normed, x.new_empty(0)
+    return x.new_empty(x.shape), normed, x.new_empty(x.shape[0], cores, x.shape[2])
 
 
-@torch.library.custom_op(
-    "veca::add_norm_backward",
-    mutates_args=(),
-    schema="(Tensor? d_total, Tensor d_normed, Tensor total, Tensor weight, float eps, ScalarType? update) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
+@operator("veca::add_norm_backward")
 def add_norm_backward(
-    d_total: Tensor | None, d_normed: Tensor, total: Tensor, weight: Tensor, eps: float, update: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of the update (empty where there was none), of gain and shift."""
+    d_total: Tensor | None,
+    d_normed: Tensor,
+    d_cores: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    update: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the update (empty where there was none), and of gain and shift (2, D)."""
     from veca.kernels.add_norm import backward
 
-    return backward(d_total, d_normed, total, weight, eps, update)
+    return backward(d_total, d_normed, d_cores, total, weight, eps, update)
 
 
 @add_norm_backward.register_fake
 def _(
-    d_total: Tensor | None, d_normed: Tensor, total: Tensor, weight: Tensor, eps: float, update: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_x = total.new_empty(total.shape)
+    d_total: Tensor | None,
+    d_normed: Tensor,
+    d_cores: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    eps: float,
+    update: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     d_update = total.new_empty(0) if update is None else total.new_empty(total.shape, dtype=update)
-    return d_x, d_update, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    return total.new_empty(total.shape), d_update, weight.new_empty(2, *weight.shape)
 
 
-def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, update, weight, _bias, ctx.eps, _dtype = inputs
+def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, update, weight, _bias, ctx.eps, _dtype, _cores = inputs
     ctx.update = None if update is None else update.dtype
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if update is None else output[0], weight)
 
 
-def _add_norm_backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+def _add_norm_backward(
+    ctx: Any, d_total: Tensor | None, d_normed: Tensor | None, d_cores: Tensor | None
+) -> tuple[Tensor | None, ...]:
     total, weight = ctx.saved_tensors
     if d_normed is None:
         d_normed = torch.zeros_like(total)
     if ctx.update is None:
-        d_total = None  # nobody takes the empty sum
-    d_x, d_update, d_gain, d_shift = add_norm_backward(d_total, d_normed, total, weight, ctx.eps, ctx.update)
-    return d_x, None if ctx.update is None else d_update, d_gain, d_shift, None, None
+        d_total = d_cores = None  # nobody takes the empty sums
+    d_x, d_update, d_affine = add_norm_backward(d_total, d_normed, d_cores, total, weight, ctx.eps, ctx.update)
+    return d_x, None if ctx.update is None else d_update, d_affine[0], d_affine[1], None, None, None
 
 
 add_norm.register_autograd(_add_norm_backward, setup_context=_save_add_norm)

@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from veca.kernels.add_norm import column_sums
-from veca.kernels.core_attention import multiprocessors
+from veca.kernels.launch import launchable, multiprocessors
 
 COLUMNS = 256
 
 
 @triton.jit(do_not_specialize=["M"])
-def _forward(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _swiglu(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     m = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (m < M) & (n < W)
@@ -30,7 +30,7 @@ def _forward(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
-def _backward(d_out, h, bias, d_h, shares, M, steps, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _swiglu_backward(d_out, h, bias, d_h, shares, M, steps, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     bias_u = tl.load(bias + n, n < W, 0.0).to(tl.float32)
     bias_v = tl.load(bias + W + n, n < W, 0.0).to(tl.float32)
@@ -61,7 +61,9 @@ def forward(h: Tensor, bias: Tensor) -> Tensor:
     h = h.contiguous()
     out = h.new_empty(*h.shape[:-1], width)
     rows = h.numel() // (2 * width)
-    _forward[triton.cdiv(width, COLUMNS), triton.cdiv(rows, 16)](h, bias, out, rows, W=width, ROWS=16, COLUMNS=COLUMNS)
+    launchable(_swiglu, h)[triton.cdiv(width, COLUMNS), triton.cdiv(rows, 16)](
+        h, bias, out, rows, W=width, ROWS=16, COLUMNS=COLUMNS
+    )
     return out
 
 
@@ -72,9 +74,11 @@ def backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     d_h = torch.empty_like(h)
     rows, across = h.numel() // (2 * width), triton.cdiv(width, COLUMNS)
     # Enough programs to fill the GPU several times, and long enough runs that the sums of each are few.
-    down = max(1, min(triton.cdiv(rows, 8), 8 * multiprocessors(h) // across))
-    steps = max(1, triton.cdiv(rows, 8 * down))
-    down = triton.cdiv(rows, 8 * steps)
+    down = torch.sym_min(triton.cdiv(rows, 8), max(1, 8 * multiprocessors(h) // across))
+    steps = triton.cdiv(rows, 8 * torch.sym_max(1, down))
+    down = triton.cdiv(rows, 8 * torch.sym_max(1, steps))
     shares = h.new_empty(down, 2 * width, dtype=torch.float32)
-    _backward[across, down](d_out, h, bias, d_h, shares, rows, steps, W=width, ROWS=8, COLUMNS=COLUMNS)
-    return d_h, column_sums(shares).to(bias.dtype)
+    launchable(_swiglu_backward, h)[across, down](
+        d_out, h, bias, d_h, shares, rows, steps, W=width, ROWS=8, COLUMNS=COLUMNS
+    )
+    return d_h, column_sums(shares, bias.dtype)
