@@ -19,8 +19,6 @@ from veca.kernels.launch import launchable, multiprocessors
 
 WARP, EACH = 32, 4
 """One warp takes a row, so that its sums need no other; each thread takes so many numbers side by side."""
-PROGRAMS = 16
-"""Programs per multiprocessor in the backward pass; each leaves its share of the sums over rows."""
 
 
 @triton.jit
@@ -35,17 +33,17 @@ def _sum(a):
 
 
 @triton.jit
-def _normalized(a, inside, eps, D: tl.constexpr):
+def _normalized(a, inside, EPS: tl.constexpr, D: tl.constexpr):
     """A row centred and divided by its deviation, and one over that."""
     a = tl.where(inside, a - _sum(a) / D, 0.0)
-    scale = tl.rsqrt(_sum(a * a) / D + eps)
+    scale = tl.rsqrt(_sum(a * a) / D + EPS)
     return a * scale, scale
 
 
 @triton.jit(do_not_specialize=["S", "C"])
 def _add_norm(
-    x, update, weight, bias, total, normed, cores, S, C, eps,
-    ADD: tl.constexpr, D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
+    x, update, weight, bias, total, normed, cores, S, C,
+    ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     k = _columns(WARP, PARTS, EACH)
@@ -59,15 +57,15 @@ def _add_norm(
         if row % S < C:
             tl.store(cores + (row // S * C + row % S).to(tl.int64) * D + k, kept, inside)
         a = kept.to(tl.float32)
-    a, _ = _normalized(a, inside, eps, D)
+    a, _ = _normalized(a, inside, EPS, D)
     a = a * tl.load(weight + k, inside, 0.0).to(tl.float32) + tl.load(bias + k, inside, 0.0).to(tl.float32)
     tl.store(normed + at, a.to(normed.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["M", "S", "C"])
 def _add_norm_backward(
-    d_total, d_normed, d_cores, total, weight, d_x, d_update, shares, M, S, C, eps,
-    CARRIED: tl.constexpr, CORES: tl.constexpr, ADD: tl.constexpr,
+    d_total, d_normed, d_cores, total, weight, d_x, d_update, shares, M, S, C,
+    CARRIED: tl.constexpr, CORES: tl.constexpr, ADD: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     k = _columns(WARP, PARTS, EACH)
@@ -78,7 +76,7 @@ def _add_norm_backward(
     for m in tl.range(tl.program_id(0), M, tl.num_programs(0)):
         row = m + tl.full([], 0, tl.int32)  # the interpreter counts in numbers of Python
         at = row.to(tl.int64) * D + k
-        a, scale = _normalized(tl.load(total + at, inside, 0.0).to(tl.float32), inside, eps, D)
+        a, scale = _normalized(tl.load(total + at, inside, 0.0).to(tl.float32), inside, EPS, D)
         dn = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
         d_gain += dn * a
         d_shift += dn
@@ -135,8 +133,8 @@ def forward(
     else:
         update, total, first = update.contiguous(), torch.empty_like(x), x.new_empty(batch, cores, dim)
     launchable(_add_norm, x)[batch * tokens,](
-        x, x if update is None else update, weight, bias, total, normed, first, tokens, cores, eps,
-        ADD=update is not None, **_cut(dim),
+        x, x if update is None else update, weight, bias, total, normed, first, tokens, cores,
+        ADD=update is not None, EPS=eps, **_cut(dim),
     )  # fmt: skip
     return total, normed, first
 
@@ -156,11 +154,13 @@ def backward(
     d_cores = None if d_cores is None else d_cores.contiguous()
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
-    programs = torch.sym_min(batch * tokens, PROGRAMS * multiprocessors(total))
+    cut = _cut(dim)
+    per_multiprocessor = 24 if cut["PARTS"] <= 4 else 8  # as many as there are registers for
+    programs = torch.sym_min(batch * tokens, per_multiprocessor * multiprocessors(total))
     shares = total.new_empty(programs, 2 * dim, dtype=torch.float32)
     launchable(_add_norm_backward, total)[programs,](
         total if d_total is None else d_total, d_normed, total if d_cores is None else d_cores, total, weight,
-        d_x, d_update, shares, batch * tokens, tokens, 0 if d_cores is None else d_cores.shape[1], eps,
-        CARRIED=d_total is not None, CORES=d_cores is not None, ADD=update is not None, **_cut(dim),
+        d_x, d_update, shares, batch * tokens, tokens, 0 if d_cores is None else d_cores.shape[1],
+        CARRIED=d_total is not None, CORES=d_cores is not None, ADD=update is not None, EPS=eps, **cut,
     )  # fmt: skip
     return d_x, d_update, column_sums(shares, weight.dtype).view(2, dim)

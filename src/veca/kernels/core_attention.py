@@ -30,7 +30,7 @@ from triton.language.extra import libdevice
 
 from veca.kernels.launch import launchable, multiprocessors
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -129,9 +129,9 @@ def _patches_ask(
 
 @triton.jit
 def _cores_ask(
-    base, cores, patches, frequencies, share, chunk, C, N, start, stop, scale, stride_s, stride_3,
-    D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    base, cores, patches, frequencies, out, lse, share, chunk, C, N, start, stop, scale, stride_s, stride_3, stride_o,
+    D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
@@ -161,18 +161,23 @@ def _cores_ask(
         if not FULL_N:
             s = tl.where((n < N)[None, :], s, float("-inf"))
         top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
-    # A share is acc (CHUNK, d), then top and total (CHUNK each).
-    tl.store(share + c[:, None] * D + tl.arange(0, D)[None, :], acc)
-    tl.store(share + CHUNK * D + c, top)
-    tl.store(share + CHUNK * (D + 1) + c, total)
+    channel = tl.arange(0, D)[None, :]
+    if ALONE:
+        tl.store(out + row * stride_o + channel, (acc / total[:, None]).to(q1.dtype), row < C)
+        tl.store(lse + chunk * CHUNK + c, top + tl.log2(total), chunk * CHUNK + c < C)
+    else:  # a share is acc (CHUNK, d), then top and total (CHUNK each)
+        tl.store(share + c[:, None] * D + channel, acc)
+        tl.store(share + CHUNK * D + c, top)
+        tl.store(share + CHUNK * (D + 1) + c, total)
 
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
 def _attention(
-    qkv, cores, patches, frequencies, out, lse, shares, C, N, tiles, scale,
+    qkv, cores, patches, frequencies, out, lse, shares, C, N, tiles,
     stride_b, stride_s, stride_3, stride_h,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ALONE: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     bh, split, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
@@ -180,17 +185,18 @@ def _attention(
     cores += b * (2 * C)
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
+    out += b.to(tl.int64) * (C + N) * (H * D) + h * D
+    lse += bh.to(tl.int64) * (C + N)
     if role == 0:
-        to = out + b.to(tl.int64) * (C + N) * (H * D) + h * D
         _patches_ask(
-            base, cores, patches, frequencies, to, lse + bh.to(tl.int64) * (C + N), C, N, start,
-            stop, scale, stride_s, stride_3, H * D, D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
+            base, cores, patches, frequencies, out, lse, C, N, start, stop, SCALE * LOG2_E, stride_s, stride_3, H * D,
+            D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
         _cores_ask(
-            base, cores, patches, frequencies, share, role - 1, C, N, start, stop, scale,
-            stride_s, stride_3, D, CHUNK, TILE, FULL_N, EXACT, PRECISION, STAGES,
+            base, cores, patches, frequencies, out, lse, share, role - 1, C, N, start, stop, SCALE * LOG2_E,
+            stride_s, stride_3, H * D, D, CHUNK, TILE, ALONE, FULL_N, EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
 
@@ -234,14 +240,37 @@ def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexp
 
 
 @triton.jit
-def _patches_asked(
-    base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start, stop,
-    scale, d_scale, stride_s, stride_3, stride_d,
-    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+def _finish(
+    d1, d2, raw, to, d_points, cores, frequencies, first, C, stride_s, stride_to,
+    SCALE: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `_patches_ask`: dq of the patches, and the share of dk and dv of a chunk of cores."""
+    """From the gradient of a chunk's turned queries or keys to that of the `raw` ones and of the cores' coordinates."""
+    HALF: tl.constexpr = D // 2
+    c, half = first + tl.arange(0, CHUNK), tl.arange(0, HALF)[None, :]
+    mask = (c < C)[:, None]
+    cos, sin = _table(cores, frequencies, c[:, None], C - 1, HALF, EXACT)
+    a, b = _load(raw + c[:, None] * stride_s, mask, HALF), _load(raw + c[:, None] * stride_s + HALF, mask, HALF)
+    a, b = _rotate(a, b, cos, sin)
+    d1, d2 = d1 * SCALE, d2 * SCALE
+    # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
+    d_angle = (d2 * a - d1 * b) * tl.load(frequencies + half % (HALF // 2))
+    tl.store(d_points + 2 * c, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
+    tl.store(d_points + 2 * c + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
+    d1, d2 = _rotate(d1, d2, cos, -sin)
+    rows = to + c[:, None] * stride_to + half
+    tl.store(rows, d1.to(to.dtype.element_ty), mask)
+    tl.store(rows + HALF, d2.to(to.dtype.element_ty), mask)
+
+
+@triton.jit
+def _patches_asked(
+    base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    stride_s, stride_3, stride_d,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of `_patches_ask`: dq of the patches, and dk and dv of a chunk of cores, of which all tokens ask."""
     HALF: tl.constexpr = D // 2
     c, half, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, D)[None, :]
     dk_core1 = tl.zeros([CHUNK, HALF], tl.float32)
@@ -253,6 +282,16 @@ def _patches_asked(
         cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k1, k2 = _load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
         v = _load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
+    if CORES and start == 0:  # cores ask cores too
+        for first in range(0, C, CHUNK):
+            cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+            do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+            p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
+            ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q1.dtype)
+            dv_core = tl.dot(tl.trans(p.to(q1.dtype)), do, dv_core, input_precision=PRECISION)
+            dk_core1 = tl.dot(tl.trans(ds), q1, dk_core1, input_precision=PRECISION)
+            dk_core2 = tl.dot(tl.trans(ds), q2, dk_core2, input_precision=PRECISION)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
@@ -273,7 +312,7 @@ def _patches_asked(
                 cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
-            p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * scale - own_lse[:, None])
+            p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * (SCALE * LOG2_E) - own_lse[:, None])
             if not FULL_C:
                 p = tl.where(first + tl.arange(0, CHUNK)[None, :] < C, p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -288,36 +327,54 @@ def _patches_asked(
                 dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
                 dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
         if PATCHES:
-            dq1, dq2 = _rotate(dq1 * d_scale, dq2 * d_scale, patch_c, -patch_s)
+            dq1, dq2 = _rotate(dq1 * SCALE, dq2 * SCALE, patch_c, -patch_s)
             to = d_qkv + token * (3 * H * D)
             tl.store(to + half, dq1.to(q1.dtype), mask)
             tl.store(to + HALF + half, dq2.to(q1.dtype), mask)
     if CORES:
-        to = share + CHUNK * D + c * D
-        tl.store(to + half, dk_core1)
-        tl.store(to + HALF + half, dk_core2)
-        tl.store(to + CHUNK * D + channel, dv_core)
+        if ALONE:
+            _finish(
+                dk_core1, dk_core2, base + stride_3, d_qkv + H * D, d_points, cores, frequencies, chunk * CHUNK, C,
+                stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+            )  # fmt: skip
+            to = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
+            tl.store(to + channel, dv_core.to(to.dtype.element_ty), chunk * CHUNK + c < C)
+        else:
+            to = share + CHUNK * D + c * D
+            tl.store(to + half, dk_core1)
+            tl.store(to + HALF + half, dk_core2)
+            tl.store(to + CHUNK * D + channel, dv_core)
 
 
 @triton.jit
 def _cores_asked(
-    base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start, stop,
-    scale, d_scale, stride_s, stride_3, stride_d,
+    base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `_cores_ask`: dk and dv of the patches, and the share of dq of a chunk of cores."""
+    """Backward of `_cores_ask`: dk and dv of the patches, and dq of a chunk of cores, which ask all tokens."""
     HALF: tl.constexpr = D // 2
     c, half, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, D)[None, :]
     dq_core1 = tl.zeros([CHUNK, HALF], tl.float32)
     dq_core2 = tl.zeros([CHUNK, HALF], tl.float32)
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
-        first = chunk * CHUNK
-        cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
-        do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+        cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        q1, q2 = _load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
+        do, core_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
+    if CORES and start == 0:  # cores ask cores too
+        for first in range(0, C, CHUNK):
+            key = base + (first + c) * stride_s
+            cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            k1, k2 = _load_turned(key + stride_3, first + c < C, cos, sin, HALF)
+            v = _load(key + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(_logits(k1, k2, q1, q2, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+            p = tl.where(first + c < C, p, 0.0)
+            ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(k1.dtype)
+            dq_core1 = tl.dot(tl.trans(ds), k1, dq_core1, input_precision=PRECISION)
+            dq_core2 = tl.dot(tl.trans(ds), k2, dq_core2, input_precision=PRECISION)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
@@ -336,7 +393,7 @@ def _cores_asked(
                 q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
                 do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
             # Patches down, cores across: only dq of the cores needs a transpose.
-            p = tl.exp2(_logits(k1, k2, q1, q2, PRECISION) * scale - core_lse[None, :])
+            p = tl.exp2(_logits(k1, k2, q1, q2, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
             if not FULL_N:
                 p = tl.where(mask, p, 0.0)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -349,23 +406,29 @@ def _cores_asked(
                 dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
                 dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
         if PATCHES:
-            dk1, dk2 = _rotate(dk1 * d_scale, dk2 * d_scale, patch_c, -patch_s)
+            dk1, dk2 = _rotate(dk1 * SCALE, dk2 * SCALE, patch_c, -patch_s)
             to = d_qkv + token * (3 * H * D) + H * D
             tl.store(to + half, dk1.to(k1.dtype), mask)
             tl.store(to + HALF + half, dk2.to(k1.dtype), mask)
             tl.store(to + H * D + channel, dv.to(k1.dtype), mask)
     if CORES:
-        tl.store(share + c * D + half, dq_core1)
-        tl.store(share + c * D + HALF + half, dq_core2)
+        if ALONE:
+            _finish(
+                dq_core1, dq_core2, base, d_qkv, d_points, cores, frequencies, chunk * CHUNK, C, stride_s, 3 * H * D,
+                SCALE, D, CHUNK, EXACT,
+            )  # fmt: skip
+        else:
+            tl.store(share + c * D + half, dq_core1)
+            tl.store(share + c * D + HALF + half, dq_core2)
 
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
 def _attention_backward(
-    qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, shares, C, N, tiles, scale, d_scale,
+    qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, shares, C, N, tiles,
     stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr,
+    SCALE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk."""
     bh, split, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -378,125 +441,59 @@ def _attention_backward(
     lse += bh.to(tl.int64) * S
     d_out += b.to(tl.int64) * stride_db + h * D
     d_qkv += b.to(tl.int64) * S * (3 * H * D) + h * D
+    d_points += (2 * bh + place % 2) * (2 * C)
     # A share is dq, dk and dv of the chunk, (CHUNK, d) each.
     share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
     if place % 2 == 0:
         _patches_asked(
-            base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start,
-            stop, scale, d_scale, stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, FULL_C,
+            base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_C, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _cores_asked(
-            base, cores, patches, frequencies, out, lse, d_out, d_qkv, share, chunk, C, N, start,
-            stop, scale, d_scale, stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, FULL_N,
+            base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_N, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
 
-@triton.jit
-def _load_cores(
-    base, cores, frequencies, first, C, stride_s, stride_3, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr
-):
-    c = first + tl.arange(0, CHUNK)[:, None]
-    row = base + c * stride_s
-    cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, D // 2, EXACT)
-    q1, q2 = _load_turned(row, c < C, cos, sin, D // 2)
-    k1, k2 = _load_turned(row + stride_3, c < C, cos, sin, D // 2)
-    return q1, q2, k1, k2, _load(row + 2 * stride_3, c < C, D)
-
-
 @triton.jit(do_not_specialize=["C", "N", "splits"])
 def _join_backward(
-    qkv, cores, frequencies, out, lse, d_out, d_qkv, d_cores, shares, C, N, splits, scale, d_scale,
-    stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
-    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    qkv, cores, frequencies, d_qkv, d_points, shares, C, N, splits, stride_b, stride_s, stride_3, stride_h,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The cores' gradients: the shares, what cores ask of cores, and the way back through the rotary table."""
+    """The cores' gradients from the shares of all splits: keys and values in one program, queries in another."""
     HALF: tl.constexpr = D // 2
-    bh, chunk = tl.program_id(0), tl.program_id(1)
+    bh, chunk, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
-    cores += b * (2 * C)
-    out += b.to(tl.int64) * (C + N) * (H * D) + h * D
-    lse += bh.to(tl.int64) * (C + N)
-    d_out += b.to(tl.int64) * stride_db + h * D
+    d_qkv += b.to(tl.int64) * (C + N) * (3 * H * D) + h * D
     channel, half = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :]
-    dq1 = tl.zeros([CHUNK, HALF], tl.float32)
-    dq2 = tl.zeros([CHUNK, HALF], tl.float32)
-    dk1 = tl.zeros([CHUNK, HALF], tl.float32)
-    dk2 = tl.zeros([CHUNK, HALF], tl.float32)
-    dv = tl.zeros([CHUNK, D], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
     row = shares + (bh * CHUNKS + chunk).to(tl.int64) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
+    d1 = tl.zeros([CHUNK, HALF], tl.float32)
+    d2 = tl.zeros([CHUNK, HALF], tl.float32)
+    turned = row + (1 - role) * CHUNK * D
     for _ in range(splits):
-        dq1 += tl.load(row + half)
-        dq2 += tl.load(row + HALF + half)
-        dk1 += tl.load(row + CHUNK * D + half)
-        dk2 += tl.load(row + CHUNK * D + HALF + half)
-        dv += tl.load(row + 2 * CHUNK * D + channel)
-        row += step
-
-    c = chunk * CHUNK + tl.arange(0, CHUNK)
-    q1, q2, k1, k2, v = _load_cores(base, cores, frequencies, chunk * CHUNK, C, stride_s, stride_3, D, CHUNK, EXACT)
-    do, own_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_ds, D, CHUNK)
-    if CHUNKS == 1:
-        p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * scale - own_lse[:, None])
-        p = tl.where(c[None, :] < C, p, 0.0)
-        ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q1.dtype)
-        dv = tl.dot(tl.trans(p.to(q1.dtype)), do, dv, input_precision=PRECISION)
-        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
-        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
-        dk1 = tl.dot(tl.trans(ds), q1, dk1, input_precision=PRECISION)
-        dk2 = tl.dot(tl.trans(ds), q2, dk2, input_precision=PRECISION)
-    else:
-        for first in range(0, C, CHUNK):
-            x = first + tl.arange(0, CHUNK)
-            q1x, q2x, k1x, k2x, vx = _load_cores(
-                base, cores, frequencies, first, C, stride_s, stride_3, D, CHUNK, EXACT
-            )
-            dox, lsex, deltax = _core_gradient(out, d_out, lse, first, C, H * D, stride_ds, D, CHUNK)
-            # This chunk asks.
-            p = tl.exp2(_logits(q1, q2, k1x, k2x, PRECISION) * scale - own_lse[:, None])
-            p = tl.where(x[None, :] < C, p, 0.0)
-            dp = tl.dot(do, tl.trans(vx), input_precision=PRECISION)
-            ds = (p * (dp - delta[:, None])).to(q1.dtype)
-            dq1 = tl.dot(ds, k1x, dq1, input_precision=PRECISION)
-            dq2 = tl.dot(ds, k2x, dq2, input_precision=PRECISION)
-            # This chunk answers.
-            p = tl.exp2(_logits(q1x, q2x, k1, k2, PRECISION) * scale - lsex[:, None])
-            p = tl.where(c[None, :] < C, p, 0.0)
-            dp = tl.dot(dox, tl.trans(v), input_precision=PRECISION)
-            ds = (p * (dp - deltax[:, None])).to(q1.dtype)
-            dv = tl.dot(tl.trans(p.to(q1.dtype)), dox, dv, input_precision=PRECISION)
-            dk1 = tl.dot(tl.trans(ds), q1x, dk1, input_precision=PRECISION)
-            dk2 = tl.dot(tl.trans(ds), q2x, dk2, input_precision=PRECISION)
-
-    mask = (c < C)[:, None]
-    dq1, dq2, dk1, dk2 = dq1 * d_scale, dq2 * d_scale, dk1 * d_scale, dk2 * d_scale
-    cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-    rows = base + c[:, None] * stride_s
-    qa, qb = _load(rows, mask, HALF), _load(rows + HALF, mask, HALF)
-    ka, kb = _load(rows + stride_3, mask, HALF), _load(rows + stride_3 + HALF, mask, HALF)
-    # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
-    qa, qb = _rotate(qa, qb, cos, sin)
-    ka, kb = _rotate(ka, kb, cos, sin)
-    d_angle = dq2 * qa - dq1 * qb + dk2 * ka - dk1 * kb
-    d_angle *= tl.load(frequencies + half % (HALF // 2))
-    to = d_cores + 2 * (bh * C + c)
-    tl.store(to, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
-    tl.store(to + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
-    dq1, dq2 = _rotate(dq1, dq2, cos, -sin)
-    dk1, dk2 = _rotate(dk1, dk2, cos, -sin)
-    to = d_qkv + (b * (C + N) + c).to(tl.int64)[:, None] * (3 * H * D) + h * D
-    tl.store(to + half, dq1.to(q1.dtype), mask)
-    tl.store(to + HALF + half, dq2.to(q1.dtype), mask)
-    tl.store(to + H * D + half, dk1.to(q1.dtype), mask)
-    tl.store(to + H * D + HALF + half, dk2.to(q1.dtype), mask)
-    tl.store(to + 2 * H * D + channel, dv.to(q1.dtype), mask)
+        d1 += tl.load(turned + half)
+        d2 += tl.load(turned + HALF + half)
+        turned += step
+    _finish(
+        d1, d2, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points + (2 * bh + role) * (2 * C),
+        cores + b * (2 * C), frequencies, chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+    )  # fmt: skip
+    if role == 0:
+        dv = tl.zeros([CHUNK, D], tl.float32)
+        value = row + 2 * CHUNK * D
+        for _ in range(splits):
+            dv += tl.load(value + channel)
+            value += step
+        c = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
+        tl.store(d_qkv + c * (3 * H * D) + 2 * H * D + channel, dv.to(d_qkv.dtype.element_ty), c < C)
 
 
 class Plan(NamedTuple):
@@ -526,13 +523,12 @@ def plan(qkv: Tensor, cores: int, backward: bool) -> Plan:
 
 
 class _Launch(NamedTuple):
-    """Everything the kernels of one pass share."""
+    """How one pass is cut."""
 
     constants: dict[str, Any]
     options: dict[str, Any]
     splits: int
     tiles: int
-    scale: float
 
 
 def _launch(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> _Launch:
@@ -544,13 +540,14 @@ def _launch(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> _Launc
     wanted = cut.programs * multiprocessors(qkv) // torch.sym_max(1, 2 * batch * heads)
     splits = torch.sym_max(1, torch.sym_min(tiles, wanted))
     per_split = triton.cdiv(tiles, splits)
+    splits = triton.cdiv(tiles, torch.sym_max(1, per_split))
     constants = {
         "H": heads, "D": width, "CHUNK": cut.chunk, "CHUNKS": chunks, "TILE": cut.tile, "STAGES": cut.stages,
-        "FULL_C": _whole(cores, cut.chunk), "FULL_N": _whole(patches, cut.tile), "PRECISION": "ieee",
-        "EXACT": qkv.dtype == torch.float32,
+        "ALONE": isinstance(splits, int) and splits == 1,
+        "FULL_C": _whole(cores, cut.chunk), "FULL_N": _whole(patches, cut.tile),
+        "SCALE": width**-0.5, "EXACT": qkv.dtype == torch.float32, "PRECISION": "ieee",
     }  # fmt: skip
-    options: dict[str, Any] = {"num_warps": cut.warps}
-    return _Launch(constants, options, triton.cdiv(tiles, per_split), per_split, width**-0.5)
+    return _Launch(constants, {"num_warps": cut.warps}, splits, per_split)
 
 
 def _whole(count: int, size: int) -> bool:
@@ -570,18 +567,19 @@ def forward(
     qkv = _together(qkv)
     batch, tokens, _, heads, width = qkv.shape
     cores = core_points.shape[1]
-    constants, options, splits, tiles, scale = _launch(qkv, cores, False, cut)
-    chunk, chunks = constants["CHUNK"], constants["CHUNKS"]
+    constants, options, splits, tiles = _launch(qkv, cores, False, cut)
+    chunk, chunks, alone = constants["CHUNK"], constants["CHUNKS"], constants["ALONE"]
     out = qkv.new_empty(batch, tokens, heads * width)
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
-    shares = qkv.new_empty(splits * batch * heads * chunks * chunk * (width + 2), dtype=torch.float32)
+    shares = qkv.new_empty(0 if alone else splits * batch * heads * chunks * chunk * (width + 2), dtype=torch.float32)
     launchable(_attention, qkv)[batch * heads, splits, 1 + chunks](
         qkv, core_points, patch_points, frequencies, out, lse, shares, cores, tokens - cores, tiles,
-        scale * LOG2_E, qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
+        qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
     )  # fmt: skip
-    launchable(_join, qkv)[batch * heads, chunks, chunk // 16](
-        shares, out, lse, cores, tokens - cores, splits, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, ROWS=16
-    )
+    if not alone:
+        launchable(_join, qkv)[batch * heads, chunks, chunk // 16](
+            shares, out, lse, cores, tokens - cores, splits, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, ROWS=16
+        )
     return out, lse
 
 
@@ -593,22 +591,22 @@ def backward(
     qkv, d_out = _together(qkv), _together(d_out)
     batch, tokens, _, heads, width = qkv.shape
     cores = core_points.shape[1]
-    constants, options, splits, tiles, scale = _launch(qkv, cores, True, cut)
-    chunk, chunks = constants["CHUNK"], constants["CHUNKS"]
+    constants, options, splits, tiles = _launch(qkv, cores, True, cut)
+    chunk, chunks, alone = constants["CHUNK"], constants["CHUNKS"], constants["ALONE"]
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    shares = qkv.new_empty(splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)
-    d_points = qkv.new_empty(batch, heads, cores, 2, dtype=torch.float32)
-    strides = (qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), d_out.stride(0), d_out.stride(1))
+    shares = qkv.new_empty(0 if alone else splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)
+    d_points = qkv.new_empty(batch, heads, 2, cores, 2, dtype=torch.float32)  # by way of keys, and of queries
+    strides = qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3)
     # Patches' gradients need all chunks and a chunk's needs all patches: one launch for both, or one after the other.
     for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
         launchable(_attention_backward, qkv)[batch * heads, splits, 2 * chunks if core else 2](
-            qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, shares, cores, tokens - cores,
-            tiles, scale * LOG2_E, scale, *strides, PATCHES=patches, CORES=core, **constants, **options,
+            qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, d_points, shares,
+            cores, tokens - cores, tiles, *strides, d_out.stride(0), d_out.stride(1),
+            PATCHES=patches, CORES=core, **constants, **options,
         )  # fmt: skip
-    launchable(_join_backward, qkv)[batch * heads, chunks](
-        qkv, core_points, frequencies, out, lse, d_out, d_qkv, d_points, shares, cores, tokens - cores, splits,
-        scale * LOG2_E, scale, *strides,
-        H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, EXACT=constants["EXACT"], PRECISION=constants["PRECISION"],
-        num_warps=4 if chunks == 1 and width <= 64 else 8, num_stages=1,
-    )  # fmt: skip
-    return d_qkv, d_points.sum(1)
+    if not alone:
+        launchable(_join_backward, qkv)[batch * heads, chunks, 2](
+            qkv, core_points, frequencies, d_qkv, d_points, shares, cores, tokens - cores, splits, *strides,
+            H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, SCALE=constants["SCALE"], EXACT=constants["EXACT"],
+        )  # fmt: skip
+    return d_qkv, d_points.sum((1, 2))

@@ -96,7 +96,7 @@ def _ask(
     per_split = triton.cdiv(tiles, splits)
     _probabilities[triton.cdiv(tiles, per_split), batch * heads, 1 + patches](
         q, k, core_points, patch_points, frequencies, logits if patch_to_core is None else patch_to_core, logits,
-        cores, tokens - cores, asking, per_split, width**-0.5 * LOG2_E, q.stride(0), q.stride(1), k.stride(1),
+        cores, tokens - cores, asking, per_split, width**-0.5 * LOG2_E.value, q.stride(0), q.stride(1), k.stride(1),
         H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(asking)), TILE=64, PATCHES=patches,
         EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,
     )  # fmt: skip

@@ -74,11 +74,11 @@ def backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     d_h = torch.empty_like(h)
     rows, across = h.numel() // (2 * width), triton.cdiv(width, COLUMNS)
     # Enough programs to fill the GPU several times, and long enough runs that the sums of each are few.
-    down = torch.sym_min(triton.cdiv(rows, 8), max(1, 8 * multiprocessors(h) // across))
-    steps = triton.cdiv(rows, 8 * torch.sym_max(1, down))
-    down = triton.cdiv(rows, 8 * torch.sym_max(1, steps))
+    down = torch.sym_min(triton.cdiv(rows, 4), max(1, 16 * multiprocessors(h) // across))
+    steps = triton.cdiv(rows, 4 * torch.sym_max(1, down))
+    down = triton.cdiv(rows, 4 * torch.sym_max(1, steps))
     shares = h.new_empty(down, 2 * width, dtype=torch.float32)
     launchable(_swiglu_backward, h)[across, down](
-        d_out, h, bias, d_h, shares, rows, steps, W=width, ROWS=8, COLUMNS=COLUMNS
+        d_out, h, bias, d_h, shares, rows, steps, W=width, ROWS=4, COLUMNS=COLUMNS, num_warps=2
     )
     return d_h, column_sums(shares, bias.dtype)
