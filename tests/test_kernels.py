@@ -234,7 +234,7 @@ def test_large_logits(cores: int, logits: str) -> None:
         qkv[:, :, 0, :, 31] = -60 if logits == "all low" else 60  # a channel that does not turn: 60² / √64
         qkv[:, :, 1, :, 31] = 60
     found, rounding = (errors(kernel, qkv, points, d_out, case.grid) for kernel in ("triton", "sdpa"))
-    assert max(found) <= 5e-5
+    assert max(found) <= 1e-4
     assert max(found) <= 3 * max(rounding)
 
 

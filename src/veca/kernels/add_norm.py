@@ -17,14 +17,14 @@ from torch import Tensor
 
 from veca.kernels.launch import launchable, multiprocessors
 
-WARP, EACH = 32, 4
-"""One warp takes a row, so that its sums need no other; each thread takes so many numbers side by side."""
+EACH = 4
+"""Numbers side by side that one thread takes."""
 
 
 @triton.jit
-def _columns(WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
-    lane, part, each = tl.arange(0, WARP), tl.arange(0, PARTS), tl.arange(0, EACH)
-    return (lane[:, None, None] + part[None, :, None] * WARP) * EACH + each[None, None, :]
+def _columns(THREADS: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
+    lane, part, each = tl.arange(0, THREADS), tl.arange(0, PARTS), tl.arange(0, EACH)
+    return (lane[:, None, None] + part[None, :, None] * THREADS) * EACH + each[None, None, :]
 
 
 @triton.jit
@@ -42,11 +42,11 @@ def _normalized(a, inside, EPS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "C"])
 def _add_norm(
-    x, update, weight, bias, total, normed, cores, S, C,
-    ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
+    x, update, weight, bias, total, normed, cores, S, C, ADD: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, THREADS: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    k = _columns(WARP, PARTS, EACH)
+    k = _columns(THREADS, PARTS, EACH)
     inside = k < D
     at = row.to(tl.int64) * D + k
     a = tl.load(x + at, inside, 0.0).to(tl.float32)
@@ -55,7 +55,8 @@ def _add_norm(
         kept = a.to(total.dtype.element_ty)
         tl.store(total + at, kept, inside)
         if row % S < C:
-            tl.store(cores + (row // S * C + row % S).to(tl.int64) * D + k, kept, inside)
+            at_core = (row // S * C + row % S).to(tl.int64) * D + k
+            tl.store(cores + at_core, kept.to(cores.dtype.element_ty), inside)
         a = kept.to(tl.float32)
     a, _ = _normalized(a, inside, EPS, D)
     a = a * tl.load(weight + k, inside, 0.0).to(tl.float32) + tl.load(bias + k, inside, 0.0).to(tl.float32)
@@ -66,13 +67,13 @@ def _add_norm(
 def _add_norm_backward(
     d_total, d_normed, d_cores, total, weight, d_x, d_update, shares, M, S, C,
     CARRIED: tl.constexpr, CORES: tl.constexpr, ADD: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, WARP: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
+    D: tl.constexpr, THREADS: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    k = _columns(WARP, PARTS, EACH)
+    k = _columns(THREADS, PARTS, EACH)
     inside = k < D
     gain = tl.load(weight + k, inside, 0.0).to(tl.float32)
-    d_gain = tl.zeros([WARP, PARTS, EACH], tl.float32)
-    d_shift = tl.zeros([WARP, PARTS, EACH], tl.float32)
+    d_gain = tl.zeros([THREADS, PARTS, EACH], tl.float32)
+    d_shift = tl.zeros([THREADS, PARTS, EACH], tl.float32)
     for m in tl.range(tl.program_id(0), M, tl.num_programs(0)):
         row = m + tl.full([], 0, tl.int32)  # the interpreter counts in numbers of Python
         at = row.to(tl.int64) * D + k
@@ -114,14 +115,16 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cut(width: int) -> dict[str, int]:
-    parts = triton.next_power_of_2(triton.cdiv(width, WARP * EACH))
-    return {"D": width, "WARP": WARP, "PARTS": parts, "EACH": EACH, "num_warps": 1}
+    """A row to one warp, whose sums need no other; a row too wide for its registers to two."""
+    warps = 1 if width <= 512 else 2
+    parts = triton.next_power_of_2(triton.cdiv(width, 32 * warps * EACH))
+    return {"D": width, "THREADS": 32 * warps, "PARTS": parts, "EACH": EACH, "num_warps": warps}
 
 
 def forward(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of x and update (B, S, D), its LayerNorm in `dtype`, and the sum's first `cores` tokens.
+    """The sum of x and update (B, S, D), and in `dtype` its LayerNorm and the sum's first `cores` tokens.
 
     Without an update both sums are left empty, for they are x.
     """
@@ -129,9 +132,10 @@ def forward(
     batch, tokens, dim = x.shape
     normed = torch.empty_like(x, dtype=dtype)
     if update is None:
-        total, first = x.new_empty(0), x.new_empty(0)
+        total, first = x.new_empty(0), x.new_empty(0, dtype=dtype)
     else:
-        update, total, first = update.contiguous(), torch.empty_like(x), x.new_empty(batch, cores, dim)
+        update, total = update.contiguous(), torch.empty_like(x)
+        first = x.new_empty(batch, cores, dim, dtype=dtype)
     launchable(_add_norm, x)[batch * tokens,](
         x, x if update is None else update, weight, bias, total, normed, first, tokens, cores,
         ADD=update is not None, EPS=eps, **_cut(dim),
@@ -155,7 +159,7 @@ def backward(
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
     cut = _cut(dim)
-    per_multiprocessor = 24 if cut["PARTS"] <= 4 else 8  # as many as there are registers for
+    per_multiprocessor = 24 if dim <= 512 else 8 if dim <= 768 else 7  # as many as there are registers for
     programs = torch.sym_min(batch * tokens, per_multiprocessor * multiprocessors(total))
     shares = total.new_empty(programs, 2 * dim, dtype=torch.float32)
     launchable(_add_norm_backward, total)[programs,](

@@ -46,10 +46,26 @@ def _load(rows, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_turned(rows, mask, cos, sin, HALF: tl.constexpr):
-    """Queries or keys, turned, as two halves of their channels: channel j turns with channel j + d/2."""
+    """Queries or keys, turned: channel j turns with channel j + d/2."""
     a, b = _load(rows, mask, HALF), _load(rows + HALF, mask, HALF)
     turned_a, turned_b = _rotate(a, b, cos, sin)
-    return turned_a.to(a.dtype), turned_b.to(a.dtype)
+    both = tl.join(turned_a.to(a.dtype), turned_b.to(a.dtype))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), (both.shape[0], 2 * HALF))
+
+
+@triton.jit
+def _halves(x, HALF: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_turned_back(to, d, mask, cos, sin, HALF: tl.constexpr):
+    """The gradient of turned queries or keys as that of the ones before the turn."""
+    a, b = _halves(d, HALF)
+    a, b = _rotate(a, b, cos, -sin)
+    half = tl.arange(0, HALF)[None, :]
+    tl.store(to + half, a.to(to.dtype.element_ty), mask)
+    tl.store(to + HALF + half, b.to(to.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -71,9 +87,8 @@ def _table(coordinates, frequencies, at, last, HALF: tl.constexpr, EXACT: tl.con
 
 
 @triton.jit
-def _logits(a1, a2, b1, b2, PRECISION: tl.constexpr):
-    s = tl.dot(a1, tl.trans(b1), input_precision=PRECISION)
-    return tl.dot(a2, tl.trans(b2), s, input_precision=PRECISION)
+def _logits(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION)
 
 
 @triton.jit
@@ -96,15 +111,15 @@ def _patches_ask(
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if CHUNKS == 1:
         cos, sin = _table(cores, frequencies, tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        k1, k2 = _load_turned(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
+        k = _load_turned(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
         v = _load(base + 2 * stride_3 + c * stride_s, c < C, D)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
-        q1, q2 = _load_turned(base + (C + n)[:, None] * stride_s, mask, patch_c, patch_s, HALF)
+        q = _load_turned(base + (C + n)[:, None] * stride_s, mask, patch_c, patch_s, HALF)
         if CHUNKS == 1:
-            s = _logits(q1, q2, k1, k2, PRECISION)
+            s = _logits(q, k, PRECISION)
             if not FULL_C:
                 s = tl.where(column < C, s, float("-inf"))
             top = tl.max(s, 1) * scale
@@ -118,12 +133,12 @@ def _patches_ask(
             for first in range(0, C, CHUNK):
                 row = base + (first + c) * stride_s
                 cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-                k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
+                k = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
-                s = tl.where(first + column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
+                s = tl.where(first + column < C, _logits(q, k, PRECISION), float("-inf"))
                 top, total, o = _running_softmax(s, v, top, total, o, scale, PRECISION)
         o *= (1.0 / total)[:, None]
-        tl.store(out + (C + n)[:, None] * stride_o + tl.arange(0, D)[None, :], o.to(q1.dtype), mask)
+        tl.store(out + (C + n)[:, None] * stride_o + tl.arange(0, D)[None, :], o.to(q.dtype), mask)
         tl.store(lse + C + n, top + tl.log2(total), n < N)
 
 
@@ -137,7 +152,7 @@ def _cores_ask(
     c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row = chunk * CHUNK + c[:, None]
     cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-    q1, q2 = _load_turned(base + row * stride_s, row < C, cos, sin, HALF)
+    q = _load_turned(base + row * stride_s, row < C, cos, sin, HALF)
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     acc = tl.zeros([CHUNK, D], tl.float32)
@@ -146,24 +161,24 @@ def _cores_ask(
             key = base + (first + c)[:, None] * stride_s
             mask = (first + c < C)[:, None]
             cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-            k1, k2 = _load_turned(key + stride_3, mask, cos, sin, HALF)
+            k = _load_turned(key + stride_3, mask, cos, sin, HALF)
             v = _load(key + 2 * stride_3, mask, D)
-            s = tl.where(first + column < C, _logits(q1, q2, k1, k2, PRECISION), float("-inf"))
+            s = tl.where(first + column < C, _logits(q, k, PRECISION), float("-inf"))
             top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         key = base + (C + n)[:, None] * stride_s
         patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
-        k1, k2 = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
+        k = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = _load(key + 2 * stride_3, mask, D)
-        s = _logits(q1, q2, k1, k2, PRECISION)
+        s = _logits(q, k, PRECISION)
         if not FULL_N:
             s = tl.where((n < N)[None, :], s, float("-inf"))
         top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
     channel = tl.arange(0, D)[None, :]
     if ALONE:
-        tl.store(out + row * stride_o + channel, (acc / total[:, None]).to(q1.dtype), row < C)
+        tl.store(out + row * stride_o + channel, (acc / total[:, None]).to(q.dtype), row < C)
         tl.store(lse + chunk * CHUNK + c, top + tl.log2(total), chunk * CHUNK + c < C)
     else:  # a share is acc (CHUNK, d), then top and total (CHUNK each)
         tl.store(share + c[:, None] * D + channel, acc)
@@ -241,7 +256,7 @@ def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexp
 
 @triton.jit
 def _finish(
-    d1, d2, raw, to, d_points, cores, frequencies, first, C, stride_s, stride_to,
+    d, raw, to, d_points, cores, frequencies, first, C, stride_s, stride_to,
     SCALE: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of a chunk's turned queries or keys to that of the `raw` ones and of the cores' coordinates."""
@@ -251,15 +266,13 @@ def _finish(
     cos, sin = _table(cores, frequencies, c[:, None], C - 1, HALF, EXACT)
     a, b = _load(raw + c[:, None] * stride_s, mask, HALF), _load(raw + c[:, None] * stride_s + HALF, mask, HALF)
     a, b = _rotate(a, b, cos, sin)
-    d1, d2 = d1 * SCALE, d2 * SCALE
+    d *= SCALE
+    d1, d2 = _halves(d, HALF)
     # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
     d_angle = (d2 * a - d1 * b) * tl.load(frequencies + half % (HALF // 2))
     tl.store(d_points + 2 * c, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
     tl.store(d_points + 2 * c + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
-    d1, d2 = _rotate(d1, d2, cos, -sin)
-    rows = to + c[:, None] * stride_to + half
-    tl.store(rows, d1.to(to.dtype.element_ty), mask)
-    tl.store(rows + HALF, d2.to(to.dtype.element_ty), mask)
+    _store_turned_back(to + c[:, None] * stride_to, d, mask, cos, sin, HALF)
 
 
 @triton.jit
@@ -272,77 +285,68 @@ def _patches_asked(
 ):  # fmt: skip
     """Backward of `_patches_ask`: dq of the patches, and dk and dv of a chunk of cores, of which all tokens ask."""
     HALF: tl.constexpr = D // 2
-    c, half, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, D)[None, :]
-    dk_core1 = tl.zeros([CHUNK, HALF], tl.float32)
-    dk_core2 = tl.zeros([CHUNK, HALF], tl.float32)
+    c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
+    dk_core = tl.zeros([CHUNK, D], tl.float32)
     dv_core = tl.zeros([CHUNK, D], tl.float32)
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
         row = base + (chunk * CHUNK + c) * stride_s
         cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        k1, k2 = _load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
+        k = _load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
         v = _load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
     if CORES and start == 0:  # cores ask cores too
         for first in range(0, C, CHUNK):
             cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-            q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+            q = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
             do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
-            p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
-            ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q1.dtype)
-            dv_core = tl.dot(tl.trans(p.to(q1.dtype)), do, dv_core, input_precision=PRECISION)
-            dk_core1 = tl.dot(tl.trans(ds), q1, dk_core1, input_precision=PRECISION)
-            dk_core2 = tl.dot(tl.trans(ds), q2, dk_core2, input_precision=PRECISION)
+            p = tl.exp2(_logits(q, k, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
+            ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
+            dv_core = tl.dot(tl.trans(p.to(q.dtype)), do, dv_core, input_precision=PRECISION)
+            dk_core = tl.dot(tl.trans(ds), q, dk_core, input_precision=PRECISION)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         token = (C + n)[:, None]
         patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
-        q1, q2 = _load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
+        q = _load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
         do = _load(d_out + token * stride_d, mask, D)
         own_lse = tl.load(lse + C + n, n < N, float("inf"))
         if CHUNKS > 1:
             o = _load(out + token * (H * D), mask, D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        dq1 = tl.zeros([TILE, HALF], tl.float32)
-        dq2 = tl.zeros([TILE, HALF], tl.float32)
+        dq = tl.zeros([TILE, D], tl.float32)
         for other in range(SEVERAL):
             first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
             if SEVERAL > 1:
                 row = base + (first + c) * stride_s
                 cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-                k1, k2 = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
+                k = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
-            p = tl.exp2(_logits(q1, q2, k1, k2, PRECISION) * (SCALE * LOG2_E) - own_lse[:, None])
+            p = tl.exp2(_logits(q, k, PRECISION) * (SCALE * LOG2_E) - own_lse[:, None])
             if not FULL_C:
                 p = tl.where(first + tl.arange(0, CHUNK)[None, :] < C, p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if CHUNKS == 1:
                 delta = tl.sum(p * dp, 1)
-            ds = (p * (dp - delta[:, None])).to(q1.dtype)
+            ds = (p * (dp - delta[:, None])).to(q.dtype)
             if CORES:
-                dv_core = tl.dot(tl.trans(p.to(q1.dtype)), do, dv_core, input_precision=PRECISION)
-                dk_core1 = tl.dot(tl.trans(ds), q1, dk_core1, input_precision=PRECISION)
-                dk_core2 = tl.dot(tl.trans(ds), q2, dk_core2, input_precision=PRECISION)
+                dv_core = tl.dot(tl.trans(p.to(q.dtype)), do, dv_core, input_precision=PRECISION)
+                dk_core = tl.dot(tl.trans(ds), q, dk_core, input_precision=PRECISION)
             if PATCHES:
-                dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
-                dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+                dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if PATCHES:
-            dq1, dq2 = _rotate(dq1 * SCALE, dq2 * SCALE, patch_c, -patch_s)
-            to = d_qkv + token * (3 * H * D)
-            tl.store(to + half, dq1.to(q1.dtype), mask)
-            tl.store(to + HALF + half, dq2.to(q1.dtype), mask)
+            _store_turned_back(d_qkv + token * (3 * H * D), dq * SCALE, mask, patch_c, patch_s, HALF)
     if CORES:
         if ALONE:
             _finish(
-                dk_core1, dk_core2, base + stride_3, d_qkv + H * D, d_points, cores, frequencies, chunk * CHUNK, C,
+                dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequencies, chunk * CHUNK, C,
                 stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
             to = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
             tl.store(to + channel, dv_core.to(to.dtype.element_ty), chunk * CHUNK + c < C)
         else:
             to = share + CHUNK * D + c * D
-            tl.store(to + half, dk_core1)
-            tl.store(to + HALF + half, dk_core2)
+            tl.store(to + channel, dk_core)
             tl.store(to + CHUNK * D + channel, dv_core)
 
 
@@ -356,70 +360,62 @@ def _cores_asked(
 ):  # fmt: skip
     """Backward of `_cores_ask`: dk and dv of the patches, and dq of a chunk of cores, which ask all tokens."""
     HALF: tl.constexpr = D // 2
-    c, half, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, HALF)[None, :], tl.arange(0, D)[None, :]
-    dq_core1 = tl.zeros([CHUNK, HALF], tl.float32)
-    dq_core2 = tl.zeros([CHUNK, HALF], tl.float32)
+    c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
+    dq_core = tl.zeros([CHUNK, D], tl.float32)
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
         cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        q1, q2 = _load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
+        q = _load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
         do, core_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
     if CORES and start == 0:  # cores ask cores too
         for first in range(0, C, CHUNK):
             key = base + (first + c) * stride_s
             cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-            k1, k2 = _load_turned(key + stride_3, first + c < C, cos, sin, HALF)
+            k = _load_turned(key + stride_3, first + c < C, cos, sin, HALF)
             v = _load(key + 2 * stride_3, first + c < C, D)
-            p = tl.exp2(_logits(k1, k2, q1, q2, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+            p = tl.exp2(_logits(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
             p = tl.where(first + c < C, p, 0.0)
-            ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(k1.dtype)
-            dq_core1 = tl.dot(tl.trans(ds), k1, dq_core1, input_precision=PRECISION)
-            dq_core2 = tl.dot(tl.trans(ds), k2, dq_core2, input_precision=PRECISION)
+            ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(k.dtype)
+            dq_core = tl.dot(tl.trans(ds), k, dq_core, input_precision=PRECISION)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         token = (C + n)[:, None]
         key = base + token * stride_s
         patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
-        k1, k2 = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
+        k = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = _load(key + 2 * stride_3, mask, D)
-        dk1 = tl.zeros([TILE, HALF], tl.float32)
-        dk2 = tl.zeros([TILE, HALF], tl.float32)
+        dk = tl.zeros([TILE, D], tl.float32)
         dv = tl.zeros([TILE, D], tl.float32)
         for other in range(SEVERAL):
             if SEVERAL > 1:
                 first = other * CHUNK
                 cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-                q1, q2 = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+                q = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
                 do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
             # Patches down, cores across: only dq of the cores needs a transpose.
-            p = tl.exp2(_logits(k1, k2, q1, q2, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+            p = tl.exp2(_logits(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
             if not FULL_N:
                 p = tl.where(mask, p, 0.0)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            ds = (p * (dp - delta[None, :])).to(k1.dtype)
+            ds = (p * (dp - delta[None, :])).to(k.dtype)
             if CORES:
-                dq_core1 = tl.dot(tl.trans(ds), k1, dq_core1, input_precision=PRECISION)
-                dq_core2 = tl.dot(tl.trans(ds), k2, dq_core2, input_precision=PRECISION)
+                dq_core = tl.dot(tl.trans(ds), k, dq_core, input_precision=PRECISION)
             if PATCHES:
-                dv = tl.dot(p.to(k1.dtype), do, dv, input_precision=PRECISION)
-                dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
-                dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
+                dv = tl.dot(p.to(k.dtype), do, dv, input_precision=PRECISION)
+                dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if PATCHES:
-            dk1, dk2 = _rotate(dk1 * SCALE, dk2 * SCALE, patch_c, -patch_s)
             to = d_qkv + token * (3 * H * D) + H * D
-            tl.store(to + half, dk1.to(k1.dtype), mask)
-            tl.store(to + HALF + half, dk2.to(k1.dtype), mask)
-            tl.store(to + H * D + channel, dv.to(k1.dtype), mask)
+            _store_turned_back(to, dk * SCALE, mask, patch_c, patch_s, HALF)
+            tl.store(to + H * D + channel, dv.to(k.dtype), mask)
     if CORES:
         if ALONE:
             _finish(
-                dq_core1, dq_core2, base, d_qkv, d_points, cores, frequencies, chunk * CHUNK, C, stride_s, 3 * H * D,
+                dq_core, base, d_qkv, d_points, cores, frequencies, chunk * CHUNK, C, stride_s, 3 * H * D,
                 SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
         else:
-            tl.store(share + c * D + half, dq_core1)
-            tl.store(share + c * D + HALF + half, dq_core2)
+            tl.store(share + c * D + channel, dq_core)
 
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
@@ -467,23 +463,20 @@ def _join_backward(
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """The cores' gradients from the shares of all splits: keys and values in one program, queries in another."""
-    HALF: tl.constexpr = D // 2
     bh, chunk, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
     d_qkv += b.to(tl.int64) * (C + N) * (3 * H * D) + h * D
-    channel, half = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :]
+    channel = tl.arange(0, D)[None, :]
     step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
     row = shares + (bh * CHUNKS + chunk).to(tl.int64) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
-    d1 = tl.zeros([CHUNK, HALF], tl.float32)
-    d2 = tl.zeros([CHUNK, HALF], tl.float32)
+    d = tl.zeros([CHUNK, D], tl.float32)
     turned = row + (1 - role) * CHUNK * D
     for _ in range(splits):
-        d1 += tl.load(turned + half)
-        d2 += tl.load(turned + HALF + half)
+        d += tl.load(turned + channel)
         turned += step
     _finish(
-        d1, d2, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points + (2 * bh + role) * (2 * C),
+        d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points + (2 * bh + role) * (2 * C),
         cores + b * (2 * C), frequencies, chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
     )  # fmt: skip
     if role == 0:

@@ -153,7 +153,7 @@ swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
 def add_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of x and update (B, S, D), its LayerNorm in `dtype`, and the sum's first `cores` tokens.
+    """The sum of x and update (B, S, D), and in `dtype` its LayerNorm and the sum's first `cores` tokens.
 
     Without an update both sums are left empty, for they are x.
     """
@@ -168,8 +168,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     normed = x.new_empty(x.shape, dtype=dtype)
     if update is None:
-        return x.new_empty(0), normed, x.new_empty(0)
-    return x.new_empty(x.shape), normed, x.new_empty(x.shape[0], cores, x.shape[2])
+        return x.new_empty(0), normed, x.new_empty(0, dtype=dtype)
+    return x.new_empty(x.shape), normed, x.new_empty(x.shape[0], cores, x.shape[2], dtype=dtype)
 
 
 @operator("veca::add_norm_backward")
