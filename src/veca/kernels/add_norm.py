@@ -159,7 +159,7 @@ def backward(
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
     cut = _cut(dim)
-    per_multiprocessor = 24 if dim <= 512 else 8 if dim <= 768 else 7  # as many as there are registers for
+    per_multiprocessor = 20 if dim <= 512 else 10 if dim <= 768 else 7  # as many as there are registers for
     programs = torch.sym_min(batch * tokens, per_multiprocessor * multiprocessors(total))
     shares = total.new_empty(programs, 2 * dim, dtype=torch.float32)
     launchable(_add_norm_backward, total)[programs,](

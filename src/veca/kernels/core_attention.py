@@ -78,11 +78,16 @@ def _cos_sin(angle, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _table(coordinates, frequencies, at, last, HALF: tl.constexpr, EXACT: tl.constexpr):
+def _load_frequency(frequencies, HALF: tl.constexpr):
+    """The frequency of each channel of a half (1, d/2): the same for both coordinates."""
+    return tl.load(frequencies + tl.arange(0, HALF)[None, :] % (HALF // 2))
+
+
+@triton.jit
+def _table(coordinates, frequency, at, last, HALF: tl.constexpr, EXACT: tl.constexpr):
     """Rotary table of the tokens `at` (rows, 1), made on the spot: it is less work than to fetch it."""
-    j = tl.arange(0, HALF)[None, :]
     point = coordinates + 2 * tl.minimum(at, last)  # a tile may reach past the last token
-    angle = tl.where(j < HALF // 2, tl.load(point), tl.load(point + 1)) * tl.load(frequencies + j % (HALF // 2))
+    angle = tl.where(tl.arange(0, HALF)[None, :] < HALF // 2, tl.load(point), tl.load(point + 1)) * frequency
     return _cos_sin(angle, EXACT)
 
 
@@ -103,20 +108,20 @@ def _running_softmax(s, v, top, total, acc, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def _patches_ask(
-    base, cores, patches, frequencies, out, lse, C, N, start, stop, scale, stride_s, stride_3, stride_o,
+    base, cores, patches, frequency, out, lse, C, N, start, stop, scale, stride_s, stride_3, stride_o,
     D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FULL_C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     if CHUNKS == 1:
-        cos, sin = _table(cores, frequencies, tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        cos, sin = _table(cores, frequency, tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k = _load_turned(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
         v = _load(base + 2 * stride_3 + c * stride_s, c < C, D)
     for tile in tl.range(start, stop, num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
-        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
         q = _load_turned(base + (C + n)[:, None] * stride_s, mask, patch_c, patch_s, HALF)
         if CHUNKS == 1:
             s = _logits(q, k, PRECISION)
@@ -132,7 +137,7 @@ def _patches_ask(
             o = tl.zeros([TILE, D], tl.float32)
             for first in range(0, C, CHUNK):
                 row = base + (first + c) * stride_s
-                cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                cos, sin = _table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 k = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
                 s = tl.where(first + column < C, _logits(q, k, PRECISION), float("-inf"))
@@ -144,14 +149,14 @@ def _patches_ask(
 
 @triton.jit
 def _cores_ask(
-    base, cores, patches, frequencies, out, lse, share, chunk, C, N, start, stop, scale, stride_s, stride_3, stride_o,
+    base, cores, patches, frequency, out, lse, share, chunk, C, N, start, stop, scale, stride_s, stride_3, stride_o,
     D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row = chunk * CHUNK + c[:, None]
-    cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+    cos, sin = _table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
     q = _load_turned(base + row * stride_s, row < C, cos, sin, HALF)
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
@@ -160,7 +165,7 @@ def _cores_ask(
         for first in range(0, C, CHUNK):
             key = base + (first + c)[:, None] * stride_s
             mask = (first + c < C)[:, None]
-            cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            cos, sin = _table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
             k = _load_turned(key + stride_3, mask, cos, sin, HALF)
             v = _load(key + 2 * stride_3, mask, D)
             s = tl.where(first + column < C, _logits(q, k, PRECISION), float("-inf"))
@@ -169,7 +174,7 @@ def _cores_ask(
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         key = base + (C + n)[:, None] * stride_s
-        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
         k = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = _load(key + 2 * stride_3, mask, D)
         s = _logits(q, k, PRECISION)
@@ -198,19 +203,20 @@ def _attention(
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
     cores += b * (2 * C)
+    frequency = _load_frequency(frequencies, D // 2)
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
     out += b.to(tl.int64) * (C + N) * (H * D) + h * D
     lse += bh.to(tl.int64) * (C + N)
     if role == 0:
         _patches_ask(
-            base, cores, patches, frequencies, out, lse, C, N, start, stop, SCALE * LOG2_E, stride_s, stride_3, H * D,
+            base, cores, patches, frequency, out, lse, C, N, start, stop, SCALE * LOG2_E, stride_s, stride_3, H * D,
             D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
         _cores_ask(
-            base, cores, patches, frequencies, out, lse, share, role - 1, C, N, start, stop, SCALE * LOG2_E,
+            base, cores, patches, frequency, out, lse, share, role - 1, C, N, start, stop, SCALE * LOG2_E,
             stride_s, stride_3, H * D, D, CHUNK, TILE, ALONE, FULL_N, EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -256,20 +262,20 @@ def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexp
 
 @triton.jit
 def _finish(
-    d, raw, to, d_points, cores, frequencies, first, C, stride_s, stride_to,
+    d, raw, to, d_points, cores, frequency, first, C, stride_s, stride_to,
     SCALE: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of a chunk's turned queries or keys to that of the `raw` ones and of the cores' coordinates."""
     HALF: tl.constexpr = D // 2
     c, half = first + tl.arange(0, CHUNK), tl.arange(0, HALF)[None, :]
     mask = (c < C)[:, None]
-    cos, sin = _table(cores, frequencies, c[:, None], C - 1, HALF, EXACT)
+    cos, sin = _table(cores, frequency, c[:, None], C - 1, HALF, EXACT)
     a, b = _load(raw + c[:, None] * stride_s, mask, HALF), _load(raw + c[:, None] * stride_s + HALF, mask, HALF)
     a, b = _rotate(a, b, cos, sin)
     d *= SCALE
     d1, d2 = _halves(d, HALF)
     # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
-    d_angle = (d2 * a - d1 * b) * tl.load(frequencies + half % (HALF // 2))
+    d_angle = (d2 * a - d1 * b) * frequency
     tl.store(d_points + 2 * c, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
     tl.store(d_points + 2 * c + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
     _store_turned_back(to + c[:, None] * stride_to, d, mask, cos, sin, HALF)
@@ -277,7 +283,7 @@ def _finish(
 
 @triton.jit
 def _patches_asked(
-    base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
     stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
@@ -291,12 +297,12 @@ def _patches_asked(
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
         row = base + (chunk * CHUNK + c) * stride_s
-        cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        cos, sin = _table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k = _load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
         v = _load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
     if CORES and start == 0:  # cores ask cores too
         for first in range(0, C, CHUNK):
-            cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            cos, sin = _table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
             q = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
             do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
             p = tl.exp2(_logits(q, k, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
@@ -307,7 +313,7 @@ def _patches_asked(
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < N)[:, None]
         token = (C + n)[:, None]
-        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
         q = _load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
         do = _load(d_out + token * stride_d, mask, D)
         own_lse = tl.load(lse + C + n, n < N, float("inf"))
@@ -319,7 +325,7 @@ def _patches_asked(
             first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
             if SEVERAL > 1:
                 row = base + (first + c) * stride_s
-                cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                cos, sin = _table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 k = _load_turned(row + stride_3, first + c < C, cos, sin, HALF)
                 v = _load(row + 2 * stride_3, first + c < C, D)
             p = tl.exp2(_logits(q, k, PRECISION) * (SCALE * LOG2_E) - own_lse[:, None])
@@ -339,7 +345,7 @@ def _patches_asked(
     if CORES:
         if ALONE:
             _finish(
-                dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequencies, chunk * CHUNK, C,
+                dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequency, chunk * CHUNK, C,
                 stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
             to = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
@@ -352,7 +358,7 @@ def _patches_asked(
 
 @triton.jit
 def _cores_asked(
-    base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
     stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
@@ -364,13 +370,13 @@ def _cores_asked(
     dq_core = tl.zeros([CHUNK, D], tl.float32)
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
-        cos, sin = _table(cores, frequencies, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        cos, sin = _table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         q = _load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
         do, core_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
     if CORES and start == 0:  # cores ask cores too
         for first in range(0, C, CHUNK):
             key = base + (first + c) * stride_s
-            cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            cos, sin = _table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
             k = _load_turned(key + stride_3, first + c < C, cos, sin, HALF)
             v = _load(key + 2 * stride_3, first + c < C, D)
             p = tl.exp2(_logits(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
@@ -382,7 +388,7 @@ def _cores_asked(
         mask = (n < N)[:, None]
         token = (C + n)[:, None]
         key = base + token * stride_s
-        patch_c, patch_s = _table(patches, frequencies, n[:, None], N - 1, HALF, EXACT)
+        patch_c, patch_s = _table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
         k = _load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = _load(key + 2 * stride_3, mask, D)
         dk = tl.zeros([TILE, D], tl.float32)
@@ -390,7 +396,7 @@ def _cores_asked(
         for other in range(SEVERAL):
             if SEVERAL > 1:
                 first = other * CHUNK
-                cos, sin = _table(cores, frequencies, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                cos, sin = _table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
                 q = _load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
                 do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
             # Patches down, cores across: only dq of the cores needs a transpose.
@@ -411,7 +417,7 @@ def _cores_asked(
     if CORES:
         if ALONE:
             _finish(
-                dq_core, base, d_qkv, d_points, cores, frequencies, chunk * CHUNK, C, stride_s, 3 * H * D,
+                dq_core, base, d_qkv, d_points, cores, frequency, chunk * CHUNK, C, stride_s, 3 * H * D,
                 SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
         else:
@@ -433,6 +439,7 @@ def _attention_backward(
     chunk = place // 2
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
     cores += b * (2 * C)
+    frequency = _load_frequency(frequencies, D // 2)
     out += b.to(tl.int64) * S * (H * D) + h * D
     lse += bh.to(tl.int64) * S
     d_out += b.to(tl.int64) * stride_db + h * D
@@ -444,13 +451,13 @@ def _attention_backward(
     stop = min(start + tiles, tl.cdiv(N, TILE))
     if place % 2 == 0:
         _patches_asked(
-            base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
             stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_C, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _cores_asked(
-            base, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
             stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_N, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
@@ -477,7 +484,8 @@ def _join_backward(
         turned += step
     _finish(
         d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points + (2 * bh + role) * (2 * C),
-        cores + b * (2 * C), frequencies, chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+        cores + b * (2 * C), _load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D,
+        SCALE, D, CHUNK, EXACT,
     )  # fmt: skip
     if role == 0:
         dv = tl.zeros([CHUNK, D], tl.float32)
