@@ -66,7 +66,9 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         # The convolution as one matrix product: cuDNN would round float32 to TF32 unless told otherwise.
-        patches = F.unfold(images, self.proj.kernel_size, stride=self.proj.stride).mT  # (B, N, 3·p·p)
+        side = self.proj.kernel_size[0]
+        patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, rows, p, columns, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3·p·p)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 

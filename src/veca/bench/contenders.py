@@ -155,9 +155,9 @@ def _import(name: str, why: str) -> Any:
         raise ValueError(f"{why}, which is not installed: pip install 'veca[bench]'") from error
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
     """Compiled for the one shape it is called with, as a user who knows the shape would."""
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function, dynamic=False, mode=mode)
 
 
 def _same(function: Any) -> Any:
@@ -259,9 +259,12 @@ def _step(
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             return loss(features())
 
-    forward = compiled(forward) if compile_ else forward
+    on_gpu = device == "cuda"
+    # A step of one shape is recorded as a CUDA graph, so that the GPU does not wait for Python.
+    forward = compiled(forward, mode="reduce-overhead" if on_gpu else None) if compile_ else forward
 
     def call() -> object:
+        torch.compiler.cudagraph_mark_step_begin()
         with use_kernel(kernel):
             return torch.autograd.grad(forward(), weights, allow_unused=True)
 
@@ -369,7 +372,8 @@ def _backward(workload: Workload, make: Callable[[Workload], Attend]) -> Prepare
 
 
 _ATTEND: dict[str, tuple[Callable[[Workload], Attend], bool]] = {
-    "veca": (partial(_core, kernel="auto"), False),
+    "veca": (partial(_core, kernel="auto", wrap=compiled), True),
+    "veca uncompiled": (partial(_core, kernel="auto"), False),
     "two SDPA": (partial(_core, kernel="sdpa"), False),
     "two SDPA compiled": (partial(_core, kernel="sdpa", wrap=compiled), True),
     "dense SDPA": (partial(_full, turn=True), False),
