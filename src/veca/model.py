@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
 from veca.config import VecaConfig, get_config
-from veca.fused import add_norm, swiglu
+from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
 
@@ -218,7 +218,7 @@ class Veca(nn.Module):
         return add_norm(x, update, self.norm)[1], torch.stack(states).tanh(), taken
 
     def _move(self, i: int, state: Tensor, cores: Tensor) -> Tensor:
-        step = self.coordinate_heads[i](cores)
+        step = narrow_linear(cores, self.coordinate_heads[i])
         return state + self.coordinate_alpha[i].to(state.dtype) * step.to(state.dtype)
 
     def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
