@@ -761,3 +761,20 @@ def test_precision(photos, tmp_path, model):
     go(photos, tmp_path / "g.parquet", model, EmbedSettings(cores=8, size=32, batch=2, precision="bfloat16"))
     full, half = (np.array(pq.read_table(tmp_path / n)["cls"].to_pylist()) for n in ("f.parquet", "g.parquet"))
     assert 0 < np.abs(full - half).max() < 0.1
+
+
+def test_an_interrupt_during_the_fork_is_not_lost(photos: Path) -> None:
+    """The interpreter ignores whatever is raised in its hooks around a fork."""
+    script = f"""
+import os, signal
+from veca.sources import decoded, items_of
+
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    with decoded(items_of([{str(photos)!r}]), 64, "crop", 10**6, workers=1):
+        print("went on")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "interrupted\n", found.stderr

@@ -10,11 +10,13 @@ import gzip
 import os
 import signal
 import tarfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -195,12 +197,29 @@ def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers
         prefetch_factor=4 if workers else None,
         generator=torch.Generator(),  # so that the caller's random numbers stay as they were
     )
-    records = iter(loader)
+    with _interrupts_later():
+        records = iter(loader)
     try:
         yield records
     finally:
         # Left to the garbage collector, the processes would live as long as a traceback that mentions them.
         getattr(records, "_shutdown_workers", lambda: None)()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C while processes are forked would be lost in a hook of the interpreter: it is raised after the block."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets it
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
 
 
 def _as_is(record: Any) -> Any:

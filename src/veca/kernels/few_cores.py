@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import LOG2_E, _load_frequency, _load_turned, _logits, _table
+from veca.kernels.core_attention import LOG2_E, scores
 from veca.kernels.launch import multiprocessors
+from veca.kernels.turn import load_frequency, load_turned, table
 
 
 @triton.jit(do_not_specialize=["C", "N", "asking", "tiles"])
@@ -37,37 +38,37 @@ def _probabilities(
     cores += b * (2 * C)
     q += b.to(tl.int64) * stride_qb + h * D
     k += b.to(tl.int64) * S * stride_k + h * D
-    frequency = _load_frequency(frequencies, D // 2)
+    frequency = load_frequency(frequencies, D // 2)
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
     if PATCHES and role == 0:  # patches ask
-        cos, sin = _table(cores, frequency, c, C - 1, HALF, EXACT)
-        key = _load_turned(k + c * stride_k, c < C, cos, sin, HALF)
+        cos, sin = table(cores, frequency, c, C - 1, HALF, EXACT)
+        key = load_turned(k + c * stride_k, c < C, cos, sin, HALF)
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)[:, None]
-            patch_c, patch_s = _table(patches, frequency, n, N - 1, HALF, EXACT)
-            query = _load_turned(q + (C + n) * stride_q, n < N, patch_c, patch_s, HALF)
-            s = tl.where(column < C, _logits(query, key, PRECISION), float("-inf"))
+            patch_c, patch_s = table(patches, frequency, n, N - 1, HALF, EXACT)
+            query = load_turned(q + (C + n) * stride_q, n < N, patch_c, patch_s, HALF)
+            s = tl.where(column < C, scores(query, key, PRECISION), float("-inf"))
             p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
             p *= (1.0 / tl.sum(p, 1))[:, None]
             to = patch_to_core + b.to(tl.int64) * S * (H * C) + (C + n) * (H * C) + h * C + column
             tl.store(to, p.to(query.dtype), (n < N) & (column < C))
     else:  # cores ask; log2 of their probabilities, up to a constant
-        cos, sin = _table(cores, frequency, c, C - 1, HALF, EXACT)
-        query = _load_turned(q + c * stride_q, c < asking, cos, sin, HALF)
+        cos, sin = table(cores, frequency, c, C - 1, HALF, EXACT)
+        query = load_turned(q + c * stride_q, c < asking, cos, sin, HALF)
         to = logits + (bh * asking + c).to(tl.int64) * S
         if split == 0:
             for first in range(0, C, CHUNK):
-                key_c, key_s = _table(cores, frequency, first + c, C - 1, HALF, EXACT)
-                key = _load_turned(k + (first + c) * stride_k, first + c < C, key_c, key_s, HALF)
-                s = _logits(query, key, PRECISION) * scale
+                key_c, key_s = table(cores, frequency, first + c, C - 1, HALF, EXACT)
+                key = load_turned(k + (first + c) * stride_k, first + c < C, key_c, key_s, HALF)
+                s = scores(query, key, PRECISION) * scale
                 tl.store(to + first + column, s, (c < asking) & (first + column < C))
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)
-            patch_c, patch_s = _table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
-            key = _load_turned(k + (C + n)[:, None] * stride_k, (n < N)[:, None], patch_c, patch_s, HALF)
-            s = _logits(query, key, PRECISION) * scale
+            patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+            key = load_turned(k + (C + n)[:, None] * stride_k, (n < N)[:, None], patch_c, patch_s, HALF)
+            s = scores(query, key, PRECISION) * scale
             tl.store(to + C + n[None, :], s, (c < asking) & (n < N)[None, :])
 
 

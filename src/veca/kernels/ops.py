@@ -74,7 +74,7 @@ def core_attention_backward(
     d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of qkv and of the cores' coordinates; patches do not move."""
-    from veca.kernels.core_attention import backward
+    from veca.kernels.core_attention_backward import backward
 
     return backward(d_out, qkv, core_points, patch_points, frequencies, out, lse)
 

@@ -1,0 +1,292 @@
+"""The backward pass of `veca.kernels.core_attention`, whose roles and shapes it shares.
+
+The first role reads q and the output's gradient, writes dq, and sums up dk and dv of the cores; the second reads k and
+v, writes dk and dv of the patches, and sums up dq of the cores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from veca.kernels.core_attention import LOG2_E, Plan, prepare, scores, together
+from veca.kernels.launch import launchable
+from veca.kernels.turn import halves, load, load_frequency, load_turned, rotate, store_turned_back, table
+
+
+@triton.jit
+def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Of cores that ask: the gradient of their output, their log-sum-exp, and delta = o · do."""
+    c = first + tl.arange(0, CHUNK)
+    mask = (c < C)[:, None]
+    do = load(d_out + c[:, None] * stride_d, mask, D)
+    o = load(out + c[:, None] * stride_o, mask, D)
+    return do, tl.load(lse + c, c < C, float("inf")), tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+
+
+@triton.jit
+def _finish(
+    d, raw, to, d_points, cores, frequency, first, C, stride_s, stride_to,
+    SCALE: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of a chunk's turned queries or keys to that of the `raw` ones and of the cores' coordinates."""
+    HALF: tl.constexpr = D // 2
+    c, half = first + tl.arange(0, CHUNK), tl.arange(0, HALF)[None, :]
+    mask = (c < C)[:, None]
+    cos, sin = table(cores, frequency, c[:, None], C - 1, HALF, EXACT)
+    a, b = load(raw + c[:, None] * stride_s, mask, HALF), load(raw + c[:, None] * stride_s + HALF, mask, HALF)
+    a, b = rotate(a, b, cos, sin)
+    d *= SCALE
+    d1, d2 = halves(d, HALF)
+    # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
+    d_angle = (d2 * a - d1 * b) * frequency
+    tl.store(d_points + 2 * c, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
+    tl.store(d_points + 2 * c + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
+    store_turned_back(to + c[:, None] * stride_to, d, mask, cos, sin, HALF)
+
+
+@triton.jit
+def _patches_asked(
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    stride_s, stride_3, stride_d,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of `_patches_ask`: dq of the patches, and dk and dv of a chunk of cores, of which all tokens ask."""
+    HALF: tl.constexpr = D // 2
+    c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
+    dk_core = tl.zeros([CHUNK, D], tl.float32)
+    dv_core = tl.zeros([CHUNK, D], tl.float32)
+    SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
+    if SEVERAL == 1:
+        row = base + (chunk * CHUNK + c) * stride_s
+        cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        k = load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
+        v = load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
+    if CORES and start == 0:  # cores ask cores too
+        for first in range(0, C, CHUNK):
+            cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            q = load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+            do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+            p = tl.exp2(scores(q, k, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
+            ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
+            dv_core = tl.dot(tl.trans(p.to(q.dtype)), do, dv_core, input_precision=PRECISION)
+            dk_core = tl.dot(tl.trans(ds), q, dk_core, input_precision=PRECISION)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        mask = (n < N)[:, None]
+        token = (C + n)[:, None]
+        patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+        q = load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
+        do = load(d_out + token * stride_d, mask, D)
+        own_lse = tl.load(lse + C + n, n < N, float("inf"))
+        if CHUNKS > 1:
+            o = load(out + token * (H * D), mask, D)
+            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        dq = tl.zeros([TILE, D], tl.float32)
+        for other in range(SEVERAL):
+            first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
+            if SEVERAL > 1:
+                row = base + (first + c) * stride_s
+                cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                k = load_turned(row + stride_3, first + c < C, cos, sin, HALF)
+                v = load(row + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(scores(q, k, PRECISION) * (SCALE * LOG2_E) - own_lse[:, None])
+            if not FULL_C:
+                p = tl.where(first + tl.arange(0, CHUNK)[None, :] < C, p, 0.0)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if CHUNKS == 1:
+                delta = tl.sum(p * dp, 1)
+            ds = (p * (dp - delta[:, None])).to(q.dtype)
+            if CORES:
+                dv_core = tl.dot(tl.trans(p.to(q.dtype)), do, dv_core, input_precision=PRECISION)
+                dk_core = tl.dot(tl.trans(ds), q, dk_core, input_precision=PRECISION)
+            if PATCHES:
+                dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        if PATCHES:
+            store_turned_back(d_qkv + token * (3 * H * D), dq * SCALE, mask, patch_c, patch_s, HALF)
+    if CORES:
+        if ALONE:
+            _finish(
+                dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequency, chunk * CHUNK, C,
+                stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+            )  # fmt: skip
+            to = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
+            tl.store(to + channel, dv_core.to(to.dtype.element_ty), chunk * CHUNK + c < C)
+        else:
+            to = share + CHUNK * D + c * D
+            tl.store(to + channel, dk_core)
+            tl.store(to + CHUNK * D + channel, dv_core)
+
+
+@triton.jit
+def _cores_asked(
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    stride_s, stride_3, stride_d,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Backward of `_cores_ask`: dk and dv of the patches, and dq of a chunk of cores, which ask all tokens."""
+    HALF: tl.constexpr = D // 2
+    c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
+    dq_core = tl.zeros([CHUNK, D], tl.float32)
+    SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
+    if SEVERAL == 1:
+        cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        q = load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
+        do, core_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
+    if CORES and start == 0:  # cores ask cores too
+        for first in range(0, C, CHUNK):
+            key = base + (first + c) * stride_s
+            cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            k = load_turned(key + stride_3, first + c < C, cos, sin, HALF)
+            v = load(key + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(scores(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+            p = tl.where(first + c < C, p, 0.0)
+            ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(k.dtype)
+            dq_core = tl.dot(tl.trans(ds), k, dq_core, input_precision=PRECISION)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        mask = (n < N)[:, None]
+        token = (C + n)[:, None]
+        key = base + token * stride_s
+        patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+        k = load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
+        v = load(key + 2 * stride_3, mask, D)
+        dk = tl.zeros([TILE, D], tl.float32)
+        dv = tl.zeros([TILE, D], tl.float32)
+        for other in range(SEVERAL):
+            if SEVERAL > 1:
+                first = other * CHUNK
+                cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                q = load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+                do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+            # Patches down, cores across: only dq of the cores needs a transpose.
+            p = tl.exp2(scores(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+            if not FULL_N:
+                p = tl.where(mask, p, 0.0)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            ds = (p * (dp - delta[None, :])).to(k.dtype)
+            if CORES:
+                dq_core = tl.dot(tl.trans(ds), k, dq_core, input_precision=PRECISION)
+            if PATCHES:
+                dv = tl.dot(p.to(k.dtype), do, dv, input_precision=PRECISION)
+                dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if PATCHES:
+            to = d_qkv + token * (3 * H * D) + H * D
+            store_turned_back(to, dk * SCALE, mask, patch_c, patch_s, HALF)
+            tl.store(to + H * D + channel, dv.to(k.dtype), mask)
+    if CORES:
+        if ALONE:
+            _finish(
+                dq_core, base, d_qkv, d_points, cores, frequency, chunk * CHUNK, C, stride_s, 3 * H * D,
+                SCALE, D, CHUNK, EXACT,
+            )  # fmt: skip
+        else:
+            tl.store(share + c * D + channel, dq_core)
+
+
+@triton.jit(do_not_specialize=["C", "N", "tiles"])
+def _attention_backward(
+    qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, shares, C, N, tiles,
+    stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr,
+    SCALE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk."""
+    bh, split, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = bh // H, bh % H
+    S = C + N
+    chunk = place // 2
+    base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    cores += b * (2 * C)
+    frequency = load_frequency(frequencies, D // 2)
+    out += b.to(tl.int64) * S * (H * D) + h * D
+    lse += bh.to(tl.int64) * S
+    d_out += b.to(tl.int64) * stride_db + h * D
+    d_qkv += b.to(tl.int64) * S * (3 * H * D) + h * D
+    d_points += (2 * bh + place % 2) * (2 * C)
+    # A share is dq, dk and dv of the chunk, (CHUNK, d) each.
+    share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
+    start = split * tiles
+    stop = min(start + tiles, tl.cdiv(N, TILE))
+    if place % 2 == 0:
+        _patches_asked(
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_C, SCALE,
+            EXACT, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _cores_asked(
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_N, SCALE,
+            EXACT, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["C", "N", "splits"])
+def _join_backward(
+    qkv, cores, frequencies, d_qkv, d_points, shares, C, N, splits, stride_b, stride_s, stride_3, stride_h,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SCALE: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The cores' gradients from the shares of all splits: keys and values in one program, queries in another."""
+    bh, chunk, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = bh // H, bh % H
+    base = qkv + b.to(tl.int64) * stride_b + h * stride_h
+    d_qkv += b.to(tl.int64) * (C + N) * (3 * H * D) + h * D
+    channel = tl.arange(0, D)[None, :]
+    step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
+    row = shares + (bh * CHUNKS + chunk).to(tl.int64) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
+    d = tl.zeros([CHUNK, D], tl.float32)
+    turned = row + (1 - role) * CHUNK * D
+    for _ in range(splits):
+        d += tl.load(turned + channel)
+        turned += step
+    _finish(
+        d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points + (2 * bh + role) * (2 * C),
+        cores + b * (2 * C), load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D,
+        SCALE, D, CHUNK, EXACT,
+    )  # fmt: skip
+    if role == 0:
+        dv = tl.zeros([CHUNK, D], tl.float32)
+        value = row + 2 * CHUNK * D
+        for _ in range(splits):
+            dv += tl.load(value + channel)
+            value += step
+        c = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
+        tl.store(d_qkv + c * (3 * H * D) + 2 * H * D + channel, dv.to(d_qkv.dtype.element_ty), c < C)
+
+
+def backward(
+    d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
+    out: Tensor, lse: Tensor, cut: Plan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv (B, S, 3, H, d) and of the cores' coordinates (B, C, 2)."""
+    qkv, d_out = together(qkv), together(d_out)
+    batch, tokens, _, heads, width = qkv.shape
+    cores = core_points.shape[1]
+    constants, options, splits, tiles = prepare(qkv, cores, True, cut)
+    chunk, chunks, alone = constants["CHUNK"], constants["CHUNKS"], constants["ALONE"]
+    d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    shares = qkv.new_empty(0 if alone else splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)
+    d_points = qkv.new_empty(batch, heads, 2, cores, 2, dtype=torch.float32)  # by way of keys, and of queries
+    strides = qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3)
+    # Patches' gradients need all chunks and a chunk's needs all patches: one launch for both, or one after the other.
+    for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
+        launchable(_attention_backward, qkv)[batch * heads, splits, 2 * chunks if core else 2](
+            qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, d_points, shares,
+            cores, tokens - cores, tiles, *strides, d_out.stride(0), d_out.stride(1),
+            PATCHES=patches, CORES=core, **constants, **options,
+        )  # fmt: skip
+    if not alone:
+        launchable(_join_backward, qkv)[batch * heads, chunks, 2](
+            qkv, core_points, frequencies, d_qkv, d_points, shares, cores, tokens - cores, splits, *strides,
+            H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, SCALE=constants["SCALE"], EXACT=constants["EXACT"],
+        )  # fmt: skip
+    return d_qkv, d_points.sum((1, 2))
