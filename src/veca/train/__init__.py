@@ -1,0 +1,1 @@
+"""Distilling a VECA from a frozen teacher."""
