@@ -1,0 +1,286 @@
+"""A training run, written down: typed, strict, and saved beside what it made.
+
+A recipe is a YAML file. Whatever it leaves out has the default given here, which is the paper's first stage; a key it
+must not have, or a value that cannot be, is an error that says so before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import yaml
+
+from veca.config import did_you_mean, get_config
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be followed: the message names the key, the value and the rule."""
+
+
+def _require(where: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise RecipeError(f"{where}={value!r}: must be {rule}")
+
+
+def _check_odds(where: str, odds: Mapping[int, float]) -> None:
+    fine = bool(odds) and all(odd >= 0 for odd in odds.values()) and sum(odds.values()) > 0
+    _require(where, odds, fine, "choices with odds that are not negative, and not all zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecipe:
+    """The student."""
+
+    size: str = "veca_small"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of `VecaConfig`. `output_dim` is set by itself when the teacher is wider or narrower."""
+    start: str | None = None
+    """Weights to start from, as `veca.load` takes them: the first stage's, for a second."""
+    patch_embed_from_teacher: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            get_config(self.size, **self.overrides)
+        except ValueError as error:
+            raise RecipeError(f"model: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherRecipe:
+    name: str = "facebook/dinov3-vits16-pretrain-lvd1689m"
+    """A name or a local folder or file; see `veca.train.teachers`."""
+    standardize: bool | None = None
+    """Bring each channel of the targets to mean 0 and deviation 1. None: as the teacher needs it."""
+    micro_batch: int | dict[int, int] = 128
+    """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    train: tuple[str, ...] = ()
+    """Folders, globs, tar shards, or Hugging Face datasets; local or any address fsspec reads."""
+    validation: tuple[str, ...] = ()
+    short_side: float = 1.125
+    """A picture is resized to this many times the resolution before a crop is taken of it."""
+    augment: Literal["trivial", "flip", "none"] = "trivial"
+    """`trivial`: crop, flip and TrivialAugmentWide, as the paper. `flip`: crop and flip. `none`: the centre."""
+    workers: int = 8
+    """Processes that decode, for each process that trains."""
+
+    def __post_init__(self) -> None:
+        _require("data.short_side", self.short_side, 1 <= self.short_side <= 4, "from 1 to 4")
+        _require("data.workers", self.workers, 0 <= self.workers <= 1024, "from 0 to 1024")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Odds of the resolutions, for a stretch of the run."""
+
+    odds: dict[int, float]
+    until: int | None = None
+    """The step before which this phase ends; None: it lasts."""
+
+    def __post_init__(self) -> None:
+        _check_odds("resolutions.odds", self.odds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecipe:
+    epochs: float | None = 135
+    """Passes over the pictures; or `steps`, one of the two."""
+    steps: int | None = None
+    warmup: float = 25
+    """In epochs or steps, as the length."""
+    peak: float = 4e-4
+    low: float = 5e-5
+
+    def __post_init__(self) -> None:
+        one = (self.epochs is None) != (self.steps is None)
+        _require("schedule", {"epochs": self.epochs, "steps": self.steps}, one, "one of the two, the other null")
+        length = self.epochs if self.steps is None else self.steps
+        _require("schedule", length, length is not None and length > 0, "positive")
+        _require("schedule.warmup", self.warmup, 0 <= self.warmup < cast(float, length), f"from 0 to under {length}")
+        _require("schedule.peak", self.peak, 0 < self.peak <= 10, "above 0, at most 10")
+        _require("schedule.low", self.low, 0 <= self.low <= self.peak, f"from 0 to peak = {self.peak}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveRecipe:
+    dense_weight: float = 1.0
+    mse_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require("objective.dense_weight", self.dense_weight, self.dense_weight >= 0, "0 or more")
+        _require("objective.mse_weight", self.mse_weight, self.mse_weight >= 0, "0 or more")
+
+
+def _paper_budgets() -> dict[int, float]:
+    return {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides what a run gives.
+
+    >>> Recipe.from_dict({"model": {"size": "veca_base"}, "batch": 64}).model.size
+    'veca_base'
+    """
+
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
+    data: DataRecipe = field(default_factory=DataRecipe)
+    objective: ObjectiveRecipe = field(default_factory=ObjectiveRecipe)
+    schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
+    budgets: dict[int, float] = field(default_factory=_paper_budgets)
+    """How often each budget is drawn: one for all processes in each step."""
+    resolutions: tuple[Phase, ...] = (Phase(odds={256: 1.0}),)
+    batch: int = 128
+    """Pictures per process and forward pass."""
+    accumulate: int = 1
+    """Forward passes per step."""
+    weight_decay: float = 0.015
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    compile: bool = True
+    ema: float | None = None
+    """Decay of a running mean of the weights, kept besides; None: none."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        config = get_config(self.model.size, **self.model.overrides)
+        _check_odds("budgets", self.budgets)
+        for budget in self.budgets:
+            _require("budgets", budget, 1 <= budget <= config.num_cores, f"from 1 to {config.num_cores}, the core bank")
+        _require("resolutions", self.resolutions, bool(self.resolutions), "one phase or more")
+        ends = [math.inf if phase.until is None else phase.until for phase in self.resolutions]
+        rising = ends[-1] == math.inf and all(a < b for a, b in itertools.pairwise(ends))
+        _require("resolutions.until", [p.until for p in self.resolutions], rising, "rising, and null in the last phase")
+        for resolution in (size for phase in self.resolutions for size in phase.odds):
+            fits = 0 < resolution <= 8192 and resolution % config.patch_size == 0
+            _require("resolutions.odds", resolution, fits, f"multiples of {config.patch_size} up to 8192")
+        _require("batch", self.batch, self.batch >= 1, "at least 1")
+        _require("accumulate", self.accumulate, self.accumulate >= 1, "at least 1")
+        _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < 1, "from 0 to under 1")
+        _require("ema", self.ema, self.ema is None or 0 < self.ema < 1, "null, or between 0 and 1")
+
+    def odds_at(self, step: int) -> dict[int, float]:
+        """Odds of the resolutions at a step."""
+        return next(phase.odds for phase in self.resolutions if phase.until is None or step < phase.until)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        return cast(Recipe, _build(cls, values, ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` takes back, through YAML too."""
+        return cast(dict[str, Any], _plain(dataclasses.asdict(self)))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file; `changes` are `key=value` as in `--set schedule.peak=2e-4`, the value in YAML."""
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        hint = f". There: {', '.join(near)}" if near else ""
+        raise RecipeError(f"{path}: no such recipe{hint}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds {type(values).__name__}, not the keys of a recipe")
+    for change in changes:
+        _set(values, change)
+    return Recipe.from_dict(values)
+
+
+def _set(values: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"--set {change}: must be key=value, as schedule.peak=2e-4")
+    *above, last = key.split(".")
+    for name in above:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise RecipeError(f"--set {change}: {name} has no keys of its own")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {change}: the value is not YAML") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """`value`, plain data, as a `kind`; `where` is its key, for errors."""
+    origin = get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build_section(cast(type, kind), value, where)
+    if origin in (Union, types.UnionType):
+        return _build_either(get_args(kind), value, where)
+    if origin is Literal:
+        _require(where, value, value in get_args(kind), " or ".join(map(repr, get_args(kind))))
+        return value
+    if origin is tuple:
+        listed = [value] if isinstance(value, str) and get_args(kind)[0] is str else value
+        _require(where, value, isinstance(listed, list | tuple), "a list")
+        return tuple(_build(get_args(kind)[0], part, f"{where}[{i}]") for i, part in enumerate(listed))
+    if origin is dict:
+        _require(where, value, isinstance(value, Mapping), "keys with values")
+        of_key, of_value = get_args(kind)
+        # In `--set budgets.8=2` the key is text.
+        keys = {k: int(k) if of_key is int and isinstance(k, str) and k.isdecimal() else k for k in value}
+        return {_build(of_key, keys[k], where): _build(of_value, v, f"{where}.{k}") for k, v in value.items()}
+    if kind is Any:
+        return value
+    if kind is float:
+        return _number(value, where)
+    names = {int: "an integer", bool: "true or false", str: "text", type(None): "null"}
+    _require(where, value, type(value) is kind, names[kind])
+    return value
+
+
+def _build_section(kind: type, value: Any, where: str) -> Any:
+    _require(where or "recipe", value, isinstance(value, Mapping), "keys with values")
+    known = get_type_hints(kind)
+    for key in value:
+        if key not in known:
+            full = f"{where}.{key}" if where else key
+            raise RecipeError(f"unknown key {full!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
+    return kind(**{k: _build(known[k], v, f"{where}.{k}" if where else k) for k, v in value.items()})
+
+
+def _build_either(kinds: Sequence[Any], value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    errors = []
+    for kind in kinds:
+        if kind is not type(None):
+            try:
+                return _build(kind, value, where)
+            except RecipeError as error:
+                errors.append(str(error))
+    raise RecipeError("; or ".join(errors) + ("; or null" if type(None) in kinds else ""))
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, str):  # YAML takes 4e-4 for text: it would have it 4.0e-4
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    fine = type(value) in (int, float) and math.isfinite(value)
+    _require(where, value, fine, "a finite number")
+    return value

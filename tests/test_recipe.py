@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from veca.train.recipe import Recipe, RecipeError, load_recipe
+
+
+def recipe(**values: object) -> Recipe:
+    return Recipe.from_dict(values)
+
+
+def test_defaults_are_the_papers_first_stage() -> None:
+    plain = recipe()
+    assert (plain.schedule.epochs, plain.schedule.warmup) == (135, 25)
+    assert (plain.schedule.peak, plain.schedule.low, plain.weight_decay) == (4e-4, 5e-5, 0.015)
+    assert plain.budgets == {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4}
+    assert (plain.batch, plain.odds_at(0)) == (128, {256: 1})
+
+
+def test_goes_through_yaml_and_back() -> None:
+    phases = [{"until": 7000, "odds": {256: 0.5, 384: 0.5}}, {"odds": {256: 0.2, 768: 0.8}}]
+    schedule = {"epochs": None, "steps": 50_000, "warmup": 7000}
+    first = recipe(
+        model={"size": "veca_base", "overrides": {"depth": 4}}, resolutions=phases, schedule=schedule, ema=0.999
+    )
+    assert Recipe.from_dict(yaml.safe_load(first.to_yaml())) == first
+    assert [first.odds_at(step) for step in (0, 6999, 7000, 10**9)] == [phases[0]["odds"]] * 2 + [phases[1]["odds"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modle": {}}, "unknown key 'modle' .did you mean 'model'"),
+        ({"schedule": {"peek": 1}}, "unknown key 'schedule.peek' .did you mean 'peak'.*Known: epochs, steps"),
+        ({"model": {"size": "veca_bass"}}, "model: unknown model 'veca_bass' .did you mean 'veca_base'"),
+        ({"model": {"overrides": {"depth": 0}}}, "model: depth=0: must be from 1 to 1024"),
+        ({"model": "veca_base"}, "model='veca_base': must be keys with values"),
+        ({"batch": 0}, "batch=0: must be at least 1"),
+        ({"batch": "128"}, "batch='128': must be an integer"),
+        ({"batch": True}, "batch=True: must be an integer"),
+        ({"compile": 1}, "compile=1: must be true or false"),
+        ({"weight_decay": "much"}, "weight_decay='much': must be a finite number"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan: must be a finite number"),
+        ({"precision": "half"}, "precision='half': must be 'bfloat16' or 'float32'"),
+        ({"ema": 1.0}, "ema=1.0: must be null, or between 0 and 1"),
+        ({"ema": "off"}, "ema='off': must be a finite number; or null"),
+        ({"budgets": {}}, "budgets={}: must be choices with odds"),
+        ({"budgets": {8: 0}}, "budgets={8: 0}: must be choices with odds"),
+        ({"budgets": {128: 1}}, "budgets=128: must be from 1 to 64, the core bank"),
+        ({"budgets": [8, 16]}, "budgets=.8, 16.: must be keys with values"),
+        ({"resolutions": [{"odds": {250: 1}}]}, "resolutions.odds=250: must be multiples of 16"),
+        ({"resolutions": []}, "resolutions=.*: must be one phase or more"),
+        ({"resolutions": [{"odds": {256: 1}, "until": 5}]}, "until=.5.: must be rising, and null in the last phase"),
+        ({"schedule": {"steps": 10}}, "must be one of the two, the other null"),
+        ({"schedule": {"epochs": 10}}, "schedule.warmup=25: must be from 0 to under 10"),
+        ({"schedule": {"low": 1.0}}, "schedule.low=1.0: must be from 0 to peak = 0.0004"),
+        ({"data": {"train": 3}}, "data.train=3: must be a list"),
+        ({"data": {"train": ["a", 3]}}, r"data.train\[1\]=3: must be text"),
+        ({"teacher": {"micro_batch": {"big": 1}}}, "must be an integer; or .*micro_batch='big': must be an int"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_named(values: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_dict(values)
+
+
+def test_numbers_as_people_write_them() -> None:
+    """YAML takes 4e-4 for text, and one path for no list."""
+    values = yaml.safe_load("{schedule: {peak: 3e-4, low: 1e-6}, data: {train: /data/photos}}")
+    assert values["schedule"]["peak"] == "3e-4"
+    found = Recipe.from_dict(values)
+    assert (found.schedule.peak, found.data.train) == (3e-4, ("/data/photos",))
+
+
+def test_changes_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text("# A comment.\nmodel: {size: veca_small}\nbatch: 64\n")
+    assert load_recipe(path).batch == 64
+    changes = ["batch=8", "schedule.peak=1e-3", "data.train=[a, b]", "budgets.8=5", "ema=0.9", "model.size=veca_tiny"]
+    found = load_recipe(path, ["budgets={16: 1}", *changes])
+    assert (found.batch, found.schedule.peak, found.data.train) == (8, 1e-3, ("a", "b"))
+    assert (found.budgets, found.ema, found.model.size) == ({16: 1, 8: 5}, 0.9, "veca_tiny")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("batch", "--set batch: must be key=value"),
+        ("=3", "--set =3: must be key=value"),
+        ("batch.size=3", "batch has no keys of its own"),
+        ("bacth=3", "unknown key 'bacth' .did you mean 'batch'"),
+        ("batch=[1", "the value is not YAML"),
+    ],
+)
+def test_changes_that_cannot_be(tmp_path: Path, change: str, message: str) -> None:
+    (tmp_path / "r.yaml").write_text("batch: 64\n")
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "r.yaml", [change])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "holds list, not the keys"),
+        ("a: [\n", "cannot be read"),
+        ("", "holds NoneType"),
+        ("!!python/object/apply:os.system [ls]\n", "cannot be read: could not determine a constructor"),
+    ],
+)
+def test_files_that_are_no_recipes(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_a_wrong_name_shows_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("batch: 64\n")
+    with pytest.raises(RecipeError, match=r"smal.yaml: no such recipe. There: small.yaml"):
+        load_recipe(tmp_path / "smal.yaml")
+    with pytest.raises(RecipeError, match="no such recipe"):
+        load_recipe(tmp_path / "nowhere" / "smal.yaml")
