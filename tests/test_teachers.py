@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from conftest import relative_error
+from torch import Tensor
+
+from veca.images import MEAN, STD
+from veca.train.teachers import Standardized, Teacher, TeacherError, TimmTeacher, timm_teacher
+
+# Small, with random weights: name, options, pixels per cell, prefix tokens (None: a map, no tokens).
+SMALL: list[tuple[str, dict[str, Any], int, int | None]] = [
+    ("vit_small_patch16_dinov3", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 5),
+    ("vit_small_patch14_dinov2", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 14, 1),
+    ("vit_small_patch14_reg4_dinov2", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 14, 5),
+    ("vit_base_patch16_clip_224", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 1),
+    ("vit_base_patch16_siglip_256", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 0),
+    ("resnet18", {}, 32, None),
+    ("efficientnet_lite0", {}, 32, None),
+    ("swin_tiny_patch4_window7_224", {"embed_dim": 24, "depths": (1, 1, 1, 1), "strict_img_size": False}, 32, None),
+]
+
+
+def make(name: str, options: dict[str, Any], **more: Any) -> TimmTeacher:
+    torch.manual_seed(0)
+    return timm_teacher(name, pretrained=False, **options, **more)
+
+
+def pictures(height: int = 64, width: int = 96) -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand(2, 3, height, width)
+
+
+def normalized(images: Tensor, mean: Any = MEAN, std: Any = STD) -> Tensor:
+    return (images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+
+
+@pytest.mark.parametrize(("name", "options", "stride", "prefix"), SMALL, ids=[case[0] for case in SMALL])
+def test_targets_lie_on_the_students_grid(name: str, options: dict[str, Any], stride: int, prefix: int | None) -> None:
+    """And are the model's own tokens, of the same pictures normalised its own way and sized to give that grid."""
+    teacher = make(name, options)
+    assert teacher.stride == stride
+    cls, patches = teacher(normalized(pictures()), (4, 6))
+    assert cls.shape == (2, teacher.width)
+    assert patches.shape == (2, 24, teacher.width)
+    model: Any = teacher.model
+    about = timm.data.resolve_data_config({}, model=model)
+    images = normalized(pictures(), about["mean"], about["std"])
+    if stride != 16:
+        size = 4 * stride, 6 * stride
+        images = torch.nn.functional.interpolate(images, size, mode="bicubic", antialias=True)
+    with torch.no_grad():
+        found = model.forward_features(images)
+    if prefix is None:
+        found = found.permute(0, 3, 1, 2) if name.startswith("swin") else found
+        expected_cls, expected = found.mean((2, 3)), found.flatten(2).mT
+    else:
+        assert found.shape[1] == prefix + 24
+        expected = found[:, prefix:]
+        expected_cls = found[:, 0] if prefix else model.forward_head(found, pre_logits=True)
+    assert relative_error(patches, expected) <= 1e-5
+    assert relative_error(cls, expected_cls) <= 1e-5
+
+
+def test_the_map_can_be_resized_instead() -> None:
+    """A convolutional teacher then runs at the pictures' own size, which is much less work."""
+    teacher = make("resnet18", {}, meet="map")
+    seen = []
+    features = teacher.features
+    teacher.features = lambda images: (seen.append(tuple(images.shape)), features(images))[1]  # type: ignore[method-assign]
+    _, patches = teacher(normalized(pictures(128, 192)), (8, 12))
+    assert seen == [(2, 3, 128, 192)]
+    assert patches.shape == (2, 96, 512)
+
+
+def test_cells_are_where_the_picture_is() -> None:
+    """What is bright in one corner of the picture stands out in that corner of the grid."""
+    teacher = make("resnet18", {})
+    dark, spot = torch.full((2, 3, 128, 192), 0.4), torch.full((2, 3, 128, 192), 0.4)
+    spot[:, :, 96:, :32] = 1.0  # below, left
+    difference = teacher(normalized(spot), (8, 12)).patches - teacher(normalized(dark), (8, 12)).patches
+    strength = difference.norm(dim=-1)[0].unflatten(0, (8, 12))
+    assert strength[5:, :4].mean() > 2 * strength[:3, 8:].mean()
+
+
+def test_never_trained() -> None:
+    teacher = make("resnet18", {}).train()
+    assert not teacher.training
+    assert not teacher.model.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert not teacher(normalized(pictures()).requires_grad_(), (4, 6)).patches.requires_grad
+
+
+class Fixed(Teacher):
+    """Features that are known: the pixels' own channels, times ten, and one channel that never moves."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 16, MEAN, STD, raw=True)
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        dense = torch.nn.functional.avg_pool2d(images, 16) * 10
+        dense = torch.cat([dense, torch.full_like(dense[:, :1], 7.0)], dim=1)
+        return dense.mean((2, 3)), dense
+
+
+def test_standardized_features() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(count, 3, 64, 96) for count in (3, 5, 1)]
+    standard = Standardized(Fixed())
+    standard.fit(iter(batches), (4, 6))
+    targets = [standard(images, (4, 6)) for images in batches]
+    for part in (torch.cat([t.cls for t in targets]), torch.cat([t.patches for t in targets]).flatten(0, 1)):
+        assert float(part.mean(0).abs().max()) <= 1e-5
+        deviations = part.std(0, correction=0)
+        assert torch.all((deviations[:3] - 1).abs() <= 0.02)  # a thousandth is added to each, so none is divided by 0
+        assert float(part[:, 3].abs().max()) <= 1e-3
+    again = Standardized(Fixed())
+    again.load_state_dict(standard.state_dict())
+    assert torch.equal(again(batches[0], (4, 6)).patches, targets[0].patches)
+
+
+def test_statistics_of_nothing() -> None:
+    with pytest.raises(TeacherError, match="no pictures"):
+        Standardized(Fixed()).fit([], (4, 6))
+
+
+def test_unknown_models_are_named() -> None:
+    with pytest.raises(TeacherError, match=r"timm has no model 'resnet18x' .did you mean 'resnet"):
+        timm_teacher("resnet18x", pretrained=False)
+
+
+def test_weights_from_a_file(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    source = timm.create_model("resnet18", num_classes=0)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    teacher = make("resnet18", {"checkpoint_path": str(tmp_path / "weights.pth")})
+    for (_, found), (_, expected) in zip(teacher.model.state_dict().items(), source.state_dict().items(), strict=True):
+        assert torch.equal(found, expected)
