@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+import transformers
 from conftest import relative_error
 from torch import Tensor
 
 from veca.images import MEAN, STD
-from veca.train.teachers import Standardized, Teacher, TeacherError, TimmTeacher, timm_teacher
+from veca.train.teachers import Standardized, Teacher, TeacherError, TimmTeacher, hf_teacher, load_teacher, timm_teacher
 
 # Small, with random weights: name, options, pixels per cell, prefix tokens (None: a map, no tokens).
 SMALL: list[tuple[str, dict[str, Any], int, int | None]] = [
@@ -132,10 +135,75 @@ def test_unknown_models_are_named() -> None:
         timm_teacher("resnet18x", pretrained=False)
 
 
-def test_weights_from_a_file(tmp_path: Any) -> None:
+def test_weights_from_a_file(tmp_path: Path) -> None:
     torch.manual_seed(3)
     source = timm.create_model("resnet18", num_classes=0)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
     teacher = make("resnet18", {"checkpoint_path": str(tmp_path / "weights.pth")})
     for (_, found), (_, expected) in zip(teacher.model.state_dict().items(), source.state_dict().items(), strict=True):
         assert torch.equal(found, expected)
+
+
+WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+HF: dict[str, tuple[str, dict[str, Any], int]] = {
+    "DINOv3ViT": ("Model", {"patch_size": 16, "num_register_tokens": 4, "intermediate_size": 128}, 5),
+    "Dinov2": ("Model", {"patch_size": 14, "image_size": 70}, 1),
+    "Dinov2WithRegisters": ("Model", {"patch_size": 14, "image_size": 70, "num_register_tokens": 4}, 5),
+    "CLIPVision": ("Model", {"patch_size": 16, "image_size": 48, "intermediate_size": 128}, 1),
+    "SiglipVision": ("Model", {"patch_size": 16, "image_size": 48, "intermediate_size": 128}, 0),
+}
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any, int]:
+    """A small model of a family with random weights, in a folder as people have it."""
+    kind, options, prefix = HF[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{request.param}Config")(**WIDTHS, **options)
+    model = getattr(transformers, f"{request.param}{kind}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    about = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.9, 0.8, 0.7], "image_processor_type": "ViTImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
+    return tmp_path, model, prefix
+
+
+@pytest.mark.parametrize("saved", HF, indirect=True)
+def test_transformers_tokens(saved: tuple[Path, Any, int]) -> None:
+    folder, model, prefix = saved
+    teacher = load_teacher(str(folder))
+    stride = teacher.stride
+    cls, patches = teacher(normalized(pictures()), (4, 6))
+    images = normalized(pictures(), [0.1, 0.2, 0.3], [0.9, 0.8, 0.7])
+    if stride != 16:
+        images = torch.nn.functional.interpolate(images, (4 * stride, 6 * stride), mode="bicubic", antialias=True)
+    options = {} if type(model).__name__.startswith(("DINO", "Dino")) else {"interpolate_pos_encoding": True}
+    with torch.no_grad():
+        out = model(pixel_values=images, **options)
+    assert patches.shape == (2, 24, 64)
+    assert out.last_hidden_state.shape[1] == prefix + 24
+    assert relative_error(cls, out.pooler_output) <= 1e-5  # the class token after the last norm, or the pooling head's
+    tokens = out.last_hidden_state[:, prefix:]
+    if type(model).__name__.startswith("CLIP"):
+        tokens = getattr(model, "vision_model", model).post_layernorm(tokens)
+    assert relative_error(patches, tokens) <= 1e-5
+
+
+def test_folders_that_hold_no_teacher(tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match="Name a model of the hub or a local folder"):
+        hf_teacher(str(tmp_path))
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(TeacherError, match="of type 'bert': teachers are dinov3_vit.*timm:NAME"):
+        hf_teacher(str(tmp_path))
+
+
+def test_names_say_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr("veca.train.teachers.timm_teacher", lambda *args: called.append(("timm", *args)))
+    monkeypatch.setattr("veca.train.teachers.hf_teacher", lambda *args: called.append(("hf", *args)))
+    load_teacher("timm:resnet18", "map")
+    load_teacher("facebook/dinov3-vits16-pretrain-lvd1689m")
+    assert called == [("timm", "resnet18", "map"), ("hf", "facebook/dinov3-vits16-pretrain-lvd1689m", "input")]

@@ -7,6 +7,7 @@ Shapes: B images, rows × columns = N cells of the student's grid, D the teacher
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -105,6 +106,55 @@ class TimmTeacher(Teacher):
         return cls, dense
 
 
+class HfTeacher(Teacher):
+    """A vision transformer of transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP (and 2)."""
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], meet: Meet = "input") -> None:
+        config = cast(Any, model).config
+        super().__init__(config.hidden_size, config.patch_size, mean, std, raw=False, meet=meet)
+        family = _family(config)
+        # SigLIP has no class token: a head of its own makes its global feature.
+        self.prefix = 0 if family == "siglip" else 1 + getattr(config, "num_register_tokens", 0)
+        self.normed = family != "clip"
+        self.model = model.eval().requires_grad_(False)
+        # DINO's interpolate their positions by themselves.
+        takes = inspect.signature(model.forward).parameters
+        self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
+
+    def train(self, mode: bool = True) -> HfTeacher:
+        return super().train(False)
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.model(pixel_values=images, **self.options)
+        tokens: Tensor = out.last_hidden_state
+        if not self.normed:  # CLIP applies its last norm to the class token alone
+            tokens = cast(Any, getattr(self.model, "vision_model", self.model)).post_layernorm(tokens)
+        grid = tuple(side // self.stride for side in images.shape[-2:])
+        dense = tokens[:, self.prefix :].mT.unflatten(2, grid)
+        return tokens[:, 0] if self.prefix else out.pooler_output, dense
+
+
+_FAMILIES = {
+    "dinov3_vit": ("dino", "AutoModel"),
+    "dinov2": ("dino", "AutoModel"),
+    "dinov2_with_registers": ("dino", "AutoModel"),
+    "clip": ("clip", "CLIPVisionModel"),
+    "clip_vision_model": ("clip", "CLIPVisionModel"),
+    "siglip": ("siglip", "SiglipVisionModel"),
+    "siglip_vision_model": ("siglip", "SiglipVisionModel"),
+}
+"""By transformers' `model_type`: how its tokens are read, and the class that loads its vision part."""
+
+
+def _family(config: Any) -> str:
+    if config.model_type not in _FAMILIES:
+        raise TeacherError(
+            f"transformers model of type {config.model_type!r}: teachers are {', '.join(_FAMILIES)}. "
+            "Others may be in timm: timm:NAME"
+        )
+    return _FAMILIES[config.model_type][0]
+
+
 class Standardized(nn.Module):
     """Targets with each channel at mean 0 and deviation 1, by statistics taken once, over pictures.
 
@@ -155,3 +205,30 @@ def timm_teacher(name: str, meet: Meet = "input", pretrained: bool = True, **opt
     except TypeError:  # only those with positions to interpolate have that option
         model = timm.create_model(name, pretrained=pretrained, num_classes=0, **options)
     return TimmTeacher(model, meet)
+
+
+def hf_teacher(name: str, meet: Meet = "input") -> HfTeacher:
+    """A teacher from transformers, by its name on the hub or from a local folder."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise TeacherError(f"{name}: {str(error).splitlines()[0]} Name a model of the hub or a local folder") from error
+    _family(config)
+    try:
+        model = getattr(transformers, _FAMILIES[config.model_type][1]).from_pretrained(name)
+        about, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(name)
+    except OSError as error:
+        raise TeacherError(f"{name}: {str(error).splitlines()[0]}") from error
+    if "image_mean" not in about or "image_std" not in about:
+        raise TeacherError(f"{name}: its preprocessor_config.json has no image_mean and image_std")
+    return HfTeacher(model, about["image_mean"], about["image_std"], meet)
+
+
+def load_teacher(name: str, meet: Meet = "input") -> Teacher:
+    """A teacher by name: `timm:NAME`, or what transformers loads, a name on the hub or a local folder."""
+    library, colon, rest = name.partition(":")
+    if colon and library == "timm":
+        return timm_teacher(rest, meet)
+    return hf_teacher(name, meet)
