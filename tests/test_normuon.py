@@ -146,6 +146,13 @@ def test_what_has_no_gradient_is_left_alone() -> None:
     assert not torch.equal(moving.detach(), torch.ones(4, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_of_zeros_moves_nothing_but_the_decay(dtype: torch.dtype) -> None:
+    start = torch.randn(6, 8)
+    found = run([start], [[torch.zeros(6, 8)]], dtype=dtype)[0]
+    assert relative_error(found, start * (1 - 4e-4 * 0.015)) <= 1e-6
+
+
 def test_continues_from_its_state() -> None:
     start, gradients = NUMBERS["wide.p0"], golden_gradients("wide")
     weight = nn.Parameter(start.clone())

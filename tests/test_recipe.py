@@ -57,6 +57,8 @@ def test_goes_through_yaml_and_back() -> None:
         ({"schedule": {"steps": 10}}, "must be one of the two, the other null"),
         ({"schedule": {"epochs": 10}}, "schedule.warmup=25: must be from 0 to under 10"),
         ({"schedule": {"low": 1.0}}, "schedule.low=1.0: must be from 0 to peak = 0.0004"),
+        ({"teacher": {"micro_batch": 0}}, "teacher.micro_batch=0: must be at least 1"),
+        ({"teacher": {"micro_batch": {256: 128, 768: 0}}}, "must be at least 1"),
         ({"data": {"train": 3}}, "data.train=3: must be a list"),
         ({"data": {"train": ["a", 3]}}, r"data.train\[1\]=3: must be text"),
         ({"teacher": {"micro_batch": {"big": 1}}}, "must be an integer; or .*micro_batch='big': must be an int"),

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veca.kernels.launch import launchable, multiprocessors
-from veca.kernels.turn import load, load_frequency, load_turned, table
+from veca.kernels.rotary import load, load_frequency, load_turned, table
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

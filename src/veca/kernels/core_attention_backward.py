@@ -13,7 +13,7 @@ from torch import Tensor
 
 from veca.kernels.core_attention import LOG2_E, Plan, prepare, scores, together
 from veca.kernels.launch import launchable
-from veca.kernels.turn import halves, load, load_frequency, load_turned, rotate, store_turned_back, table
+from veca.kernels.rotary import halves, load, load_frequency, load_turned, rotate, store_turned_back, table
 
 
 @triton.jit

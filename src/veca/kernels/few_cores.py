@@ -21,7 +21,7 @@ from torch import Tensor
 
 from veca.kernels.core_attention import LOG2_E, scores
 from veca.kernels.launch import multiprocessors
-from veca.kernels.turn import load_frequency, load_turned, table
+from veca.kernels.rotary import load_frequency, load_turned, table
 
 
 @triton.jit(do_not_specialize=["C", "N", "asking", "tiles"])

@@ -156,7 +156,7 @@ class NorMuon(Optimizer):
         squares = beta2 * squares + (1 - beta2) * u.square().mean(dim=-1, keepdim=True)
         size = u.norm(dim=(-2, -1), keepdim=True)
         u = u / (squares.sqrt() + 1e-8)
-        u *= size / u.norm(dim=(-2, -1), keepdim=True)
+        u *= size / u.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)  # a gradient may be all zeros
         weights = blocks(torch.stack([p.float() for p in params]))
         weights = weights - lr * weight_decay * weights * (weights * u >= 0)
         weights -= lr * 0.2 * math.sqrt(max(u.shape[-2:])) * u

@@ -62,6 +62,10 @@ class TeacherRecipe:
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
 
+    def __post_init__(self) -> None:
+        sizes = self.micro_batch.values() if isinstance(self.micro_batch, dict) else [self.micro_batch]
+        _require("teacher.micro_batch", self.micro_batch, bool(sizes) and min(sizes) >= 1, "at least 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
