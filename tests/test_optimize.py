@@ -699,7 +699,7 @@ def test_gpu_replay_does_not_need_what_others_may_drop() -> None:
 
 @pytest.mark.gpu
 def test_gpu_compiles_for_no_batch_resolution_or_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once whole and broken tiles of patches and of cores have been seen, with one chunk of cores."""
+    """Once whole and broken tiles of patches and of cores have been seen, few and many, with one chunk of cores."""
     knobs = pytest.importorskip("triton.knobs")
     compiled: list[str] = []
 
@@ -709,12 +709,12 @@ def test_gpu_compiles_for_no_batch_resolution_or_budget(monkeypatch: pytest.Monk
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", count)
     fast = veca.optimize(make(embed_dim=96, num_heads=3, depth=6).cuda(), cuda_graphs=False)  # a width of its own
     for cores in (64, 48):
-        for batch, height, width in ((2, 128, 128), (3, 80, 144)):
+        for batch, height, width in ((2, 128, 128), (3, 80, 144), (2, 256, 256), (3, 144, 240)):
             fast(on_gpu(batch, height, width), cores)
     assert compiled, "the hook is not called: nothing is counted"
     compiled.clear()
     for cores in (64, 40, 56):
-        for batch, height, width in ((1, 64, 64), (5, 144, 80), (2, 256, 256), (3, 16, 32), (16, 48, 16)):
+        for batch, height, width in ((1, 64, 64), (5, 144, 80), (1, 384, 512), (3, 16, 32), (16, 48, 16)):
             fast(on_gpu(batch, height, width), cores)
     assert not compiled
 
@@ -736,7 +736,7 @@ def test_gpu_float8_is_less_exact_and_not_far_off(capsys: pytest.CaptureFixture[
 @pytest.mark.gpu
 def test_gpu_what_optimize_cannot_do_is_named() -> None:
     model = make().cuda()
-    with pytest.raises(ValueError, match="weights='int3' on cuda: the only choice is 'float8'"):
+    with pytest.raises(ValueError, match="weights='int3' in torch.bfloat16 on cuda: the only choice is 'float8'"):
         veca.optimize(model, weights="int3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no weights to save"):
         veca.optimize(model).state_dict()

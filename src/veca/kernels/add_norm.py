@@ -40,6 +40,23 @@ def _normalized(a, inside, EPS: tl.constexpr, D: tl.constexpr):
     return a * scale, scale
 
 
+@triton.jit
+def _unnormalized(dn, a, scale, D: tl.constexpr):
+    """The gradient of a row from that of its norm `a`."""
+    return scale * (dn - _sum(dn) / D - a * (_sum(dn * a) / D))
+
+
+@triton.jit
+def _load(at, inside):
+    return tl.load(at, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_core(cores, row, is_core, S, C, D: tl.constexpr, k):
+    """The row of a token among the cores alone; zeros for a patch."""
+    return _load(cores + (row // S * C + row % S).to(tl.int64) * D + k, k < tl.where(is_core, D, 0))
+
+
 @triton.jit(do_not_specialize=["S", "C"])
 def _add_norm(
     x, update, weight, bias, total, normed, cores, S, C, ADD: tl.constexpr, EPS: tl.constexpr,
@@ -49,9 +66,9 @@ def _add_norm(
     k = _columns(THREADS, PARTS, EACH)
     inside = k < D
     at = row.to(tl.int64) * D + k
-    a = tl.load(x + at, inside, 0.0).to(tl.float32)
+    a = _load(x + at, inside)
     if ADD:
-        a += tl.load(update + at, inside, 0.0).to(tl.float32)
+        a += _load(update + at, inside)
         kept = a.to(total.dtype.element_ty)
         tl.store(total + at, kept, inside)
         if row % S < C:
@@ -59,7 +76,7 @@ def _add_norm(
             tl.store(cores + at_core, kept.to(cores.dtype.element_ty), inside)
         a = kept.to(tl.float32)
     a, _ = _normalized(a, inside, EPS, D)
-    a = a * tl.load(weight + k, inside, 0.0).to(tl.float32) + tl.load(bias + k, inside, 0.0).to(tl.float32)
+    a = a * _load(weight + k, inside) + _load(bias + k, inside)
     tl.store(normed + at, a.to(normed.dtype.element_ty), inside)
 
 
@@ -71,26 +88,34 @@ def _add_norm_backward(
 ):  # fmt: skip
     k = _columns(THREADS, PARTS, EACH)
     inside = k < D
-    gain = tl.load(weight + k, inside, 0.0).to(tl.float32)
+    gain = _load(weight + k, inside)
     d_gain = tl.zeros([THREADS, PARTS, EACH], tl.float32)
     d_shift = tl.zeros([THREADS, PARTS, EACH], tl.float32)
-    for m in tl.range(tl.program_id(0), M, tl.num_programs(0)):
+    for m in tl.range(2 * tl.program_id(0), M, 2 * tl.num_programs(0)):
+        # Two rows at a time, all loads first: there is more to wait for at once.
         row = m + tl.full([], 0, tl.int32)  # the interpreter counts in numbers of Python
         at = row.to(tl.int64) * D + k
-        a, scale = _normalized(tl.load(total + at, inside, 0.0).to(tl.float32), inside, EPS, D)
-        dn = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
-        d_gain += dn * a
-        d_shift += dn
-        dn *= gain
-        d = scale * (dn - _sum(dn) / D - a * (_sum(dn * a) / D))
+        also = k < tl.where(row + 1 < M, D, 0)
+        a0, a1 = _load(total + at, inside), _load(total + at + D, also)
+        dn0, dn1 = _load(d_normed + at, inside), _load(d_normed + at + D, also)
         if CARRIED:
-            d += tl.load(d_total + at, inside, 0.0).to(tl.float32)
+            dt0, dt1 = _load(d_total + at, inside), _load(d_total + at + D, also)
+        a0, scale0 = _normalized(a0, inside, EPS, D)
+        a1, scale1 = _normalized(a1, also, EPS, D)
+        d_gain += dn0 * a0 + dn1 * a1
+        d_shift += dn0 + dn1
+        d0, d1 = _unnormalized(dn0 * gain, a0, scale0, D), _unnormalized(dn1 * gain, a1, scale1, D)
+        if CARRIED:
+            d0 += dt0
+            d1 += dt1
         if CORES:
-            core = d_cores + (row // S * C + row % S).to(tl.int64) * D + k
-            d += tl.load(core, k < tl.where(row % S < C, D, 0), 0.0).to(tl.float32)
-        tl.store(d_x + at, d.to(d_x.dtype.element_ty), inside)
+            d0 += _load_core(d_cores, row, row % S < C, S, C, D, k)
+            d1 += _load_core(d_cores, row + 1, (row + 1 < M) & ((row + 1) % S < C), S, C, D, k)
+        tl.store(d_x + at, d0.to(d_x.dtype.element_ty), inside)
+        tl.store(d_x + at + D, d1.to(d_x.dtype.element_ty), also)
         if ADD:
-            tl.store(d_update + at, d.to(d_update.dtype.element_ty), inside)
+            tl.store(d_update + at, d0.to(d_update.dtype.element_ty), inside)
+            tl.store(d_update + at + D, d1.to(d_update.dtype.element_ty), also)
     to = shares + tl.program_id(0) * (2 * D) + k
     tl.store(to, d_gain, inside)
     tl.store(to + D, d_shift, inside)
@@ -159,8 +184,8 @@ def backward(
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
     cut = _cut(dim)
-    per_multiprocessor = 20 if dim <= 512 else 10 if dim <= 768 else 7  # as many as there are registers for
-    programs = torch.sym_min(batch * tokens, per_multiprocessor * multiprocessors(total))
+    per_multiprocessor = 12 if dim <= 512 else 6 if dim <= 768 else 8  # as many as there are registers for
+    programs = torch.sym_min((batch * tokens + 1) // 2, per_multiprocessor * multiprocessors(total))
     shares = total.new_empty(programs, 2 * dim, dtype=torch.float32)
     launchable(_add_norm_backward, total)[programs,](
         total if d_total is None else d_total, d_normed, total if d_cores is None else d_cores, total, weight,
