@@ -159,6 +159,30 @@ def test_swiglu_against_float64(shape: tuple[int, ...], width: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(("shape", "width"), [((2, 37), 48), ((2000,), 64), ((3, 5), 300), ((0, 4), 16)])
+def test_narrow_linear_against_float64(shape: tuple[int, ...], width: int) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(*shape, width), torch.randn(2, width), torch.randn(2)
+    d_out = torch.randn(*shape, 2)
+    results = []
+    for dtype, linear in ((torch.float32, ops.narrow_linear), (torch.float64, F.linear)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = linear(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) <= 1e-6
+
+
+@interpreted
+def test_narrow_linear_keeps_to_the_rules() -> None:
+    x, weight, bias = torch.randn(2, 9, 40), torch.randn(2, 40), torch.randn(2)
+    torch.library.opcheck(torch.ops.veca.narrow_linear_backward.default, [torch.randn(2, 9, 2), x, weight])
+    leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    torch.library.opcheck(torch.ops.veca.narrow_linear.default, leaves)
+
+
+@interpreted
 def test_swiglu_keeps_to_the_rules() -> None:
     h, bias = torch.randn(2, 9, 40), torch.randn(40)
     torch.library.opcheck(torch.ops.veca.swiglu_backward.default, [torch.randn(2, 9, 20), h, bias])

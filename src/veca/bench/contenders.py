@@ -261,6 +261,8 @@ def _step(
 
     on_gpu = device == "cuda"
     # A step of one shape is recorded as a CUDA graph, so that the GPU does not wait for Python.
+    if compile_ and on_gpu:
+        torch._dynamo.mark_static_address(workload.images)  # the graph reads the batch where it lies
     forward = compiled(forward, mode="reduce-overhead" if on_gpu else None) if compile_ else forward
 
     def call() -> object:

@@ -95,7 +95,7 @@ class Spent(NamedTuple):
 
 def where_the_time_goes(call: Call, device: torch.device, most: int = 12) -> list[Spent]:
     """What takes most of one call, longest first: kernels on CUDA, else operators less what they call."""
-    with record() as profile:
+    with record(acc_events=True) as profile:
         call()
         synchronize(device)
     events = profile.key_averages()

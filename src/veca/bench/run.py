@@ -105,6 +105,7 @@ def run_bench(
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
+        forget(setting.device)  # graphs of an earlier run, freed in this one, would count as memory it gave back
         floors = Floors.measure(setting)
         results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())
         for what, case, chosen in plan:

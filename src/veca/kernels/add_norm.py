@@ -135,7 +135,7 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums (W) over the rows of x (P, W): what many programs summed up, joined in a fixed order."""
     count, width = x.shape
     out = x.new_empty(width, dtype=dtype)
-    launchable(_column_sums, x)[triton.cdiv(width, 16),](x, out, count, W=width, ROWS=256, COLUMNS=16, num_warps=8)
+    launchable(_column_sums, x)[triton.cdiv(width, 8),](x, out, count, W=width, ROWS=1024, COLUMNS=8, num_warps=8)
     return out
 
 

@@ -7,6 +7,7 @@ Shapes are those of `veca.kernels.core_attention`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -147,6 +148,54 @@ def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
+
+
+@operator("veca::narrow_linear")
+def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`x Wᵀ + bias` in float32 of a weight (2, D): (..., D) → (..., 2)."""
+    from veca.kernels.narrow_linear import forward
+
+    return forward(x, weight, bias)
+
+
+@narrow_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
+
+
+@operator("veca::narrow_linear_backward")
+def narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of weight and bias in one row (2·D + 2)."""
+    from veca.kernels.narrow_linear import backward
+
+    return backward(d_out, x, weight)
+
+
+@narrow_linear_backward.register_fake
+def _(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(2 * x.shape[-1] + 2)
+
+
+def _save_narrow_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _narrow_linear_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_x, d_affine = narrow_linear_backward(d_out, *ctx.saved_tensors)
+    return d_x, d_affine[:-2].unflatten(0, (2, -1)), d_affine[-2:]
+
+
+narrow_linear.register_autograd(_narrow_linear_backward, setup_context=_save_narrow_linear)
+
+
+@register_flop_formula(torch.ops.veca.narrow_linear)
+def _(x: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 4 * math.prod(x)
+
+
+@register_flop_formula(torch.ops.veca.narrow_linear_backward)
+def _(d_out: tuple[int, ...], x: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 8 * math.prod(x)
 
 
 @operator("veca::add_norm")
