@@ -15,34 +15,21 @@ from torch.profiler import profile as record
 from veca.bench.latency import Call, synchronize, timed
 
 
-def memory_now(device: torch.device) -> int:
-    """Bytes in use on a CUDA device, the pools of CUDA graphs included."""
-    return torch.cuda.memory_allocated(device) + _graph_pools(device)
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """The most bytes in use at a time during one call, above those before it; None on devices other than CUDA.
 
-
-def peak_bytes(call: Call, device: torch.device, before: int) -> int | None:
-    """The most bytes in use during one call above `before`, as the CUDA allocator counts; None on other devices.
-
-    `before` is `memory_now` from before the first call: what a CUDA graph keeps from then on is memory of the call.
+    A replay of a CUDA graph takes its memory from where the recording left it, which no allocator sees: measure the call
+    that records.
     """
     if device.type != "cuda":
         return None
     gc.collect()
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     call()
     synchronize(device)
-    return max(0, torch.cuda.max_memory_allocated(device) + _graph_pools(device) - before)
-
-
-def _graph_pools(device: torch.device) -> int:
-    """Bytes that CUDA graphs keep for their replays, which the allocator counts as free."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
-    )
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def forget(device: torch.device) -> None:

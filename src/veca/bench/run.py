@@ -27,7 +27,6 @@ from veca.bench.machine import (
     give_back,
     machine_facts,
     matrix_rate,
-    memory_now,
     peak_bytes,
     where_the_time_goes,
 )
@@ -105,7 +104,6 @@ def run_bench(
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
-        forget(setting.device)  # graphs of an earlier run, freed in this one, would count as memory it gave back
         floors = Floors.measure(setting)
         results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())
         for what, case, chosen in plan:
@@ -202,14 +200,11 @@ def _enter(contender: Contender, workload: Workload) -> Entry | str:
     device = workload.setting.device
     try:
         prepared = contender.build(workload)
-        before = memory_now(device) if device.type == "cuda" else 0
         start = time.perf_counter()
         prepared.call()
         synchronize(device)
         first = time.perf_counter() - start + prepared.built_s
-        if device.type == "cuda":
-            prepared.call()  # a CUDA graph is recorded in the second call and replayed from the third on
-        peak = peak_bytes(prepared.call, device, before)
+        peak = peak_bytes(prepared.call, device)  # a CUDA graph is recorded in the second call
     except Exception as error:  # the other contenders and cases go on
         return describe(error)
     return Entry(prepared, first if contender.compiled else None, None if peak is None else peak + prepared.resident)
