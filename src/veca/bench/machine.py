@@ -18,8 +18,8 @@ from veca.bench.latency import Call, synchronize, timed
 def peak_bytes(call: Call, device: torch.device) -> int | None:
     """The most bytes in use at a time during one call, above those before it; None on devices other than CUDA.
 
-    A replay of a CUDA graph takes its memory from where the recording left it, which no allocator sees: measure the call
-    that records.
+    A replay of a CUDA graph takes its memory from where the recording left it, which no allocator sees: measure the
+    call that records.
     """
     if device.type != "cuda":
         return None
