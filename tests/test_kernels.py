@@ -548,3 +548,28 @@ def test_gpu_checkpointing_gives_the_same_gradients() -> None:
     model.set_grad_checkpointing()
     for name, found in learn(model, images, "triton").items():
         assert torch.equal(found, plain[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gpu_checkpointing_halves_memory(compiled: bool) -> None:
+    """Also where a compiler orders the work: it must not do all that is done twice at once."""
+    peaks = []
+    for checkpointed in (False, True):
+        model = make_tiny(depth=8).cuda()
+        model.set_grad_checkpointing(checkpointed)
+        images = torch.randn(16, 3, 256, 256, device="cuda")
+
+        def loss(model: veca.Veca = model, images: Tensor = images) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16), use_kernel("triton"):
+                return model(images).patches.square().mean()
+
+        step = torch.compile(loss) if compiled else loss
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(step(), list(model.parameters()), allow_unused=True)
+            peak = torch.cuda.max_memory_allocated() - before
+        peaks.append(peak)
+        torch.compiler.reset()
+    assert peaks[1] <= 0.5 * peaks[0], peaks

@@ -132,6 +132,12 @@ class Block(nn.Module):
         return x, self.mlp(normed), state
 
 
+def _summed(block: nn.Module, x: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """A block whose update is added at once: all that has to be kept of it is one tensor, which the compiler sees."""
+    x, update, state = block(x, None, state, *args)
+    return x + update, state
+
+
 class Veca(nn.Module):
     """The backbone: `model(images, cores=C)` → `VecaOutput`.
 
@@ -209,12 +215,12 @@ class Veca(nn.Module):
             move = partial(self._move, i - 1) if i else None
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x, update, state = checkpoint(block, x, update, state, move, patch_rotary, last, use_reentrant=False)
+                x, state = checkpoint(_summed, block, x, state, move, patch_rotary, last, use_reentrant=False)
             else:
                 x, update, state = block(x, update, state, move, patch_rotary, last)
             states.append(state)
             if i in take:
-                taken.append(x + update)
+                taken.append(x if update is None else x + update)
         return add_norm(x, update, self.norm)[1], torch.stack(states).tanh(), taken
 
     def _move(self, i: int, state: Tensor, cores: Tensor) -> Tensor:
