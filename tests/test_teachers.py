@@ -139,7 +139,7 @@ def test_weights_from_a_file(tmp_path: Path) -> None:
     torch.manual_seed(3)
     source = timm.create_model("resnet18", num_classes=0)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
-    teacher = make("resnet18", {"checkpoint_path": str(tmp_path / "weights.pth")})
+    teacher = make("resnet18", {}, file=tmp_path / "weights.pth")
     for (_, found), (_, expected) in zip(teacher.model.state_dict().items(), source.state_dict().items(), strict=True):
         assert torch.equal(found, expected)
 
@@ -202,8 +202,13 @@ def test_folders_that_hold_no_teacher(tmp_path: Path) -> None:
 
 def test_names_say_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr("veca.train.teachers.timm_teacher", lambda *args: called.append(("timm", *args)))
-    monkeypatch.setattr("veca.train.teachers.hf_teacher", lambda *args: called.append(("hf", *args)))
+    monkeypatch.setattr("veca.train.teachers.load.timm_teacher", lambda *args: called.append(("timm", *args)))
+    monkeypatch.setattr("veca.train.teachers.load.hf_teacher", lambda *args: called.append(("hf", *args)))
     load_teacher("timm:resnet18", "map")
+    load_teacher("timm:resnet18@a/file.safetensors")
     load_teacher("facebook/dinov3-vits16-pretrain-lvd1689m")
-    assert called == [("timm", "resnet18", "map"), ("hf", "facebook/dinov3-vits16-pretrain-lvd1689m", "input")]
+    assert called == [
+        ("timm", "resnet18", "map", None),
+        ("timm", "resnet18", "input", "a/file.safetensors"),
+        ("hf", "facebook/dinov3-vits16-pretrain-lvd1689m", "input", False),
+    ]
