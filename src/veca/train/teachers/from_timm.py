@@ -87,8 +87,11 @@ def _check_weights(name: str) -> None:
     """That timm has the weights, and the model computes what they were trained for."""
     import timm
 
-    about = timm.get_pretrained_cfg(name, allow_unregistered=True)
     tags = timm.list_pretrained(f"{name.split('.')[0]}.*")
+    try:
+        about = timm.get_pretrained_cfg(name)
+    except RuntimeError:  # no such tag
+        about = None
     if about is None or not about.has_weights:
         has = f"it has {', '.join(tags)}" if tags else f"give a local file: timm:{name}@weights.safetensors"
         raise TeacherError(f"timm has no weights {name!r}{did_you_mean(name, tags)}; {has}")
@@ -113,7 +116,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             "Save its state_dict alone, as safetensors or with torch.save"
         ) from error
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
-        raise TeacherError(f"{path}: damaged, or no file of weights: {str(error).splitlines()[0]}") from error
+        raise TeacherError(f"{path}: damaged, or no file of weights: {str(error) or type(error).__name__}") from error
     for key in ("state_dict", "model"):
         if isinstance(contents, dict) and isinstance(contents.get(key), dict):
             contents = contents[key]
@@ -140,9 +143,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
         missing, foreign = model.load_state_dict(found, strict=False)
     except (RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        raise TeacherError(
-            f"{where}: its tensors are not those of this {kind}: {reason}. Name its own model"
-        ) from error
+        raise TeacherError(f"{where}: not the weights of this {kind}: {reason} Name its own model") from error
     heads = cast(Any, model).pretrained_cfg.get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else tuple(heads)
     foreign = [name for name in foreign if not name.startswith(tuple(f"{head}." for head in heads))]
