@@ -82,7 +82,8 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     bias = bias + (kernel * teacher.shift.float().cpu()).sum((1, 2, 3))
     kernel = kernel * teacher.scale.float().cpu()
     if side != size:
-        # Resizing is linear: column i of its matrix is what becomes of the patch that is 1 at pixel i.
+        # Resizing is linear: row i of its matrix is what becomes of the patch that is 1 at pixel i. No pseudo-inverse,
+        # as for a model that moves to other patches: it is the teacher's input that is resized, the student's stays.
         single = torch.eye(side * side).view(-1, 1, side, side)
         resized = F.interpolate(single, (size, size), mode="bicubic", antialias=True).flatten(1)
         kernel = (kernel.flatten(2) @ resized.T).unflatten(2, (side, side))
