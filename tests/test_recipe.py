@@ -57,6 +57,7 @@ def test_goes_through_yaml_and_back() -> None:
         ({"schedule": {"steps": 10}}, "must be one of the two, the other null"),
         ({"schedule": {"epochs": 10}}, "schedule.warmup=25: must be from 0 to under 10"),
         ({"schedule": {"low": 1.0}}, "schedule.low=1.0: must be from 0 to peak = 0.0004"),
+        ({"teacher": {"trust_remote_code": 1}}, "teacher.trust_remote_code=1: must be true or false"),
         ({"teacher": {"micro_batch": 0}}, "teacher.micro_batch=0: must be at least 1"),
         ({"teacher": {"micro_batch": {256: 128, 768: 0}}}, "must be at least 1"),
         ({"data": {"train": 3}}, "data.train=3: must be a list"),

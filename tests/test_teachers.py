@@ -9,6 +9,7 @@ import timm
 import torch
 import transformers
 from conftest import relative_error
+from safetensors.torch import save_file
 from torch import Tensor
 
 from veca.images import MEAN, STD
@@ -20,6 +21,8 @@ SMALL: list[tuple[str, dict[str, Any], int, int | None]] = [
     ("vit_small_patch14_dinov2", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 14, 1),
     ("vit_small_patch14_reg4_dinov2", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 14, 5),
     ("vit_base_patch16_clip_224", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 1),
+    ("vit_base_patch16_clip_quickgelu_224", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 1),
+    ("naflexvit_base_patch16_siglip", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 0),
     ("vit_base_patch16_siglip_256", {"depth": 2, "embed_dim": 64, "num_heads": 2}, 16, 0),
     ("resnet18", {}, 32, None),
     ("efficientnet_lite0", {}, 32, None),
@@ -66,6 +69,19 @@ def test_targets_lie_on_the_students_grid(name: str, options: dict[str, Any], st
         expected_cls = found[:, 0] if prefix else model.forward_head(found, pre_logits=True)
     assert relative_error(patches, expected) <= 1e-5
     assert relative_error(cls, expected_cls) <= 1e-5
+
+
+def test_registers_without_a_class_token() -> None:
+    """The first token is then a register, and says nothing: the model pools its patches."""
+    teacher = make("vit_medium_patch16_reg4_gap_256", {"depth": 2, "embed_dim": 64, "num_heads": 2})
+    cls, patches = teacher(normalized(pictures()), (4, 6))
+    model: Any = teacher.model
+    about = timm.data.resolve_data_config({}, model=model)
+    with torch.no_grad():
+        tokens = model.forward_features(normalized(pictures(), about["mean"], about["std"]))
+        expected = model.fc_norm(tokens[:, 4:].mean(1))
+    assert relative_error(patches, tokens[:, 4:]) <= 1e-5
+    assert relative_error(cls, expected) <= 1e-5
 
 
 def test_the_map_can_be_resized_instead() -> None:
@@ -135,15 +151,6 @@ def test_unknown_models_are_named() -> None:
         timm_teacher("resnet18x", pretrained=False)
 
 
-def test_weights_from_a_file(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    source = timm.create_model("resnet18", num_classes=0)
-    torch.save(source.state_dict(), tmp_path / "weights.pth")
-    teacher = make("resnet18", {"checkpoint_path": str(tmp_path / "weights.pth")})
-    for (_, found), (_, expected) in zip(teacher.model.state_dict().items(), source.state_dict().items(), strict=True):
-        assert torch.equal(found, expected)
-
-
 WIDTHS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 HF: dict[str, tuple[str, dict[str, Any], int]] = {
     "DINOv3ViT": ("Model", {"patch_size": 16, "num_register_tokens": 4, "intermediate_size": 128}, 5),
@@ -152,6 +159,7 @@ HF: dict[str, tuple[str, dict[str, Any], int]] = {
     "CLIPVision": ("Model", {"patch_size": 16, "image_size": 48, "intermediate_size": 128}, 1),
     "SiglipVision": ("Model", {"patch_size": 16, "image_size": 48, "intermediate_size": 128}, 0),
 }
+TEXT = {**WIDTHS, "intermediate_size": 128, "vocab_size": 99, "max_position_embeddings": 8}
 
 
 @pytest.fixture
@@ -191,6 +199,121 @@ def test_transformers_tokens(saved: tuple[Path, Any, int]) -> None:
     assert relative_error(patches, tokens) <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["CLIP", "Siglip"])
+def test_of_two_towers_the_one_that_sees(family: str, tmp_path: Path) -> None:
+    """Checkpoints of CLIP and SigLIP, and of SigLIP 2, come with a text tower."""
+    torch.manual_seed(0)
+    vision = {**WIDTHS, "patch_size": 16, "image_size": 48, "intermediate_size": 128}
+    config = getattr(transformers, f"{family}Config")(vision_config=vision, text_config=TEXT)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    model.save_pretrained(tmp_path)
+    about = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "ViTImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
+    teacher = load_teacher(str(tmp_path))
+    images = normalized(pictures(48, 48), [0.5] * 3, [0.5] * 3)
+    with torch.no_grad():
+        expected = model.vision_model(pixel_values=images).pooler_output
+    assert relative_error(teacher(normalized(pictures(48, 48)), (3, 3)).cls, expected) <= 1e-5
+
+
+def test_naflex_is_told_apart(tmp_path: Path) -> None:
+    vision = {**WIDTHS, "patch_size": 16, "num_patches": 16, "intermediate_size": 128}
+    transformers.Siglip2Config(vision_config=vision, text_config=TEXT).save_pretrained(tmp_path)
+    with pytest.raises(TeacherError, match="NaFlex model of SigLIP 2.*take one of a fixed resolution"):
+        load_teacher(str(tmp_path))
+
+
+RADIO_CODE = """
+from typing import NamedTuple
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class RADIOConfig(PretrainedConfig):
+    def __init__(self, args=None, patch_size=16, **kwargs):
+        self.args, self.patch_size = args, patch_size
+        super().__init__(**kwargs)
+
+class Output(NamedTuple):
+    summary: torch.Tensor
+    features: torch.Tensor
+
+class Conditioner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("norm_mean", torch.tensor([0.4, 0.5, 0.6]).view(-1, 1, 1))
+        self.register_buffer("norm_std", torch.tensor([0.2, 0.3, 0.4]).view(-1, 1, 1))
+
+    def forward(self, x):
+        return (x - self.norm_mean) / self.norm_std
+
+class RADIOModel(PreTrainedModel):
+    config_class = RADIOConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.input_conditioner, self.embed = Conditioner(), nn.Conv2d(3, 8, 16, 16)
+        self.patch_size = config.patch_size
+        self.post_init()
+
+    def make_preprocessor_external(self):
+        given, self.input_conditioner = self.input_conditioner, nn.Identity()
+        return given
+
+    def forward(self, x):
+        tokens = self.embed(self.input_conditioner(x)).flatten(2).mT
+        return Output(torch.cat([tokens.mean(1), tokens.amax(1), tokens.amin(1)], 1), tokens)
+"""
+
+
+def test_radio_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As older ones come: the code is run when it is trusted, and only then."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+    folder, ran = tmp_path / "radio", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "hf_model.py").write_text(f"open({str(ran)!r}, 'w').close()\n{RADIO_CODE}")
+    code = {"AutoConfig": "hf_model.RADIOConfig", "AutoModel": "hf_model.RADIOModel"}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["RADIOModel"], "auto_map": code}))
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(3, 8, 16, 16)
+    norms = {"mean": torch.tensor([0.4, 0.5, 0.6]), "std": torch.tensor([0.2, 0.3, 0.4])}
+    tensors = {f"input_conditioner.norm_{name}": value.view(-1, 1, 1) for name, value in norms.items()}
+    tensors |= {f"embed.{name}": value.detach() for name, value in conv.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TeacherError, match="If you trust who wrote that code.*teacher.trust_remote_code: true"):
+        load_teacher(str(folder))
+    assert not ran.exists()
+    teacher = load_teacher(str(folder), trust_remote_code=True)
+    assert ran.exists()
+    assert (teacher.width, teacher.stride, teacher.raw) == (8, 16, True)
+    cls, patches = teacher(normalized(pictures()), (4, 6))
+    with torch.no_grad():
+        tokens = conv(normalized(pictures(), norms["mean"].tolist(), norms["std"].tolist())).flatten(2).mT
+    assert relative_error(patches, tokens) <= 1e-5
+    assert relative_error(cls, (tokens.mean(1) + tokens.amax(1) + tokens.amin(1)) / 3) <= 1e-5
+
+
+def test_radio(tmp_path: Path) -> None:
+    """Transformers' own: class tokens and registers dropped, the picture normalised once."""
+    shape = {**WIDTHS, "max_img_size": 128, "num_cls_tokens": 3, "num_registers": 7, "summary_idxs": [0, 2]}
+    config = transformers.RadioConfig(**shape)
+    torch.manual_seed(0)
+    model = transformers.RadioModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    teacher = load_teacher(str(tmp_path))
+    assert teacher.raw
+    cls, patches = teacher(normalized(pictures()), (4, 6))
+    with torch.no_grad():
+        tokens = model(pictures()).last_hidden_state  # it takes pixels from 0 to 1
+    assert tokens.shape[1] == 10 + 24
+    assert relative_error(patches, tokens[:, 10:]) <= 1e-5
+    assert relative_error(cls, (tokens[:, 0] + tokens[:, 2]) / 2) <= 1e-5
+
+
 def test_folders_that_hold_no_teacher(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match="Name a model of the hub or a local folder"):
         hf_teacher(str(tmp_path))
@@ -202,8 +325,13 @@ def test_folders_that_hold_no_teacher(tmp_path: Path) -> None:
 
 def test_names_say_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr("veca.train.teachers.timm_teacher", lambda *args: called.append(("timm", *args)))
-    monkeypatch.setattr("veca.train.teachers.hf_teacher", lambda *args: called.append(("hf", *args)))
+    monkeypatch.setattr("veca.train.teachers.load.timm_teacher", lambda *args: called.append(("timm", *args)))
+    monkeypatch.setattr("veca.train.teachers.load.hf_teacher", lambda *args: called.append(("hf", *args)))
     load_teacher("timm:resnet18", "map")
+    load_teacher("timm:resnet18@a/file.safetensors")
     load_teacher("facebook/dinov3-vits16-pretrain-lvd1689m")
-    assert called == [("timm", "resnet18", "map"), ("hf", "facebook/dinov3-vits16-pretrain-lvd1689m", "input")]
+    assert called == [
+        ("timm", "resnet18", "map", None),
+        ("timm", "resnet18", "input", "a/file.safetensors"),
+        ("hf", "facebook/dinov3-vits16-pretrain-lvd1689m", "input", False),
+    ]

@@ -57,6 +57,8 @@ class ModelRecipe:
 class TeacherRecipe:
     name: str = "facebook/dinov3-vits16-pretrain-lvd1689m"
     """A name or a local folder or file; see `veca.train.teachers`."""
+    trust_remote_code: bool = False
+    """Let code that comes with the teacher's weights run; without it such a teacher is refused."""
     standardize: bool | None = None
     """Bring each channel of the targets to mean 0 and deviation 1. None: as the teacher needs it."""
     micro_batch: int | dict[int, int] = 128

@@ -1,0 +1,153 @@
+"""Teachers from timm: any model that has a map, with timm's own weights or those of a local file."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from veca.config import did_you_mean
+from veca.train.teachers.protocol import Meet, Teacher, TeacherError
+
+
+class TimmTeacher(Teacher):
+    """Any model of timm that has a map: ViTs by their patch tokens, convolutional ones by their last stage."""
+
+    library = "timm"
+
+    def __init__(self, model: nn.Module, meet: Meet = "input") -> None:
+        from timm.data.config import resolve_data_config
+
+        about = resolve_data_config({}, model=model)
+        prefix = getattr(model, "num_prefix_tokens", None)  # class token and registers; None: no tokens at all
+        if prefix is not None and hasattr(model, "patch_embed"):
+            stride = cast(Any, model).patch_embed.patch_size[0]
+        elif getattr(model, "feature_info", None):
+            stride = cast(Any, model).feature_info[-1]["reduction"]
+        else:
+            raise TeacherError(f"{type(model).__name__}: timm does not say how many pixels a cell of its map has")
+        width = cast(int, model.num_features)
+        super().__init__(width, stride, about["mean"], about["std"], raw=prefix is None, meet=meet)
+        self.prefix = prefix
+        # Registers alone are a prefix without a class token.
+        self.class_token = bool(getattr(model, "has_class_token", prefix))
+        self.model = model.eval().requires_grad_(False)
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        model = cast(Any, self.model)
+        found: Tensor = model.forward_features(images)
+        if self.prefix is None:
+            dense = found if getattr(model, "output_fmt", "NCHW") == "NCHW" else found.permute(0, 3, 1, 2)
+            return dense.mean((2, 3)), dense
+        grid = tuple(side // self.stride for side in images.shape[-2:])
+        dense = found[:, self.prefix :].mT.unflatten(2, grid)
+        cls = found[:, 0] if self.class_token else model.forward_head(found, pre_logits=True)
+        return cls, dense
+
+    def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.prefix is None else super().patch_embedding()
+
+
+def timm_teacher(
+    name: str, meet: Meet = "input", file: str | Path | None = None, pretrained: bool = True, **options: Any
+) -> TimmTeacher:
+    """A teacher from timm by name, with the weights timm has for it, or those of a local file."""
+    import timm
+
+    if not timm.is_model(name.split(".")[0]):
+        known = timm.list_models()
+        raise TeacherError(f"timm has no model {name!r}{did_you_mean(name, known)}; timm.list_models() has them all")
+    if file is None and pretrained:
+        _check_weights(name)
+    tensors = None if file is None else read_tensors(Path(file))
+    options = {"pretrained": pretrained and file is None, "num_classes": 0, **options}
+    try:
+        model = timm.create_model(name, dynamic_img_size=True, **options)
+    except TypeError:  # only those with positions to interpolate have that option
+        model = timm.create_model(name, **options)
+    teacher = TimmTeacher(model, meet)
+    teacher.name, teacher.weights = f"timm:{name}", "random"
+    if tensors is not None:
+        _fill(model, tensors, f"{file}")
+        teacher.name = f"timm:{name}@{file}"
+        teacher.weights = described(Path(cast(str, file)))
+    elif pretrained:
+        teacher.weights = f"timm's {name.split('.')[0]}.{cast(Any, model).pretrained_cfg.get('tag', '')}"
+    return teacher
+
+
+def _check_weights(name: str) -> None:
+    """That timm has the weights, and the model computes what they were trained for."""
+    import timm
+
+    tags = timm.list_pretrained(f"{name.split('.')[0]}.*")
+    try:
+        about = timm.get_pretrained_cfg(name)
+    except RuntimeError:  # no such tag
+        about = None
+    if about is None or not about.has_weights:
+        has = f"it has {', '.join(tags)}" if tags else f"give a local file: timm:{name}@weights.safetensors"
+        raise TeacherError(f"timm has no weights {name!r}{did_you_mean(name, tags)}; {has}")
+    if any("QuickGELU" in str(note) for note in about.notes or ()) and "quickgelu" not in name:
+        raise TeacherError(
+            f"{name}: its weights were trained with QuickGELU, which this model does not compute; "
+            f"take timm:{name.replace('_clip_', '_clip_quickgelu_')}"
+        )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file or a PyTorch checkpoint; nothing in the file is executed."""
+    if not path.is_file():
+        raise TeacherError(f"{path}: no such file; a teacher's weights are a .safetensors or a PyTorch checkpoint")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TeacherError(
+            f"{path}: refused, it holds more than tensors and plain data, or is no checkpoint. "
+            "Save its state_dict alone, as safetensors or with torch.save"
+        ) from error
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise TeacherError(f"{path}: damaged, or no file of weights: {str(error) or type(error).__name__}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(contents, dict) and isinstance(contents.get(key), dict):
+            contents = contents[key]
+    tensors = contents if isinstance(contents, dict) else {}
+    tensors = {str(name).removeprefix("module."): t for name, t in tensors.items() if isinstance(t, Tensor)}
+    if not tensors:
+        raise TeacherError(f"{path}: holds no tensors by name; a teacher's weights are a state_dict")
+    return tensors
+
+
+def described(path: Path) -> str:
+    """A file of weights by name and digest: the same words wherever it lies."""
+    with open(path, "rb") as file:
+        return f"{path.name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Load all of the model; only a classifier, which no teacher has, may be left over."""
+    # Where timm has one it knows the files of others too, as those of DINOv2 and OpenCLIP.
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    kind = type(model).__name__
+    try:
+        found = dict(convert(tensors, model)) if convert else tensors
+        missing, foreign = model.load_state_dict(found, strict=False)
+    except (RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise TeacherError(f"{where}: not the weights of this {kind}: {reason} Name its own model") from error
+    heads = cast(Any, model).pretrained_cfg.get("classifier") or ()
+    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    foreign = [name for name in foreign if not name.startswith(tuple(f"{head}." for head in heads))]
+    for what, names in (("has no", missing), ("has also", foreign)):
+        if names:
+            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise TeacherError(f"{where}: not the weights of this {kind}: it {what} {listed}. Name its own model")

@@ -1,0 +1,143 @@
+"""Teachers from transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP and SigLIP 2, C-RADIO."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from veca.train.teachers.protocol import Meet, Teacher, TeacherError
+
+
+class HfTeacher(Teacher):
+    """A vision transformer of transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP (and 2)."""
+
+    library = "transformers"
+
+    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], meet: Meet = "input") -> None:
+        config = cast(Any, model).config
+        super().__init__(config.hidden_size, config.patch_size, mean, std, raw=False, meet=meet)
+        family = _family(config)
+        # SigLIP has no class token: a head of its own makes its global feature.
+        self.prefix = 0 if family == "siglip" else 1 + getattr(config, "num_register_tokens", 0)
+        self.normed = family != "clip"
+        self.model = model.eval().requires_grad_(False)
+        # DINO's interpolate their positions by themselves.
+        takes = inspect.signature(model.forward).parameters
+        self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.model(pixel_values=images, **self.options)
+        tokens: Tensor = out.last_hidden_state
+        if not self.normed:  # CLIP applies its last norm to the class token alone
+            tokens = cast(Any, getattr(self.model, "vision_model", self.model)).post_layernorm(tokens)
+        grid = tuple(side // self.stride for side in images.shape[-2:])
+        dense = tokens[:, self.prefix :].mT.unflatten(2, grid)
+        return tokens[:, 0] if self.prefix else out.pooler_output, dense
+
+
+class RadioTeacher(Teacher):
+    """C-RADIO, by what all its versions share: it gives (summary, spatial features), the prefix tokens dropped.
+
+    The summary is class tokens side by side, one for each of the models RADIO itself was distilled from. A student has
+    one global feature of one width: the mean of those tokens. RADIO ends without a norm, so its features are raw.
+    """
+
+    library = "transformers"
+
+    def __init__(self, model: nn.Module, meet: Meet = "input") -> None:
+        radio = cast(Any, model.eval().requires_grad_(False))
+        stride = int(radio.patch_size)
+        with torch.no_grad():  # its configuration names a size, not a width; what comes out says it
+            width = _pair(radio(torch.zeros(1, 3, 4 * stride, 4 * stride)))[1].shape[-1]
+        # It normalises for itself; done by us instead, its mean and deviation are known like any teacher's.
+        conditioner = radio.make_preprocessor_external()
+        mean, std = (value.float().flatten().tolist() for value in (conditioner.norm_mean, conditioner.norm_std))
+        super().__init__(width, stride, mean, std, raw=True, meet=meet)
+        self.model = radio
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        summary, patches = _pair(self.model(images))
+        grid = tuple(side // self.stride for side in images.shape[-2:])
+        return summary.unflatten(1, (-1, self.width)).mean(1), patches.mT.unflatten(2, grid)
+
+    def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
+        linear = getattr(getattr(self.model, "embeddings", None), "patch_projection", None)
+        if not isinstance(linear, nn.Linear):  # its own code, which may keep it anywhere
+            return None
+        kernel = linear.weight.unflatten(1, (3, self.stride, self.stride))
+        return kernel, kernel.new_zeros(len(kernel)) if linear.bias is None else linear.bias
+
+
+def _pair(out: Any) -> tuple[Tensor, Tensor]:
+    return (out.summary, out.features) if hasattr(out, "summary") else (out[0], out[1])
+
+
+_FAMILIES = {
+    "dinov3_vit": ("dino", "AutoModel"),
+    "dinov2": ("dino", "AutoModel"),
+    "dinov2_with_registers": ("dino", "AutoModel"),
+    "clip": ("clip", "CLIPVisionModel"),
+    "clip_vision_model": ("clip", "CLIPVisionModel"),
+    "siglip": ("siglip", "SiglipVisionModel"),
+    "siglip_vision_model": ("siglip", "SiglipVisionModel"),
+    "radio": ("radio", "AutoModel"),
+}
+"""By transformers' `model_type`: how its tokens are read, and the class that loads its vision part."""
+
+
+def _family(config: Any) -> str:
+    if config.model_type in _FAMILIES:
+        return _FAMILIES[config.model_type][0]
+    if "radio" in type(config).__name__.lower():  # the code in its repository gives no type
+        return "radio"
+    if config.model_type.startswith("siglip2"):
+        raise TeacherError(
+            "a NaFlex model of SigLIP 2 (model type 'siglip2') has no fixed patches; take one of a fixed resolution, "
+            "as google/siglip2-base-patch16-256, or timm:naflexvit_base_patch16_siglip.v2_webli"
+        )
+    raise TeacherError(
+        f"transformers model of type {config.model_type!r}: teachers are {', '.join(_FAMILIES)}. "
+        "Others may be in timm: timm:NAME"
+    )
+
+
+def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False) -> HfTeacher | RadioTeacher:
+    """A teacher from transformers, by its name on the hub or from a local folder.
+
+    `trust_remote_code` lets Python files that come with the weights run, as older C-RADIO's need it.
+    """
+    import transformers
+
+    trust = {"trust_remote_code": trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **trust)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise TeacherError(
+                f"{name}: only Python code that comes with it can load it. If you trust who wrote that code, "
+                "allow it to run: trust_remote_code=True, in a recipe teacher.trust_remote_code: true"
+            ) from error
+        raise TeacherError(f"{name}: {str(error).splitlines()[0]} Name a model of the hub or a local folder") from error
+    family = _family(config)
+    loader = getattr(transformers, _FAMILIES.get(config.model_type, ("", "AutoModel"))[1])
+    try:
+        model = loader.from_pretrained(name, **(trust if family == "radio" else {}))
+        about: dict[str, Any] = {}
+        if family != "radio":
+            about, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(name)
+    except OSError as error:
+        raise TeacherError(f"{name}: {str(error).splitlines()[0]}") from error
+    teacher: HfTeacher | RadioTeacher
+    if family == "radio":
+        teacher = RadioTeacher(model, meet)
+    elif "image_mean" not in about or "image_std" not in about:
+        raise TeacherError(f"{name}: its preprocessor_config.json has no image_mean and image_std")
+    else:
+        teacher = HfTeacher(model, about["image_mean"], about["image_std"], meet)
+    revision = getattr(config, "_commit_hash", None)
+    teacher.name, teacher.weights = name, f"{name}, revision {revision}" if revision else f"{name}, a local folder"
+    return teacher
