@@ -351,7 +351,8 @@ class Replay:
 
     def __init__(self, call: Callable[[], object], stream: torch.cuda.Stream) -> None:
         self.call, self.stream = call, stream
-        self.called, self.graph, self.result = False, torch.cuda.CUDAGraph(), None
+        self.called, self.graph = False, torch.cuda.CUDAGraph()
+        self.result: object = None
 
     def __call__(self) -> object:
         if not self.called:  # as it comes, which also compiles
@@ -367,7 +368,7 @@ class Replay:
 
 @contextmanager
 def _aside(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on another stream, in its turn: a graph is recorded on one of its own, and so must be what it goes back to."""
+    """Work on another stream, in its turn: a graph is recorded on one of its own, as must be what it goes back to."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
