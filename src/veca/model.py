@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,16 +115,17 @@ class Block(nn.Module):
         x: Tensor,
         update: Tensor | None,
         state: Tensor,
-        move: Callable[[Tensor, Tensor], Tensor] | None,
+        head: tuple[nn.Module, Tensor] | None,
         patch_rotary: Rotary,
         cls_only: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens (B, S, D) are `x + update`, before as after; the sum is left to the norm that comes next.
 
-        First the cores `move`, if told how: from their state (B, C, 2) and tokens (B, C, D) to a new state.
+        First the cores move, if there is a head: by what it makes of their tokens, times alpha, the other of the pair.
         """
         x, normed, cores = add_norm(x, update, self.norm1, state.shape[1])
-        state = state if move is None else move(state, cores)
+        if head is not None:
+            state = state + head[1] * narrow_linear(cores, head[0]).to(state.dtype)
         core_rotary = rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
         update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)
         x, normed, _ = add_norm(x[:, : update.shape[1]], update, self.norm2)
@@ -209,23 +209,20 @@ class Veca(nn.Module):
 
         # Coordinates and angles never go below float32, whatever the model or autocast does.
         state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
+        alphas = self.coordinate_alpha.to(state.dtype, copy=True)  # hooks take no slice of a parameter in inference mode
         patch_rotary = self._patch_rotary(rows, columns, state)
         update, states, taken = None, [], []
         for i, block in enumerate(self.blocks[:stop]):
-            move = partial(self._move, i - 1) if i else None
+            head = (self.coordinate_heads[i - 1], alphas[i - 1]) if i else None
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x, state = checkpoint(_summed, block, x, state, move, patch_rotary, last, use_reentrant=False)
+                x, state = checkpoint(_summed, block, x, state, head, patch_rotary, last, use_reentrant=False)
             else:
-                x, update, state = block(x, update, state, move, patch_rotary, last)
+                x, update, state = block(x, update, state, head, patch_rotary, last)
             states.append(state)
             if i in take:
                 taken.append(x if update is None else x + update)
         return add_norm(x, update, self.norm)[1], torch.stack(states).tanh(), taken
-
-    def _move(self, i: int, state: Tensor, cores: Tensor) -> Tensor:
-        step = narrow_linear(cores, self.coordinate_heads[i])
-        return state + self.coordinate_alpha[i].to(state.dtype) * step.to(state.dtype)
 
     def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
         """The first `budget` rows of a chunked bank; where gradients are taken, chunks beyond have no part in them."""
