@@ -349,7 +349,7 @@ def duration(seconds: float) -> str:
     """A time as people say it.
 
     >>> duration(42), duration(187), duration(11520), duration(280000)
-    ('42 s', '3 min 7 s', '3 h 12 min', '3 d 6 h')
+    ('42 s', '3 min 7 s', '3 h 12 min', '3 d 5 h')
     """
     if not math.isfinite(seconds):
         return "unknown"
