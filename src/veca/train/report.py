@@ -23,6 +23,7 @@ import yaml
 from veca.files import atomic_path
 from veca.train.charts import Line, Point, bar_chart, colour_of, line_chart, ramp, smooth
 from veca.train.log import duration
+from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, printable, read_table
 
@@ -263,50 +264,28 @@ def _draws(run: _Run) -> str:
     steps = max((row["step"] for row in run.metrics), default=0.0)
     wanted: dict[str, dict[int, float]] = {"budget": {}, "resolution": {}}
     if run.recipe:
-        wanted = {"budget": _shares(run.recipe.budgets), "resolution": _shares(resolution_odds(run.recipe, steps))}
+        wanted = {"budget": shares(run.recipe.budgets), "resolution": shares(resolution_odds(run.recipe, steps))}
     parts = []
     for what, unit in (("budget", "cores"), ("resolution", "px")):
         counts = run.drawn(what)
         if not any(counts.values()):
             parts.append(_figure(f"{what.capitalize()}s drawn", '<p class="none">None were logged.</p>'))
             continue
-        shares = _shares(counts)
+        drawn = shares(counts)
         keys = sorted({*counts, *wanted[what]})
         cells = [
             [
                 f"{key}",
                 f"{counts.get(key, 0):,.0f}",
-                f"{shares.get(key, 0):.1%}",
+                f"{drawn.get(key, 0):.1%}",
                 _number(wanted[what].get(key, math.nan), ".1%"),
             ]
             for key in keys
         ]
-        chart = bar_chart(shares, wanted[what], f"{what}, {unit}", f"share of the steps that drew each {what}")
+        chart = bar_chart(drawn, wanted[what], f"{what}, {unit}", f"share of the steps that drew each {what}")
         table = _table([what.capitalize(), "Steps", "Share", "Asked for"], cells)
         parts.append(_figure(f"{what.capitalize()}s drawn", f'<div class="pair"><div>{chart}</div>{table}</div>'))
     return "\n".join(parts)
-
-
-def _shares(odds: Mapping[int, float]) -> dict[int, float]:
-    whole = sum(odds.values())
-    return {key: odd / whole for key, odd in odds.items()} if whole else {}
-
-
-def resolution_odds(recipe: Recipe, steps: float) -> dict[int, float]:
-    """Odds of the resolutions over the first `steps` steps, all phases together.
-
-    >>> phases = [{"odds": {256: 1}, "until": 100}, {"odds": {256: 1, 512: 1}}]
-    >>> resolution_odds(Recipe.from_dict({"resolutions": phases}), 400)
-    {256: 0.625, 512: 0.375}
-    """
-    found: dict[int, float] = {}
-    begin, steps = 0.0, max(1.0, steps)
-    for phase in recipe.resolutions:
-        end = steps if phase.until is None else min(steps, phase.until)
-        for size, share in _shares(phase.odds).items():
-            found[size] = found.get(size, 0) + share * max(0.0, end - begin) / steps
-        begin = max(begin, end)
-    return found
 
 
 def _pace(run: _Run) -> str:
