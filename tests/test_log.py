@@ -72,27 +72,35 @@ def test_a_column_that_comes_later_keeps_the_table_whole(tmp_path: Path) -> None
 
 
 def test_a_run_that_died_mid_line_continues_with_every_step_once(tmp_path: Path) -> None:
-    log_steps(tmp_path, range(10))
     with RunLog(tmp_path) as log:
-        log.event(0, "started")
-    log_steps(tmp_path, range(10))
-    with RunLog(tmp_path, resume_step=10) as log:
+        for step in range(14):
+            log.train(step, {"total": 1.0, "cls": 0.1})
+        log.validation(5, GRID)
         log.validation(10, GRID)
-        log.validation(12, GRID)
-        log.event(12, "checkpoint: 12")
-    for name in ("metrics.csv", "validation.csv", "events.txt"):
+        log.event(10, "checkpoint: 10")
+    for name, half in (
+        ("metrics.csv", "9,1784000000.0,1,0."),
+        ("validation.csv", "9,256,8,1"),
+        ("events.txt", "2026-"),
+    ):
         with (tmp_path / name).open("a") as file:
-            file.write("11,1784000000.0,0.5")  # cut where a whole row could end, too
-    log_steps(tmp_path, range(11, 14), resume_step=11)
+            file.write(half)  # of a step before: only that it breaks off gives it away
+    with RunLog(tmp_path, resume_step=10) as log:
+        for step in range(10, 13):
+            log.train(step, {"total": 2.0, "cls": 0.1})
+        log.event(10, "resumed")
     rows = table(tmp_path / "metrics.csv")
-    assert [int(row["step"]) for row in rows] == [*range(10), 11, 12, 13]
-    assert rows[-1]["total"] == "3.25"
-    assert [row["step"] for row in table(tmp_path / "validation.csv")] == ["10", "10"]
-    with RunLog(tmp_path, resume_step=14) as log:
-        log.event(14, "resumed")
+    assert [(int(row["step"]), row["total"]) for row in rows] == [(s, "1" if s < 10 else "2") for s in range(13)]
+    assert [row["step"] for row in table(tmp_path / "validation.csv")] == ["5", "5"]
     events = (tmp_path / "events.txt").read_text().splitlines()
-    assert [line.split("\t")[1:] for line in events] == [["0", "started"], ["12", "checkpoint: 12"], ["14", "resumed"]]
+    assert [line.split("\t")[1:] for line in events] == [["10", "checkpoint: 10"], ["10", "resumed"]]
     assert not list(tmp_path.glob(".*")), "a temporary file was left"
+
+
+def test_a_header_that_breaks_off_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,ti")
+    log_steps(tmp_path, range(2))
+    assert [row["step"] for row in table(tmp_path / "metrics.csv")] == ["0", "1"]
 
 
 def wait_for(holds: Callable[[], object]) -> None:

@@ -153,8 +153,8 @@ def test_curves_are_drawn_and_told(tree: ET.Element) -> None:
     assert all(a < b for (_, a), (_, b) in itertools.pairwise(places)), "falling losses, rising y"
     assert len(list(charts[0].iter("circle"))) == 3
     (numbers,) = tables(tree, "Curves")
-    assert numbers[0] == ["Step", "total", "cls", "dense", "learning rate"]
-    assert numbers[-1] == ["400", "0.005", "0.0025", "0.0025", "0.0001"]
+    assert numbers[0] == ["Step", "total", "cls", "dense", "learning rate", "images/s"]
+    assert numbers[-1] == ["400", "0.005", "0.0025", "0.0025", "0.0001", "512.5"]
     assert len(numbers) <= 13
 
 
@@ -214,6 +214,15 @@ def test_one_resolution_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
     assert last[1] == ["256 px", "–", "0.25"]
     faint = next(path for path in tree.iter("path") if "faint" in str(path.get("class")))
     assert str(faint.get("d")).count("M") == 2, "a line over what is no number"
+
+
+def test_draws_that_rows_name_are_counted_too(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step, budget in enumerate((8, 64, 64, 64)):
+            log.train(step, {"total": 1.0, "budget": budget, "resolution": 256})
+    budgets, resolutions = tables(ET.fromstring(write_report(tmp_path).read_text()), "What was drawn")
+    assert [row[:3] for row in budgets[1:]] == [["8", "1", "25.0%"], ["64", "3", "75.0%"]]
+    assert resolutions[1][:3] == ["256", "4", "100.0%"]
 
 
 def test_long_runs_keep_their_spikes_in_a_small_file() -> None:

@@ -67,7 +67,7 @@ class RunLog:
         # A queue this long is never full: a full one would make the training wait.
         self._board = tensorboard(str(self.folder / "tensorboard"), "", resume_step, 10_000, 10)
         self._online = None if online is None else _join(online, str(wandb), self.folder, dict(config or {}))
-        self._trouble: OSError | None = None
+        self._trouble: Exception | None = None
         self._end = threading.Event()
         self._writer = threading.Thread(target=self._write, args=(flush_seconds,), name="veca-log", daemon=True)
         self._writer.start()
@@ -123,14 +123,14 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # What ended the run matters more than a row that cannot be written.
-        with contextlib.suppress(*([OSError] if error is not None else [])):
+        with contextlib.suppress(*([OSError, ValueError] if error is not None else [])):
             self.close(failed=error is not None)
 
     def _write(self, seconds: float) -> None:
         while not self._end.wait(seconds):
             try:
                 self.flush()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # the thread must live to try again
                 self._trouble = error
 
     def _warn(self) -> None:

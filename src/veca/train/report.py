@@ -52,16 +52,17 @@ class _Run:
         return next((y for _, y in reversed(self.line(column)) if math.isfinite(y)), math.nan)
 
     def drawn(self, what: str) -> dict[int, float]:
-        """How many steps drew each budget or resolution; rows that name one (`budget`) count once."""
-        found: dict[int, float] = {}
+        """How many steps drew each budget or resolution; where nobody counted, how many rows name it."""
+        counted: dict[int, float] = {}
+        named: dict[int, float] = {}
         for row in self.metrics:
             for column, value in row.items():
                 head, _, key = column.rpartition("_")
                 if head == what and key.isdecimal() and math.isfinite(value):
-                    found[int(key)] = found.get(int(key), 0) + value
+                    counted[int(key)] = counted.get(int(key), 0) + value
                 elif column == what and math.isfinite(value):
-                    found[int(value)] = found.get(int(value), 0) + 1
-        return found
+                    named[int(value)] = named.get(int(value), 0) + 1
+        return counted or named
 
     def best(self) -> int | None:
         """The step of the validation with the lowest mean over its grid."""
@@ -110,7 +111,7 @@ def _read(folder: Path) -> _Run:
     with contextlib.suppress(ValueError):
         summary = json.loads(_text(folder / "summary.json") or "{}")
     return _Run(
-        folder.resolve().name,
+        printable(folder.resolve().name),
         read_table(folder / METRICS),
         dict(sorted(validation.items())),
         [(line[0], line[1], line[2]) for line in lines if len(line) == 3],
@@ -172,6 +173,7 @@ def _curves(run: _Run) -> str:
     for i, name in enumerate(part for part in PARTS[1:] if run.line(part)):
         parts += [Line("raw", run.line(name), i, faint=True), Line(name, smooth(run.line(name)), i)]
     columns = {"total": "total", **{part: part for part in PARTS[1:]}, "learning_rate": "learning rate"}
+    columns["images_per_s"] = "images/s"
     used = {column: name for column, name in columns.items() if run.line(column)}
     every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))
     shown = list(reversed(run.metrics[::-1][::every]))
