@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -150,10 +151,9 @@ def _tensorboard() -> Any:
 
 def _wandb() -> Any:
     try:
-        import wandb
+        return import_module("wandb")
     except ImportError as error:
         raise ValueError("W&B was asked for, but wandb is not installed: pip install wandb, or do without") from error
-    return wandb
 
 
 def _join(wandb: Any, project: str, folder: Path, config: dict[str, Any]) -> Any:
