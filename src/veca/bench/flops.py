@@ -1,38 +1,23 @@
-"""FLOPs of one image, 2 per multiply-add, matrix products only: VECA and the dense DINOv3 ViT of the same size.
+"""FLOPs of one image by the dense DINOv3 ViT of the same size as a VECA; VECA's own are `veca.flops`, and here too.
 
-Symbols: N patches, C cores, D width, S tokens (C + N here, N + 5 in DINOv3: one class token, four registers).
+Symbols: N patches, D width, S = N + 5 tokens (one class token, four registers).
 """
 
 from __future__ import annotations
 
 from veca.config import VecaConfig
+from veca.flops import attention_flops, attention_product_flops, embed_flops, model_flops, patches
+
+__all__ = [
+    "attention_flops",
+    "attention_product_flops",
+    "dense_attention_flops",
+    "dense_model_flops",
+    "model_flops",
+]
 
 DENSE_PREFIX = 5
 """Tokens of DINOv3 that are no patches."""
-
-
-def attention_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
-    """The attention path of one layer: q, k, v and output projections, and the attention products.
-
-    >>> attention_flops(VecaConfig(), 1024, 1024, cores=64)
-    21252538368
-    """
-    tokens = cores + _patches(config, height, width)
-    return 8 * tokens * config.embed_dim**2 + attention_product_flops(config, height, width, cores)
-
-
-def attention_product_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
-    """The attention products of one layer alone: cores with every token, patches with the cores."""
-    return 4 * config.embed_dim * cores * (2 * _patches(config, height, width) + cores)
-
-
-def model_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
-    """The whole model, from pixels to features."""
-    dim, tokens = config.embed_dim, cores + _patches(config, height, width)
-    layer = attention_flops(config, height, width, cores) + 6 * tokens * dim * config.mlp_dim
-    coordinates = 4 * cores * dim * (config.depth - 1)
-    output = 2 * tokens * dim * (config.output_dim or 0) + 2 * config.num_features * config.num_classes
-    return _embed_flops(config, height, width) + config.depth * layer + coordinates + output
 
 
 def dense_attention_flops(config: VecaConfig, height: int, width: int) -> int:
@@ -41,7 +26,7 @@ def dense_attention_flops(config: VecaConfig, height: int, width: int) -> int:
     >>> dense_attention_flops(VecaConfig(), 1024, 1024)
     71016459264
     """
-    dim, tokens = config.embed_dim, _patches(config, height, width) + DENSE_PREFIX
+    dim, tokens = config.embed_dim, patches(config, height, width) + DENSE_PREFIX
     return 8 * tokens * dim**2 + 4 * dim * tokens**2
 
 
@@ -50,15 +35,7 @@ def dense_model_flops(config: VecaConfig, height: int, width: int) -> int:
 
     Its hidden layer is 4 D wide; it is gated in small+ alone, the one size whose hidden layer VECA makes 4 D wide too.
     """
-    dim, tokens = config.embed_dim, _patches(config, height, width) + DENSE_PREFIX
+    dim, tokens = config.embed_dim, patches(config, height, width) + DENSE_PREFIX
     products = 3 if config.mlp_dim == 4 * dim else 2
     layer = dense_attention_flops(config, height, width) + 8 * products * tokens * dim**2
-    return _embed_flops(config, height, width) + config.depth * layer
-
-
-def _embed_flops(config: VecaConfig, height: int, width: int) -> int:
-    return 2 * _patches(config, height, width) * config.in_chans * config.patch_size**2 * config.embed_dim
-
-
-def _patches(config: VecaConfig, height: int, width: int) -> int:
-    return (height // config.patch_size) * (width // config.patch_size)
+    return embed_flops(config, height, width) + config.depth * layer
