@@ -209,7 +209,7 @@ class Veca(nn.Module):
 
         # Coordinates and angles never go below float32, whatever the model or autocast does.
         state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
-        alphas = self.coordinate_alpha.to(state.dtype, copy=True)  # hooks take no slice of a parameter in inference mode
+        alphas = self.coordinate_alpha.to(state.dtype, copy=True)  # hooks take no slice of a parameter in inference
         patch_rotary = self._patch_rotary(rows, columns, state)
         update, states, taken = None, [], []
         for i, block in enumerate(self.blocks[:stop]):

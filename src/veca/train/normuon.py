@@ -1,7 +1,8 @@
 """NorMuon: momentum, made orthogonal, with rows of even size. For the weight matrices of the blocks.
 
 The orthogonal factor comes from five steps of the Polar Express, matrix products only, batched over matrices of one
-shape. With several processes each takes its share of the matrices and all exchange the results.
+shape. With several processes each takes its share of the matrices and all exchange the results. Matrices whose rows are
+shared out over processes (FSDP2) are put together for it; what is kept of them stays shared out.
 
 Shapes: K matrices, R rows, C columns.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 STEPS = 5
@@ -82,12 +84,35 @@ def polar(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x.mT if tall else x
 
 
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be shared out."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def together(part: Tensor, like: Tensor) -> Tensor:
+    """The whole of what every process holds a `part` of, shared out as `like` is."""
+    if not isinstance(like, DTensor):
+        return part
+    shared = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return shared.full_tensor()
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The part this process holds of a tensor that all have, shared out as `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
 class NorMuon(Optimizer):
     """For matrices only. A group's `parts` says into how many blocks of rows each of its matrices falls, that are
     orthogonalised on their own: 3 for a weight that holds those of q, k and v.
 
-    `dtype` is that of the products; what is kept is float32.
+    `dtype` is that of the products; what is kept is float32. `found_inf`, a number on the device, is 1 in a step that
+    is to change nothing; torch's fused optimizers have the same.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -141,30 +166,36 @@ class NorMuon(Optimizer):
         for p, state in zip(params, states, strict=True):
             if not state:
                 state["momentum"] = torch.zeros_like(p, dtype=torch.float32)
-                state["row_square"] = p.new_zeros(len(p), 1, dtype=torch.float32)
-        gradients = [p.grad.float() for p in params if p.grad is not None]
-        moments = [state["momentum"] for state in states]
-        torch._foreach_mul_(moments, momentum)
+                state["row_square"] = torch.zeros(len(p), 1, dtype=torch.float32, device=p.device)
+        go = None if self.found_inf is None else self.found_inf == 0
+        gradients = [local(p.grad).float() for p in params if p.grad is not None]
+        if go is not None:
+            gradients = [torch.where(go, gradient, 0.0) for gradient in gradients]
+        moments = [local(state["momentum"]) for state in states]
+        torch._foreach_mul_(moments, momentum if go is None else torch.where(go, momentum, 1.0))
         torch._foreach_add_(moments, gradients)
-        wanted = torch.stack(torch._foreach_add(gradients, moments, alpha=momentum))
+        wanted = torch._foreach_add(gradients, moments, alpha=momentum)
+        whole = torch.stack([together(part, p) for part, p in zip(wanted, params, strict=True)])
 
         def blocks(stacked: Tensor) -> Tensor:  # (K, R, C) → (K · parts, R / parts, C)
             return stacked.unflatten(1, (parts, -1)).flatten(0, 1)
 
-        u = self._shared_polar(blocks(wanted)).float()
-        squares = blocks(torch.stack([state["row_square"] for state in states]))
-        squares = beta2 * squares + (1 - beta2) * u.square().mean(dim=-1, keepdim=True)
-        size = u.norm(dim=(-2, -1), keepdim=True)
-        u = u / (squares.sqrt() + 1e-8)
-        u *= size / u.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)  # a gradient may be all zeros
-        weights = blocks(torch.stack([p.float() for p in params]))
-        weights = weights - lr * weight_decay * weights * (weights * u >= 0)
-        weights -= lr * 0.2 * math.sqrt(max(u.shape[-2:])) * u
-
         def apart(stacked: Tensor) -> list[Tensor]:
             return list(stacked.unflatten(0, (-1, parts)).flatten(1, 2).unbind())
 
-        torch._foreach_copy_(params, apart(weights))
+        u = self._shared_polar(blocks(whole)).float()
+        before = blocks(torch.stack([state["row_square"] for state in states]))
+        squares = beta2 * before + (1 - beta2) * u.square().mean(dim=-1, keepdim=True)
+        size = u.norm(dim=(-2, -1), keepdim=True)
+        u = u / (squares.sqrt() + 1e-8)
+        u *= size / u.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)  # a gradient may be all zeros
+        reach = 0.2 * math.sqrt(max(u.shape[-2:]))
+        moves = torch.stack([own_rows(part, p) for part, p in zip(apart(u), params, strict=True)])
+        weights = torch.stack([local(p).float() for p in params])
+        after = weights - lr * weight_decay * weights * (weights * moves >= 0) - lr * reach * moves
+        if go is not None:
+            after, squares = torch.where(go, after, weights), torch.where(go, squares, before)
+        torch._foreach_copy_([local(p) for p in params], list(after.unbind()))
         torch._foreach_copy_([state["row_square"] for state in states], apart(squares))
 
     def _shared_polar(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from veca.model import Veca
@@ -27,8 +27,10 @@ class Optimizers(NamedTuple):
     normuon: NorMuon
     adamw: AdamW
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, skip: Tensor | None = None) -> None:
+        """Move all parameters; where `skip`, a number on the device, is 1, none moves, and no host waits to know."""
         for optimizer in self:
+            optimizer.found_inf = skip  # type: ignore[union-attr]  # fused AdamW has it without saying
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
@@ -69,5 +71,5 @@ def make_optimizers(
     groups = [{"params": parameters(split.normuon_qkv), "parts": 3}, {"params": parameters(split.normuon)}]
     return Optimizers(
         NorMuon(groups, learning_rate, weight_decay, dtype=dtype),
-        AdamW(parameters(split.adamw), learning_rate, (0.9, 0.999), 1e-8, weight_decay),
+        AdamW(parameters(split.adamw), learning_rate, (0.9, 0.999), 1e-8, weight_decay, fused=True),
     )
