@@ -61,6 +61,8 @@ class TeacherRecipe:
     """Let code that comes with the teacher's weights run; without it such a teacher is refused."""
     standardize: bool | None = None
     """Bring each channel of the targets to mean 0 and deviation 1. None: as the teacher needs it."""
+    meet: Literal["input", "map"] = "input"
+    """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap."""
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
 
@@ -119,6 +121,36 @@ class ScheduleRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationRecipe:
+    """The grid of resolutions and budgets on which the validation pictures are tried."""
+
+    every: int = 1000
+    """In steps; the last step is always one."""
+    resolutions: tuple[int, ...] = ()
+    """None given: all that are trained."""
+    budgets: tuple[int, ...] = ()
+    """None given: the whole bank alone."""
+    batch: int | None = None
+    """Pictures per forward pass; None: as in training."""
+
+    def __post_init__(self) -> None:
+        _require("validation.every", self.every, self.every >= 1, "at least 1")
+        _require("validation.batch", self.batch, self.batch is None or self.batch >= 1, "null, or at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecipe:
+    every: int = 1000
+    """In steps; the last step is always one."""
+    keep: int = 2
+    """How many of the newest stay; the best by validation is kept besides."""
+
+    def __post_init__(self) -> None:
+        _require("checkpoints.every", self.every, self.every >= 1, "at least 1")
+        _require("checkpoints.keep", self.keep, self.keep >= 1, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObjectiveRecipe:
     dense_weight: float = 1.0
     mse_weight: float = 1.0
@@ -155,8 +187,14 @@ class Recipe:
     weight_decay: float = 0.015
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     compile: bool = True
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes: each holds the whole model, or its share of it (FSDP2), for models that need the room."""
     ema: float | None = None
-    """Decay of a running mean of the weights, kept besides; None: none."""
+    """Decay of a running mean of the weights, which is then what is validated and handed out; None: none."""
+    validation: ValidationRecipe = field(default_factory=ValidationRecipe)
+    checkpoints: CheckpointRecipe = field(default_factory=CheckpointRecipe)
+    log_every: int = 20
+    """In steps."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -171,6 +209,13 @@ class Recipe:
         for resolution in (size for phase in self.resolutions for size in phase.odds):
             fits = 0 < resolution <= 8192 and resolution % config.patch_size == 0
             _require("resolutions.odds", resolution, fits, f"multiples of {config.patch_size} up to 8192")
+        for budget in self.validation.budgets:
+            rule = f"from 1 to {config.num_cores}, the core bank"
+            _require("validation.budgets", budget, 1 <= budget <= config.num_cores, rule)
+        for resolution in self.validation.resolutions:
+            fits = 0 < resolution <= 8192 and resolution % config.patch_size == 0
+            _require("validation.resolutions", resolution, fits, f"multiples of {config.patch_size} up to 8192")
+        _require("log_every", self.log_every, self.log_every >= 1, "at least 1")
         _require("batch", self.batch, self.batch >= 1, "at least 1")
         _require("accumulate", self.accumulate, self.accumulate >= 1, "at least 1")
         _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < 1, "from 0 to under 1")
@@ -179,6 +224,12 @@ class Recipe:
     def odds_at(self, step: int) -> dict[int, float]:
         """Odds of the resolutions at a step."""
         return next(phase.odds for phase in self.resolutions if phase.until is None or step < phase.until)
+
+    def grid(self) -> tuple[list[int], list[int]]:
+        """Resolutions and budgets to validate on."""
+        trained = sorted({size for phase in self.resolutions for size, odd in phase.odds.items() if odd})
+        bank = get_config(self.model.size, **self.model.overrides).num_cores
+        return list(self.validation.resolutions) or trained, list(self.validation.budgets) or [bank]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:

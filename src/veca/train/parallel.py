@@ -1,0 +1,135 @@
+"""One process or many: torchrun starts them, PyTorch connects them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from veca.model import Veca
+
+SILENCE = datetime.timedelta(minutes=20)
+"""How long a process waits for the others before it takes one for lost."""
+
+
+class World(NamedTuple):
+    """Which of how many processes this is, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def processes(device: str = "auto") -> Iterator[World]:
+    """The processes torchrun started, connected while the block runs; this one alone without it.
+
+    `device` is "cpu", "cuda" (each process takes its own), or "auto".
+    """
+    rank, size, local = (int(os.environ.get(name, default)) for name, default in _FROM_TORCHRUN)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = torch.device(device, local) if device == "cuda" else torch.device(device)
+    if own.type == "cuda":
+        if own.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"{torch.cuda.device_count()} GPUs for process {local} of this machine; "
+                "start as many processes as there are GPUs: torchrun --nproc-per-node=gpu"
+            )
+        torch.cuda.set_device(own)
+    if size == 1:
+        yield World(rank, size, own)
+        return
+    # What is small and on the host travels by gloo, so that no GPU is waited for.
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=SILENCE, device_id=own if own.type == "cuda" else None)
+    try:
+        yield World(rank, size, own)
+    finally:
+        dist.destroy_process_group()
+
+
+_FROM_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def shard(model: Veca, world: World) -> None:
+    """Share the model's parameters out over the processes, block by block (FSDP2)."""
+    if world.size == 1:
+        return
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def replicate(module: nn.Module, world: World, how: Literal["ddp", "fsdp"]) -> nn.Module:
+    """The module whose gradients are those of all processes; with FSDP2 its model has been sharded already."""
+    if world.size == 1 or how == "fsdp":
+        return module
+    # Cores beyond a step's budget have no gradient in it.
+    return DistributedDataParallel(
+        module, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=True
+    )
+
+
+@contextlib.contextmanager
+def unsynced(module: nn.Module, last: bool) -> Iterator[None]:
+    """Gradients of several passes are exchanged in the last one alone; FSDP2 exchanges them in each."""
+    with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():
+        yield
+
+
+def any_of(flag: bool, world: World) -> bool:
+    """Whether any process says so."""
+    return sum_of([float(flag)], world)[0] > 0
+
+
+def sum_of(values: list[float], world: World) -> list[float]:
+    """Sums over all processes, on the host."""
+    if world.size == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return cast(list[float], total.tolist())
+
+
+def gathered(thing: Any, world: World) -> list[Any]:
+    """What every process has, in order of rank; plain data."""
+    if world.size == 1:
+        return [thing]
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, thing)
+    return found
+
+
+def broadcast(tensors: list[Tensor], world: World) -> None:
+    """The first process's, in place."""
+    if world.size > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the host of a tensor that may be shared out: every process must ask."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def fill(target: Tensor, value: Tensor) -> None:
+    """Copy the whole of a tensor into one that may be shared out."""
+    if isinstance(target, DTensor):
+        value = value.to(target.device, target.dtype)
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)
