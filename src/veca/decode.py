@@ -71,8 +71,11 @@ def strict_pillow(limit: int) -> Iterator[None]:
                 Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
 
 
-def decode(source: Source, max_pixels: int) -> Image.Image:
-    """The picture in `source`, loaded, in the mode the file has; call it inside `strict_pillow`."""
+def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Image.Image:
+    """The picture in `source`, loaded, in the mode the file has; call it inside `strict_pillow`.
+
+    With `at_least`, a JPEG may come at a half, a quarter or an eighth of its size, its short side no shorter than that.
+    """
     if isinstance(source, Image.Image):
         _check_pixels(source, max_pixels)
         source.load()
@@ -96,6 +99,8 @@ def decode(source: Source, max_pixels: int) -> Image.Image:
             if image.format == "PNG":
                 _load_png(image, stream)
             else:
+                if at_least is not None:  # other formats take no notice
+                    image.draft(image.mode, (at_least, at_least))
                 image.load()
             return image
 
