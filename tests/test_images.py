@@ -18,6 +18,7 @@ import pytest
 import torch
 from fuzz_images import Case, chunk, encode, flat_png, photo, png, png_file, rgb_tiff
 from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
@@ -790,3 +791,16 @@ def test_large_jpegs_may_come_smaller():
             open_image(data[: len(data) * 3 // 4], at_least=least)
     with pytest.raises(ImageTooLargeError):
         open_image(data, at_least=150, max_pixels=10**6)
+
+
+def test_what_a_smaller_jpeg_covers():
+    buffer = io.BytesIO()
+    Image.new("RGB", (1601, 1201)).save(buffer, "jpeg")
+    image = open_image(buffer.getvalue(), at_least=300)
+    assert (image.size, image.info) == ((401, 301), {"extent": (400.25, 300.25)})
+    assert open_image(buffer.getvalue()).info == {}
+    text = PngInfo()
+    text.add_text("extent", "a lie")
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "png", pnginfo=text)
+    assert open_image(buffer.getvalue(), at_least=8).info == {"extent": (40, 30)}

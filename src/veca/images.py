@@ -23,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, strict_pillow
+from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, orientation, strict_pillow
 
 __all__ = [
     "EXTENSIONS",
@@ -104,7 +104,8 @@ def open_image(
     are laid over `background`. 16-bit grey becomes 8-bit; floating-point grey must lie in [0, 1].
 
     For a picture that is to be shrunk anyway, `at_least` saves time: a JPEG whose short side has twice
-    as many pixels or more comes out at a half, a quarter or an eighth of its size.
+    as many pixels or more comes out at a half, a quarter or an eighth of its size, unless it is to be
+    turned. Its exact size, which may end within the last pixels, is then `info["extent"]`.
 
     >>> open_image(Image.new("LA", (40, 30), (0, 0)), background=(9, 8, 7)).getpixel((0, 0))
     (9, 8, 7)
@@ -115,7 +116,7 @@ def open_image(
     try:
         with strict_pillow(4 * max_pixels):
             image = decode(source, max_pixels, at_least)
-            turn = _turn(image)
+            turn = _TURNS.get(orientation(image))
             rgb = _to_rgb(image, background)
             if turn is not None:
                 rgb = rgb.transpose(turn)
@@ -133,6 +134,8 @@ def open_image(
         raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error
     # What the file said about itself, such as its orientation, no longer holds.
     rgb.info = {}
+    if at_least is not None and image is not source:
+        rgb.info["extent"] = image.info["extent"] if turn is None else rgb.size
     return rgb
 
 
@@ -262,14 +265,6 @@ def _name(source: object) -> str:
         raise TypeError(f"source is {kind}; pass a path, bytes, a binary stream or a Pillow image")
     text = str(name)
     return text if text and text.isprintable() else repr(name)
-
-
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return _TURNS.get(image.getexif().get(0x0112, 1))
-    except Exception:
-        # Broken EXIF is no reason to do without the picture.
-        return None
 
 
 def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
