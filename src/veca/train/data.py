@@ -110,7 +110,7 @@ def see(source: str | bytes, view: View, resolution: int, short_side: float, max
     """
     short = round(short_side * resolution)
     image = open_image(source, max_pixels=max_pixels, at_least=_SPARE * short)
-    width, height = image.size
+    width, height = image.info.get("extent", image.size)
     # The sizes that torchvision's Resize gives.
     columns = short if width <= height else int(short * width / height)
     rows = short if height <= width else int(short * height / width)
@@ -410,9 +410,8 @@ class TrainBatches(Batches):
         """The pictures of a forward pass, and the epoch each belongs to; those that cannot be used among them."""
         pictures, batch, rank, world, seed = self._stream
         found = [divmod(place, len(pictures)) for place in positions(forward, batch, rank, world)]
-        for epoch in {epoch for epoch, _ in found} - self._orders.keys():
-            self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            self._orders[epoch] = order(len(pictures), seed, epoch)
+        kept, count = self._orders, len(pictures)
+        self._orders = {e: kept[e] if e in kept else order(count, seed, e) for e in dict.fromkeys(e for e, _ in found)}
         return [int(self._orders[epoch][place]) for epoch, place in found], [epoch for epoch, _ in found]
 
 

@@ -272,7 +272,7 @@ def _nothing(source: str, problems: Sequence[tuple[str, str]]) -> str:
 
 def _local_files(source: str) -> Iterator[tuple[str, str, str, int, str]]:
     """(root, path, what changes when it does, bytes, what is wrong) of every file."""
-    root = str(Path(source if os.path.isdir(source) else _fixed(source)))
+    root = os.path.dirname(source) if os.path.isfile(source) else str(Path(_fixed(f"{source}/")))
     try:
         for item in files_of(source):
             if item.error:
