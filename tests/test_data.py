@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
+from veca.bench import data as bench
 from veca.images import normalize, open_image
 from veca.train import data, pictures
 from veca.train.data import Batch, DataError, Pictures, TrainBatches, order, positions, to_model_input, view_of
@@ -552,3 +553,10 @@ def test_the_progress_line_is_shown_when_asked_for(photos: Path, capsys: pytest.
     assert "finding pictures 10" in capsys.readouterr().err
     find(photos)
     assert capsys.readouterr().err == ""
+
+
+def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.run([str(photos)], resolution=32, workers=1, batch=2, seconds=0.1)
+    shown = capsys.readouterr().out
+    assert "10 pictures at 32" in shown
+    assert "1 workers, batch 2" in shown

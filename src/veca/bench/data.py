@@ -7,9 +7,10 @@ tells how many cores a GPU needs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated
 
 import torch
@@ -20,7 +21,7 @@ from rich.table import Table
 from veca.bench.machine import machine_facts
 from veca.images import ImageError, open_image
 from veca.train.augment import augment_image
-from veca.train.data import Pictures, TrainBatches, see, to_model_input, view_of
+from veca.train.data import Batch, Pictures, TrainBatches, see, to_model_input, view_of
 
 _PIXELS = 2**26
 
@@ -72,17 +73,22 @@ def run(
     console.print(table)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("batches", "augmented on", "images/s", "for a core", title=f"{workers} workers, batch {batch}")
+    table = Table("augmented on", "images/s", "for a core", title=f"{workers} workers, batch {batch}")
     for where in ("cpu", "gpu") if device == "cuda" else ("cpu",):
         with TrainBatches(
             pictures, resolution_of=lambda _: resolution, batch=batch, workers=workers, where=where
         ) as stream:
             steps = iter(stream)
-            for _ in range(3):  # the first come slowly, the next were made while they did
-                to_model_input(next(steps), device)
-            found = rate(lambda _: to_model_input(next(steps), device), iter(int, 1), 2 * seconds) * batch  # noqa: B023
+
+            def take(_: int, steps: Iterator[Batch] = steps) -> None:
+                batch = next(steps)
+                if device == "cuda":  # else the normalisation would take the time of a worker
+                    to_model_input(batch, device)
+
+            rate(take, range(3), seconds)  # the first come slowly, the next were made while they did
+            found = rate(take, itertools.repeat(0), 2 * seconds) * batch
         cores = min(workers, len(os.sched_getaffinity(0)))
-        table.add_row(f"on the {device}, normalised", where, f"{found:,.0f}", f"{found / cores:,.0f}")
+        table.add_row(where, f"{found:,.0f}", f"{found / cores:,.0f}")
     console.print(table)
     console.print(" · ".join(f"{key} {value}" for key, value in machine_facts(torch.device(device)).items()))
 

@@ -52,7 +52,8 @@ _STRENGTHS: list[list[float]] = [values.tolist() for values, _ in _SPACE.values(
 _SIGNED = [signed for _, signed in _SPACE.values()]
 
 _MOVES = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"})
-_TABLES = frozenset({"Brightness", "Contrast", "Posterize", "Solarize", "AutoContrast", "Equalize"})
+_TABLES = frozenset({"Brightness", "Contrast", "Posterize", "Solarize"})
+_BY_COUNT = frozenset({"AutoContrast", "Equalize"})
 _BLENDS = {"Brightness": ImageEnhance.Brightness, "Color": ImageEnhance.Color, "Contrast": ImageEnhance.Contrast}
 
 
@@ -122,6 +123,7 @@ def augment_batch(images: Tensor, augmentation: Augmentation) -> Tensor:
 
     change(_MOVES, _move)
     change(_TABLES, _look_up)
+    change(_BY_COUNT, _look_up)
     change(frozenset({"Color"}), lambda x, _, strength: _blend(_grey(x)[:, None], x, strength))
     if min(images.shape[-2:]) > 2:
         change(frozenset({"Sharpness"}), lambda x, _, strength: _blend(_smooth(x), x, strength))
@@ -146,7 +148,8 @@ def _move(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor
     across = torch.arange(columns, dtype=torch.int32, device=x.device)
     from_x, from_y = (c + a * across + b * down) >> 16, (f + d * across + e * down) >> 16
     inside = (from_x >= 0) & (from_x < columns) & (from_y >= 0) & (from_y < rows)
-    source = torch.where(inside, from_y * columns + from_x, 0).flatten(1).long()
+    # Not `where` with a number, here and below: it would be sent to the device, and waited for.
+    source = (from_y * columns + from_x).masked_fill(~inside, 0).flatten(1).long()
     moved = x.flatten(2).gather(2, source[:, None].expand(-1, 3, -1)).view_as(x)
     return moved * inside[:, None]
 
@@ -154,33 +157,37 @@ def _move(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor
 def _look_up(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor:
     """Operations that take each value of a channel to another: a table of 256 for each, then one look-up for all."""
     levels = torch.arange(256, device=x.device)
-    flat = x.flatten(2).long()
-    ones = torch.ones((), dtype=torch.int64, device=x.device).expand(flat.shape)
-    counts = torch.zeros(*flat.shape[:2], 256, dtype=torch.int64, device=x.device).scatter_add_(2, flat, ones)
     strength = _to(x.device, np.array(strengths))[:, None, None]
-    middle = (_grey(x).flatten(1).sum(1, dtype=torch.int64).double() / flat.shape[2] + 0.5).floor()[:, None, None]
-    zero = torch.zeros_like(middle)
-
+    middle = (_grey(x).flatten(1).sum(1, dtype=torch.int64).double() / x[0, 0].numel() + 0.5).floor()[:, None, None]
+    counts = _histogram(x) if _BY_COUNT.intersection(names) else levels
     tables = {
-        "Brightness": lambda: _mix(zero, levels, 1 + strength).expand_as(counts),
-        "Contrast": lambda: _mix(middle, levels, 1 + strength).expand_as(counts),
-        "Posterize": lambda: (levels & ~((1 << (8 - strength.long())) - 1)).expand_as(counts),
-        "Solarize": lambda: torch.where(levels < strength, levels, 255 - levels).expand_as(counts),
+        "Brightness": lambda: _mix(torch.zeros_like(middle), levels, 1 + strength),
+        "Contrast": lambda: _mix(middle, levels, 1 + strength),
+        "Posterize": lambda: levels & ~((1 << (8 - strength.long())) - 1),
+        "Solarize": lambda: torch.where(levels < strength, levels, 255 - levels),
         "AutoContrast": lambda: _stretched(counts, levels),
         "Equalize": lambda: _equalized(counts, levels),
     }
     present = sorted(set(names))
     which = _to(x.device, np.array([present.index(name) for name in names]))
-    stacked = torch.stack([tables[name]().to(torch.uint8) for name in present])
-    table = stacked[which, torch.arange(len(names), device=x.device)]
-    return table.gather(2, flat).view_as(x)
+    stacked = torch.stack([tables[name]().to(torch.uint8).expand(len(x), 3, 256) for name in present])
+    table = stacked[which, torch.arange(len(x), device=x.device)]
+    return table.gather(2, x.flatten(2).long()).view_as(x)
+
+
+def _histogram(x: Tensor) -> Tensor:
+    """How often each value is in each channel: (B, 3, 256). By sorting, which is never a race, unlike counting."""
+    ordered = x.flatten(2).sort().values
+    levels = torch.arange(256, dtype=torch.uint8, device=x.device).expand(*x.shape[:2], 256).contiguous()
+    up_to = torch.searchsorted(ordered, levels, right=True)
+    return up_to.diff(dim=2, prepend=torch.zeros_like(up_to[..., :1]))
 
 
 def _stretched(counts: Tensor, levels: Tensor) -> Tensor:
     """`ImageOps.autocontrast`: from the least to the greatest value that is there, stretched over all."""
     there = counts > 0
-    low = torch.where(there, levels, 255).amin(2, keepdim=True).double()
-    high = torch.where(there, levels, 0).amax(2, keepdim=True).double()
+    low = levels.expand_as(there).masked_fill(~there, 255).amin(2, keepdim=True).double()
+    high = (levels * there).amax(2, keepdim=True).double()
     scale = torch.full_like(low, 255) / (high - low).clamp_min(1)  # 255 / x would be 255 · (1 / x), rounded twice
     stretched = (levels.double() * scale + -low * scale).trunc().clamp(0, 255)
     return torch.where(high > low, stretched, levels.double())
@@ -188,7 +195,7 @@ def _stretched(counts: Tensor, levels: Tensor) -> Tensor:
 
 def _equalized(counts: Tensor, levels: Tensor) -> Tensor:
     """`ImageOps.equalize`: every value about as often as any other."""
-    last = torch.where(counts > 0, levels, 0).amax(2, keepdim=True)
+    last = (levels * (counts > 0)).amax(2, keepdim=True)
     step = (counts.sum(2, keepdim=True) - counts.gather(2, last)) // 255
     before = counts.cumsum(2) - counts
     spread = ((step // 2 + before) // step.clamp_min(1)).clamp(0, 255)

@@ -298,7 +298,7 @@ class Batches:
             sampler=tasks(),
             num_workers=self._workers,
             collate_fn=_as_is,
-            worker_init_fn=init_worker,
+            worker_init_fn=_init_worker,
             prefetch_factor=self._ahead if self._workers else None,
             multiprocessing_context=self._context,
             generator=torch.Generator(),  # so that the caller's random numbers stay as they were
@@ -359,6 +359,12 @@ def _no_news_of_children() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def _init_worker(number: int) -> None:
+    init_worker(number)
+    # Memory of pictures is kept for the next ones; getting new memory is a quarter of what a JPEG takes.
+    Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
 
 
 def _as_is(record: Any) -> Any:
