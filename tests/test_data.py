@@ -106,10 +106,11 @@ def test_an_epoch_shows_each_picture_once(photos: Path) -> None:
     assert len({image.numpy().tobytes() for image in shown.images}) == 20
 
 
-def test_workers_change_nothing(photos: Path) -> None:
-    options = {"resolution_of": lambda forward: (32, 48, 1280)[forward % 3]}  # the last is too large for a slot
+def test_workers_change_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_SLOT", 3 * 70**2)  # three pictures, one, and less than one
+    options = {"resolution_of": lambda forward: (32, 64, 80)[forward % 3]}
     alone, helped = (batches(find(photos), 6, workers=workers, **options) for workers in (0, 2))
-    assert [batch.images.shape[-1] for batch in alone] == [32, 48, 1280] * 2
+    assert [batch.images.shape[-1] for batch in alone] == [32, 64, 80] * 2
     assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
 
 

@@ -50,10 +50,10 @@ Augment = Literal["trivial", "flip", "none"]
 
 MOST_FAILURES = 100
 """So many pictures in a row that cannot be used are no accident."""
-_SLOT = 1 << 22
-"""Bytes of pictures that a worker hands over at a time, in memory it shares with the main process."""
 _TOGETHER = 16
-"""Pictures at a time, if they fit."""
+"""Pictures that a worker hands over at a time."""
+_SLOT = _TOGETHER * 3 * 1024**2
+"""Bytes of shared memory for them: as much as they take at 1024. What is not used is address space and no memory."""
 _SPARE = 2
 """A JPEG is decoded at a fraction of its size as long as this many pixels are left for each one of the result."""
 
@@ -262,9 +262,8 @@ class Batches:
     """What there is to iterate over, made in advance by `workers` processes (0: by this one) while the block runs."""
 
     def __init__(self, seer: Callable[[int], _Seer], plans: Callable[[], Iterator[_Plan]], batch: int, workers: int):
-        # Two batches in advance, or more where a worker would have less than two tasks.
-        self._ahead = max(2, math.ceil(2 * batch / (_TOGETHER * max(1, workers))))
         self._together = max(1, min(_TOGETHER, math.ceil(batch / max(1, workers))))
+        self._ahead = max(2, math.ceil(2 * batch / (self._together * max(1, workers))))  # of each worker: two batches
         forks = sys.platform == "linux"
         # One slot more than tasks under way: a slot is read before the task after those is begun.
         self._seer = seer(workers * self._ahead + 1 if workers and forks else 0)
