@@ -83,9 +83,10 @@ def _walk(root: str, pattern: Sequence[str], shards: bool) -> Iterator[Item]:
     for folder, folders, names in os.walk(root, onerror=problems.append):
         here = Path(folder).relative_to(root).parts
         folders[:] = sorted(f for f in folders if f[0] != "." and _matches((*here, f), pattern, part=True))
+        above = "" if Path(folder) == Path() else str(Path(folder))
         for name in sorted(name for name in names if name[0] != "." and _matches((*here, name), pattern)):
-            path = str(Path(folder, name))
-            if Path(name).suffix.lower() in EXTENSIONS or (shards and name.lower().endswith(SHARDS)):
+            path = os.path.join(above, name)  # a Path for each of millions would take as long as all the rest
+            if os.path.splitext(name)[1].lower() in EXTENSIONS or (shards and name.lower().endswith(SHARDS)):
                 yield Item(as_text(path), path)
     yield from (Item(as_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
 

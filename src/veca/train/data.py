@@ -168,7 +168,7 @@ class _Task(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What a worker made of a task: which pictures these are in the end, and theirs if they did not fit in a slot."""
+    """What a worker made of a task: which pictures these are in the end; their pixels, if they are in no slot."""
 
     pictures: list[int]
     views: list[View]
@@ -216,7 +216,8 @@ class _Seer(Dataset[_Done]):
                 try:
                     pixels[len(done.pictures)] = self.see(picture, view, task.resolution)
                 except Exception as error:  # whatever one picture does, the run goes on
-                    done.skipped.append((self.pictures.name(picture), _reason(error)))
+                    name = self.pictures.name(picture)
+                    done.skipped.append((name, _reason(error, name)))
                     if not self.replace:
                         break
                 else:
@@ -234,9 +235,9 @@ class _Seer(Dataset[_Done]):
         return np.asarray(augment_image(image, view.op, view.strength) if self.here else image)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, name: str) -> str:
     reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
-    return as_text(reason.rpartition("<bytes>: ")[2])[:1000]
+    return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
 
 
 class _Plan(NamedTuple):
