@@ -561,3 +561,13 @@ def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert "10 pictures at 32" in shown
     assert "1 workers, batch 2" in shown
+
+
+def test_a_second_loop_starts_again(photos: Path) -> None:
+    with TrainBatches(find(photos), resolution_of=lambda _: 32, batch=4, workers=1) as stream:
+        first = iter(stream)
+        one = next(first)
+        second = iter(stream)
+        assert same(one, next(second))
+        del first
+        assert not same(one, next(second))

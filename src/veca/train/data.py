@@ -304,15 +304,16 @@ class Batches:
             generator=torch.Generator(),  # so that the caller's random numbers stay as they were
         )
         with interrupts_later(), _no_news_of_children():
-            self._records = iter(loader)
+            self._records = records = iter(loader)
         try:
-            yield from self._collected(waiting)
+            yield from self._collected(records, waiting)
         finally:
-            self.close()
+            if self._records is records:  # and not those of a later loop
+                self.close()
 
-    def _collected(self, waiting: list[tuple[_Plan, int, _Task]]) -> Iterator[Batch]:
+    def _collected(self, records: Iterator[_Done], waiting: list[tuple[_Plan, int, _Task]]) -> Iterator[Batch]:
         images, made = torch.empty(0), list[_Done]()
-        while (done := self._next()) is not None:
+        while (done := self._next(records)) is not None:
             plan, start, task = waiting.pop(0)
             if done.failed:
                 raise DataError(f"{done.failed}. Check the sources and data.max_pixels")
@@ -327,9 +328,10 @@ class Batches:
             if start + len(task.pictures) == len(plan.pictures):
                 yield self._batch(images[: filled + count], plan, made)
 
-    def _next(self) -> _Done | None:
+    @staticmethod
+    def _next(records: Iterator[_Done]) -> _Done | None:
         try:
-            return next(self._records, None)
+            return next(records, None)
         except RuntimeError as error:
             if "worker" not in str(error):
                 raise

@@ -71,7 +71,8 @@ class TeacherRecipe:
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
     train: tuple[str, ...] = ()
-    """Folders, globs, tar shards, or Hugging Face datasets; local or any address fsspec reads."""
+    """Folders, globs, tar shards, local or at any address fsspec reads; or Hugging Face datasets, as
+    `hf:NAME_OR_FOLDER[:split[:column]]`."""
     validation: tuple[str, ...] = ()
     short_side: float = 1.125
     """A picture is resized to this many times the resolution before a crop is taken of it."""
