@@ -18,6 +18,7 @@ import pytest
 import torch
 from fuzz_images import Case, chunk, encode, flat_png, photo, png, png_file, rgb_tiff
 from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
@@ -775,3 +776,31 @@ def test_importing_does_not_touch_pillow() -> None:
 
 def test_chunk_is_a_png_chunk() -> None:
     assert chunk(b"IEND", b"") == encode(Image.new("L", (1, 1)), "PNG")[-12:]
+
+
+def test_large_jpegs_may_come_smaller():
+    rng = np.random.default_rng(0)
+    small = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    small.resize((1600, 1200), Image.Resampling.BICUBIC).save(buffer, "jpeg", quality=95)
+    data = buffer.getvalue()
+    sizes = [open_image(data, at_least=least).size for least in (1200, 601, 600, 300, 150, 1)]
+    assert sizes == [(1600, 1200), (1600, 1200), (800, 600), (400, 300), (200, 150), (200, 150)]
+    for least in (600, 150):
+        with pytest.raises(ImageError, match="truncated"):
+            open_image(data[: len(data) * 3 // 4], at_least=least)
+    with pytest.raises(ImageTooLargeError):
+        open_image(data, at_least=150, max_pixels=10**6)
+
+
+def test_what_a_smaller_jpeg_covers():
+    buffer = io.BytesIO()
+    Image.new("RGB", (1601, 1201)).save(buffer, "jpeg")
+    image = open_image(buffer.getvalue(), at_least=300)
+    assert (image.size, image.info) == ((401, 301), {"extent": (400.25, 300.25)})
+    assert open_image(buffer.getvalue()).info == {}
+    text = PngInfo()
+    text.add_text("extent", "a lie")
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "png", pnginfo=text)
+    assert open_image(buffer.getvalue(), at_least=8).info == {"extent": (40, 30)}

@@ -71,8 +71,12 @@ def strict_pillow(limit: int) -> Iterator[None]:
                 Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
 
 
-def decode(source: Source, max_pixels: int) -> Image.Image:
-    """The picture in `source`, loaded, in the mode the file has; call it inside `strict_pillow`."""
+def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Image.Image:
+    """The picture in `source`, loaded, in the mode the file has; call it inside `strict_pillow`.
+
+    With `at_least`, a JPEG may come at a half, a quarter or an eighth of its size, its short side no shorter than that.
+    `info["extent"]` is its exact size then: the last column and row may be pixels that the picture fills in part.
+    """
     if isinstance(source, Image.Image):
         _check_pixels(source, max_pixels)
         source.load()
@@ -93,11 +97,25 @@ def decode(source: Source, max_pixels: int) -> Image.Image:
             stream = io.BytesIO(jpeg)
         with Image.open(stream, formats=FORMATS) as image:
             _check_header(image, size, passes, max_pixels)
+            extent: tuple[float, float] = image.size
+            # Turned, a picture would begin with the pixels it fills in part; no extent tells that.
+            if at_least is not None and image.format in ("JPEG", "MPO") and orientation(image) == 1:
+                drafted = image.draft(image.mode, (at_least, at_least))
+                extent = drafted[1][2:] if drafted else extent
             if image.format == "PNG":
                 _load_png(image, stream)
             else:
                 image.load()
+            image.info["extent"] = extent  # whatever the file may have under this name
             return image
+
+
+def orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(0x0112, 1)
+    except Exception:
+        # Broken EXIF is no reason to do without the picture.
+        return 1
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, strict_pillow
+from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, orientation, strict_pillow
 
 __all__ = [
     "EXTENSIONS",
@@ -41,6 +41,7 @@ __all__ = [
     "normalize",
     "open_image",
     "pad_to_multiple",
+    "resample",
     "resize_to_multiple",
     "to_tensor",
 ]
@@ -93,6 +94,7 @@ def open_image(
     *,
     max_pixels: int = MAX_PIXELS,
     background: tuple[int, int, int] = (255, 255, 255),
+    at_least: int | None = None,
 ) -> Image.Image:
     """Open a picture as fully decoded, upright RGB, or raise `ImageError`.
 
@@ -100,6 +102,10 @@ def open_image(
     (read from its start, left open) or a Pillow image. Of animations and multi-page files the
     first frame is taken. EXIF orientation is applied, broken EXIF ignored. Transparent pictures
     are laid over `background`. 16-bit grey becomes 8-bit; floating-point grey must lie in [0, 1].
+
+    For a picture that is to be shrunk anyway, `at_least` saves time: a JPEG whose short side has twice
+    as many pixels or more comes out at a half, a quarter or an eighth of its size, unless it is to be
+    turned. Its exact size, which may end within the last pixels, is then `info["extent"]`.
 
     >>> open_image(Image.new("LA", (40, 30), (0, 0)), background=(9, 8, 7)).getpixel((0, 0))
     (9, 8, 7)
@@ -109,8 +115,8 @@ def open_image(
     name = _name(source)
     try:
         with strict_pillow(4 * max_pixels):
-            image = decode(source, max_pixels)
-            turn = _turn(image)
+            image = decode(source, max_pixels, at_least)
+            turn = _TURNS.get(orientation(image))
             rgb = _to_rgb(image, background)
             if turn is not None:
                 rgb = rgb.transpose(turn)
@@ -128,6 +134,8 @@ def open_image(
         raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error
     # What the file said about itself, such as its orientation, no longer holds.
     rgb.info = {}
+    if at_least is not None and image is not source:
+        rgb.info["extent"] = image.info["extent"] if turn is None else rgb.size
     return rgb
 
 
@@ -180,7 +188,7 @@ def fit_image(
     if fit == "crop":
         scale = min(height / rows, width / columns) / 1.125
         left, top = (width - columns * scale) / 2, (height - rows * scale) / 2
-    image = _resize(image, (columns, rows), (left, top, width - left, height - top))
+    image = resample(image, (columns, rows), (left, top, width - left, height - top))
     if below or beside:
         padding = ((0, below), (0, beside), (0, 0))
         image = Image.fromarray(np.pad(np.asarray(image), padding, mode="edge"))
@@ -259,14 +267,6 @@ def _name(source: object) -> str:
     return text if text and text.isprintable() else repr(name)
 
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    try:
-        return _TURNS.get(image.getexif().get(0x0112, 1))
-    except Exception:
-        # Broken EXIF is no reason to do without the picture.
-        return None
-
-
 def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
@@ -302,7 +302,11 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     return grey
 
 
-def _resize(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+def resample(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+    """The part of an RGB picture in `box` = (left, top, right, bottom), at `size` = (width, height).
+
+    Bicubic and antialiased. Pixels around the box count at its edges, so it is a crop of the whole, resized.
+    """
     bicubic = Image.Resampling.BICUBIC
     left, top, right, bottom = box
     # Pillow resizes across, then down: a picture 1 wide and millions high would grow first.

@@ -11,8 +11,8 @@ import os
 import signal
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from veca.images import EXTENSIONS, Fit, ImageError, fit_image, open_image, to_t
 SHARDS = (".tar", ".tar.gz", ".tgz")
 
 _LABELS = {"seg", "depth", "mask", "label"}
-_MEMBER_BYTES = 1 << 30
+MEMBER_BYTES = 1 << 30
 
 
 class SourceError(ValueError):
@@ -54,10 +54,19 @@ def items_of(sources: Sequence[str]) -> Iterator[Item]:
 
 def expand(source: str) -> Iterator[Item]:
     """The pictures of one file, folder, glob or tar shard."""
+    for item in files_of(source):
+        if item.path.lower().endswith(SHARDS):
+            yield from shard_items(item.path)
+        else:
+            yield item
+
+
+def files_of(source: str) -> Iterator[Item]:
+    """The files of one source: pictures, and tar shards as they are."""
     if os.path.isdir(source):
         yield from _walk(source, ("**", "*"), shards=False)
     elif os.path.lexists(source):
-        yield from _shard(source) if source.lower().endswith(SHARDS) else [Item(_text(source), source)]
+        yield Item(as_text(source), source)
     elif glob.has_magic(source):
         parts = Path(source).parts
         fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
@@ -74,13 +83,12 @@ def _walk(root: str, pattern: Sequence[str], shards: bool) -> Iterator[Item]:
     for folder, folders, names in os.walk(root, onerror=problems.append):
         here = Path(folder).relative_to(root).parts
         folders[:] = sorted(f for f in folders if f[0] != "." and _matches((*here, f), pattern, part=True))
+        above = "" if Path(folder) == Path() else str(Path(folder))
         for name in sorted(name for name in names if name[0] != "." and _matches((*here, name), pattern)):
-            path = str(Path(folder, name))
-            if Path(name).suffix.lower() in EXTENSIONS:
-                yield Item(_text(path), path)
-            elif shards and name.lower().endswith(SHARDS):
-                yield from _shard(path)
-    yield from (Item(_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
+            path = os.path.join(above, name)  # a Path for each of millions would take as long as all the rest
+            if os.path.splitext(name)[1].lower() in EXTENSIONS or (shards and name.lower().endswith(SHARDS)):
+                yield Item(as_text(path), path)
+    yield from (Item(as_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str], part: bool = False) -> bool:
@@ -99,17 +107,17 @@ class _Tape:
         self.file, self.seek, self.tell, self.last = file, file.seek, file.tell, b""
 
     def read(self, size: int) -> bytes:
-        if size > _MEMBER_BYTES:
+        if size > MEMBER_BYTES:
             raise tarfile.ReadError(f"a header of {size:,} bytes")
         self.last = self.file.read(size)
         return self.last
 
 
-def _shard(path: str) -> Iterator[Item]:
+def shard_items(path: str, opener: Callable[[str, str], IO[bytes]] = open) -> Iterator[Item]:
     """Pictures in a tar archive; nothing is unpacked. Labels beside them (`7.seg.png`) are not pictures to embed."""
     packed, after = path.lower().endswith("gz"), "its start"
     try:
-        with gzip.open(path) if packed else open(path, "rb") as file:
+        with opener(path, "rb") as raw, gzip.open(raw) if packed else nullcontext(raw) as file:
             tape = _Tape(file)
             archive = tarfile.TarFile(fileobj=cast(IO[bytes], tape))
             while (member := archive.next()) is not None:
@@ -122,22 +130,22 @@ def _shard(path: str) -> Iterator[Item]:
             if tape.last.strip(b"\0") or len(tape.last) != tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without its end mark" if not tape.last else "broken header")
     except Exception as error:  # a damaged archive surfaces as almost anything
-        yield Item(_text(path), error=_text(f"damaged archive, nothing was read after {after}: {error}"))
+        yield Item(as_text(path), error=as_text(f"damaged archive, nothing was read after {after}: {error}"))
 
 
 def _member(path: str, archive: tarfile.TarFile, member: tarfile.TarInfo, packed: bool) -> Item:
-    name = _text(f"{path}/{member.name}")
+    name = as_text(f"{path}/{member.name}")
     if not member.isfile():
         return Item(name, error="a link or special file in an archive; only regular files are read")
-    if member.size > _MEMBER_BYTES:
-        return Item(name, error=f"{member.size:,} bytes in an archive; at most {_MEMBER_BYTES:,} are read")
+    if member.size > MEMBER_BYTES:
+        return Item(name, error=f"{member.size:,} bytes in an archive; at most {MEMBER_BYTES:,} are read")
     if packed or member.issparse():
         file = archive.extractfile(member)
         return Item(name, data=file.read() if file else b"")
     return Item(name, path, span=(member.offset_data, member.size))
 
 
-def _text(name: str) -> str:
+def as_text(name: str) -> str:
     """`name` as it can be written to any file; bytes that are no text in it come out as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
@@ -166,7 +174,7 @@ class _Decoder(Dataset[Record]):
         except Exception as error:  # whatever one picture does, the others are to be embedded
             reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
             reason = reason.removeprefix("<bytes>: ").removeprefix(f"{item.path}: ")  # the row has the name
-            return Record(item.name, error=_text(reason)[:1000])
+            return Record(item.name, error=as_text(reason)[:1000])
 
 
 def _content(item: Item) -> str | bytes:
@@ -193,11 +201,11 @@ def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers
         sampler=items,
         num_workers=workers,
         collate_fn=_as_is,
-        worker_init_fn=_init_worker,
+        worker_init_fn=init_worker,
         prefetch_factor=4 if workers else None,
         generator=torch.Generator(),  # so that the caller's random numbers stay as they were
     )
-    with _interrupts_later():
+    with interrupts_later():
         records = iter(loader)
     try:
         yield records
@@ -207,7 +215,7 @@ def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
+def interrupts_later() -> Iterator[None]:
     """Ctrl-C while processes are forked would be lost in a hook of the interpreter: it is raised after the block."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets it
         yield
@@ -226,6 +234,6 @@ def _as_is(record: Any) -> Any:
     return record
 
 
-def _init_worker(_: int) -> None:
+def init_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process gets it too, and ends its workers
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1

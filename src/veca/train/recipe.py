@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import yaml
 
 from veca.config import did_you_mean, get_config
+from veca.images import MAX_PIXELS
 
 
 class RecipeError(ValueError):
@@ -74,18 +75,27 @@ class TeacherRecipe:
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
     train: tuple[str, ...] = ()
-    """Folders, globs, tar shards, or Hugging Face datasets; local or any address fsspec reads."""
+    """Folders, globs, tar shards, local or at any address fsspec reads; or Hugging Face datasets, as
+    `hf:NAME_OR_FOLDER[:split[:column]]`."""
     validation: tuple[str, ...] = ()
     short_side: float = 1.125
     """A picture is resized to this many times the resolution before a crop is taken of it."""
     augment: Literal["trivial", "flip", "none"] = "trivial"
     """`trivial`: crop, flip and TrivialAugmentWide, as the paper. `flip`: crop and flip. `none`: the centre."""
+    augment_on: Literal["auto", "cpu", "gpu"] = "auto"
+    """Who does TrivialAugmentWide; the pixels are the same. `auto`: the GPU where there is one."""
+    views: int | None = None
+    """How many random views there are of each picture, which epochs take in turn; null: a new one every epoch."""
     workers: int = 8
     """Processes that decode, for each process that trains."""
+    max_pixels: int = MAX_PIXELS
+    """A picture with more is skipped, before it is decoded."""
 
     def __post_init__(self) -> None:
         _require("data.short_side", self.short_side, 1 <= self.short_side <= 4, "from 1 to 4")
         _require("data.workers", self.workers, 0 <= self.workers <= 1024, "from 0 to 1024")
+        _require("data.views", self.views, self.views is None or self.views >= 1, "at least 1, or null")
+        _require("data.max_pixels", self.max_pixels, self.max_pixels >= 1, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
