@@ -80,12 +80,22 @@ def load_or_random(
 def save(model: Veca, path: str | os.PathLike[str]) -> None:
     """Write `path` (a `.safetensors` file, or else a folder) so that it is whole or untouched, whatever happens."""
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps
-    path = Path(path)
-    description = {"config": model.config.to_dict(), "provenance": model.provenance}
-    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_tensors(tensors, model.config.to_dict(), model.provenance, path)
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    path: str | os.PathLike[str],
+) -> None:
+    """`save` for what is no model at hand: its tensors, on the CPU, and what describes them."""
+    path = Path(path)
+    description = {"config": config, "provenance": provenance}
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     with atomic_path(file) as part:
-        save_file(tensors, part, metadata={"format": "pt", "veca": json.dumps(description)})
+        save_file(dict(tensors), part, metadata={"format": "pt", "veca": json.dumps(description)})
     if file is not path:
         with atomic_path(path / "config.json") as part:
             part.write_text(json.dumps(description, indent=2) + "\n")

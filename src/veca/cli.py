@@ -110,6 +110,46 @@ def embed(
 
 
 @app.command()
+def distill(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, as recipes/small-stage1.yaml.")],
+    to: Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder.  [default: runs/RECIPE]")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value in place of the recipe's, as batch=64; repeat.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes CUDA where there is one.")] = "auto",
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")] = False,
+    wandb: Annotated[str | None, typer.Option(help="A project of Weights & Biases to report to.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and leave.")] = False,
+) -> None:
+    """Train a VECA to give its teacher's features, as a recipe says.
+
+    Several GPUs or machines: torchrun --nproc-per-node=gpu -m veca distill …
+
+    Interrupted or killed? Run the same command again: it continues, and the result is the same.
+    """
+    try:
+        from veca.train.loop import Interrupted
+        from veca.train.recipe import load_recipe
+        from veca.train.run import distill as train
+        from veca.train.run import show_plan
+    except ImportError as error:
+        raise ValueError(f"training needs {error.name}, which is not installed: pip install 'veca[train]'") from error
+
+    asked = load_recipe(recipe, changes or [])
+    folder = to or Path("runs") / recipe.stem
+    if dry_run:
+        out.print(show_plan(asked))
+        return
+    try:
+        report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=lambda text: err.print(text))
+    except Interrupted as stop:
+        err.print(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
+        raise typer.Exit(128 + stop.number) from None
+    if report is not None:
+        out.print(f"Report: {report.resolve()}", soft_wrap=True)
+
+
+@app.command()
 def info(
     source: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
     size: Annotated[int, typer.Option(help="Side in pixels at which FLOPs are counted.")] = 512,

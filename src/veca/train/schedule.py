@@ -28,10 +28,14 @@ def draw(odds: Mapping[int, float], stream: str, seed: int, step: int) -> int:
     >>> draw({8: 1, 16: 1, 64: 0}, "budget", seed=0, step=7) in (8, 16)
     True
     """
-    digest = hashlib.sha256(f"{stream} {seed} {step}".encode()).digest()
-    left = int.from_bytes(digest[:8]) / 2**64 * sum(odds.values())
+    left = seed_of(stream, seed, step) / 2**64 * sum(odds.values())
     for key, odd in odds.items():
         left -= odd
         if left < 0:
             return key
     return [key for key, odd in odds.items() if odd][-1]  # rounding left nothing
+
+
+def seed_of(stream: str, seed: int, step: int) -> int:
+    """64 bits for one step of one stream."""
+    return int.from_bytes(hashlib.sha256(f"{stream} {seed} {step}".encode()).digest()[:8])
