@@ -35,7 +35,19 @@ from veca.train.log import LiveLine, Meter, RunLog, memory_gib
 from veca.train.normuon import local
 from veca.train.objective import Losses, distillation_losses
 from veca.train.optimizers import Optimizers, make_optimizers, split_parameters
-from veca.train.parallel import World, any_of, broadcast, fill, gathered, replicate, shard, sum_of, unsynced, whole
+from veca.train.parallel import (
+    World,
+    any_of,
+    broadcast,
+    fill,
+    gathered,
+    replicate,
+    shard,
+    share_again,
+    sum_of,
+    unsynced,
+    whole,
+)
 from veca.train.plan import PASSES, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
@@ -141,6 +153,7 @@ class Trainer:
         self.student = replicate(Student(self.model, recipe), world, recipe.parallel)
         self.stop = 0
         self.skipped: list[tuple[str, str]] = []
+        self.named: set[str] = set()
 
     # A step
 
@@ -289,8 +302,10 @@ class Trainer:
         values["floor_share"] = values["images_per_s"] / self.world.size * self._work() / self._floor
         lost = [pair for pairs in gathered(self.skipped, self.world) for pair in pairs]
         self.skipped, self.corrupt = [], self.corrupt + len(lost)
-        for name, reason in lost:
-            self._event(log, live, f"corrupt: {name}, {reason}")
+        for name, reason in dict(lost).items():
+            if name not in self.named:  # it comes again every epoch
+                self.named.add(name)
+                self._event(log, live, f"corrupt: {name}, {reason}")
         if values["nonfinite"]:
             self._event(log, live, f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
         if log is not None and live is not None:
@@ -347,30 +362,34 @@ class Trainer:
             for resolution in resolutions:
                 sums = torch.zeros(len(budgets), len(Losses._fields), device=self.world.device, dtype=torch.float64)
                 count = 0
-                for images in self._in_step(self._centres(self.validation, resolution, batch), resolution):
+                for images, number in self._in_step(self._centres(self.validation, resolution, batch), resolution):
                     targets = self.targets(images)
                     for row, budget in zip(sums, budgets, strict=True):
                         with self._autocast():
                             out = self.model(images, budget)
                         weights = self.recipe.objective.dense_weight, self.recipe.objective.mse_weight
                         losses = distillation_losses(out.cls, out.patches, *targets, *weights)
-                        row += len(images) * torch.stack(list(losses)).double() if len(images) else 0
-                    count += len(images)
+                        row += number * torch.stack(list(losses)).double()
+                    count += number
                 totals = sum_of([*sums.flatten().tolist(), float(count)], self.world)
                 means = torch.tensor(totals[:-1]).view(sums.shape) / max(1.0, totals[-1])
                 for budget, row in zip(budgets, means.tolist(), strict=True):
                     found[resolution, budget] = dict(zip(Losses._fields, row, strict=True))
         finally:
+            share_again(self.model)
             self.model.train()
         return found
 
-    def _in_step(self, batches: Iterator[Tensor], resolution: int) -> Iterator[Tensor]:
-        """As many batches in every process, since shared-out parameters are put together by all; some are empty."""
+    def _in_step(self, batches: Iterator[Tensor], resolution: int) -> Iterator[tuple[Tensor, int]]:
+        """Batches, and how many pictures of each count: as many in every process, since shared-out parameters are put
+        together by all of them. A process that has none left sees a blank one.
+        """
+        blank = torch.zeros(1, 3, resolution, resolution, device=self.world.device)
         while True:
             images = next(batches, None)
             if not any_of(images is not None, self.world):
                 return
-            yield torch.zeros(0, 3, resolution, resolution, device=self.world.device) if images is None else images
+            yield (blank, 0) if images is None else (images, len(images))
 
     def _centres(self, pictures: Pictures, resolution: int, batch: int) -> Iterator[Tensor]:
         data = self.recipe.data

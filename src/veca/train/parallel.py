@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,6 +72,12 @@ def shard(model: Veca, world: World) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
+
+
+def share_again(model: nn.Module) -> None:
+    """Have the parameters shared out again that a forward pass without a backward one left whole."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def replicate(module: nn.Module, world: World, how: Literal["ddp", "fsdp"]) -> nn.Module:
