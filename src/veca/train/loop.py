@@ -18,51 +18,36 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import veca
 from veca.checkpoint import save_tensors
-from veca.config import VecaConfig, get_config
 from veca.files import atomic_path
 from veca.flops import model_flops
 from veca.model import Veca
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
-from veca.train.data import Batch, Pictures, TrainBatches, to_model_input, validation_batches
+from veca.train.data import Batch, DataError, TrainBatches, to_model_input
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
-from veca.train.normuon import local
 from veca.train.objective import Losses, distillation_losses
-from veca.train.optimizers import Optimizers, make_optimizers, split_parameters
-from veca.train.parallel import (
-    World,
-    any_of,
-    broadcast,
-    fill,
-    gathered,
-    replicate,
-    shard,
-    share_again,
-    sum_of,
-    unsynced,
-    whole,
-)
+from veca.train.optimizers import make_optimizers, split_parameters
+from veca.train.parallel import World, gathered, replicate, shard, sum_of, unsynced
 from veca.train.plan import PASSES, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
 from veca.train.schedule import draw, learning_rate, seed_of
+from veca.train.start import check_recipe, find_pictures, make_student, make_teacher
+from veca.train.state import Ema, restore, tensors_of, weights_of
 from veca.train.tables import Grid, grid_means
-from veca.train.teachers import Standardized, Targets, Teacher, load_teacher, output_dim_for, start_patch_embed
+from veca.train.teachers import Targets
+from veca.train.validation import Lessons, validate
 
 MOST_BAD = 3
 """So many steps in a row without a finite gradient are no accident."""
 AGREE_EVERY = 10
 """Steps after which several processes ask each other whether to stop."""
-STATISTICS_PICTURES = 1024
-"""At most so many training pictures make a teacher's statistics, where there are none for validation."""
-_FREE = ("data.workers", "log_every", "checkpoints", "validation", "compile", "teacher.micro_batch", "schedule")
-"""Keys of a recipe that a run which continues may change."""
 
 
 class TrainingError(ValueError):
@@ -125,44 +110,50 @@ class Trainer:
     ) -> None:
         self.recipe, self.folder, self.world, self.wandb = recipe, folder, world, wandb
         self.say = say if world.first else lambda text: None
-        saved = None if restart else newest_checkpoint(folder / "checkpoints", self.say)
+        self.notices: list[str] = []
+        saved = None if restart else newest_checkpoint(folder / "checkpoints", self.notices.append)
+        steps = gathered(saved and saved.step, world)
+        if any(step != steps[0] for step in steps):
+            raise RecipeError(f"processes find different checkpoints in {folder} ({steps}): they must share the folder")
         if saved is not None:
             check_recipe(saved.facts["recipe"], recipe.to_dict(), folder)
         self.pictures, self.validation = find_pictures(recipe, folder, world)
         self.teacher = make_teacher(recipe).to(world.device)
         self.model = make_student(recipe, self.teacher).to(world.device)
-        self.config = self.model.config
         if recipe.parallel == "fsdp":
             shard(self.model, world)
         self.optimizers = make_optimizers(self.model, recipe.schedule.peak, recipe.weight_decay, _products(recipe))
+        self.ema = Ema(self.model, recipe.ema)
+        self.lessons = Lessons(self.teacher, recipe, world, self.model.config.patch_size)
         self.length = run_length(recipe, len(self.pictures), world.size)
-        self.step, self.best, self.corrupt = 0, float("inf"), 0
-        parameters = list(self.model.parameters())
-        self.ema = [local(p).detach().clone() for p in parameters] if recipe.ema else []
-        images, seconds, skipped = 0, 0.0, 0
-        if saved is not None:
-            images, seconds, skipped = self._restore(saved)
-        elif isinstance(self.teacher, Standardized):
-            self._take_statistics(self.teacher)
-        self.resumed = saved is not None
+        if saved is None:
+            self.step, self.best, self.corrupt, images, seconds, skipped = 0, float("inf"), 0, 0, 0.0, 0
+            self.lessons.take_statistics(self.pictures, self.validation)
+        else:
+            self._check_data(saved)
+            restore(saved.tensors, self.model, self.optimizers, self.ema, self.teacher)
+            self.step, self.corrupt = saved.step, saved.facts["corrupt"]
+            self.best = float("inf") if saved.facts["best"] is None else saved.facts["best"]
+            images, seconds, skipped = (saved.facts[name] for name in ("images", "seconds", "skipped"))
+            self.notices.append(f"resumed: from step {self.step:,}")
+        self.saved = self.step
         self.meter = Meter(recipe.budgets, recipe.grid()[0], images=images, seconds=seconds)
         self.watch = Watch(world.device, skipped)
-        if recipe.compile:
+        if recipe.compile:  # blocks are alike: what is compiled for one serves all, at any budget and resolution
             for block in self.model.blocks:
                 block.compile(dynamic=True)
+            self.teacher.compile(dynamic=False)
         self.student = replicate(Student(self.model, recipe), world, recipe.parallel)
         self.stop = 0
-        self.skipped: list[tuple[str, str]] = []
         self.named: set[str] = set()
 
     # A step
 
     def draws(self, step: int) -> tuple[int, int]:
         """Budget and resolution of a step, the same in every process."""
-        seed = self.recipe.seed
-        return draw(self.recipe.budgets, "budget", seed, step), draw(
-            self.recipe.odds_at(step), "resolution", seed, step
-        )
+        recipe, seed = self.recipe, self.recipe.seed
+        budget = draw(recipe.budgets, "budget", seed, step)
+        return budget, draw(recipe.odds_at(step), "resolution", seed, step)
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         recipe, passes = self.recipe, self.recipe.accumulate
@@ -170,12 +161,12 @@ class Trainer:
         found: list[Losses] = []
         for i in range(passes):
             batch = next(batches)
-            self.skipped += batch.skipped
+            self.lessons.skipped += batch.skipped
             images = to_model_input(batch, self.world.device)
-            targets = self.targets(images)
+            targets = self.lessons.targets(images)
             torch.manual_seed(seed_of("model", recipe.seed, self.step * passes + i))
             with unsynced(self.student, last=i == passes - 1):
-                with self._autocast():
+                with self.lessons.autocast():
                     losses = self.student(images, budget, targets)
                 (losses.total / passes).backward()
             found.append(losses)
@@ -183,13 +174,10 @@ class Trainer:
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         skip = (~norm.isfinite()).float()  # alike everywhere: gradients are those of all processes
-        rate = learning_rate(
-            self.step, self.length.steps, self.length.warmup, recipe.schedule.peak, recipe.schedule.low
-        )
-        self.optimizers.step(rate, skip)
+        _, steps, warmup = self.length
+        self.optimizers.step(learning_rate(self.step, steps, warmup, recipe.schedule.peak, recipe.schedule.low), skip)
         self.optimizers.zero_grad()
-        if recipe.ema:
-            torch._foreach_lerp_(self.ema, [local(p).detach() for p in self.model.parameters()], 1 - recipe.ema)
+        self.ema.update()
         self.watch.update(skip)
         names = Losses._fields
         means = {name: torch.stack([getattr(part, name).detach() for part in found]).mean() for name in names}
@@ -197,42 +185,30 @@ class Trainer:
         self.meter.update({**means, "gradient_norm": norm}, taken, budget, resolution)
         self.step += 1
 
-    @torch.no_grad()
-    def targets(self, images: Tensor) -> Targets:
-        """The teacher's, a few pictures at a time."""
-        at_once = self.recipe.teacher.micro_batch
-        if isinstance(at_once, dict):
-            fitting = [count for size, count in at_once.items() if size >= images.shape[-1]]
-            at_once = min(fitting) if fitting else min(at_once.values())
-        grid = tuple(side // self.config.patch_size for side in images.shape[-2:])
-        with self._autocast():
-            parts = [self.teacher(part, grid) for part in images.split(at_once)]
-        return Targets(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
-
     # The run
 
     def run(self) -> Path:
         """Train to the end; the folder then holds the model and a report."""
         recipe, steps = self.recipe, self.length.steps
         self._write_recipe()
-        where: Literal["cpu", "gpu"] = (
-            "gpu" if recipe.data.augment_on != "cpu" and self.world.device.type == "cuda" else "cpu"
-        )
+        on_gpu = self.world.device.type == "cuda" and recipe.data.augment_on != "cpu"
         stream = TrainBatches(
             self.pictures, resolution_of=lambda f: self.draws(f // recipe.accumulate)[1], batch=recipe.batch,
             rank=self.world.rank, world=self.world.size, seed=recipe.seed, short_side=recipe.data.short_side,
             augment=recipe.data.augment, views=recipe.data.views, workers=recipe.data.workers,
-            max_pixels=recipe.data.max_pixels, start=self.step * recipe.accumulate, where=where,
+            max_pixels=recipe.data.max_pixels, start=self.step * recipe.accumulate, where="gpu" if on_gpu else "cpu",
         )  # fmt: skip
         with self._logging() as (log, live), self._signals(), stream:
-            if self.resumed:
-                self._event(log, live, f"resumed: from step {self.step:,}")
+            for notice in self.notices:
+                self._event(log, live, notice)
             batches = iter(stream)
             while self.step < steps:
-                self.train_step(batches)
+                try:
+                    self.train_step(batches)
+                except DataError:  # nothing has moved yet
+                    if self.world.size == 1:
+                        self._save(log, live, must=False)
+                    raise
                 last = self.step == steps
                 if last or self.step % recipe.log_every == 0:
                     self._log(log, live)
@@ -240,7 +216,7 @@ class Trainer:
                     self._validate(log, live)
                 if last or self.step % recipe.checkpoints.every == 0:
                     self._save(log, live, must=last)
-                if self._asked_to_stop():
+                if self._asked_to_stop() and not last:
                     self._save(log, live, must=True)
                     self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
                     raise Interrupted(self.stop)
@@ -257,8 +233,7 @@ class Trainer:
             return bool(self.stop)
         if self.step % AGREE_EVERY:
             return False
-        numbers = [int(n) for n in gathered(self.stop, self.world)]
-        self.stop = max(numbers)
+        self.stop = max(gathered(self.stop, self.world))
         return bool(self.stop)
 
     @contextlib.contextmanager
@@ -300,8 +275,8 @@ class Trainer:
         values["learning_rate"] = self.optimizers.adamw.param_groups[0]["lr"]
         values["memory_gib"] = memory_gib(self.world.device)
         values["floor_share"] = values["images_per_s"] / self.world.size * self._work() / self._floor
-        lost = [pair for pairs in gathered(self.skipped, self.world) for pair in pairs]
-        self.skipped, self.corrupt = [], self.corrupt + len(lost)
+        lost = [pair for pairs in gathered(self.lessons.skipped, self.world) for pair in pairs]
+        self.lessons.skipped, self.corrupt = [], self.corrupt + len(lost)
         for name, reason in dict(lost).items():
             if name not in self.named:  # it comes again every epoch
                 self.named.add(name)
@@ -316,7 +291,7 @@ class Trainer:
         """FLOPs of the student per picture, at the budgets and resolutions that come on average."""
         odds = self.recipe.odds_at(self.step - 1)
         pairs = [(r, c, a * b) for r, a in odds.items() for c, b in self.recipe.budgets.items()]
-        work = sum(share * model_flops(self.config, r, r, c) for r, c, share in pairs)
+        work = sum(share * model_flops(self.model.config, r, r, c) for r, c, share in pairs)
         return PASSES * work / sum(share for *_, share in pairs)
 
     @cached_property
@@ -340,101 +315,32 @@ class Trainer:
             live.say(text)
 
     def _validate(self, log: RunLog | None, live: LiveLine | None) -> None:
-        with self.meter.pause(), self.handed_out():
-            grid = self.validate()
+        assert self.validation is not None
+        with self.meter.pause(), self.ema.in_place():
+            grid = validate(self.model, self.lessons, self.validation)
         mean = grid_means(grid)["total"]
         if log is not None and live is not None:
             log.validation(self.step, grid)
             live.say(f"validation at step {self.step:,}: {mean:.4f} ({_shown(grid)})")
         if mean < self.best:
             self.best = mean
-            with self.meter.pause(), self.handed_out():
+            with self.meter.pause(), self.ema.in_place():
                 self._write_weights(self.folder / "best", {"validation": mean})
-
-    @torch.no_grad()
-    def validate(self) -> Grid:
-        """Losses on the validation pictures at each resolution and budget."""
-        assert self.validation is not None
-        resolutions, budgets = self.recipe.grid()
-        batch, found = self.recipe.validation.batch or self.recipe.batch, {}
-        self.model.eval()
-        try:
-            for resolution in resolutions:
-                sums = torch.zeros(len(budgets), len(Losses._fields), device=self.world.device, dtype=torch.float64)
-                count = 0
-                for images, number in self._in_step(self._centres(self.validation, resolution, batch), resolution):
-                    targets = self.targets(images)
-                    for row, budget in zip(sums, budgets, strict=True):
-                        with self._autocast():
-                            out = self.model(images, budget)
-                        weights = self.recipe.objective.dense_weight, self.recipe.objective.mse_weight
-                        losses = distillation_losses(out.cls, out.patches, *targets, *weights)
-                        row += number * torch.stack(list(losses)).double()
-                    count += number
-                totals = sum_of([*sums.flatten().tolist(), float(count)], self.world)
-                means = torch.tensor(totals[:-1]).view(sums.shape) / max(1.0, totals[-1])
-                for budget, row in zip(budgets, means.tolist(), strict=True):
-                    found[resolution, budget] = dict(zip(Losses._fields, row, strict=True))
-        finally:
-            share_again(self.model)
-            self.model.train()
-        return found
-
-    def _in_step(self, batches: Iterator[Tensor], resolution: int) -> Iterator[tuple[Tensor, int]]:
-        """Batches, and how many pictures of each count: as many in every process, since shared-out parameters are put
-        together by all of them. A process that has none left sees a blank one.
-        """
-        blank = torch.zeros(1, 3, resolution, resolution, device=self.world.device)
-        while True:
-            images = next(batches, None)
-            if not any_of(images is not None, self.world):
-                return
-            yield (blank, 0) if images is None else (images, len(images))
-
-    def _centres(self, pictures: Pictures, resolution: int, batch: int) -> Iterator[Tensor]:
-        data = self.recipe.data
-        found = validation_batches(
-            pictures,
-            resolution,
-            batch,
-            self.world.rank,
-            self.world.size,
-            data.workers,
-            data.short_side,
-            data.max_pixels,
-        )
-        with found as batches:
-            for one in batches:
-                self.skipped += one.skipped
-                if len(one.images):
-                    yield to_model_input(one, self.world.device)
-
-    @torch.no_grad()
-    def _take_statistics(self, teacher: Standardized) -> None:
-        """Over the validation pictures, or some of the others where there are none; alike in every process."""
-        self.say(f"statistics of {teacher.name}")
-        pictures, most = (self.validation, None) if self.validation else (self.pictures, STATISTICS_PICTURES)
-        resolution, batch = self.recipe.grid()[0][0], self.recipe.batch
-        side = resolution // self.config.patch_size
-        if self.world.first:
-            data = self.recipe.data
-            workers = data.workers
-            found = validation_batches(pictures, resolution, batch, 0, 1, workers, data.short_side, data.max_pixels)
-            with found as batches:
-                images = (to_model_input(one, self.world.device) for one in batches if len(one.images))
-                teacher.fit(_first(images, most), (side, side))
-        broadcast([teacher.means, teacher.deviations], self.world)
 
     # Checkpoints
 
     def _save(self, log: RunLog | None, live: LiveLine | None, must: bool) -> None:
         """A disk that is full stops nothing but the last checkpoint: the one before it stays, the next is tried."""
+        if self.saved == self.step and self.step:
+            return
         with self.meter.pause():
-            tensors = self._tensors()
-            if not self.world.first or not tensors:
+            if not self.world.first and self.recipe.parallel == "ddp":
+                return
+            tensors = tensors_of(self.model, self.optimizers, self.ema, self.teacher)
+            if not self.world.first:
                 return
             folder = self.folder / "checkpoints"
-            metadata = {"model": {"format": "pt", "veca": json.dumps(self._about({"step": self.step}))}}
+            metadata = {"model": {"format": "pt", "veca": json.dumps(self._about({}))}}
             try:
                 write_checkpoint(folder, self.step, self._facts(), tensors, metadata)
             except OSError as error:
@@ -442,26 +348,23 @@ class Trainer:
                     raise
                 self._event(log, live, f"unsaved: checkpoint at step {self.step:,}: {error.strerror or error}")
             else:
+                self.saved = self.step
                 forget_old(folder, self.recipe.checkpoints.keep)
                 self._event(log, live, f"checkpoint: step {self.step:,}")
 
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """By file; whole, on the host. Shared-out ones are put together by all processes."""
-        if not self.world.first and self.recipe.parallel == "ddp":
-            return {}
-        named = dict(self.model.named_parameters())
-        tensors = {"model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()}}
-        states = tensors["optimizers"] = {}
-        for kind, optimizer in zip(Optimizers._fields, self.optimizers, strict=True):
-            for name, parameter in named.items():
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    states[f"{kind}/{name}/{key}"] = whole(value)
-        if self.ema:
-            pairs = zip(named.items(), self.ema, strict=True)
-            tensors["ema"] = {name: whole(_like(value, parameter)) for (name, parameter), value in pairs}
-        if isinstance(self.teacher, Standardized):
-            tensors["teacher"] = {k: whole(getattr(self.teacher, k)) for k in ("means", "deviations")}
-        return tensors
+    def _check_data(self, saved: Saved) -> None:
+        """A run goes on with the pictures, and as many at a time, as it has had so far."""
+        if saved.facts["pictures"] != self.pictures.fingerprint:
+            raise RecipeError(
+                f"data.train: these are not the pictures that {self.folder} was trained with so far. Bring those back, "
+                f"or begin anew: --restart, or another --out with model.start={self.folder}/best"
+            )
+        batch, before = self.recipe.batch * self.world.size, saved.facts["batch"]
+        if before != batch:
+            raise RecipeError(
+                f"batch={self.recipe.batch} × {self.world.size} processes: the run has had {before} pictures per "
+                f"forward pass. Set batch={before / self.world.size:g} to go on"
+            )
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -477,56 +380,6 @@ class Trainer:
             "versions": {"veca": veca.__version__, "torch": torch.__version__},
         }
 
-    def _restore(self, saved: Saved) -> tuple[int, float, int]:
-        """Take everything up where it was; images, seconds and skipped steps so far."""
-        facts, tensors = saved.facts, saved.tensors
-        if facts["pictures"] != self.pictures.fingerprint:
-            raise RecipeError(
-                f"data.train: these are not the pictures that {self.folder} was trained with so far. Bring those back, "
-                f"or begin anew: --restart, or another --out with model.start={self.folder}/best"
-            )
-        batch = self.recipe.batch * self.world.size
-        if facts["batch"] != batch:
-            raise RecipeError(
-                f"batch={self.recipe.batch} × {self.world.size} processes: the run has had {facts['batch']} pictures "
-                f"per forward pass. Set batch={facts['batch'] / self.world.size:g} to go on"
-            )
-        named = dict(self.model.named_parameters())
-        for name, tensor in self.model.state_dict().items():
-            fill(tensor, tensors["model"][name])
-        optimizers = dict(zip(Optimizers._fields, self.optimizers, strict=True))
-        for key, value in tensors["optimizers"].items():
-            kind, name, entry = key.split("/")
-            parameter = named[name]
-            kept = torch.empty_like(parameter, dtype=value.dtype) if value.shape == parameter.shape else None
-            state = optimizers[kind].state[parameter]
-            state[entry] = value.to(parameter.device) if kept is None else kept
-            if kept is not None:
-                fill(kept, value)
-        for (name, parameter), kept in zip(named.items(), self.ema, strict=False):
-            fill(_like(kept, parameter), tensors["ema"][name])
-        if isinstance(self.teacher, Standardized):
-            for name in ("means", "deviations"):
-                getattr(self.teacher, name).copy_(tensors["teacher"][name])
-        self.step, self.corrupt = saved.step, facts["corrupt"]
-        self.best = float("inf") if facts["best"] is None else facts["best"]
-        return facts["images"], facts["seconds"], facts["skipped"]
-
-    @contextlib.contextmanager
-    def handed_out(self) -> Iterator[None]:
-        """The model with the weights people get: their running mean where there is one."""
-        if not self.ema:
-            yield
-            return
-        now = [local(p) for p in self.model.parameters()]
-        kept = [p.detach().clone() for p in now]
-        with torch.no_grad():
-            torch._foreach_copy_(now, self.ema)
-            try:
-                yield
-            finally:
-                torch._foreach_copy_(now, kept)
-
     def _about(self, more: Mapping[str, Any]) -> dict[str, Any]:
         provenance = {
             "weights": "distilled",
@@ -536,10 +389,10 @@ class Trainer:
             "step": self.step,
             **more,
         }
-        return {"config": self.config.to_dict(), "provenance": provenance}
+        return {"config": self.model.config.to_dict(), "provenance": provenance}
 
     def _write_weights(self, folder: Path, more: Mapping[str, Any]) -> None:
-        tensors = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        tensors = weights_of(self.model)
         if self.world.first:
             about = self._about(more)
             save_tensors(tensors, about["config"], about["provenance"], folder)
@@ -560,7 +413,7 @@ class Trainer:
         self.say(f"NorMuon moves {moved:,} parameters, AdamW {counts['adamw']:,}; which: {self.folder / 'split.json'}")
 
     def _finish(self) -> Path:
-        with self.handed_out():
+        with self.ema.in_place():
             self._write_weights(self.folder, {"validation": self.best if self.best < float("inf") else None})
         if self.world.first:
             facts = self._facts() | {"total_steps": self.length.steps, "model": self.recipe.model.size}
@@ -570,96 +423,9 @@ class Trainer:
         return self.folder / "report.html"
 
 
-def make_teacher(recipe: Recipe) -> Teacher | Standardized:
-    asked = recipe.teacher
-    teacher = load_teacher(asked.name, asked.meet, asked.trust_remote_code)
-    wanted = teacher.raw if asked.standardize is None else asked.standardize
-    return Standardized(teacher) if wanted else teacher
-
-
-def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
-    """New weights, always the same for a seed, or those the recipe starts from."""
-    config = get_config(recipe.model.size, **recipe.model.overrides)
-    config = VecaConfig.from_dict({**config.to_dict(), "output_dim": output_dim_for(config, teacher)})
-    if recipe.model.start is not None:
-        model = veca.load(recipe.model.start)
-        ours, theirs = config.to_dict(), model.config.to_dict()
-        if different := [f"{key}: {theirs[key]}, not {ours[key]}" for key in ours if ours[key] != theirs[key]]:
-            raise RecipeError(f"model.start={recipe.model.start} is another model ({'; '.join(different)})")
-        return model.train()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = Veca(config)
-    if recipe.model.patch_embed_from_teacher:
-        start_patch_embed(model, teacher)
-    return model.train()
-
-
-def find_pictures(recipe: Recipe, folder: Path, world: World) -> tuple[Pictures, Pictures | None]:
-    """Training and validation pictures; the first process makes the index, the others read it."""
-    if not recipe.data.train:
-        raise RecipeError("data.train: no pictures to train on; name folders, globs or tar shards")
-
-    def find() -> tuple[Pictures, Pictures | None]:
-        train = Pictures.find(recipe.data.train, folder / "train.index", progress=world.first)
-        if not recipe.data.validation:
-            return train, None
-        return train, Pictures.find(recipe.data.validation, folder / "validation.index", progress=world.first)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    found = find() if world.first else None
-    gathered(None, world)
-    return found or find()
-
-
-def check_recipe(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
-    """A run goes on with the recipe it began with, but for what does not change what it learns."""
-    different = [
-        f"{key}: {before!r}, now {now!r}"
-        for key, before, now in _differences(old, new)
-        if not any(key == free or key.startswith(f"{free}.") for free in _FREE)
-    ]
-    if different:
-        raise RecipeError(
-            f"{folder} holds a run of another recipe ({'; '.join(different)}). "
-            "Take another --out, or --restart to begin anew in it"
-        )
-
-
-def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        old, new = ({str(k): v for k, v in side.items()} for side in (old, new))  # JSON makes keys text
-        for key in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(a, b, f"{where}[{i}]")
-    elif old != new:
-        yield where, old, new
-
-
 def _products(recipe: Recipe) -> torch.dtype:
     return torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
 
 
 def _shown(grid: Grid) -> str:
     return ", ".join(f"{r} px C={c} {values['total']:.4f}" for (r, c), values in grid.items())
-
-
-def _first(images: Iterator[Tensor], most: int | None) -> Iterator[Tensor]:
-    seen = 0
-    for some in images:
-        yield some
-        seen += len(some)
-        if most is not None and seen >= most:
-            return
-
-
-def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A process's part of something shared out as `parameter` is, as that something."""
-    if part is parameter or not hasattr(parameter, "device_mesh"):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    shared = cast(DTensor, parameter)
-    return DTensor.from_local(part, shared.device_mesh, shared.placements, shape=shared.shape, stride=shared.stride())

@@ -1,0 +1,105 @@
+"""The tensors of a run: how they come into a checkpoint and out of it, whole, however they are shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from veca.train.normuon import local
+from veca.train.optimizers import Optimizers
+from veca.train.parallel import fill, whole
+from veca.train.teachers import Standardized, Teacher
+
+Files = dict[str, dict[str, Tensor]]
+"""Tensors by name, by file."""
+_STATISTICS = ("means", "deviations")
+
+
+class Ema:
+    """A running mean of a model's parameters, or nothing where there is no `decay`."""
+
+    def __init__(self, model: nn.Module, decay: float | None) -> None:
+        self.model, self.decay = model, decay
+        self.values = [local(p).detach().clone() for p in model.parameters()] if decay else []
+
+    def update(self) -> None:
+        if self.decay:
+            now = [local(p).detach() for p in self.model.parameters()]
+            torch._foreach_lerp_(self.values, now, 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the mean for its parameters while the block runs: those are what people get."""
+        if not self.decay:
+            yield
+            return
+        now = [local(p) for p in self.model.parameters()]
+        kept = [p.detach().clone() for p in now]
+        with torch.no_grad():
+            torch._foreach_copy_(now, self.values)
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(now, kept)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        for (name, parameter), value in zip(self.model.named_parameters(), self.values, strict=bool(self.decay)):
+            yield name, _shared_as(value, parameter)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole, on the host. What is shared out is put together by all processes: every one must ask."""
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def tensors_of(model: nn.Module, optimizers: Optimizers, ema: Ema, teacher: Teacher | Standardized) -> Files:
+    """All that a checkpoint holds, as `weights_of`."""
+    files: Files = {"model": weights_of(model), "optimizers": {}}
+    for kind, optimizer in zip(Optimizers._fields, optimizers, strict=True):
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                files["optimizers"][f"{kind}/{name}/{key}"] = whole(value)
+    if ema.decay:
+        files["ema"] = {name: whole(value) for name, value in ema.named()}
+    if isinstance(teacher, Standardized):
+        files["teacher"] = {name: whole(getattr(teacher, name)) for name in _STATISTICS}
+    return files
+
+
+def restore(
+    files: Mapping[str, Mapping[str, Tensor]],
+    model: nn.Module,
+    optimizers: Optimizers,
+    ema: Ema,
+    teacher: Teacher | Standardized,
+) -> None:
+    """The other way round."""
+    for name, tensor in model.state_dict().items():
+        fill(tensor, files["model"][name])
+    parameters, by_kind = dict(model.named_parameters()), dict(zip(Optimizers._fields, optimizers, strict=True))
+    for key, value in files["optimizers"].items():
+        kind, name, entry = key.split("/")
+        parameter = parameters[name]
+        if value.shape == parameter.shape:  # shared out as the parameter is
+            kept = torch.empty_like(parameter, dtype=value.dtype)
+            fill(kept, value)
+        else:
+            kept = value.to(parameter.device)
+        by_kind[kind].state[parameter][entry] = kept
+    for name, value in ema.named():
+        fill(value, files["ema"][name])
+    if isinstance(teacher, Standardized):
+        for name in _STATISTICS:
+            getattr(teacher, name).copy_(files["teacher"][name])
+
+
+def _shared_as(part: Tensor, parameter: Tensor) -> Tensor:
+    """A process's part of what is shared out as `parameter` is, as the tensor it is a part of."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, shape=parameter.shape, stride=parameter.stride())
