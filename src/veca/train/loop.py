@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import veca
 from veca.checkpoint import save_tensors
@@ -33,7 +34,7 @@ from veca.train.data import Batch, DataError, TrainBatches, to_model_input
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
 from veca.train.objective import Losses, distillation_losses
 from veca.train.optimizers import make_optimizers, split_parameters
-from veca.train.parallel import World, gathered, replicate, shard, sum_of, unsynced
+from veca.train.parallel import World, gathered, largest, replicate, shard, sum_of, unsynced
 from veca.train.plan import PASSES, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
@@ -172,8 +173,9 @@ class Trainer:
             found.append(losses)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        skip = (~norm.isfinite()).float()  # alike everywhere: gradients are those of all processes
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        fine = torch.stack([norm, *(losses.total.detach() for losses in found)]).isfinite().all()
+        skip = largest((~fine).float(), self.world)
         _, steps, warmup = self.length
         self.optimizers.step(learning_rate(self.step, steps, warmup, recipe.schedule.peak, recipe.schedule.low), skip)
         self.optimizers.zero_grad()

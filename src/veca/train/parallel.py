@@ -111,6 +111,13 @@ def sum_of(values: list[float], world: World) -> list[float]:
     return cast(list[float], total.tolist())
 
 
+def largest(value: Tensor, world: World) -> Tensor:
+    """The largest of all processes' values, on the device; the host does not wait for it."""
+    if world.size > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
 def gathered(thing: Any, world: World) -> list[Any]:
     """What every process has, in order of rank; plain data."""
     if world.size == 1:
