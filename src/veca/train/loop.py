@@ -193,14 +193,7 @@ class Trainer:
         """Train to the end; the folder then holds the model and a report."""
         recipe, steps = self.recipe, self.length.steps
         self._write_recipe()
-        on_gpu = self.world.device.type == "cuda" and recipe.data.augment_on != "cpu"
-        stream = TrainBatches(
-            self.pictures, resolution_of=lambda f: self.draws(f // recipe.accumulate)[1], batch=recipe.batch,
-            rank=self.world.rank, world=self.world.size, seed=recipe.seed, short_side=recipe.data.short_side,
-            augment=recipe.data.augment, views=recipe.data.views, workers=recipe.data.workers,
-            max_pixels=recipe.data.max_pixels, start=self.step * recipe.accumulate, where="gpu" if on_gpu else "cpu",
-        )  # fmt: skip
-        with self._logging() as (log, live), self._signals(), stream:
+        with self._logging() as (log, live), self._signals(), self.batches() as stream:
             for notice in self.notices:
                 self._event(log, live, notice)
             batches = iter(stream)
@@ -223,6 +216,17 @@ class Trainer:
                     self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
                     raise Interrupted(self.stop)
         return self._finish()
+
+    def batches(self) -> TrainBatches:
+        """The pictures of the steps to come."""
+        recipe = self.recipe
+        on_gpu = self.world.device.type == "cuda" and recipe.data.augment_on != "cpu"
+        return TrainBatches(
+            self.pictures, resolution_of=lambda f: self.draws(f // recipe.accumulate)[1], batch=recipe.batch,
+            rank=self.world.rank, world=self.world.size, seed=recipe.seed, short_side=recipe.data.short_side,
+            augment=recipe.data.augment, views=recipe.data.views, workers=recipe.data.workers,
+            max_pixels=recipe.data.max_pixels, start=self.step * recipe.accumulate, where="gpu" if on_gpu else "cpu",
+        )  # fmt: skip
 
     def _asked_to_stop(self) -> bool:
         total, most = self.watch.seen()

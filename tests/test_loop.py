@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from veca.train.loop import Trainer, Watch
+from veca.train.parallel import World
+from veca.train.recipe import Recipe
+from veca.train.state import Ema
+from veca.train.teachers import Targets
+from veca.train.validation import Lessons
+
+CPU = World(0, 1, torch.device("cpu"))
+
+
+def test_watch_counts_what_is_skipped_and_the_longest_row() -> None:
+    watch = Watch(torch.device("cpu"), total=4)
+    for skip in (0, 1, 1, 0, 1):
+        watch.update(torch.tensor(float(skip)))
+    assert watch.seen() == (7, 2)
+
+
+def test_ema_is_the_running_mean_and_is_put_aside_again() -> None:
+    model = nn.Linear(2, 1)
+    ema = Ema(model, 0.9)
+    expected = model.weight.detach().clone()
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight += 1
+        ema.update()
+        expected = 0.9 * expected + 0.1 * model.weight.detach()
+    now = model.weight.detach().clone()
+    with ema.in_place():
+        torch.testing.assert_close(model.weight.detach(), expected)
+    assert torch.equal(model.weight, now)
+    ema.update()  # what was in place was a copy
+    torch.testing.assert_close(dict(ema.named())["weight"], 0.9 * expected + 0.1 * now)
+
+
+def test_no_ema_is_the_model_itself() -> None:
+    model = nn.Linear(2, 1)
+    ema = Ema(model, None)
+    ema.update()
+    with ema.in_place():
+        assert not list(ema.named())
+
+
+class Counting(nn.Module):
+    """A teacher that says how many pictures it was shown at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, images: Tensor, grid: tuple[int, int]) -> Targets:
+        self.seen.append(len(images))
+        return Targets(images.mean((2, 3)), images.new_zeros(len(images), grid[0] * grid[1], 3))
+
+
+@pytest.mark.parametrize(("size", "shown"), [(32, [6, 4]), (48, [4, 4, 2]), (64, [4, 4, 2]), (80, [2, 2, 2, 2, 2])])
+def test_the_teacher_takes_fewer_pictures_at_higher_resolutions(size: int, shown: list[int]) -> None:
+    recipe = Recipe.from_dict({"teacher": {"micro_batch": {32: 6, 64: 4, 96: 2}}, "precision": "float32"})
+    teacher = Counting()
+    images = torch.randn(10, 3, size, size)
+    targets = Lessons(teacher, recipe, CPU, 16).targets(images)  # type: ignore[arg-type]
+    assert teacher.seen == shown
+    assert targets.patches.shape == (10, (size // 16) ** 2, 3)
+    torch.testing.assert_close(targets.cls, images.mean((2, 3)))
+
+
+@pytest.mark.gpu
+def test_gpu_a_step_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(16):
+        Image.fromarray(rng.integers(0, 256, (80, 96, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
+    recipe = Recipe.from_dict(
+        {
+            "model": {"size": "veca_tiny", "overrides": {"depth": 2}},
+            "teacher": {"name": "efficientnet-lite2"},
+            "data": {"train": [str(tmp_path)], "workers": 2},
+            "schedule": {"epochs": None, "steps": 200, "warmup": 4},
+            "resolutions": [{"odds": {64: 1, 96: 1}}],
+            "batch": 8,
+        }
+    )
+    trainer = Trainer(recipe, tmp_path / "run", World(0, 1, torch.device("cuda", 0)))
+    with trainer.batches() as stream:
+        batches = iter(stream)
+        for _ in range(24):  # every budget and resolution compiles and warms up
+            trainer.train_step(batches)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(8):
+                trainer.train_step(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    values = trainer.meter.values()
+    assert values["nonfinite"] == 0
+    assert trainer.watch.seen() == (0, 0)
