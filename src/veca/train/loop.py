@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ from veca.train.data import Batch, DataError, TrainBatches, to_model_input
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
 from veca.train.objective import Losses, distillation_losses
 from veca.train.optimizers import make_optimizers, split_parameters
-from veca.train.parallel import World, gathered, largest, replicate, shard, sum_of, unsynced
+from veca.train.parallel import World, any_of, gathered, largest, replicate, shard, sum_of, unsynced
 from veca.train.plan import PASSES, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
@@ -109,7 +110,7 @@ class Trainer:
         wandb: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.recipe, self.folder, self.world, self.wandb = recipe, folder, world, wandb
+        self.recipe, self.folder, self.world, self.wandb, self.restart = recipe, folder, world, wandb, restart
         self.say = say if world.first else lambda text: None
         self.notices: list[str] = []
         saved = None if restart else newest_checkpoint(folder / "checkpoints", self.notices.append)
@@ -137,8 +138,9 @@ class Trainer:
             self.best = float("inf") if saved.facts["best"] is None else saved.facts["best"]
             images, seconds, skipped = (saved.facts[name] for name in ("images", "seconds", "skipped"))
             self.notices.append(f"resumed: from step {self.step:,}")
-        self.saved = self.step
         self.meter = Meter(recipe.budgets, recipe.grid()[0], images=images, seconds=seconds)
+        if saved is not None:
+            self.meter.take_up(saved.facts["under_way"], world.rank, world.size, world.device)
         self.watch = Watch(world.device, skipped)
         if recipe.compile:  # blocks are alike: what is compiled for one serves all, at any budget and resolution
             for block in self.model.blocks:
@@ -165,7 +167,7 @@ class Trainer:
             self.lessons.skipped += batch.skipped
             images = to_model_input(batch, self.world.device)
             targets = self.lessons.targets(images)
-            torch.manual_seed(seed_of("model", recipe.seed, self.step * passes + i))
+            torch.manual_seed(seed_of("model", recipe.seed, self.step))
             with unsynced(self.student, last=i == passes - 1):
                 with self.lessons.autocast():
                     losses = self.student(images, budget, targets)
@@ -209,10 +211,10 @@ class Trainer:
                     self._log(log, live)
                 if self.validation is not None and (last or self.step % recipe.validation.every == 0):
                     self._validate(log, live)
-                if last or self.step % recipe.checkpoints.every == 0:
-                    self._save(log, live, must=last)
-                if self._asked_to_stop() and not last:
-                    self._save(log, live, must=True)
+                stop = self._asked_to_stop() and not last
+                if last or stop or self.step % recipe.checkpoints.every == 0:
+                    self._save(log, live, must=last or stop)
+                if stop:
                     self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
                     raise Interrupted(self.stop)
         return self._finish()
@@ -281,17 +283,20 @@ class Trainer:
         values["learning_rate"] = self.optimizers.adamw.param_groups[0]["lr"]
         values["memory_gib"] = memory_gib(self.world.device)
         values["floor_share"] = values["images_per_s"] / self.world.size * self._work() / self._floor
+        self._note_corrupt(log, live)
+        if values["nonfinite"]:
+            self._event(log, live, f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
+        if log is not None and live is not None:
+            log.train(self.step, values)
+            live.update(self.step, values)
+
+    def _note_corrupt(self, log: RunLog | None, live: LiveLine | None) -> None:
         lost = [pair for pairs in gathered(self.lessons.skipped, self.world) for pair in pairs]
         self.lessons.skipped, self.corrupt = [], self.corrupt + len(lost)
         for name, reason in dict(lost).items():
             if name not in self.named:  # it comes again every epoch
                 self.named.add(name)
                 self._event(log, live, f"corrupt: {name}, {reason}")
-        if values["nonfinite"]:
-            self._event(log, live, f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
-        if log is not None and live is not None:
-            log.train(self.step, values)
-            live.update(self.step, values)
 
     def _work(self) -> float:
         """FLOPs of the student per picture, at the budgets and resolutions that come on average."""
@@ -329,17 +334,23 @@ class Trainer:
             log.validation(self.step, grid)
             live.say(f"validation at step {self.step:,}: {mean:.4f} ({_shown(grid)})")
         if mean < self.best:
-            self.best = mean
+            failed = ""
             with self.meter.pause(), self.ema.in_place():
-                self._write_weights(self.folder / "best", {"validation": mean})
+                try:
+                    self._write_weights(self.folder / "best", {"validation": mean})
+                except OSError as error:
+                    failed = error.strerror or str(error)
+                    self._event(log, live, f"unsaved: best weights, at step {self.step:,}: {failed}")
+            if not any_of(bool(failed), self.world):
+                self.best = mean
 
     # Checkpoints
 
     def _save(self, log: RunLog | None, live: LiveLine | None, must: bool) -> None:
         """A disk that is full stops nothing but the last checkpoint: the one before it stays, the next is tried."""
-        if self.saved == self.step and self.step:
-            return
         with self.meter.pause():
+            self._note_corrupt(log, live)
+            under_way = gathered(self.meter.under_way(), self.world)
             if not self.world.first and self.recipe.parallel == "ddp":
                 return
             tensors = tensors_of(self.model, self.optimizers, self.ema, self.teacher)
@@ -348,14 +359,15 @@ class Trainer:
             folder = self.folder / "checkpoints"
             metadata = {"model": {"format": "pt", "veca": json.dumps(self._about({}))}}
             try:
-                write_checkpoint(folder, self.step, self._facts(), tensors, metadata)
+                if log is not None:  # a run that goes on from here does not write these rows again
+                    log.flush()
+                write_checkpoint(folder, self.step, self._facts() | {"under_way": under_way}, tensors, metadata)
             except OSError as error:
                 if must:
                     raise
                 self._event(log, live, f"unsaved: checkpoint at step {self.step:,}: {error.strerror or error}")
             else:
-                self.saved = self.step
-                forget_old(folder, self.recipe.checkpoints.keep)
+                forget_old(folder, self.recipe.checkpoints.keep, self.step)
                 self._event(log, live, f"checkpoint: step {self.step:,}")
 
     def _check_data(self, saved: Saved) -> None:
@@ -407,6 +419,9 @@ class Trainer:
         if not self.world.first:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.restart:
+            for name in ("checkpoints", "best"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
         split = split_parameters(self.model)
         with atomic_path(self.folder / "recipe.yaml") as part:
             part.write_text(self.recipe.to_yaml(), encoding="utf-8")

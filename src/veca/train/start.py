@@ -17,16 +17,10 @@ from veca.train.recipe import Recipe, RecipeError
 from veca.train.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
 
 _FREE = (
-    "batch",
-    "data.workers",
-    "log_every",
-    "checkpoints",
-    "validation",
-    "compile",
-    "teacher.micro_batch",
-    "schedule",
+    *("data.workers", "data.augment_on", "log_every", "checkpoints", "validation", "compile", "teacher.micro_batch"),
+    *("schedule", "precision", "parallel", "batch"),
 )
-"""Keys of a recipe that a run which continues may change."""
+"""Keys of a recipe that a run which continues may change; the batch of all processes together may not."""
 
 
 def make_teacher(recipe: Recipe) -> Teacher | Standardized:
