@@ -131,21 +131,25 @@ def test_a_run_learns_the_same_from_stored_and_computed_targets(tmp_path: Path) 
         assert torch.equal(tensor, mixed[name]), name
 
 
-def test_computes_only_what_is_missing(tmp_path: Path) -> None:
-    asked = []
+@pytest.mark.parametrize(
+    ("together", "expected"), [(1, [[1, 2], [4, 3]]), (3, [[1, 2], [4, 3, 2]]), (8, [[1, 2], [4, 3, 2, 1]])]
+)
+def test_computes_only_what_is_missing(tmp_path: Path, together: int, expected: list[list[int]]) -> None:
+    """And what it takes to make that a number of pictures the teacher knows."""
+    asked: list[list[float]] = []
 
     def teach(images: Tensor) -> Targets:
         asked.append(images[:, 0, 0, 0].tolist())
         return of([int(number) for number in asked[-1]])
 
     with make(tmp_path) as cache:
-        for pictures in ([1, 2], [3, 2, 1, 4], [4, 3, 2, 1]):
+        for pictures in ([1, 2], [2, 4, 1, 3], [4, 3, 2, 1]):
             images = torch.tensor(pictures).float().view(-1, 1, 1, 1).expand(-1, 3, 64, 64)
-            found = cache.targets(batch(pictures), images, teach)
+            found = cache.targets(batch(pictures), images, teach, together)
             cache.flush()
             for read, right in zip(found, cache.round(of(pictures)), strict=True):
                 assert torch.equal(read, right)
-        assert asked == [[1, 2], [3, 4]]
+        assert asked == expected
 
 
 def test_batches_come_as_they_are_and_are_read_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

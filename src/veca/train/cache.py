@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from veca.files import atomic_path
-from veca.train.data import Batch
+from veca.train.data import Batch, Pictures
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.teachers import Standardized, Targets, Teacher
 
@@ -107,6 +107,23 @@ def cache_about(recipe: Recipe, teacher: Teacher | Standardized, fingerprint: st
         "augment": recipe.data.augment,
         "versions": versions,
     }
+
+
+def open_cache(
+    recipe: Recipe,
+    teacher: Teacher | Standardized,
+    pictures: Pictures,
+    patch_size: int,
+    say: Callable[[str], None] = print,
+) -> TargetCache | None:
+    """The cache a recipe asks for; the teacher has its statistics by now."""
+    if recipe.teacher.cache is None:
+        return None
+    most = None if recipe.teacher.cache_gb is None else round(recipe.teacher.cache_gb * 1e9)
+    return TargetCache(
+        recipe.teacher.cache, cache_about(recipe, teacher, pictures.fingerprint), pictures=len(pictures),
+        width=teacher.width, patch_size=patch_size, most_bytes=most, say=say,
+    )  # fmt: skip
 
 
 class TargetCache:
@@ -186,8 +203,12 @@ class TargetCache:
         if before is not None:
             yield before
 
-    def targets(self, batch: Batch, images: Tensor, compute: Callable[[Tensor], Targets]) -> Targets:
-        """Of a batch, whose `images` are as the model takes them, on their device: read, or computed and stored."""
+    def targets(self, batch: Batch, images: Tensor, compute: Callable[[Tensor], Targets], together: int = 1) -> Targets:
+        """Of a batch, whose `images` are as the model takes them, on their device: read, or computed and stored.
+
+        What is missing is computed in multiples of `together`, filled up with pictures that are not, or as the whole
+        batch: to a teacher that is compiled for the pictures it takes at a time, every other number would be news.
+        """
         self._tell()
         resolution, device = images.shape[-1], images.device
         found = self.get(batch.indices, batch.views, resolution)
@@ -199,8 +220,10 @@ class TargetCache:
             return fresh
         have = Targets(*(tensor.to(device, non_blocking=True) for tensor in found.targets))
         if len(missing):
-            rows = missing.to(device)
-            fresh = self.round(compute(images[rows]))
+            rest = torch.ones(len(images), dtype=torch.bool).index_fill_(0, missing, False).nonzero().flatten()
+            asked = torch.cat([missing, rest[: -len(missing) % together]]).to(device)
+            fresh = Targets(*(tensor[: len(missing)] for tensor in self.round(compute(images[asked]))))
+            rows = asked[: len(missing)]
             self.put(batch.indices[missing], batch.views[missing], resolution, fresh)
             for tensor, new in zip(have, fresh, strict=True):
                 tensor[rows] = new
