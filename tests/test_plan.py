@@ -213,3 +213,14 @@ def test_the_largest_model_costs_no_memory_to_plan() -> None:
     shown = text(recipe, get_config("veca_large"), 10_000, teacher=TEACHER)
     assert "303,195,301 parameters" in shown
     assert "[red]/odd[/] folder" in shown
+
+
+def test_says_what_a_cache_of_targets_would_take() -> None:
+    """Targets are a global feature and a map, two bytes a number: of two views, at each resolution that comes."""
+    values = STAGE_2.to_dict() | {"teacher": {"cache": "targets", "cache_gb": 500}, "data": {"views": 2}}
+    numbers = sum((1 + (size // 16) ** 2) * 384 for size in (256, 384, 512, 768))
+    shown = text(Recipe.from_dict(values), get_config("veca_small"), 118_287, teacher=TEACHER)
+    _, _, _, _, _, size, *rest = row(shown, "cache of targets")
+    assert float(size.replace(",", "")) == pytest.approx(118_287 * 2 * 2 * numbers / 1e9, rel=0.01)
+    assert " ".join(rest) == "GB in targets, but at most 500"
+    assert "cache of targets" not in text(STAGE_2, get_config("veca_small"), 118_287, teacher=TEACHER)

@@ -21,6 +21,7 @@ from rich.table import Table
 from veca.config import VecaConfig
 from veca.flops import model_flops, patches
 from veca.model import Veca
+from veca.train.cache import cache_bytes
 from veca.train.log import duration
 from veca.train.optimizers import Split, split_parameters
 from veca.train.recipe import Recipe, RecipeError
@@ -175,6 +176,14 @@ class Plan:
         cells = [(patches(self.config, size, size), share) for size, share in self.resolutions.items()]
         return sum((2 * weights * n + 4 * width * n**2 * depth) * share for n, share in cells)
 
+    def cache_bytes(self) -> int | None:
+        """Of all targets on disk; None if they are not to be kept there, or their number is not known."""
+        views = self.recipe.data.views
+        if self.recipe.teacher.cache is None or views is None or self.pictures is None or not self.teacher:
+            return None
+        sizes = [size for size, share in self.resolutions.items() if share]
+        return cache_bytes(self.pictures, views, sizes, self.config.patch_size, self.teacher["width"])
+
     def step_flops(self) -> float:
         """Of one image in training: the student's passes and the teacher's."""
         return PASSES * self.flops() + self.teacher_flops()
@@ -255,6 +264,10 @@ def _run_table(plan: Plan) -> Table:
             f"{plan.teacher['parameters']:,} parameters, width {plan.teacher['width']}, stride {plan.teacher['stride']}"
         )
         table.add_row("teacher", f"{escape(recipe.teacher.name)}, {said}")
+    if (size := plan.cache_bytes()) is not None:
+        said = f"up to {size / 1e9:,.1f} GB in {escape(str(recipe.teacher.cache))}"
+        limit = recipe.teacher.cache_gb
+        table.add_row("cache of targets", said if limit is None else f"{said}, but at most {limit:g}")
     table.add_row("pictures", "not counted" if plan.pictures is None else f"{plan.pictures:,}")
     batch = f"{recipe.batch} × {recipe.accumulate} accumulated × {plan.world_size} processes"
     table.add_row("batch", f"{global_batch(recipe, plan.world_size):,} pictures: {batch}")

@@ -66,8 +66,16 @@ class TeacherRecipe:
     """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap."""
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
+    cache: str | None = None
+    """A folder to keep its targets in, in float16, and read them from when a view comes back; runs may share it.
+    `data.views` must say how many views there are. With ViT-H's width, a view at 256 pixels takes 0.66 MB."""
+    cache_gb: float | None = None
+    """At most so many GB (10⁹ bytes) of it; null: as long as the disk has 10 GB left."""
 
     def __post_init__(self) -> None:
+        _require("teacher.cache", self.cache, self.cache != "", "a folder, or null")
+        fine = self.cache_gb is None or self.cache_gb > 0
+        _require("teacher.cache_gb", self.cache_gb, fine, "null, or above 0")
         sizes = self.micro_batch.values() if isinstance(self.micro_batch, dict) else [self.micro_batch]
         _require("teacher.micro_batch", self.micro_batch, bool(sizes) and min(sizes) >= 1, "at least 1")
 
@@ -209,6 +217,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         config = get_config(self.model.size, **self.model.overrides)
+        if self.teacher.cache is not None and self.data.views is None:
+            raise RecipeError(
+                f"teacher.cache={self.teacher.cache!r}: with data.views=null every epoch has new views, and no target "
+                "is ever needed again. Set data.views to how many there are to be, or leave teacher.cache out"
+            )
         _check_odds("budgets", self.budgets)
         for budget in self.budgets:
             _require("budgets", budget, 1 <= budget <= config.num_cores, f"from 1 to {config.num_cores}, the core bank")
