@@ -30,6 +30,7 @@ from veca.checkpoint import save_tensors
 from veca.files import atomic_path
 from veca.flops import model_flops
 from veca.model import Veca
+from veca.train.cache import TargetCache, open_cache
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
 from veca.train.data import Batch, DataError, TrainBatches, to_model_input
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
@@ -147,6 +148,7 @@ class Trainer:
                 block.compile(dynamic=True)
             self.teacher.compile(dynamic=False)
         self.student = replicate(Student(self.model, recipe), world, recipe.parallel)
+        self.cache: TargetCache | None = None
         self.stop = 0
         self.named: set[str] = set()
 
@@ -166,7 +168,10 @@ class Trainer:
             batch = next(batches)
             self.lessons.skipped += batch.skipped
             images = to_model_input(batch, self.world.device)
-            targets = self.lessons.targets(images)
+            if self.cache is None:
+                targets = self.lessons.targets(images)
+            else:
+                targets = self.cache.targets(batch, images, self.lessons.targets, self.lessons.at_once(resolution))
             torch.manual_seed(seed_of("model", recipe.seed, self.step))
             with unsynced(self.student, last=i == passes - 1):
                 with self.lessons.autocast():
@@ -193,31 +198,49 @@ class Trainer:
 
     def run(self) -> Path:
         """Train to the end; the folder then holds the model and a report."""
-        recipe, steps = self.recipe, self.length.steps
+        steps = self.length.steps
         self._write_recipe()
         with self._logging() as (log, live), self._signals(), self.batches() as stream:
             for notice in self.notices:
                 self._event(log, live, notice)
-            batches = iter(stream)
-            while self.step < steps:
-                try:
-                    self.train_step(batches)
-                except DataError:  # nothing has moved yet
-                    if self.world.size == 1:
-                        self._save(log, live, must=False)
-                    raise
-                last = self.step == steps
-                if last or self.step % recipe.log_every == 0:
-                    self._log(log, live)
-                if self.validation is not None and (last or self.step % recipe.validation.every == 0):
-                    self._validate(log, live)
-                stop = self._asked_to_stop() and not last
-                if last or stop or self.step % recipe.checkpoints.every == 0:
-                    self._save(log, live, must=last or stop)
-                if stop:
-                    self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
-                    raise Interrupted(self.stop)
+            with self._caching(log, live):
+                batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
+                while self.step < steps:
+                    self._advance(batches, log, live)
         return self._finish()
+
+    def _advance(self, batches: Iterator[Batch], log: RunLog | None, live: LiveLine | None) -> None:
+        """A step, and whatever is due after it."""
+        recipe = self.recipe
+        try:
+            self.train_step(batches)
+        except DataError:  # nothing has moved yet
+            if self.world.size == 1:
+                self._save(log, live, must=False)
+            raise
+        last = self.step == self.length.steps
+        if last or self.step % recipe.log_every == 0:
+            self._log(log, live)
+        if self.validation is not None and (last or self.step % recipe.validation.every == 0):
+            self._validate(log, live)
+        stop = self._asked_to_stop() and not last
+        if last or stop or self.step % recipe.checkpoints.every == 0:
+            self._save(log, live, must=last or stop)
+        if stop:
+            self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
+            raise Interrupted(self.stop)
+
+    @contextlib.contextmanager
+    def _caching(self, log: RunLog | None, live: LiveLine | None) -> Iterator[None]:
+        """The teacher's targets on disk while the block runs, if the recipe names a place for them."""
+
+        def say(text: str) -> None:
+            self._event(log, live, text)
+
+        self.cache = open_cache(self.recipe, self.teacher, self.pictures, self.model.config.patch_size, say)
+        with self.cache or contextlib.nullcontext():
+            yield
+        self.cache = None
 
     def batches(self) -> TrainBatches:
         """The pictures of the steps to come."""

@@ -18,7 +18,7 @@ from veca.train.teachers import Standardized, Teacher, load_teacher, output_dim_
 
 _FREE = (
     *("data.workers", "data.augment_on", "log_every", "checkpoints", "validation", "compile", "teacher.micro_batch"),
-    *("schedule", "precision", "parallel", "batch"),
+    *("teacher.cache", "teacher.cache_gb", "schedule", "precision", "parallel", "batch"),
 )
 """Keys of a recipe that a run which continues may change; the batch of all processes together may not."""
 

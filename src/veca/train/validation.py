@@ -31,16 +31,19 @@ class Lessons:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
 
+    def at_once(self, resolution: int) -> int:
+        """Pictures the teacher takes at a time."""
+        asked = self.recipe.teacher.micro_batch
+        if isinstance(asked, int):
+            return asked
+        fitting = [count for size, count in asked.items() if size >= resolution]
+        return max(fitting) if fitting else min(asked.values())
+
     @torch.no_grad()
     def targets(self, images: Tensor) -> Targets:
-        """A few pictures at a time."""
-        at_once = self.recipe.teacher.micro_batch
-        if isinstance(at_once, dict):
-            fitting = [count for size, count in at_once.items() if size >= images.shape[-1]]
-            at_once = max(fitting) if fitting else min(at_once.values())
         grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
         with self.autocast():
-            parts = [self.teacher(part, grid) for part in images.split(at_once)]
+            parts = [self.teacher(part, grid) for part in images.split(self.at_once(images.shape[-1]))]
         return Targets(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     def take_statistics(self, pictures: Pictures, validation: Pictures | None) -> None:
