@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from veca.checkpoint import write_tensors
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -49,7 +51,7 @@ def write_checkpoint(
         sums = {}
         for file, named in tensors.items():
             path = part / f"{file}.safetensors"
-            save_file(dict(named), path, metadata=(metadata or {}).get(file))
+            write_tensors(path, named, (metadata or {}).get(file))
             sums[path.name] = _checksum(path)
         body = {"step": step, "facts": facts, "files": sums}
         _write_whole(part / "state.json", json.dumps({**body, "sha256": _digest(body)}, indent=1))
