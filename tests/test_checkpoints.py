@@ -33,7 +33,7 @@ def contents(step: int) -> dict[str, dict[str, Tensor]]:
 
 
 def write(folder: Path, *steps: int) -> list[Path]:
-    facts = {"recipe": {"seed": 1, "budgets": {8: 0.1}}, "best": 0.1 + 0.2, "nothing": None}
+    facts = {"recipe": {"seed": 1, "budgets": {8: 0.1, 16: 0.9, 64: 1}}, "best": 0.1 + 0.2, "nothing": None}
     return [write_checkpoint(folder, step, {**facts, "step": step}, contents(step)) for step in steps]
 
 

@@ -53,7 +53,8 @@ def write_checkpoint(
             path = part / f"{file}.safetensors"
             write_tensors(path, named, (metadata or {}).get(file))
             sums[path.name] = _checksum(path)
-        body = {"step": step, "facts": facts, "files": sums}
+        # As it will be read: JSON makes keys text, and text sorts otherwise than numbers do.
+        body = json.loads(json.dumps({"step": step, "facts": facts, "files": sums}))
         _write_whole(part / "state.json", json.dumps({**body, "sha256": _digest(body)}, indent=1))
         for path in part.iterdir():
             _sync(path)
