@@ -61,8 +61,11 @@ AGREE_EVERY = 10
 """Steps after which several processes ask each other whether to stop."""
 STATISTICS_PICTURES = 1024
 """At most so many training pictures make a teacher's statistics, where there are none for validation."""
-_FREE = ("data.workers", "log_every", "checkpoints", "validation", "compile", "teacher.micro_batch", "schedule")
-"""Keys of a recipe that a run which continues may change."""
+_FREE = (
+    *("data.workers", "data.augment_on", "log_every", "checkpoints", "validation", "compile", "teacher.micro_batch"),
+    *("schedule", "precision", "parallel", "batch"),
+)
+"""Keys of a recipe that a run which continues may change; the batch of all processes together may not."""
 
 
 class TrainingError(ValueError):
