@@ -176,7 +176,7 @@ class Trainer:
             self.skipped += batch.skipped
             images = to_model_input(batch, self.world.device)
             targets = self.targets(images)
-            torch.manual_seed(seed_of("model", recipe.seed, self.step * passes + i))
+            torch.manual_seed(seed_of("model", recipe.seed, self.step))
             with unsynced(self.student, last=i == passes - 1):
                 with self._autocast():
                     losses = self.student(images, budget, targets)
