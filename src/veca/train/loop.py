@@ -149,6 +149,8 @@ class Trainer:
             self._take_statistics(self.teacher)
         self.resumed = saved is not None
         self.meter = Meter(recipe.budgets, recipe.grid()[0], images=images, seconds=seconds)
+        if saved is not None:
+            self.meter.take_up(saved.facts["under_way"], world.rank, world.size, world.device)
         self.watch = Watch(world.device, skipped)
         if recipe.compile:
             for block in self.model.blocks:
@@ -303,17 +305,20 @@ class Trainer:
         values["learning_rate"] = self.optimizers.adamw.param_groups[0]["lr"]
         values["memory_gib"] = memory_gib(self.world.device)
         values["floor_share"] = values["images_per_s"] / self.world.size * self._work() / self._floor
+        self._note_corrupt(log, live)
+        if values["nonfinite"]:
+            self._event(log, live, f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
+        if log is not None and live is not None:
+            log.train(self.step, values)
+            live.update(self.step, values)
+
+    def _note_corrupt(self, log: RunLog | None, live: LiveLine | None) -> None:
         lost = [pair for pairs in gathered(self.skipped, self.world) for pair in pairs]
         self.skipped, self.corrupt = [], self.corrupt + len(lost)
         for name, reason in dict(lost).items():
             if name not in self.named:  # it comes again every epoch
                 self.named.add(name)
                 self._event(log, live, f"corrupt: {name}, {reason}")
-        if values["nonfinite"]:
-            self._event(log, live, f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
-        if log is not None and live is not None:
-            log.train(self.step, values)
-            live.update(self.step, values)
 
     def _work(self) -> float:
         """FLOPs of the student per picture, at the budgets and resolutions that come on average."""
@@ -434,12 +439,16 @@ class Trainer:
         """A disk that is full stops nothing but the last checkpoint: the one before it stays, the next is tried."""
         with self.meter.pause():
             tensors = self._tensors()
+            self._note_corrupt(log, live)
+            facts = self._facts() | {"under_way": gathered(self.meter.under_way(), self.world)}
             if not self.world.first or not tensors:
                 return
             folder = self.folder / "checkpoints"
             metadata = {"model": {"format": "pt", "veca": json.dumps(self._about({"step": self.step}))}}
             try:
-                write_checkpoint(folder, self.step, self._facts(), tensors, metadata)
+                if log is not None:  # a run that goes on from here does not write these rows again
+                    log.flush()
+                write_checkpoint(folder, self.step, facts, tensors, metadata)
             except OSError as error:
                 if must:
                     raise
