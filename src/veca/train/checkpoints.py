@@ -108,9 +108,14 @@ def listed(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def forget_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what a run that was killed left half written."""
-    for path in listed(folder)[:-keep]:
+def forget_old(folder: Path, keep: int, newest: int | None = None) -> None:
+    """Remove all but the newest `keep`, and what a run that was killed left half written.
+
+    `newest` is the step that was just written: what is later could not be read when the run went on from before it.
+    """
+    found = listed(folder)
+    later = [path for path in found if newest is not None and int(path.name.removeprefix("step-")) > newest]
+    for path in [*later, *[path for path in found if path not in later][:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step-*.part"):
         shutil.rmtree(path, ignore_errors=True)

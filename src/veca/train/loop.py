@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -126,7 +127,7 @@ class Trainer:
         wandb: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.recipe, self.folder, self.world, self.wandb = recipe, folder, world, wandb
+        self.recipe, self.folder, self.world, self.wandb, self.restart = recipe, folder, world, wandb, restart
         self.say = say if world.first else lambda text: None
         saved = None if restart else newest_checkpoint(folder / "checkpoints", self.say)
         if saved is not None:
@@ -454,7 +455,7 @@ class Trainer:
                     raise
                 self._event(log, live, f"unsaved: checkpoint at step {self.step:,}: {error.strerror or error}")
             else:
-                forget_old(folder, self.recipe.checkpoints.keep)
+                forget_old(folder, self.recipe.checkpoints.keep, self.step)
                 self._event(log, live, f"checkpoint: step {self.step:,}")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -560,6 +561,9 @@ class Trainer:
         if not self.world.first:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.restart:
+            for name in ("checkpoints", "best"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
         split = split_parameters(self.model)
         with atomic_path(self.folder / "recipe.yaml") as part:
             part.write_text(self.recipe.to_yaml(), encoding="utf-8")
