@@ -356,9 +356,15 @@ class Trainer:
             log.validation(self.step, grid)
             live.say(f"validation at step {self.step:,}: {mean:.4f} ({_shown(grid)})")
         if mean < self.best:
-            self.best = mean
+            failed = ""
             with self.meter.pause(), self.handed_out():
-                self._write_weights(self.folder / "best", {"validation": mean})
+                try:
+                    self._write_weights(self.folder / "best", {"validation": mean})
+                except OSError as error:
+                    failed = error.strerror or str(error)
+                    self._event(log, live, f"unsaved: best weights, at step {self.step:,}: {failed}")
+            if not any_of(bool(failed), self.world):
+                self.best = mean
 
     @torch.no_grad()
     def validate(self) -> Grid:
