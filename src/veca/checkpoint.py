@@ -11,6 +11,7 @@ import ast
 import json
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -95,10 +96,20 @@ def save_tensors(
     description = {"config": config, "provenance": provenance}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     with atomic_path(file) as part:
-        save_file(dict(tensors), part, metadata={"format": "pt", "veca": json.dumps(description)})
+        write_tensors(part, tensors, {"format": "pt", "veca": json.dumps(description)})
     if file is not path:
         with atomic_path(path / "config.json") as part:
             part.write_text(json.dumps(description, indent=2) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file; where the disk does not take it, an `OSError`, as for any other file."""
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise
 
 
 def save_official(model: Veca, path: str | os.PathLike[str]) -> None:

@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from veca.checkpoint import write_tensors
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -49,9 +51,10 @@ def write_checkpoint(
         sums = {}
         for file, named in tensors.items():
             path = part / f"{file}.safetensors"
-            save_file(dict(named), path, metadata=(metadata or {}).get(file))
+            write_tensors(path, named, (metadata or {}).get(file))
             sums[path.name] = _checksum(path)
-        body = {"step": step, "facts": facts, "files": sums}
+        # As it will be read: JSON makes keys text, and text sorts otherwise than numbers do.
+        body = json.loads(json.dumps({"step": step, "facts": facts, "files": sums}))
         _write_whole(part / "state.json", json.dumps({**body, "sha256": _digest(body)}, indent=1))
         for path in part.iterdir():
             _sync(path)
@@ -105,9 +108,14 @@ def listed(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def forget_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what a run that was killed left half written."""
-    for path in listed(folder)[:-keep]:
+def forget_old(folder: Path, keep: int, newest: int | None = None) -> None:
+    """Remove all but the newest `keep`, and what a run that was killed left half written.
+
+    `newest` is the step that was just written: what is later could not be read when the run went on from before it.
+    """
+    found = listed(folder)
+    later = [path for path in found if newest is not None and int(path.name.removeprefix("step-")) > newest]
+    for path in [*later, *[path for path in found if path not in later][:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step-*.part"):
         shutil.rmtree(path, ignore_errors=True)

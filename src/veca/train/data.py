@@ -281,6 +281,9 @@ class Batches:
     def close(self) -> None:
         """End the workers; left to the garbage collector, they would live as long as a traceback that mentions them."""
         getattr(self._records, "_shutdown_workers", lambda: None)()
+        for worker in getattr(self._records, "_workers", []):
+            if worker.is_alive():  # it hangs, and does not heed SIGTERM
+                worker.kill()
         self._records = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -365,6 +368,8 @@ def _no_news_of_children() -> Iterator[None]:
 
 def _init_worker(number: int) -> None:
     init_worker(number)
+    # torchrun and timeout send it to all processes: those that train finish their step first, and need pictures for it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Memory of pictures is kept for the next ones; getting new memory is a quarter of what a JPEG takes.
     Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
 

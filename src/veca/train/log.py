@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -257,6 +257,22 @@ class Meter:
             counts.update(dict.fromkeys(counts, 0))
         self._sums, self._steps, self._new = None, 0, [0, 0.0]
         return found
+
+
+    def under_way(self) -> dict[str, Any]:
+        """What `values` would be made of, as plain data, for a checkpoint between two calls; this waits too."""
+        sums = None if self._sums is None else self._sums.tolist()
+        return {"sums": sums, "steps": self._steps, "budgets": self._budgets, "resolutions": self._resolutions}
+
+    def take_up(self, parts: Sequence[Mapping[str, Any]], rank: int, size: int, device: torch.device) -> None:
+        """Go on from what `under_way` was in each process; where they were more or fewer, each has the mean."""
+        own = parts[rank if len(parts) == size else 0]
+        self._steps = own["steps"]
+        if own["sums"] is not None:
+            sums = [part["sums"] for part in parts] if len(parts) != size else [own["sums"]]
+            self._sums = torch.tensor(sums, dtype=torch.float32, device=device).mean(0)
+        for counts, before in ((self._budgets, own["budgets"]), (self._resolutions, own["resolutions"])):
+            counts.update({int(drawn): count for drawn, count in before.items()})  # JSON makes keys text
 
 
 class LiveLine:
