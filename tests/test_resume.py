@@ -55,7 +55,8 @@ def alone(place: Place) -> Path:
 @pytest.fixture(scope="module")
 def pair(place: Place) -> Path:
     """The same of two processes, each with half the batch."""
-    assert finish(start(place.recipe(batch=4), folder := place.folder / "pair", 2)) == [0, 0]
+    folder = place.folder / "pair"
+    assert finish(start(place.recipe(batch=4), folder, 2)) == [0, 0]
     return folder
 
 
@@ -264,7 +265,9 @@ def at_step(place: Place, alone: Path, step: int) -> dict[str, torch.Tensor]:
     folder = place.folder / "every step"
     if not folder.exists():
         train(place.recipe(checkpoints__keep=99, checkpoints__every=1), folder)
-        assert different(tensors(folder / "checkpoints/step-00000032"), tensors(listed(alone / "checkpoints")[-1])) == []
+        assert (
+            different(tensors(folder / "checkpoints/step-00000032"), tensors(listed(alone / "checkpoints")[-1])) == []
+        )
     return tensors(folder / f"checkpoints/step-{step:08d}")
 
 
