@@ -96,7 +96,7 @@ class RunLog:
             self._online.log({"step": step, **shown})
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """On TensorBoard. Its thread does not outlive a full disk: points are lost, and the next call begins a new file."""
+        """On TensorBoard. Its thread does not outlive a full disk: points are lost, the next call begins a new file."""
         try:
             if self._board is None:
                 self._board = self._new_board(step)
