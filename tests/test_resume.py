@@ -244,13 +244,14 @@ def test_asked_to_stop(
     place: Place, alone: Path, tmp_path: Path, number: signal.Signals, status: int, workers: int
 ) -> None:
     """The whole group gets the signal, as by Ctrl-C or `timeout`: the step at hand is finished and saved."""
-    recipe = place.recipe(data__workers=workers, checkpoints__every=6)
+    recipe, tmp_path = place.recipe(data__workers=workers, checkpoints__every=6), tmp_path / "a folder [with brackets]"
+    tmp_path.mkdir()
     run = start(recipe, tmp_path / "run")
     wait_for(tmp_path / "run", 6, run)
     run[0].kill(number)
     assert finish(run) == [status], run[0].text()
     text = run[0].text()
-    assert "The same command continues" in text
+    assert f"Stopped, and saved in {tmp_path / 'run'}. The same command continues" in text
     assert "Traceback" not in text
     step = reached(tmp_path / "run")
     assert 6 <= step < STEPS
