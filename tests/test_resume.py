@@ -19,7 +19,6 @@ from runs import (
     BOUND,
     STEPS,
     Place,
-    Process,
     assert_same_run,
     copy_run,
     different,
@@ -209,20 +208,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     folder = back_to(16, alone, tmp_path / "run")
     flip(folder / "checkpoints/step-00000016/ema.safetensors")
-    run = start(place.recipe(checkpoints__keep=keep, checkpoints__every=1), folder)
-    wait_for_file(folder / "checkpoints/step-00000013", run)
-    kill(run)  # with the damaged one still in line
+    # Killed between its first checkpoint and its second, with the damaged one still ahead.
+    run = start(place.recipe(checkpoints__keep=keep, checkpoints__every=1), folder, before=dies(os, "replace", 2))
+    assert finish(run) == [-signal.SIGKILL], run[0].text()
+    assert reached(folder) == 13
     assert "damaged: checkpoint step-00000016" in run[0].text()
     assert "resumed: from step 12" in run[0].text()
     train(place.recipe(checkpoints__keep=99), folder)
     assert_same_run(folder, alone)
-
-
-def wait_for_file(path: Path, run: list[Process]) -> None:
-    end = time.monotonic() + BOUND
-    while not path.exists() and run[0].running():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> None:
@@ -272,11 +265,16 @@ def at_step(place: Place, alone: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors(folder / f"checkpoints/step-{step:08d}")
 
 
-def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path) -> None:
-    """One alone was asked; all save the same step and leave."""
+@pytest.mark.parametrize("asked", ["one", "all"])
+def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked: str) -> None:
+    """They save the same step and leave: when one alone was asked, and when all were, with those that read pictures."""
     run = start(place.recipe(batch=4, data__workers=1), tmp_path / "run", 2)
     wait_for(tmp_path / "run", 4, run)
-    run[1].send(signal.SIGTERM)
+    if asked == "one":
+        run[1].send(signal.SIGTERM)
+    else:
+        for process in run:
+            process.kill(signal.SIGTERM)
     assert finish(run) == [143, 143], run[0].text()
     assert 4 <= reached(tmp_path / "run") < STEPS
     assert finish(start(place.recipe(batch=4), tmp_path / "run", 2)) == [0, 0]
