@@ -30,6 +30,7 @@ from runs import (
     tensors,
     train,
     wait_for,
+    wait_until,
 )
 
 from veca.train import checkpoints
@@ -237,17 +238,17 @@ def test_asked_to_stop(
     place: Place, alone: Path, tmp_path: Path, number: signal.Signals, status: int, workers: int
 ) -> None:
     """The whole group gets the signal, as by Ctrl-C or `timeout`: the step at hand is finished and saved."""
-    recipe, tmp_path = place.recipe(data__workers=workers, checkpoints__every=6), tmp_path / "a folder [with brackets]"
+    recipe, tmp_path = place.recipe(data__workers=workers, checkpoints__every=99), tmp_path / "a folder [with brackets]"
     tmp_path.mkdir()
     run = start(recipe, tmp_path / "run")
-    wait_for(tmp_path / "run", 6, run)
+    wait_until((tmp_path / "run/best/config.json").exists, run)
     run[0].kill(number)
     assert finish(run) == [status], run[0].text()
     text = run[0].text()
     assert f"Stopped, and saved in {tmp_path / 'run'}. The same command continues" in text
     assert "Traceback" not in text
     step = reached(tmp_path / "run")
-    assert 6 <= step < STEPS
+    assert 8 <= step < STEPS
     assert f"stopped: by {number.name}, at step {step}" in (tmp_path / "run/events.txt").read_text()
     assert different(tensors(listed(tmp_path / "run/checkpoints")[-1]), at_step(place, alone, step)) == []
     train(place.recipe(), tmp_path / "run")
@@ -277,6 +278,7 @@ def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked
             process.kill(signal.SIGTERM)
     assert finish(run) == [143, 143], run[0].text()
     assert 4 <= reached(tmp_path / "run") < STEPS
+    assert f"stopped: by SIGTERM, at step {reached(tmp_path / 'run')}\n" in (tmp_path / "run/events.txt").read_text()
     assert finish(start(place.recipe(batch=4), tmp_path / "run", 2)) == [0, 0]
     assert_same_run(tmp_path / "run", pair)
 
