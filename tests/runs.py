@@ -212,8 +212,12 @@ def reached(folder: Path) -> int:
 
 def wait_for(folder: Path, step: int, run: list[Process]) -> None:
     """Until there is a checkpoint of this step or a later one, or the run is over."""
+    wait_until(lambda: reached(folder) >= step, run)
+
+
+def wait_until(done: Callable[[], bool], run: list[Process]) -> None:
     end = time.monotonic() + BOUND
-    while reached(folder) < step and any(process.running() for process in run):
+    while not done() and any(process.running() for process in run):
         assert time.monotonic() < end, run[0].text()[-2000:]
         time.sleep(0.002)
 

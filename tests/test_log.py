@@ -347,3 +347,50 @@ def test_damaged_rows_are_left_out_when_a_table_is_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_bytes(b"step,time,total\n1,5,0.5\n2,5\nx,5,1\n\0\0\0\n3,5,\n4,5,0.2")
     assert read_table(tmp_path / "metrics.csv") == [{"step": 1, "time": 5, "total": 0.5}, {"step": 3, "time": 5}]
     assert read_table(tmp_path / "none.csv") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.filterwarnings("ignore:the log waits", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_begins_anew_when_there_is_room_again(tmp_path: Path) -> None:
+    """A full disk ends its thread, not the run; all rows are in the table in the end."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLog(tmp_path, flush_seconds=60) as log:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            log.train(1, {"total": 1.0})
+            with contextlib.suppress(OSError):
+                log._board.flush()
+            log.train(2, {"total": 1.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        log.train(3, {"total": 0.5})
+    assert [row["step"] for row in table(tmp_path / "metrics.csv")] == ["1", "2", "3"]
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/total")
+    assert 3 in [point.step for point in shown]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 3)])
+def test_a_meter_is_taken_up_by_as_many_or_others(before: int, after: int) -> None:
+    """What was measured before a checkpoint counts as if it had been measured here: the mean over processes stays."""
+    import json
+
+    def update(meter: Meter, loss: float, budget: int) -> None:
+        meter.update({"total": torch.tensor(loss), "norm": torch.tensor(1.0)}, 4, budget, 256)
+
+    old = [Meter([8, 16], [256]) for _ in range(before)]
+    for rank, meter in enumerate(old):
+        update(meter, 1.0 + rank, 8)
+        update(meter, math.nan, 16)
+    parts = json.loads(json.dumps([meter.under_way() for meter in old]))
+    new = [Meter([8, 16], [256]) for _ in range(after)]
+    for rank, meter in enumerate(new):
+        meter.take_up(parts, rank, after, torch.device("cpu"))
+        update(meter, 4.0, 8)
+    found = [meter.values() for meter in new]
+    expected = (sum(1.0 + rank for rank in range(before)) / before + 4.0) / 2
+    assert sum(values["total"] for values in found) / after == pytest.approx(expected, rel=1e-6)
+    for values in found:
+        counts = {name: values[name] for name in ("nonfinite", "budget_8", "budget_16", "resolution_256")}
+        assert counts == {"nonfinite": 1, "budget_8": 2, "budget_16": 1, "resolution_256": 3}

@@ -198,3 +198,62 @@ def test_several_processes_share_the_work_and_agree(tmp_path: Path) -> None:
     for rank in range(3):
         for found, expected in zip(torch.load(out.with_suffix(f".{rank}")), alone, strict=True):
             assert relative_error(found, expected) <= 1e-6
+
+
+def _shard(rank: int, count: int, out: Path) -> None:
+    """Two steps, a skipped one and another, of matrices shared out by FSDP2; rows of one do not fall evenly."""
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": out.read_text()}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=count)
+    model = _matrices()
+    fully_shard(model)
+    found = _steps(model)
+    torch.save(found, out.with_suffix(f".{rank}"))
+    torch.distributed.destroy_process_group()
+
+
+def _matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(*shape, bias=False) for shape in ((16, 24), (16, 24), (8, 3))])
+
+
+def _steps(model: nn.Module) -> dict[str, Tensor]:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    def whole(x: Tensor) -> Tensor:
+        return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+    weights = dict(model.named_parameters())
+    groups = [
+        {"params": [w for w in weights.values() if len(w) == 24], "parts": 3},
+        {"params": [w for w in weights.values() if len(w) == 3]},
+    ]
+    optimizer = NorMuon(groups, lr=1e-2, weight_decay=0.1, dtype=torch.float32)
+    torch.manual_seed(1)
+    for skip in (0.0, 0.0, 1.0, 0.0):
+        for weight in weights.values():
+            gradient = torch.randn(weight.shape) / (1 - skip)
+            if isinstance(weight, DTensor):
+                gradient = distribute_tensor(gradient, weight.device_mesh, weight.placements)
+            weight.grad = gradient
+        optimizer.found_inf = torch.tensor(skip)
+        optimizer.step()
+    states = {f"{n}.{k}": whole(v) for n, w in weights.items() for k, v in optimizer.state[w].items()}
+    return {name: whole(weight) for name, weight in weights.items()} | states
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_matrices_that_are_shared_out_move_alike(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (out := tmp_path / "weights").write_text(str(free.getsockname()[1]))
+    mp.start_processes(_shard, (2, out), nprocs=2, start_method="fork")
+    alone = _steps(_matrices())
+    for rank in range(2):
+        shared = torch.load(out.with_suffix(f".{rank}"))
+        assert shared.keys() == alone.keys()
+        for name in alone:
+            assert relative_error(shared[name], alone[name]) <= 1e-6, name

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import make_tiny
-from torch import nn
+from torch import Tensor, nn
 
 import veca
-from veca.train.optimizers import make_optimizers, split_parameters
+from veca.train.optimizers import Optimizers, make_optimizers, split_parameters
 
 
 def test_every_parameter_has_one_optimizer(tiny: veca.Veca) -> None:
@@ -78,3 +78,61 @@ def test_training_lowers_the_loss(tiny: veca.Veca) -> None:
         optimizers.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.6 * losses[0]
+
+
+def moved(model: veca.Veca, optimizers: Optimizers, seed: int, skip: Tensor | None, bad: bool = False) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(2, 3, 32, 48), 16).patches.square().mean().backward()
+    for parameter in model.parameters():
+        if bad and parameter.grad is not None:
+            parameter.grad.fill_(float("nan"))
+    optimizers.step(1e-2, skip)
+    optimizers.zero_grad()
+
+
+def everything(model: veca.Veca, optimizers: Optimizers) -> dict[str, Tensor]:
+    """Weights, and whatever the optimizers keep of each."""
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for kind, optimizer in zip(Optimizers._fields, optimizers, strict=True):
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{kind} {name} {key}"] = value.clone()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_skipped_step_has_never_been(dtype: torch.dtype, first: bool) -> None:
+    """Weights, momentum, second moments and AdamW's counts of steps: in it, and in all that follow."""
+    go, no = torch.zeros(()), torch.ones(())
+    runs = []
+    for skipping in (False, True):
+        model = make_tiny().train()
+        optimizers = make_optimizers(model, 1e-2, 0.1, dtype)
+        if not first:
+            moved(model, optimizers, 1, go)
+        if skipping:
+            before = everything(model, optimizers)
+            moved(model, optimizers, 2, no, bad=True)
+            after = everything(model, optimizers)
+            assert all(torch.equal(after[name], before[name]) for name in before)
+            assert all(not after[name].any() for name in after.keys() - before.keys())  # begun, at zero
+        for seed in (3, 4):
+            moved(model, optimizers, seed, go)
+        runs.append(everything(model, optimizers))
+    plain, skipped = runs
+    assert plain.keys() == skipped.keys()
+    assert any(name.endswith(" step") for name in plain)
+    for name in plain:
+        assert torch.equal(skipped[name], plain[name]), name
+
+
+def test_to_ask_for_no_skip_changes_nothing() -> None:
+    runs = []
+    for skip in (None, torch.zeros(())):
+        model = make_tiny().train()
+        optimizers = make_optimizers(model, 1e-2, 0.1, torch.float32)
+        for seed in (1, 2):
+            moved(model, optimizers, seed, skip)
+        runs.append(everything(model, optimizers))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])

@@ -19,7 +19,6 @@ from runs import (
     BOUND,
     STEPS,
     Place,
-    Process,
     assert_same_run,
     copy_run,
     different,
@@ -31,6 +30,7 @@ from runs import (
     tensors,
     train,
     wait_for,
+    wait_until,
 )
 
 from veca.train import checkpoints
@@ -55,7 +55,8 @@ def alone(place: Place) -> Path:
 @pytest.fixture(scope="module")
 def pair(place: Place) -> Path:
     """The same of two processes, each with half the batch."""
-    assert finish(start(place.recipe(batch=4), folder := place.folder / "pair", 2)) == [0, 0]
+    folder = place.folder / "pair"
+    assert finish(start(place.recipe(batch=4), folder, 2)) == [0, 0]
     return folder
 
 
@@ -208,20 +209,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     folder = back_to(16, alone, tmp_path / "run")
     flip(folder / "checkpoints/step-00000016/ema.safetensors")
-    run = start(place.recipe(checkpoints__keep=keep, checkpoints__every=1), folder)
-    wait_for_file(folder / "checkpoints/step-00000013", run)
-    kill(run)  # with the damaged one still in line
+    # Killed between its first checkpoint and its second, with the damaged one still ahead.
+    run = start(place.recipe(checkpoints__keep=keep, checkpoints__every=1), folder, before=dies(os, "replace", 2))
+    assert finish(run) == [-signal.SIGKILL], run[0].text()
+    assert reached(folder) == 13
     assert "damaged: checkpoint step-00000016" in run[0].text()
     assert "resumed: from step 12" in run[0].text()
     train(place.recipe(checkpoints__keep=99), folder)
     assert_same_run(folder, alone)
-
-
-def wait_for_file(path: Path, run: list[Process]) -> None:
-    end = time.monotonic() + BOUND
-    while not path.exists() and run[0].running():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> None:
@@ -243,16 +238,17 @@ def test_asked_to_stop(
     place: Place, alone: Path, tmp_path: Path, number: signal.Signals, status: int, workers: int
 ) -> None:
     """The whole group gets the signal, as by Ctrl-C or `timeout`: the step at hand is finished and saved."""
-    recipe = place.recipe(data__workers=workers, checkpoints__every=6)
+    recipe, tmp_path = place.recipe(data__workers=workers, checkpoints__every=99), tmp_path / "a folder [with brackets]"
+    tmp_path.mkdir()
     run = start(recipe, tmp_path / "run")
-    wait_for(tmp_path / "run", 6, run)
+    wait_until((tmp_path / "run/best/config.json").exists, run)
     run[0].kill(number)
     assert finish(run) == [status], run[0].text()
     text = run[0].text()
-    assert "The same command continues" in text
+    assert f"Stopped, and saved in {tmp_path / 'run'}. The same command continues" in text
     assert "Traceback" not in text
     step = reached(tmp_path / "run")
-    assert 6 <= step < STEPS
+    assert 8 <= step < STEPS
     assert f"stopped: by {number.name}, at step {step}" in (tmp_path / "run/events.txt").read_text()
     assert different(tensors(listed(tmp_path / "run/checkpoints")[-1]), at_step(place, alone, step)) == []
     train(place.recipe(), tmp_path / "run")
@@ -264,17 +260,25 @@ def at_step(place: Place, alone: Path, step: int) -> dict[str, torch.Tensor]:
     folder = place.folder / "every step"
     if not folder.exists():
         train(place.recipe(checkpoints__keep=99, checkpoints__every=1), folder)
-        assert different(tensors(folder / "checkpoints/step-00000032"), tensors(listed(alone / "checkpoints")[-1])) == []
+        assert (
+            different(tensors(folder / "checkpoints/step-00000032"), tensors(listed(alone / "checkpoints")[-1])) == []
+        )
     return tensors(folder / f"checkpoints/step-{step:08d}")
 
 
-def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path) -> None:
-    """One alone was asked; all save the same step and leave."""
+@pytest.mark.parametrize("asked", ["one", "all"])
+def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked: str) -> None:
+    """They save the same step and leave: when one alone was asked, and when all were, with those that read pictures."""
     run = start(place.recipe(batch=4, data__workers=1), tmp_path / "run", 2)
     wait_for(tmp_path / "run", 4, run)
-    run[1].send(signal.SIGTERM)
+    if asked == "one":
+        run[1].send(signal.SIGTERM)
+    else:
+        for process in run:
+            process.kill(signal.SIGTERM)
     assert finish(run) == [143, 143], run[0].text()
     assert 4 <= reached(tmp_path / "run") < STEPS
+    assert f"stopped: by SIGTERM, at step {reached(tmp_path / 'run')}\n" in (tmp_path / "run/events.txt").read_text()
     assert finish(start(place.recipe(batch=4), tmp_path / "run", 2)) == [0, 0]
     assert_same_run(tmp_path / "run", pair)
 

@@ -141,9 +141,9 @@ def distill(
         out.print(show_plan(asked))
         return
     try:
-        report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=lambda text: err.print(text))
+        report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=_say)
     except Interrupted as stop:
-        err.print(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
+        _say(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
         raise typer.Exit(128 + stop.number) from None
     if report is not None:
         out.print(f"Report: {report.resolve()}", soft_wrap=True)
@@ -303,6 +303,10 @@ def _load(source: str, device: str) -> Veca:
         raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     _say_if_random(model, source)
     return model
+
+
+def _say(text: str) -> None:
+    err.print(text, markup=False, soft_wrap=True)  # a path may have brackets in it, and is to be copied whole
 
 
 def _say_if_random(model: Veca, source: str) -> None:

@@ -66,7 +66,8 @@ class RunLog:
         self._validation = Table(self.folder / VALIDATION, VALIDATION_KEYS, resume_step)
         self._events = Lines(self.folder / EVENTS)
         # A queue this long is never full: a full one would make the training wait.
-        self._board = tensorboard(str(self.folder / "tensorboard"), "", resume_step, 10_000, 10)
+        self._new_board = lambda step: tensorboard(str(self.folder / "tensorboard"), "", step, 10_000, 10)
+        self._board: Any = self._new_board(resume_step)
         self._online = None if online is None else _join(online, str(wandb), self.folder, dict(config or {}))
         self._trouble: Exception | None = None
         self._end = threading.Event()
@@ -78,8 +79,7 @@ class RunLog:
         self._warn()
         row = {"step": str(step), "time": f"{time.time():.1f}"}
         self._metrics.add(row | {name: cell(value) for name, value in values.items()})
-        for name, value in values.items():
-            self._board.add_scalar(f"train/{name}", float(value), step)
+        self._show(step, {f"train/{name}": value for name, value in values.items()})
         if self._online is not None:
             self._online.log({"step": step} | {f"train/{name}": float(value) for name, value in values.items()})
 
@@ -91,10 +91,19 @@ class RunLog:
             row = {"step": str(step), "resolution": str(resolution), "budget": str(budget)}
             self._validation.add(row | {name: cell(value) for name, value in values.items()})
             shown |= {f"validation/{resolution}px-{budget}cores/{name}": float(v) for name, v in values.items()}
-        for name, value in shown.items():
-            self._board.add_scalar(name, value, step)
+        self._show(step, shown)
         if self._online is not None:
             self._online.log({"step": step, **shown})
+
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
+        """On TensorBoard. Its thread does not outlive a full disk: points are lost, the next call begins a new file."""
+        try:
+            if self._board is None:
+                self._board = self._new_board(step)
+            for name, value in values.items():
+                self._board.add_scalar(name, float(value), step)
+        except OSError as error:
+            self._board, self._trouble = None, error
 
     def event(self, step: int, text: str) -> None:
         """A line of events.txt: time, step, text. The report counts events by their first word: `skipped: …`,
@@ -115,9 +124,21 @@ class RunLog:
         try:
             self.flush()
         finally:
-            self._board.close()
+            self._close_board()
             if self._online is not None:
                 self._online.finish(exit_code=int(failed))
+
+    def _close_board(self) -> None:
+        """It would wait for ever for a thread that a full disk has ended."""
+
+        def close(board: Any = self._board) -> None:
+            with contextlib.suppress(OSError):
+                board.close()
+
+        if self._board is not None:
+            closing = threading.Thread(target=close, name="veca-log-close", daemon=True)
+            closing.start()
+            closing.join(30)
 
     def __enter__(self) -> RunLog:
         return self
@@ -257,7 +278,6 @@ class Meter:
             counts.update(dict.fromkeys(counts, 0))
         self._sums, self._steps, self._new = None, 0, [0, 0.0]
         return found
-
 
     def under_way(self) -> dict[str, Any]:
         """What `values` would be made of, as plain data, for a checkpoint between two calls; this waits too."""
