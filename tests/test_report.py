@@ -10,7 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from veca.cli import app
 from veca.train.charts import colour_of, smooth, thin, ticks
 from veca.train.log import RunLog
 from veca.train.recipe import Recipe
@@ -248,3 +250,13 @@ def test_text_can_be_read_on_every_colour() -> None:
 def test_no_folder_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder; name the one a run wrote to"):
         write_report(tmp_path / "none")
+
+
+def test_the_command_writes_it_anew(folder: Path, page: str, tmp_path: Path) -> None:
+    (folder / "report.html").unlink()
+    shown = CliRunner().invoke(app, ["report", str(folder)], env={"COLUMNS": "400"})
+    assert shown.exit_code == 0, shown.output
+    assert str(folder / "report.html") in shown.output
+    assert (folder / "report.html").read_text(encoding="utf-8").count("<svg") == page.count("<svg")
+    missing = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
+    assert "is no folder" in str(missing.exception)

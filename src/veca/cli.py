@@ -119,7 +119,9 @@ def distill(
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes CUDA where there is one.")] = "auto",
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")] = False,
     wandb: Annotated[str | None, typer.Option(help="A project of Weights & Biases to report to.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and leave.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and leave; nothing is loaded.")] = False,
+    pictures: Annotated[int | None, typer.Option(help="With --dry-run: so many, instead of counting them.")] = None,
+    processes: Annotated[int, typer.Option(help="With --dry-run: as many as torchrun will start.")] = 1,
 ) -> None:
     """Train a VECA to give its teacher's features, as a recipe says.
 
@@ -138,8 +140,10 @@ def distill(
     asked = load_recipe(recipe, changes or [])
     folder = to or Path("runs") / recipe.stem
     if dry_run:
-        out.print(show_plan(asked))
+        out.print(show_plan(asked, pictures, processes))
         return
+    if pictures is not None or processes != 1:
+        raise ValueError("--pictures and --processes are for --dry-run; a run counts its own: leave them out")
     try:
         report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=_say)
     except Interrupted as stop:
@@ -147,6 +151,17 @@ def distill(
         raise typer.Exit(128 + stop.number) from None
     if report is not None:
         out.print(f"Report: {report.resolve()}", soft_wrap=True)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, as runs/small-stage1.")]) -> None:
+    """Write a run's report.html anew, from what its folder holds: of a run that goes, is done, or died."""
+    try:
+        from veca.train.report import write_report
+    except ImportError as error:
+        raise ValueError(f"reports need {error.name}, which is not installed: pip install 'veca[train]'") from error
+
+    out.print(f"Report: {write_report(folder).resolve()}", soft_wrap=True)
 
 
 @app.command()

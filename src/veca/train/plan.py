@@ -28,6 +28,8 @@ from veca.train.recipe import Recipe, RecipeError
 
 FLOAT = 4
 """Bytes of what is kept in float32: weights, gradients, optimizer states, the residual stream."""
+_LONG = 10**9
+"""Steps of a run of unknown length: its last phase is what counts."""
 PASSES = 3
 """A training step costs three forward passes: one forward, and in the backward the products of both factors."""
 
@@ -118,19 +120,24 @@ class Plan:
     pictures: int | None
     world_size: int
     teacher: Mapping[str, Any]
-    """`width`, `stride`, `parameters`; `depth` (blocks of attention) and `bytes` (of its weights) where known."""
+    """`width`, `stride`, `parameters`; `depth` (blocks of attention) or `flops_per_pixel` (of a CNN) and `bytes` (of
+    its weights) where known; empty where nobody loaded it."""
     images_per_s: float | None = None
     """Measured, of all processes together."""
     tflops: float | None = None
     """Measured: 10¹² FLOP/s of one process."""
 
     @property
-    def length(self) -> Length:
+    def length(self) -> Length | None:
+        """None where it is given in epochs of pictures that nobody counted."""
+        if self.pictures is None and self.recipe.schedule.steps is None:
+            return None
         return run_length(self.recipe, self.pictures, self.world_size)
 
     @property
-    def images(self) -> int:
-        return self.length.steps * global_batch(self.recipe, self.world_size)
+    def images(self) -> int | None:
+        length = self.length
+        return None if length is None else length.steps * global_batch(self.recipe, self.world_size)
 
     @property
     def budgets(self) -> dict[int, float]:
@@ -139,7 +146,7 @@ class Plan:
 
     @property
     def resolutions(self) -> dict[int, float]:
-        return resolution_odds(self.recipe, self.length.steps)
+        return resolution_odds(self.recipe, self.length.steps if self.length else _LONG)
 
     def model(self) -> Veca:
         """The student, without memory behind it."""
@@ -164,12 +171,16 @@ class Plan:
         return sum(model_flops(self.config, s, s, c) * share for s, c, share in fits) / total if total else 0.0
 
     def teacher_flops(self) -> float:
-        """Of the teacher's forward pass per image, about: 2 per weight and cell, and attention among all cells.
+        """Of the teacher's forward pass per image, about: 2 per weight and cell, and attention among all cells; of a
+        CNN, by the pixels it sees.
 
         Its `depth` is taken for that of a ViT of its width, whose blocks have 12 D² weights, unless it is given.
         """
         if not self.teacher:
             return 0.0
+        if per_pixel := self.teacher.get("flops_per_pixel"):
+            scale = self.teacher["stride"] / self.config.patch_size if self.recipe.teacher.meet == "input" else 1
+            return sum(per_pixel * (size * scale) ** 2 * share for size, share in self.resolutions.items())
         width, weights = self.teacher["width"], self.teacher["parameters"]
         depth = self.teacher.get("depth", round(weights / (12 * width**2)))
         # Its input is resized so that its cells are the student's patches.
@@ -189,7 +200,9 @@ class Plan:
         return PASSES * self.flops() + self.teacher_flops()
 
     def seconds(self) -> float | None:
-        """Of the whole run, if a rate was measured."""
+        """Of the whole run, if its length is known and a rate was measured."""
+        if self.images is None:
+            return None
         if self.images_per_s:
             return self.images / self.images_per_s
         return self.images * self.step_flops() / (self.tflops * 1e12 * self.world_size) if self.tflops else None
@@ -249,7 +262,7 @@ def describe_plan(
 
 
 def _run_table(plan: Plan) -> Table:
-    recipe, length, model = plan.recipe, plan.length, plan.model()
+    recipe, model = plan.recipe, plan.model()
     split, named = split_parameters(model), dict(model.named_parameters())
     table = _table("The run", "", "")
 
@@ -257,31 +270,67 @@ def _run_table(plan: Plan) -> Table:
         return f"{sum(named[name].numel() for name in names):,} in {len(names)} tensors"
 
     table.add_row("student", f"{recipe.model.size}, {sum(p.numel() for p in named.values()):,} parameters")
+    if recipe.model.start:
+        table.add_row("starts from", escape(recipe.model.start))
     table.add_row("moved by NorMuon", numbers(_matrices(split)))
     table.add_row("moved by AdamW", numbers(split.adamw))
-    if plan.teacher:
-        said = (
-            f"{plan.teacher['parameters']:,} parameters, width {plan.teacher['width']}, stride {plan.teacher['stride']}"
-        )
-        table.add_row("teacher", f"{escape(recipe.teacher.name)}, {said}")
+    table.add_row("teacher", f"{escape(recipe.teacher.name)}, {_teacher(plan)}")
     if (size := plan.cache_bytes()) is not None:
         said = f"up to {size / 1e9:,.1f} GB in {escape(str(recipe.teacher.cache))}"
         limit = recipe.teacher.cache_gb
         table.add_row("cache of targets", said if limit is None else f"{said}, but at most {limit:g}")
     table.add_row("pictures", "not counted" if plan.pictures is None else f"{plan.pictures:,}")
-    batch = f"{recipe.batch} × {recipe.accumulate} accumulated × {plan.world_size} processes"
+    batch = f"{recipe.batch} × {recipe.accumulate} accumulated × {_count(plan.world_size, 'process')}"
     table.add_row("batch", f"{global_batch(recipe, plan.world_size):,} pictures: {batch}")
-    table.add_row("steps per epoch", "unknown" if length.per_epoch is None else f"{length.per_epoch:,}")
-    table.add_row("steps", f"{length.steps:,}, {length.warmup:,} of them warm-up")
-    table.add_row("images seen", f"{plan.images:,}")
+    for name, value in _length_rows(plan):
+        table.add_row(name, value)
     schedule = recipe.schedule
     table.add_row("learning rate", f"{schedule.low:g} → {schedule.peak:g} → {schedule.low:g}")
     student, teacher = PASSES * plan.flops(), plan.teacher_flops()
-    work = f"student {student / 1e9:,.2f} ({PASSES} passes), teacher about {teacher / 1e9:,.2f}"
-    table.add_row("GFLOPs per image", f"{(student + teacher) / 1e9:,.2f}: {work}")
-    table.add_row("FLOPs in all", f"{plan.images * plan.step_flops():.3g}")
+    theirs = f"teacher about {teacher / 1e9:,.2f} ({teacher / (student + teacher):.0%})" if teacher else "no teacher's"
+    table.add_row(
+        "GFLOPs per image",
+        f"{(student + teacher) / 1e9:,.2f}: student {student / 1e9:,.2f} ({PASSES} passes), {theirs}",
+    )
+    if plan.images is not None:
+        table.add_row("FLOPs in all", f"{plan.images * plan.step_flops():.3g}")
+    resolutions, budgets = recipe.grid()
+    cells = f"{_count(len(resolutions), 'resolution')} × {_count(len(budgets), 'budget')}"
+    table.add_row("validation", f"every {recipe.validation.every:,} steps and at the end, {cells}")
+    table.add_row("checkpoints", f"every {recipe.checkpoints.every:,} steps, {_gib(_checkpoint_bytes(plan))} each")
     table.add_row("time", _time(plan))
     return table
+
+
+def _teacher(plan: Plan) -> str:
+    if not plan.teacher:
+        return "not loaded for a plan: its work, memory and width are not in the figures"
+    return f"{plan.teacher['parameters']:,} parameters, width {plan.teacher['width']}, stride {plan.teacher['stride']}"
+
+
+def _length_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    length, schedule = plan.length, plan.recipe.schedule
+    if length is None:
+        yield "epochs", f"{schedule.epochs:g}, {schedule.warmup:g} of them warm-up"
+        yield "steps", "unknown: name the pictures by data.train, or their number by --pictures"
+        return
+    yield "steps per epoch", "unknown" if length.per_epoch is None else f"{length.per_epoch:,}"
+    yield "steps", f"{length.steps:,}, {length.warmup:,} of them warm-up"
+    yield "images seen", f"{plan.images:,}"
+
+
+def _checkpoint_bytes(plan: Plan) -> int:
+    memory = plan.memory()
+    return memory.weights + memory.normuon + memory.adamw + memory.ema
+
+
+def _count(number: int, word: str) -> str:
+    plural = f"{word}es" if word.endswith("s") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.3f} GiB"
 
 
 def _matrices(split: Split) -> list[str]:
@@ -328,7 +377,7 @@ def _memory_table(plan: Plan) -> Table:
         "normuon": "momentum, and a number per row",
         "adamw": "two moments",
         "ema": "running mean of the weights",
-        "teacher": "weights",
+        "teacher": "weights, float32",
         "activations": f"about: {plan.recipe.batch} × {size} px with {cores} cores, as autograd keeps them",
     }
     table = _table("Memory of one process", "", "GiB", "")
@@ -336,6 +385,10 @@ def _memory_table(plan: Plan) -> Table:
         if count:
             table.add_row(name, f"{count / 2**30:,.3f}", about[name])
     table.add_row("in all", f"{sum(memory) / 2**30:,.3f}", "the teacher's own pass and workspaces come on top")
+    if plan.recipe.parallel == "fsdp" and plan.world_size > 1:
+        kept = sum(memory) - memory.teacher - memory.activations
+        shared = sum(memory) - kept + kept // plan.world_size
+        table.add_row("shared out", f"{shared / 2**30:,.3f}", f"all but teacher and activations, by {plan.world_size}")
     return table
 
 

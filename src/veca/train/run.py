@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Group
+from rich.text import Text
 
-from veca.config import get_config
-from veca.train.data import Pictures
+from veca.config import VecaConfig, get_config
+from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
 from veca.train.parallel import processes
 from veca.train.plan import describe_plan
-from veca.train.recipe import Recipe
+from veca.train.recipe import Recipe, RecipeError
+from veca.train.teachers.known import KNOWN
 
 
 def distill(
@@ -33,7 +35,22 @@ def distill(
         return report if world.first else None
 
 
-def show_plan(recipe: Recipe) -> Group:
-    """What a run of the recipe would be. Its pictures are counted, where there are any; nothing is written."""
-    pictures = len(Pictures.find(recipe.data.train)) if recipe.data.train else None
-    return describe_plan(recipe, get_config(recipe.model.size, **recipe.model.overrides), pictures)
+def show_plan(recipe: Recipe, pictures: int | None = None, processes: int = 1) -> Group:
+    """What a run of the recipe would be, on so many pictures, or on those that are there. Nothing is loaded or written.
+
+    A recipe whose pictures are not there yet has a plan too: with a note that says why they are not counted.
+    """
+    if processes < 1 or (pictures is not None and pictures < 1):
+        raise RecipeError(f"processes={processes}, pictures={pictures}: a plan is for at least 1 of each")
+    note = ""
+    if pictures is None:
+        try:
+            pictures = len(Pictures.find(recipe.data.train))
+        except DataError as error:
+            note = f"data.train: {error}"
+    teacher = KNOWN.get(recipe.teacher.name, {})
+    config = get_config(recipe.model.size, **recipe.model.overrides)
+    if teacher and config.output_dim is None and config.embed_dim != teacher["width"]:
+        config = VecaConfig.from_dict({**config.to_dict(), "output_dim": teacher["width"]})
+    plan = describe_plan(recipe, config, pictures, world_size=processes, teacher=teacher)
+    return Group(plan, Text(note, style="yellow")) if note else plan
