@@ -149,8 +149,8 @@ def test_the_running_mean_is_one(place: Place, tmp_path: Path) -> None:
 
 
 def test_best_is_the_lowest_validation(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here not the last: the teacher turns round in the third step, of three calls each."""
-    poison(monkeypatch, *range(7, 99), value=-3)
+    """Here not the last: the teacher turns round in the third step, of three calls each after two before the first."""
+    poison(monkeypatch, *range(9, 99), value=-3)
     schedule = {"epochs": None, "steps": 5, "warmup": 0}
     train(
         place.recipe(schedule=schedule, validation__every=1, ema=None, checkpoints={"every": 1, "keep": 9}),
@@ -304,7 +304,7 @@ def full(monkeypatch: pytest.MonkeyPatch, module: Any, *calls: int) -> None:
 @pytest.mark.filterwarnings("ignore:the log waits", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_does_not_end_it(place: Place, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full(monkeypatch, checkpoints, 4, 5)  # of three for each checkpoint: the second one's first, the next one's first
-    full(monkeypatch, veca.checkpoint, 1)
+    full(monkeypatch, veca.checkpoint, 2)  # the first are of step 0
     train(place.recipe(), tmp_path / "run")
     events = (tmp_path / "run/events.txt").read_text()
     assert "unsaved: checkpoint at step 8: File too large" in events

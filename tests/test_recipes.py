@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import veca.train.loop
+import veca.train.start
 from veca.cli import app
 from veca.config import get_config
 from veca.train.plan import Plan
@@ -104,7 +104,7 @@ def test_plans_need_no_teacher_no_network_and_no_pictures(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a plan loads nothing")
 
-    monkeypatch.setattr(veca.train.loop, "load_teacher", refuse)
+    monkeypatch.setattr(veca.train.start, "load_teacher", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.chdir(tmp_path)
     shown = run(app, ["distill", str(path), "--dry-run"], env={"COLUMNS": "160"})

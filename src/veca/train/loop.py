@@ -125,6 +125,7 @@ class Trainer:
         self.model = make_student(recipe, self.teacher).to(world.device)
         if recipe.parallel == "fsdp":
             shard(self.model, world)
+        self.model.set_grad_checkpointing(recipe.grad_checkpointing)
         self.optimizers = make_optimizers(self.model, recipe.schedule.peak, recipe.weight_decay, _products(recipe))
         self.ema = Ema(self.model, recipe.ema)
         self.lessons = Lessons(self.teacher, recipe, world, self.model.config.patch_size)
@@ -198,15 +199,20 @@ class Trainer:
 
     def run(self) -> Path:
         """Train to the end; the folder then holds the model and a report."""
-        steps = self.length.steps
         self._write_recipe()
-        with self._logging() as (log, live), self._signals(), self.batches() as stream:
-            for notice in self.notices:
-                self._event(log, live, notice)
-            with self._caching(log, live):
-                batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
-                while self.step < steps:
-                    self._advance(batches, log, live)
+        try:
+            with self._logging() as (log, live), self._signals():
+                for notice in self.notices:
+                    self._event(log, live, notice)
+                if not self.step and self.validation is not None:  # what there is to gain
+                    self._validate(log, live)
+                with self.batches() as stream, self._caching(log, live):
+                    batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
+                    while self.step < self.length.steps:
+                        self._advance(batches, log, live)
+        except BaseException:
+            self._report_end()
+            raise
         return self._finish()
 
     def _advance(self, batches: Iterator[Batch], log: RunLog | None, live: LiveLine | None) -> None:
@@ -294,7 +300,7 @@ class Trainer:
             yield None, None
             return
         config = self.recipe.to_dict()
-        log = RunLog(self.folder, wandb=self.wandb, resume_step=self.step + 1, config=config)
+        log = RunLog(self.folder, wandb=self.wandb, resume_step=self.step + 1 if self.step else 0, config=config)
         with log, LiveLine(self.length.steps, start=self.step) as live:
             yield log, live
 
@@ -465,6 +471,12 @@ class Trainer:
                 part.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             return write_report(self.folder)
         return self.folder / "report.html"
+
+    def _report_end(self) -> None:
+        """A report of a run that ends before its end, where that can still be written."""
+        if self.world.first:
+            with contextlib.suppress(Exception):
+                write_report(self.folder)
 
 
 def _products(recipe: Recipe) -> torch.dtype:

@@ -205,6 +205,8 @@ class Recipe:
     weight_decay: float = 0.015
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     compile: bool = True
+    grad_checkpointing: bool = False
+    """Keep one tensor per block and compute the rest again in the backward pass: less memory, a third more work."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """With several processes: each holds the whole model, or its share of it (FSDP2), for models that need the room."""
     ema: float | None = None

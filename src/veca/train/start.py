@@ -17,10 +17,22 @@ from veca.train.recipe import Recipe, RecipeError
 from veca.train.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
 
 _FREE = (
-    *("data.workers", "data.augment_on", "log_every", "checkpoints", "validation", "compile", "teacher.micro_batch"),
+    *(
+        "data.train",
+        "data.validation",
+        "data.workers",
+        "data.augment_on",
+        "grad_checkpointing",
+        "log_every",
+        "checkpoints",
+        "validation",
+        "compile",
+        "teacher.micro_batch",
+    ),
     *("teacher.cache", "teacher.cache_gb", "schedule", "precision", "parallel", "batch"),
 )
-"""Keys of a recipe that a run which continues may change; the batch of all processes together may not."""
+"""Keys of a recipe that a run which continues may change. Pictures may have moved, but must be the same; so must the
+batch of all processes together."""
 
 
 def make_teacher(recipe: Recipe) -> Teacher | Standardized:
