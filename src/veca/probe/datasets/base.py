@@ -175,8 +175,12 @@ class Split:
         return Split(self.images.take(which), self.labels[which] if maps is None else maps.take(which))
 
     def digest(self) -> bytes:
-        labels = self._targets.digest() if isinstance(self._targets, Maps) else self._targets.astype("<i8").tobytes()
-        return hashlib.sha256(self.images.digest() + labels).digest()
+        digest = hashlib.sha256(self.images.digest())
+        if isinstance(self._targets, Maps):
+            digest.update(self._targets.digest())
+        else:
+            digest.update(np.ascontiguousarray(self._targets, self._targets.dtype.newbyteorder("<")).data)
+        return digest.digest()
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,13 @@ def _paired(root: Path, task: str | None, above: dict[str, str]) -> tuple[str, d
     """Pictures and maps; `above`: folders of splits that hold the two, by the name of the split."""
     here = root / next(iter(above)) if above else root
     there = {t: name for t, names in _KINDS.items() for name in names[::-1] if (here / name).is_dir()}
+    if task == "classify":
+        raise DatasetError(f"{here}: has pictures all in one folder, images. Expected:{LAYOUT}")
     if task is None and len(there) > 1:
         raise DatasetError(f"{here}: has {' and '.join(there.values())}; say which with task=")
     task = task or next(iter(there), "segment")
     if task not in there:
-        raise DatasetError(f"{here}: has no folder {' or '.join(_KINDS.get(task, (task,)))}. Expected:{LAYOUT}")
+        raise DatasetError(f"{here}: has no folder {' or '.join(_KINDS[task])}. Expected:{LAYOUT}")
     pairs = {split: (f"{f}/images", f"{f}/{there[task]}") for f, split in above.items()}
     if not above:
         below = {name: _SPLITS[name] for name in subfolders(root / "images") if name in _SPLITS}

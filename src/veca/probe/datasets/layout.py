@@ -139,6 +139,8 @@ def subfolders(folder: Path) -> list[str]:
 
 def pictures_in(root: Path, folder: str) -> list[str]:
     """All pictures under a folder of `root`, by their path from `root`, sorted."""
+    if not (root / folder).is_dir():
+        raise DatasetError(f"{root} has no folder {folder}")
     items = list(files_of(str(root / folder)))
     if bad := next((item for item in items if item.error), None):
         raise DatasetError(f"{bad.name}: {bad.error}")

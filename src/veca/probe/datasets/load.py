@@ -11,9 +11,7 @@ from veca.probe.datasets import imagenet, published, published_dense
 from veca.probe.datasets.base import HELD_OUT, IGNORE, DatasetError, DepthRules, ProbeData, Split, Task, held_out
 from veca.probe.datasets.folders import LAYOUT, read_folder, with_classes
 from veca.probe.datasets.layout import Found, Spec, read_lines
-from veca.probe.datasets.matlab import MatError
 from veca.probe.datasets.shards import find_shards, name_of, read_shards
-from veca.sources import SourceError
 
 SPECS = {spec.name: spec for spec in (*imagenet.SPECS, *published.SPECS, *published_dense.SPECS)}
 """The published datasets by name."""
@@ -53,7 +51,9 @@ def _published(spec: Spec, root: Path) -> ProbeData:
     place = spec.locate(root)
     try:
         found = spec.read(place)
-    except (DatasetError, MatError, SourceError, ValueError) as error:
+        if empty := [split for split, pictures in found.splits.items() if not len(pictures)]:
+            raise DatasetError(f"{place} has no pictures for {' and '.join(empty)}")
+    except ValueError as error:
         raise DatasetError(spec.wrong(str(error))) from error
     problems = _differences(spec, found)
     protocol: dict[str, Any] = {
