@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,14 @@ def names(split: Split) -> list[str]:
 def test_there_is_a_copy_of_each() -> None:
     assert set(BUILDERS) == set(SPECS)
     assert len({spec.title for spec in SPECS.values()}) == len(SPECS) == 16 + 8 + 2  # VOC2012 and NYUv2 come in two
+
+
+def test_the_page_tells_their_sizes() -> None:
+    page = (Path(__file__).parent.parent / "docs/datasets.md").read_text()
+    for spec in SPECS.values():
+        counts = ", ".join(f"{split} {count:,}" for split, count in spec.sizes.items())
+        val = ", val of train" if spec.hold_out else ""
+        assert re.search(rf"\| `{spec.name}` \| .* \| {spec.classes or '–'} \| {counts}{val} \|", page), spec.name
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -275,7 +275,8 @@ def context459(root: Path) -> None:
 
 def ade20k(root: Path) -> None:
     base = root / "ADEChallengeData2016"
-    rows = [f"{i}\t0.1\t10\t1\t{i % 2}\t{'wall' if i == 1 else f'thing, {i}'}" for i in range(1, 151)]
+    # Some numbers and names of the real list have a space after them.
+    rows = [f"{i}{' ' * (i == 22)}\t0.1\t10\t1\t{i % 2}\t{'wall' if i == 1 else f'thing, {i}'}" for i in range(1, 151)]
     text(base / "objectInfo150.txt", "Idx\tRatio\tTrain\tVal\tStuff\tName", *rows)
     for folder, stem in {"training": "ADE_train_00000001", "validation": "ADE_val_00000001"}.items():
         picture(base, f"images/{folder}/{stem}.jpg")
