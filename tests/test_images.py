@@ -35,6 +35,7 @@ from veca.images import (
     nearest_sizes,
     normalize,
     open_image,
+    open_values,
     pad_to_multiple,
     resize_to_multiple,
     to_tensor,
@@ -804,3 +805,30 @@ def test_what_a_smaller_jpeg_covers():
     buffer = io.BytesIO()
     Image.new("RGB", (40, 30)).save(buffer, "png", pnginfo=text)
     assert open_image(buffer.getvalue(), at_least=8).info == {"extent": (40, 30)}
+
+
+def test_values_come_as_they_are_in_the_file(rng: np.random.Generator) -> None:
+    wide = rng.integers(0, 65536, (20, 30)).astype(np.uint16)
+    for kind in ("PNG", "TIFF", "PPM"):
+        found = open_values(encode(Image.fromarray(wide), kind))
+        assert found.dtype == np.uint16
+        np.testing.assert_array_equal(found, wide)
+    indices = rng.integers(0, 256, (20, 30)).astype(np.uint8)
+    (palette := Image.fromarray(indices)).putpalette(rng.integers(0, 256, 768).astype(np.uint8).tobytes())
+    assert palette.mode == "P"
+    for picture in (palette, Image.fromarray(indices)):
+        np.testing.assert_array_equal(open_values(encode(picture, "PNG")), indices)
+    assert open_values(encode(Image.fromarray(indices > 127), "PNG")).max() == 1
+    big_endian = Image.frombytes("I;16B", (30, 20), wide.astype(">u2").tobytes())
+    np.testing.assert_array_equal(open_values(big_endian), wide)
+
+
+def test_values_are_refused_as_pictures_are(image: Image.Image) -> None:
+    with pytest.raises(ImageError, match="mode RGB; labels are one channel of 8 or 16 bits. Save them as grey PNG"):
+        open_values(image)
+    with pytest.raises(ImageTooLargeError, match="<bytes>: 47×61 = 2,867 pixels; at most 999"):
+        open_values(encode(image, "PNG"), max_pixels=999)
+    with pytest.raises(ImageError, match="<bytes>: not one of JPEG, PNG"):
+        open_values(b"no picture at all")
+    with pytest.raises(ImageError, match="<bytes>: damaged or truncated"):
+        open_values(encode(image.convert("L"), "PNG")[:-400])

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import Literal, get_args
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,6 +43,7 @@ __all__ = [
     "nearest_sizes",
     "normalize",
     "open_image",
+    "open_values",
     "pad_to_multiple",
     "resample",
     "resize_to_multiple",
@@ -112,16 +116,50 @@ def open_image(
     """
     if len(background) != 3 or not all(0 <= value <= 255 for value in background):
         raise ValueError(f"background is {background}; it must be three numbers from 0 to 255")
+    with _reasons(source, max_pixels):
+        image = decode(source, max_pixels, at_least)
+        turn = _TURNS.get(orientation(image))
+        rgb = _to_rgb(image, background)
+        if turn is not None:
+            rgb = rgb.transpose(turn)
+        elif rgb is image:
+            rgb = image.copy()
+    # What the file said about itself, such as its orientation, no longer holds.
+    rgb.info = {}
+    if at_least is not None and image is not source:
+        rgb.info["extent"] = image.info["extent"] if turn is None else rgb.size
+    return rgb
+
+
+def open_values(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[Any]:
+    """The numbers of a picture with one channel, (height, width), as they are in the file: masks and depths.
+
+    uint8 or uint16. Of a picture with a palette these are the indices, not the colours. Nothing is turned, and
+    colours are refused; what is refused of pictures otherwise, `open_image` tells.
+
+    >>> open_values(Image.new("L", (3, 2), 7)).tolist()
+    [[7, 7, 7], [7, 7, 7]]
+    """
+    with _reasons(source, max_pixels):
+        image = decode(source, max_pixels)
+        values = np.array(image)  # a copy: the picture may be the caller's
+        if values.dtype == np.bool_:
+            values = values.astype(np.uint8)
+        wide = values.dtype == np.int32 and values.min() >= 0 and values.max() <= 65535
+        if wide or values.dtype == ">u2":  # 16-bit grey, as some formats give it
+            values = values.astype(np.uint16)
+        if values.ndim != 2 or values.dtype not in (np.uint8, np.uint16):
+            raise ImageError(f"mode {image.mode}; labels are one channel of 8 or 16 bits. Save them as grey PNG")
+    return values
+
+
+@contextmanager
+def _reasons(source: Source, max_pixels: int) -> Iterator[None]:
+    """Pillow as strict as we need it; whatever it raises becomes an `ImageError` with name, reason and way out."""
     name = _name(source)
     try:
         with strict_pillow(4 * max_pixels):
-            image = decode(source, max_pixels, at_least)
-            turn = _TURNS.get(orientation(image))
-            rgb = _to_rgb(image, background)
-            if turn is not None:
-                rgb = rgb.transpose(turn)
-            elif rgb is image:
-                rgb = image.copy()
+            yield
     except ImageError as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
     except Image.DecompressionBombError as error:
@@ -132,11 +170,6 @@ def open_image(
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error
-    # What the file said about itself, such as its orientation, no longer holds.
-    rgb.info = {}
-    if at_least is not None and image is not source:
-        rgb.info["extent"] = image.info["extent"] if turn is None else rgb.size
-    return rgb
 
 
 def fit_image(

@@ -113,8 +113,16 @@ class _Tape:
         return self.last
 
 
-def shard_items(path: str, opener: Callable[[str, str], IO[bytes]] = open) -> Iterator[Item]:
-    """Pictures in a tar archive; nothing is unpacked. Labels beside them (`7.seg.png`) are not pictures to embed."""
+def is_picture(member: str) -> bool:
+    """Whether a member of an archive is a picture, by its name. Labels beside one (`7.seg.png`) are none."""
+    *stem, suffix = member.rpartition("/")[2].lower().split(".")
+    return f".{suffix}" in EXTENSIONS and any(stem[:1]) and not _LABELS.intersection(stem[1:])
+
+
+def shard_items(
+    path: str, opener: Callable[[str, str], IO[bytes]] = open, wanted: Callable[[str], bool] = is_picture
+) -> Iterator[Item]:
+    """The members of a tar archive whose names are `wanted`; nothing is unpacked."""
     packed, after = path.lower().endswith("gz"), "its start"
     try:
         with opener(path, "rb") as raw, gzip.open(raw) if packed else nullcontext(raw) as file:
@@ -122,9 +130,7 @@ def shard_items(path: str, opener: Callable[[str, str], IO[bytes]] = open) -> It
             archive = tarfile.TarFile(fileobj=cast(IO[bytes], tape))
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would remember them all
-                *stem, suffix = member.name.rpartition("/")[2].lower().split(".")
-                picture = f".{suffix}" in EXTENSIONS and any(stem[:1]) and not _LABELS.intersection(stem[1:])
-                if picture and not member.isdir():
+                if not member.isdir() and wanted(member.name):
                     yield _member(path, archive, member, packed)
                 after = member.name
             if tape.last.strip(b"\0") or len(tape.last) != tarfile.BLOCKSIZE:
@@ -182,12 +188,15 @@ def _content(item: Item) -> str | bytes:
         raise ImageError(item.error)
     if item.data is not None:
         return item.data
-    if item.span is None:
-        return item.path
-    with open(item.path, "rb") as file:
-        file.seek(item.span[0])
-        data = file.read(item.span[1])
-    if len(data) < item.span[1]:
+    return item.path if item.span is None else read_span(item.path, *item.span)
+
+
+def read_span(path: str, offset: int, size: int) -> bytes:
+    """The bytes of one member of an archive on this machine."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        data = file.read(size)
+    if len(data) < size:
         raise ImageError("the archive ends within this picture")
     return data
 

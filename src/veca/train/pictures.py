@@ -30,7 +30,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from veca.files import atomic_path
 from veca.images import EXTENSIONS, ImageError
-from veca.sources import MEMBER_BYTES, SHARDS, SourceError, as_text, files_of, shard_items
+from veca.sources import MEMBER_BYTES, SHARDS, SourceError, as_text, files_of, read_span, shard_items
 
 _FORMAT = 1
 _BLOCK = 1 << 20
@@ -130,12 +130,7 @@ class Pictures:
             return _remote_bytes(path, None, size) if _is_remote(path) else path
         if _is_remote(place.address):
             return _remote_bytes(place.address, offset, size)
-        with open(place.address, "rb") as file:
-            file.seek(offset)
-            data = file.read(size)
-        if len(data) < size:
-            raise ImageError("the archive ends within this picture")
-        return data
+        return read_span(place.address, offset, size)
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,1 @@
+"""What the features are worth: frozen backbone, small heads, public benchmarks."""
