@@ -181,7 +181,7 @@ def test_between_two_rows_of_the_log(place: Place, tmp_path: Path, standardize: 
     """Rows are means over steps: those before the checkpoint are in the row after it. A teacher's statistics stay."""
     recipe = place.recipe(checkpoints__keep=99, log_every=6, teacher__standardize=standardize, accumulate=2, batch=4)
     train(recipe, tmp_path / "whole")
-    for step in (4, 16, 28):
+    for step in (16,) if standardize else (4, 28):
         folder = back_to(step, tmp_path / "whole", tmp_path / f"from {step}")
         said = train(recipe, folder)
         assert_same_run(folder, tmp_path / "whole")
