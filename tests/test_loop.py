@@ -32,20 +32,22 @@ def test_ema_is_the_running_mean_and_is_put_aside_again() -> None:
     for _ in range(3):
         with torch.no_grad():
             model.weight += 1
-        ema.update()
+        ema.update(torch.tensor(0.0))
         expected = 0.9 * expected + 0.1 * model.weight.detach()
     now = model.weight.detach().clone()
     with ema.in_place():
         torch.testing.assert_close(model.weight.detach(), expected)
     assert torch.equal(model.weight, now)
-    ema.update()  # what was in place was a copy
+    ema.update(torch.tensor(1.0))  # a step that is skipped
+    torch.testing.assert_close(dict(ema.named())["weight"], expected)
+    ema.update(torch.tensor(0.0))  # what was in place was a copy
     torch.testing.assert_close(dict(ema.named())["weight"], 0.9 * expected + 0.1 * now)
 
 
 def test_no_ema_is_the_model_itself() -> None:
     model = nn.Linear(2, 1)
     ema = Ema(model, None)
-    ema.update()
+    ema.update(torch.tensor(0.0))
     with ema.in_place():
         assert not list(ema.named())
 

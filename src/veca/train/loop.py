@@ -187,7 +187,7 @@ class Trainer:
         _, steps, warmup = self.length
         self.optimizers.step(learning_rate(self.step, steps, warmup, recipe.schedule.peak, recipe.schedule.low), skip)
         self.optimizers.zero_grad()
-        self.ema.update()
+        self.ema.update(skip)
         self.watch.update(skip)
         names = Losses._fields
         means = {name: torch.stack([getattr(part, name).detach() for part in found]).mean() for name in names}

@@ -26,10 +26,12 @@ class Ema:
         self.model, self.decay = model, decay
         self.values = [local(p).detach().clone() for p in model.parameters()] if decay else []
 
-    def update(self) -> None:
+    def update(self, skip: Tensor) -> None:
+        """One step on; none where `skip`, a number on the device, is 1."""
         if self.decay:
-            now = [local(p).detach() for p in self.model.parameters()]
-            torch._foreach_lerp_(self.values, now, 1 - self.decay)
+            way = torch._foreach_sub([local(p).detach() for p in self.model.parameters()], self.values)
+            torch._foreach_mul_(way, (1 - self.decay) * (1 - skip))
+            torch._foreach_add_(self.values, way)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
