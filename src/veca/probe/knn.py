@@ -52,7 +52,8 @@ def neighbours(
 def knn_scores(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.07) -> Tensor:
     """Votes for each class (Q, C) from neighbours' cosines and labels (Q, k).
 
-    A vote weighs exp(cosine / temperature). The weights of a query are scaled to a sum of 1, which changes no order and cannot overflow.
+    A vote weighs exp(cosine / temperature). The weights of a query are scaled to a sum of 1, which changes no order
+    and cannot overflow.
     """
     weights = (cosines / temperature).softmax(1)
     scores = weights.new_zeros(len(weights), classes)
