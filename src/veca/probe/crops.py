@@ -75,7 +75,8 @@ def eval_crop(valid: Tensor, rule: CropRule) -> Tensor:
     """A mask of pixels (..., H, W) without those outside the rectangle that papers on depth evaluate in.
 
     `garg` (Garg et al. 2016) and `eigen-kitti` (Eigen et al. 2014) are shares of the height and width of a KITTI frame;
-    `eigen-nyu` are the rows and columns of a 480 × 640 frame of NYUv2 that its Kinect saw.
+    `eigen-nyu` are the rows and columns of a 480 × 640 frame of NYUv2 that its Kinect saw. Depths times the mask are
+    depths that only count inside: 0 is no reading.
 
     >>> int(eval_crop(torch.ones(480, 640, dtype=torch.bool), "eigen-nyu").sum()) == (471 - 45) * (601 - 41)
     True

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.probe.metrics import mean_average_precision, top_k_hits, valid_label_accuracy
+from veca.probe.metrics import average_precision, mean_average_precision, top_k_hits, valid_label_accuracy
 
 PIECE = 2**24
 """At most so many scores, or numbers of features, at once."""
@@ -236,8 +236,8 @@ def _validate(all_heads: _Heads, mean: Tensor, deviation: Tensor, features: Tens
     at_once = _rows_at_once(features, heads * classes)
     pieces = (together(piece).unflatten(1, (heads, classes)) for piece in features.split(at_once))
     if labels.ndim == 2:
-        scores = torch.cat(list(pieces))
-        return torch.stack([mean_average_precision(scores[:, head], labels) for head in range(heads)])
+        scores = torch.cat(list(pieces)).flatten(1)
+        return average_precision(scores, labels.repeat(1, heads)).unflatten(0, (heads, classes)).nanmean(1)
     hits = torch.zeros(heads, dtype=torch.int64, device=mean.device)
     for scores, own in zip(pieces, labels.split(at_once), strict=True):
         highest, found = scores.max(-1)
