@@ -49,6 +49,13 @@ def test_of_neighbours_equally_near_the_first_is_the_nearer() -> None:
     assert numbers.tolist() == [[1, 4, 7, 10], [0, 2, 3, 5]]
 
 
+def test_neighbours_on_the_far_side_are_in_order_too() -> None:
+    angles = torch.tensor([3.0, 2.0, 1.8, 2.5, 1.0])
+    cosines, numbers = neighbours(torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([[1.0, 0.0]]), 5)
+    assert numbers.tolist() == [[4, 2, 1, 3, 0]]
+    assert torch.allclose(cosines, angles[numbers].cos(), atol=1e-6)
+
+
 def test_a_near_vote_outweighs_two_far_ones() -> None:
     cosines, labels = torch.tensor([[0.9, 0.5, 0.5]]), torch.tensor([[0, 1, 1]])
     assert knn_scores(cosines, labels, classes=3, temperature=0.07).argmax() == 0

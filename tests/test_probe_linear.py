@@ -115,6 +115,7 @@ def test_a_rate_that_breaks_down_spoils_nothing_else() -> None:
     found = sweep(rates=(1e38, 0.1), decays=(0.0,))
     alone = sweep(rates=(0.1,), decays=(0.0,))
     assert not found.losses[-1, 0].isfinite()
+    assert found.scores[-1, 0] == 0
     assert found.best == 1
     assert torch.allclose(found.head.weight, alone.head.weight, rtol=1e-4, atol=1e-5)
 
