@@ -115,6 +115,10 @@ def test_bins_of_depth_are_weighed_by_what_is_above_zero() -> None:
     assert DepthHead(WIDTH, 0.1, 10.0, bins=3, log_bins=True).depths.tolist() == pytest.approx([0.1, 1, 10])
 
 
+def test_regression_begins_in_the_middle_of_the_range() -> None:
+    assert torch.allclose(DepthHead(WIDTH, 1.0, 9.0, bins=0)(*features(), (16, 20)), torch.tensor(5.0))
+
+
 def test_scale_invariant_loss_by_its_definition() -> None:
     predicted, depth = torch.rand(2, 16, 20, generator=draw(0)) + 0.5, torch.rand(2, 16, 20, generator=draw(1)) + 0.5
     valid = torch.rand(2, 16, 20, generator=draw(2)) < 0.7
@@ -189,7 +193,8 @@ def test_each_head_is_kept_at_its_best_step() -> None:
         for i, batch in enumerate(turned()):
             yield batch if i < 20 else batch._replace(labels=torch.where(batch.labels < 3, 2 - batch.labels, 255))
 
-    found = fit_dense(SegmentationHead(WIDTH, 3), spoilt, scenes(2, 3), rates=(0.1,), steps=40, every=10)
+    head = SegmentationHead(WIDTH, 3, norm="batchnorm")
+    found = fit_dense(head, spoilt, scenes(2, 3), rates=(0.1,), steps=40, every=10)
     assert found.best_step == 20
     assert evaluate([found.head], scenes(2, 3)())[0] == found.best_scores
     assert found.best_scores["miou"] > found.scores[-1][0]["miou"] + 0.05

@@ -139,7 +139,7 @@ class SegmentationHead(DenseHead):
         width: int,
         classes: int,
         *,
-        norm: Norm = "batchnorm",
+        norm: Norm = "none",
         with_cls: bool = True,
         ignore: int = 255,
         seed: int = 0,
@@ -198,7 +198,7 @@ class DepthHead(DenseHead):
         loss: Literal["sig", "l1", "l2"] = "sig",
         gradient_weight: float = 0.5,
         upsample: int = 4,
-        norm: Norm = "batchnorm",
+        norm: Norm = "none",
         with_cls: bool = True,
         average: Literal["image", "pixel"] = "image",
         seed: int = 0,
@@ -218,7 +218,8 @@ class DepthHead(DenseHead):
         self.depths: Tensor
         self.register_buffer("depths", depths.exp() if log_bins else depths)
         if not bins:
-            nn.init.constant_(self.bias, 0.5)  # from the middle, not from the near end
+            nn.init.zeros_(self.weight)  # metres away from anything, where thousands of channels have random weights
+            nn.init.constant_(self.bias, 0.5)
 
     def forward(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
         scores = self.scores(patches, cls)
