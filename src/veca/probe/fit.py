@@ -1,0 +1,165 @@
+"""Training of dense heads on a stream of features, and their scores.
+
+Features of a dense task are too many to keep, so they come in batches as the backbone gives them; heads of several
+learning rates learn from the same pass.
+
+Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, K heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from veca.probe.dense import DenseBatch, DenseHead
+
+STATISTICS_BATCHES = 64
+"""At most so many batches make the statistics of a head that standardizes."""
+
+
+@dataclass(frozen=True)
+class DenseSweep:
+    """K trained heads, one for each learning rate, and how they came along."""
+
+    rates: tuple[float, ...]
+    heads: tuple[DenseHead, ...]
+    """Each as it was when its metric on validation was best, ready to predict."""
+    losses: Tensor
+    """(steps, K): of each training batch."""
+    evaluated: tuple[int, ...]
+    """The steps after which the heads were scored."""
+    scores: tuple[tuple[dict[str, float], ...], ...]
+    """What the meters gave on validation: for each of those steps, for each head."""
+
+    def _worth(self, scored: dict[str, float]) -> float:
+        return _worth(self.heads[0], scored)
+
+    @property
+    def best(self) -> int:
+        """The head whose metric was best after any step; of equal ones the first."""
+        worth = [max(self._worth(at[k]) for at in self.scores) for k in range(len(self.rates))]
+        return worth.index(max(worth))
+
+    @property
+    def best_step(self) -> int:
+        """The first step after which the best head had its best score."""
+        worth = [self._worth(at[self.best]) for at in self.scores]
+        return self.evaluated[worth.index(max(worth))]
+
+    @property
+    def best_scores(self) -> dict[str, float]:
+        """Of the best head at its best step."""
+        return self.scores[self.evaluated.index(self.best_step)][self.best]
+
+    @property
+    def head(self) -> DenseHead:
+        return self.heads[self.best]
+
+
+def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
+    """The share of the rate at a step: (1 - step / steps) ** power, times a straight rise over the first `warmup`.
+
+    >>> [polynomial(step, steps=4, power=1.0) for step in range(5)]
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    return min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps) ** power
+
+
+def fit_dense(
+    head: DenseHead,
+    train: Callable[[], Iterable[DenseBatch]],
+    validation: Callable[[], Iterable[DenseBatch]],
+    *,
+    rates: Sequence[float],
+    steps: int,
+    every: int | None = None,
+    decay: float = 1e-4,
+    power: float = 0.9,
+    warmup: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], object] | None = None,
+) -> DenseSweep:
+    """Train a copy of `head` for each rate with AdamW on the same batches; keep each at its best on validation.
+
+    `train` and `validation` are called for a fresh pass over their batches, which must be the same pass each time for
+    the same result. One of `train` must last for `steps` batches.
+
+    every:
+        Score the heads after every so many steps, and after the last; None: after the last alone.
+    power:
+        Of the polynomial schedule; 0.9 is DeepLab's and mmsegmentation's. DINOv2 used 1.0, with 1,500 steps of warm-up.
+    progress:
+        Called with the steps done and all of them.
+    """
+    if not rates or steps < 1 or (every is not None and every < 1):
+        raise ValueError(f"{len(rates)} rates, {steps} steps, scored every {every}: there must be one at least of each")
+    head = copy.deepcopy(head).to(device)
+    if head.norm == "standardize":
+        head.take_statistics(islice(train(), STATISTICS_BATCHES))
+    heads = [copy.deepcopy(head).train() for _ in rates]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.0, weight_decay=decay) for one in heads]
+    best, worth = copy.deepcopy(heads), [-math.inf] * len(heads)
+    losses: list[Tensor] = []
+    evaluated: list[int] = []
+    scores: list[tuple[dict[str, float], ...]] = []
+    for step, batch in enumerate(islice(train(), steps)):
+        head.check(batch[2])
+        patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
+        share = polynomial(step, steps, power, warmup)
+        now = []
+        for one, optimizer, rate in zip(heads, optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * share
+            optimizer.zero_grad()
+            loss = one.loss(one(patches, cls, _size(labels)), labels)
+            loss.backward()
+            optimizer.step()
+            now.append(loss.detach())
+        losses.append(torch.stack(now))
+        done = step + 1
+        if done == steps or (every is not None and done % every == 0):
+            evaluated.append(done)
+            scores.append(tuple(evaluate(heads, validation(), device)))
+            for k, scored in enumerate(scores[-1]):
+                if _worth(head, scored) > worth[k]:
+                    worth[k] = _worth(head, scored)
+                    best[k].load_state_dict(heads[k].state_dict())
+        if progress is not None:
+            progress(done, steps)
+    if len(losses) < steps:
+        raise ValueError(f"the training batches ended after {len(losses)} of {steps} steps: repeat them, or take fewer")
+    ready = tuple(one.eval() for one in best)
+    return DenseSweep(tuple(rates), ready, torch.stack(losses).cpu(), tuple(evaluated), tuple(scores))
+
+
+@torch.no_grad()
+def evaluate(
+    heads: Sequence[DenseHead], batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
+) -> list[dict[str, float]]:
+    """Scores of each head over whole images at the size of their labels, from one pass over the features."""
+    meters = [head.meter(device) for head in heads]
+    modes = [head.training for head in heads]
+    for head in heads:
+        head.eval()
+    for batch in batches:
+        patches, cls, labels = (tensor.to(device) for tensor in batch)
+        for head, meter in zip(heads, meters, strict=True):
+            meter.update(head.predict(head(patches, cls, _size(labels))), labels)
+    for head, mode in zip(heads, modes, strict=True):
+        head.train(mode)
+    return [meter.compute() for meter in meters]
+
+
+def _size(labels: Tensor) -> tuple[int, int]:
+    return labels.shape[-2], labels.shape[-1]
+
+
+def _worth(head: DenseHead, scored: dict[str, float]) -> float:
+    """The metric, turned so that more is better; what is not a number is worth nothing."""
+    value = scored[head.metric]
+    return -math.inf if math.isnan(value) else value if head.higher_is_better else -value
