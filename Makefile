@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
+FORKING := tests/test_distill.py tests/test_resume.py
+
 .PHONY: demo test lint bench clean
 
 demo: .venv/viz.stamp
 	$(BIN)/veca demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --cov --cov-report= $(FORKING:%=--ignore=%)
+	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist loadfile --cov --cov-append \
+		--cov-report=term:skip-covered $(FORKING)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -99,6 +100,19 @@ def train(recipe: Recipe, folder: Path, **options: Any) -> list[str]:
     return said
 
 
+def check_fork() -> None:
+    """Autograd refuses to work in a fork of a process that has compiled something: then these tests need their own."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        finally:
+            os._exit(int(sys.exc_info()[0] is not None))
+    if os.waitpid(pid, 0)[1]:
+        reason = "tests before this one have compiled something; run this file on its own, as `make test` does"
+        pytest.fail(reason) if os.environ.get("VECA_TESTS_FORK") else pytest.skip(reason)
+
+
 class Process:
     """`veca ARGUMENTS` in a forked process, the leader of a group of its own. `before` runs in it first."""
 
@@ -109,6 +123,7 @@ class Process:
         environment: dict[str, str] | None = None,
         before: Callable[[], object] | None = None,
     ) -> None:
+        check_fork()
         self.log, self.code = log, -1
         sys.stdout.flush()
         sys.stderr.flush()

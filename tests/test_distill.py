@@ -272,8 +272,7 @@ def test_three_in_a_row_end_it(place: Place, tmp_path: Path, monkeypatch: pytest
     assert "schedule.peak" in text
     assert "Traceback" not in text
     steps = step_of(tmp_path / "run")
-    assert different(steps[max(steps)], steps[4]) != []  # the mean moves on
-    assert all(torch.equal(v, steps[4][k]) for k, v in steps[max(steps)].items() if not k.startswith("ema: "))
+    assert different(steps[max(steps)], steps[4]) == []
     ways_out: list[dict[str, Any]] = [{"schedule__peak": 1e-4}, {"precision": "bfloat16"}]
     for way_out in ways_out:
         folder = copy_run(tmp_path / "run", tmp_path / next(iter(way_out)))

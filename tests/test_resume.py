@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -241,7 +242,8 @@ def test_asked_to_stop(
     recipe, tmp_path = place.recipe(data__workers=workers, checkpoints__every=99), tmp_path / "a folder [with brackets]"
     tmp_path.mkdir()
     run = start(recipe, tmp_path / "run")
-    wait_until((tmp_path / "run/best/config.json").exists, run)
+    best = tmp_path / "run/best/config.json"
+    wait_until(lambda: best.exists() and json.loads(best.read_text())["provenance"]["step"] >= 8, run)
     run[0].kill(number)
     assert finish(run) == [status], run[0].text()
     text = run[0].text()
