@@ -6,15 +6,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
 FORKING := tests/test_distill.py tests/test_resume.py
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test coverage lint bench clean
 
 demo: .venv/viz.stamp
 	$(BIN)/veca demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --cov --cov-report= $(FORKING:%=--ignore=%)
-	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist loadfile --cov --cov-append \
-		--cov-report=term:skip-covered $(FORKING)
+	$(BIN)/python -m pytest --quiet -n auto --dist loadfile $(COVER) $(FORKING:%=--ignore=%)
+	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist loadfile $(COVER:--cov=--cov --cov-append) $(FORKING)
+
+# What the tests reach; they take longer so.
+coverage: COVER := --cov
+coverage: test
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
