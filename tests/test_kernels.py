@@ -547,7 +547,10 @@ def test_gpu_checkpointing_gives_the_same_gradients() -> None:
     plain = learn(model, images, "triton")
     model.set_grad_checkpointing()
     for name, found in learn(model, images, "triton").items():
-        assert torch.equal(found, plain[name]), name
+        if name.startswith("blocks."):
+            assert torch.equal(found, plain[name]), name
+        else:  # what all blocks share is a sum over them, in another order
+            torch.testing.assert_close(found, plain[name], rtol=2**-7, atol=1e-4, msg=name)
 
 
 @pytest.mark.gpu
