@@ -339,9 +339,11 @@ def test_names_say_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(64, 96), (20, 17), (32, 48)])
-def test_resized_is_interpolate(size: tuple[int, int]) -> None:
+def test_resized_is_interpolate(size: tuple[int, int], mode: Any) -> None:
     torch.manual_seed(0)
     images = torch.randn(2, 3, 32, 48)
-    expected = F.interpolate(images, size, mode="bicubic", antialias=True)
-    torch.testing.assert_close(resized(images, size), expected, rtol=1e-5, atol=1e-5)
+    expected = F.interpolate(images, size, mode=mode, antialias=True)
+    torch.testing.assert_close(resized(images, size, mode), expected, rtol=1e-5, atol=1e-5)
+    assert resized(images.bfloat16(), size, mode).dtype == torch.bfloat16

@@ -208,7 +208,8 @@ class Veca(nn.Module):
         x = torch.cat([bank.expand(len(images), -1, -1), patches], dim=1)
 
         # Coordinates and angles never go below float32, whatever the model or autocast does.
-        state = state.to(torch.promote_types(state.dtype, torch.float32)).expand(len(images), -1, -1)
+        state = state.to(torch.promote_types(state.dtype, torch.float32))
+        state = state.expand(len(images), -1, -1).contiguous()  # as blocks return it: one compiled block serves all
         alphas = self.coordinate_alpha.to(state.dtype, copy=True)  # hooks take no slice of a parameter in inference
         patch_rotary = self._patch_rotary(rows, columns, state)
         update, states, taken = None, [], []

@@ -14,11 +14,12 @@ import functools
 import hashlib
 import math
 import mmap
+import queue
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +55,8 @@ _TOGETHER = 16
 """Pictures that a worker hands over at a time."""
 _SLOT = _TOGETHER * 3 * 1024**2
 """Bytes of shared memory for them: as much as they take at 1024. What is not used is address space and no memory."""
+_PATIENCE = 10.0
+"""Seconds that a thread which waits for a worker is waited for."""
 _SPARE = 2
 """A JPEG is decoded at a fraction of its size as long as this many pixels are left for each one of the result."""
 
@@ -308,8 +311,9 @@ class Batches:
         )
         with interrupts_later(), _no_news_of_children():
             self._records = records = iter(loader)
+        batches = self._collected(records, waiting)
         try:
-            yield from self._collected(records, waiting)
+            yield from _meanwhile(batches) if self._workers else batches
         finally:
             if self._records is records:  # and not those of a later loop
                 self.close()
@@ -326,7 +330,8 @@ class Batches:
             pixels = done.pixels if done.pixels is not None else self._seer.slot(task, len(task.pictures))
             assert pixels is not None
             count, filled = len(done.pictures), sum(len(other.pictures) for other in made)
-            images[filled : filled + count] = torch.from_numpy(pixels[:count])
+            # Not torch's copy: its threads, one per core, would get in the way of the workers.
+            images.numpy()[filled : filled + count] = pixels[:count]
             made.append(done)
             if start + len(task.pictures) == len(plan.pictures):
                 yield self._batch(images[: filled + count], plan, made)
@@ -351,6 +356,35 @@ class Batches:
             augmentation = Augmentation(torch.tensor([view.op for view in views], dtype=torch.int64), strengths)
         which = torch.tensor(plan.views, dtype=torch.int64)[: len(pictures)]
         return Batch(images.permute(0, 3, 1, 2), augmentation, pictures, which, skipped)
+
+
+def _meanwhile(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each put together by a thread while the one before it is in use."""
+    made: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            for batch in batches:
+                made.put(batch)
+                if stop.is_set():
+                    return
+            made.put(None)
+        except BaseException as error:
+            made.put(error)
+
+    thread = threading.Thread(target=work, name="batches", daemon=True)
+    thread.start()
+    try:
+        while (found := made.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        stop.set()
+        with suppress(queue.Empty):
+            made.get_nowait()  # room for the last one
+        thread.join(_PATIENCE)  # it may wait for a worker that hangs, which is killed after this
 
 
 @contextmanager

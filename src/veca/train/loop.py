@@ -49,6 +49,9 @@ from veca.train.validation import Lessons, validate
 
 MOST_BAD = 3
 """So many steps in a row without a finite gradient are no accident."""
+GRAPHS = 64
+"""Ways to compile one function that are all wanted: the first block and the others, with gradients and without, few
+cores and many; a teacher at each resolution."""
 AGREE_EVERY = 10
 """Steps after which several processes ask each other whether to stop."""
 
@@ -201,7 +204,7 @@ class Trainer:
         """Train to the end; the folder then holds the model and a report."""
         self._write_recipe()
         try:
-            with self._logging() as (log, live), self._signals():
+            with self._logging() as (log, live), self._signals(), torch._dynamo.config.patch(recompile_limit=GRAPHS):
                 for notice in self.notices:
                     self._event(log, live, notice)
                 if not self.step and self.validation is not None:  # what there is to gain

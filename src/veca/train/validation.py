@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from veca.model import Veca
@@ -34,17 +35,20 @@ class Lessons:
     def at_once(self, resolution: int) -> int:
         """Pictures the teacher takes at a time."""
         asked = self.recipe.teacher.micro_batch
-        if isinstance(asked, int):
-            return asked
-        fitting = [count for size, count in asked.items() if size >= resolution]
-        return max(fitting) if fitting else min(asked.values())
+        if not isinstance(asked, int):
+            fitting = [count for size, count in asked.items() if size >= resolution]
+            asked = max(fitting) if fitting else min(asked.values())
+        return min(asked, self.recipe.batch)
 
     @torch.no_grad()
     def targets(self, images: Tensor) -> Targets:
         grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
+        together, count = self.at_once(images.shape[-1]), len(images)
+        if self.recipe.compile:  # for one number of pictures: blank ones fill the last part
+            images = F.pad(images, (0, 0) * 3 + (0, -count % together))
         with self.autocast():
-            parts = [self.teacher(part, grid) for part in images.split(self.at_once(images.shape[-1]))]
-        return Targets(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+            parts = [self.teacher(part, grid) for part in images.split(together)]
+        return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
 
     def take_statistics(self, pictures: Pictures, validation: Pictures | None) -> None:
         """Those a standardized teacher needs, over the validation pictures if there are any; alike in every process."""

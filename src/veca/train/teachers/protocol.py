@@ -96,22 +96,22 @@ class Teacher(nn.Module, ABC):
         else:
             size = cast(tuple[int, int], tuple(max(1, round(s / self.stride)) * self.stride for s in images.shape[-2:]))
         if size != tuple(images.shape[-2:]):
-            images = resized(images, size)
+            images = resized(images, size, "bicubic")
         cls, dense = self.features(images)
         if tuple(dense.shape[-2:]) != tuple(grid):
-            dense = F.interpolate(dense, grid, mode="bilinear", antialias=True)
+            dense = resized(dense, grid, "bilinear")
         return Targets(cls, dense.flatten(2).mT)
 
 
-def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """`F.interpolate(images, size, mode="bicubic", antialias=True)` as two matrix products, which a GPU does sooner."""
+def resized(maps: Tensor, size: tuple[int, int], mode: Literal["bicubic", "bilinear"]) -> Tensor:
+    """`F.interpolate(maps, size, mode=mode, antialias=True)` as two matrix products, which a GPU does sooner."""
 
     def weights(before: int, after: int) -> Tensor:
-        unit = torch.eye(before, device=images.device, dtype=images.dtype)[None, None]
-        return F.interpolate(unit, (after, before), mode="bicubic", antialias=True)[0, 0]
+        unit = torch.eye(before, device=maps.device)[None, None]
+        return F.interpolate(unit, (after, before), mode=mode, antialias=True)[0, 0].to(maps.dtype)
 
-    rows, columns = map(weights, images.shape[-2:], size)
-    return rows @ images @ columns.mT
+    rows, columns = map(weights, maps.shape[-2:], size)
+    return rows @ maps @ columns.mT
 
 
 class Standardized(nn.Module):
