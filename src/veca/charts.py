@@ -33,7 +33,7 @@ STYLE = """
 .axis { stroke: var(--muted); fill: none; }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .faint { stroke-width: 1; stroke-opacity: 0.28; }
-.lead { fill: none; stroke-width: 1; stroke-opacity: 0.6; }
+.lead { fill: none; stroke-width: 1; stroke-dasharray: 1 3; }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
 .c3 { stroke: var(--c3); } .c4 { stroke: var(--c4); } .c5 { stroke: var(--c5); } .quoted { stroke: var(--muted); }
 circle, rect.quoted { fill: var(--paper); stroke-width: 1.8; }
@@ -293,7 +293,7 @@ def _end_labels(lines: Sequence[Line], scale: _Scale) -> list[str]:
     for (y, x, line), place in zip(ends, places, strict=True):
         edge = frame.width - frame.right + 10
         marks.append(f'<path class="lead {_colour(line)}" d="M{x + 5:.1f} {y:.1f}L{edge - 3} {place:.1f}" />')
-        text = f"<title>{escape(line.name)}</title>{escape(cut(line.name, (frame.right - 12) // 7))}"
+        text = f"<title>{escape(line.name)}</title>{escape(cut(line.name, (frame.right - 12) // 8))}"
         marks.append(f'<text class="name" x="{edge}" y="{place + 5:.1f}">{text}</text>')
     return marks
 

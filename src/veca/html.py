@@ -6,7 +6,7 @@ Arguments are HTML already, unless they say otherwise: whoever has text from els
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -57,9 +57,15 @@ def details(title: str, body: str, shown: bool = False) -> str:
     return f"{start}<summary>{title}</summary>{body}</details>"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "plain") -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "plain", words: Container[int] = ()) -> str:
+    """`words` are columns of text, not of numbers. Of the kind "stack", rows are cards where the screen is narrow."""
+    sides = [' class="word"' if i in words else "" for i in range(len(heads))]
+    head = "".join(f'<th scope="col"{side}>{name}</th>' for side, name in zip(sides, heads, strict=True))
+    told = [f' data-head="{name}"' if kind == "stack" else "" for name in heads]
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{s}{t}>{cell}</td>" for s, t, cell in zip(sides, told, row, strict=True)) + "</tr>"
+        for row in rows
+    )
     return (
         f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
     )

@@ -98,6 +98,15 @@ def shown(metric: str, value: float, sign: str = "") -> str:
     return number(value, f"{sign}.{2 if unit(metric) == '%' else 4}f").replace("-", "−")
 
 
+def metric_name(metric: str) -> str:
+    """With its unit and, if it is an error, an arrow.
+
+    >>> metric_name("mIoU"), metric_name("rmse")
+    ('mIoU, %', 'rmse, m ↓')
+    """
+    return metric + (f", {unit(metric)}" if unit(metric) else "") + (" ↓" if lower_is_better(metric) else "")
+
+
 def is_results(folder: Path) -> bool:
     """Whether a folder is one that `veca probe` writes to."""
     return (folder / "rows").is_dir()
@@ -165,7 +174,7 @@ def parse_row(raw: Any, file: str) -> Row:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300  # nan is not, and what no float can hold is not either
 
 
 def _numbers(values: Any) -> dict[str, float]:

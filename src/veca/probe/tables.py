@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from veca.probe import paper
 from veca.probe.datasets import SPECS
-from veca.probe.results import Row, flat, lower_is_better, mapping, shown, unit
+from veca.probe.results import Row, flat, lower_is_better, mapping, metric_name, shown
 from veca.text import printable
 
 
@@ -21,6 +21,8 @@ class Comparison:
     """Ours less the paper's."""
     better: bool
     """Than the paper's; of equal ones, False."""
+    same_size: bool
+    """Of model."""
     notes: Sequence[str]
     """What makes them unlike; nothing known: none."""
 
@@ -33,7 +35,7 @@ class Table:
     """Cells name them by their number, from 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Series:
     """Rows of one model, asked for alike but for budget, resolution and seed."""
 
@@ -50,7 +52,7 @@ class Series:
         return math.fsum(found) / len(found) if found else math.nan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """All rows of one task, dataset and metric."""
 
@@ -66,6 +68,10 @@ class Group:
         series, drifting = _series(self.rows)
         object.__setattr__(self, "series", series)
         object.__setattr__(self, "drifting", drifting)
+
+    @property
+    def title(self) -> str:
+        return f"{self.dataset} · {self.task}, {self.metric}"
 
     @property
     def cores(self) -> list[int]:
@@ -106,7 +112,8 @@ def _series(rows: Sequence[Row]) -> tuple[list[Series], list[str]]:
 def _settings(row: Row) -> dict[str, str]:
     """All that decides a number beside model, budget, resolution and seed."""
     about = {"weights": row.about} if row.about else {}
-    return flat({**row.protocol, **about, "data fingerprint": row.fingerprint, "scored on": row.scored_on})
+    settings = flat({**row.protocol, **about, "data fingerprint": row.fingerprint, "scored on": row.scored_on})
+    return {name: value for name, value in settings.items() if name.rpartition(".")[2] != "seed"}
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
@@ -132,7 +139,7 @@ def compare(row: Row, dataset: str | None = None) -> Comparison | None:
         return None
     gap = value - found.value
     better = (gap < 0) if lower_is_better(metric) else (gap > 0)
-    return Comparison(found, gap, better, _notes(row, name, kin, found))
+    return Comparison(found, gap, better, found.model_size == kin.size, _notes(row, name, kin, found))
 
 
 def also_value(row: Row, dataset: str) -> tuple[str, float]:
@@ -184,17 +191,17 @@ def _data_note(row: Row) -> str:
     return f"{pictures:,} pictures of {row.dataset}; {published:,} were published"
 
 
-def results_table(group: Group) -> Table:
-    """Every row of a group beside the paper."""
+def results_table(group: Group, best: bool = False) -> Table:
+    """Every row of a group beside the paper, or the best of each series."""
     names = list(dict.fromkeys([group.metric, *(name for row in group.rows for name in row.metrics)]))
     seeds = len({row.seed for row in group.rows}) > 1
     beside = any(compare(row) for row in group.rows) or any(compare(row, d) for row in group.rows for d in row.also)
     heads = ["model", "C", "px", *(["seed"] if seeds else []), *names]
-    heads += ["paper", "paper's model", "gap", "notes"] if beside else []
+    heads += ["paper", "which", "gap", "notes"] if beside else []
     notes: list[str] = []
     rows = []
     for series in group.series:
-        for row in series.rows:
+        for row in [series.best] if best else series.rows:
             where = [series.name, _cores(row.cores), str(row.size), *([str(row.seed)] if seeds else [])]
             rows.append([*where, *(shown(n, row.metrics.get(n, math.nan)) for n in names)])
             rows[-1] += _beside(compare(row), row.metric, notes) if beside else []
@@ -213,12 +220,14 @@ def _beside(found: Comparison | None, metric: str, notes: list[str]) -> list[str
     notes += [note for note in found.notes if note not in notes]
     numbers = sorted(notes.index(note) + 1 for note in found.notes)
     n = found.number
-    where = f"{n.model}{'' if n.cores is None else f', C = {n.cores}'}, {n.size} px, Table {n.table}"
+    where = f"{n.model}, {'' if n.cores is None else f'C {n.cores}, '}{n.size} px (Table {n.table})"
     return [shown(metric, n.value), where, gap_text(found, metric), ", ".join(map(str, numbers))]
 
 
 def gap_text(found: Comparison, metric: str) -> str:
-    """The gap and what it means."""
+    """The gap and what it means; of models of different sizes, the gap alone."""
+    if not found.same_size:
+        return f"({shown(metric, found.gap, '+')})"
     if shown(metric, abs(found.gap)) == shown(metric, 0.0):
         return f"{shown(metric, 0.0)} equal"
     return f"{shown(metric, found.gap, '+')} {'better' if found.better else 'worse'}"
@@ -226,24 +235,15 @@ def gap_text(found: Comparison, metric: str) -> str:
 
 def glance_table(groups: Iterable[Group]) -> Table:
     """The best row of each series on each dataset, beside the paper."""
-    heads = ["dataset", "task", "model", "C", "px", "metric", "best", "paper", "paper's model", "gap", "notes"]
+    heads = ["dataset", "model", "C", "px", "metric", "best", "paper", "which", "gap", "notes"]
     rows, notes = [], list[str]()
     for group in groups:
         for series in group.series:
             best = series.best
-            where = [group.dataset, group.task, series.name, _cores(best.cores), str(best.size)]
+            where = [f"{group.dataset}, {group.task}", series.name, _cores(best.cores), str(best.size)]
             value = [metric_name(group.metric), shown(group.metric, best.value)]
             rows.append([*where, *value, *_beside(compare(best), group.metric, notes)])
     return Table(heads, rows, notes)
-
-
-def metric_name(metric: str) -> str:
-    """With its unit and, if it is an error, an arrow.
-
-    >>> metric_name("mIoU"), metric_name("rmse")
-    ('mIoU, %', 'rmse, m ↓')
-    """
-    return metric + (f", {unit(metric)}" if unit(metric) else "") + (" ↓" if lower_is_better(metric) else "")
 
 
 def grid_table(group: Group, series: Series) -> Table | None:
