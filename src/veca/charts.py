@@ -58,7 +58,7 @@ class Frame(NamedTuple):
 
 
 WIDE = Frame()
-SMALL = Frame(520, 320, 58, 176, 12, 46)
+SMALL = Frame(540, 320, 66, 192, 12, 46)
 """For several beside each other, or a narrow screen; lines are named at their ends."""
 
 _CIVIDIS = (

@@ -14,7 +14,7 @@ from veca.probe.tables import Group, Series, compare
 
 MOST_LINES = 6
 """Of ours in one picture; more of them, and each model has its own."""
-LABEL = 20
+LABEL = 22
 """Characters that a picture has room for beside a line."""
 What: TypeAlias = Literal["budget", "resolution"]
 
@@ -28,11 +28,14 @@ class Picture(NamedTuple):
 
 
 def pictures(group: Group) -> list[Picture]:
-    """Curves of a group: over the budgets, and over the resolutions, where either varies or the paper has a curve."""
+    """Curves of a group over what varies: budgets, resolutions. Where neither does, its points on the paper's curves."""
     short = dict(zip(group.series, short_names([s.name for s in group.series]), strict=True))
     found = []
     kinds: tuple[What, ...] = ("budget", "resolution")
+    varied = {"budget": len(group.cores) > 1, "resolution": len(group.sizes) > 1}
     for what in kinds:
+        if not varied[what] and any(varied.values()):
+            continue
         count = sum(len(_own_lines(series, what)) for series in group.series)
         apart = count > MOST_LINES and len(group.series) > 1
         for i, part in enumerate([[series] for series in group.series] if apart else [list(group.series)]):
@@ -50,7 +53,7 @@ def short_names(names: Sequence[str], most: int = LABEL) -> list[str]:
     """Names short enough for a label, and still as many: the last part of a path, cut at its end or in the middle.
 
     >>> short_names(["facebook/dinov3-vits16-pretrain-lvd1689m", "facebook/dinov3-vitb16-pretrain-lvd1689m", "tiny"])
-    ['dinov3-vits16-pretr…', 'dinov3-vitb16-pretr…', 'tiny']
+    ['dinov3-vits16-pretrai…', 'dinov3-vitb16-pretrai…', 'tiny']
     """
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
     for tried in (
@@ -108,7 +111,9 @@ def _lines(
         name = short[series] if len(part) > 1 or not where else ""
         lines.append(Line(_label(name, where), points, i, dots=True))
     lines += [
-        Line(_label(f"paper: {model}", _fixed(fixed, what) if several else ""), points, dots=True, quoted=True)
+        Line(
+            ", ".join(filter(None, (f"paper {model}", several and _fixed(fixed, what)))), points, dots=True, quoted=True
+        )
         for model, fixed, points in quoted
     ]
     if what == "budget":
