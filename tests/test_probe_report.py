@@ -80,7 +80,7 @@ def test_every_number_of_the_papers_probe_tables_is_there() -> None:
     for n in paper.numbers():
         count[n.table] = count.get(n.table, 0) + 1
     assert count == {"1": 80, "2": 80, "S10": 132, "S11": 128, "S12": 64, "S13": 160, "S15": 96, "S16": 96}
-    assert math.fsum(n.value for n in paper.numbers()) == pytest.approx(53030.6606, abs=1e-6)
+    assert math.fsum(n.value for n in paper.numbers()) == pytest.approx(52401.2937, abs=1e-6)
     cells = [
         ("1", "depth", "kitti", "DINOv3-B", None, 512, 2.6915),
         ("2", "classify", "cub200", "VECA-B", 8, 256, 87.0),
@@ -142,10 +142,10 @@ def test_the_gap_is_ours_less_the_papers_and_knows_which_way_is_up() -> None:
 def test_notes_say_what_is_unlike() -> None:
     found = compare(parsed("segment", "ade20k", 64, 320, 40.0, protocol={"batch": 16, "optimizer": "AdamW"}))
     assert found
-    assert found.number.size == 256
+    assert found.number.size == 384
     text = "; ".join(found.notes)
     assert "a VECA of our own, distilled from facebook/dinov2-small, not the paper's" in text
-    assert "the paper's number is at 256 px" in text
+    assert "the paper's number is at 384 px" in text
     assert "7,349 pictures of ade20k; 22,210 were published" in text
     assert "batch 16 (paper: 8)" in text
     assert "AdamW" not in text
@@ -268,15 +268,8 @@ def test_rows_tell_how_they_were_made(sweep: Path) -> None:
     found = list(section.iter("details"))
     assert len(found) == 7
     text = "".join(found[-1].itertext())
-    for part in (
-        "seed",
-        "2026-01-02T03:04:05+00:00",
-        "torch 2.11.0",
-        "features 1 min 2 s",
-        "rate 0.1, decay 0",
-        "torn",
-    ):
-        assert (part in text) == (part != "torn")
+    for part in ("seed", "2026-01-02T03:04:05+00:00", "torch 2.11.0", "features 1 min 2 s", "rate 0.1, decay 0"):
+        assert part in text
     assert '"epochs": 100' in "".join(next(found[-1].iter("pre")).itertext())
     assert '"epochs": 100' in (sweep / "report.md").read_text()
 
@@ -353,9 +346,7 @@ def test_pictures_that_cannot_be_shown_are_named(tmp_path: Path) -> None:
     _, left_out = write_report(folder)
     reasons = ["lies outside the folder", "is no picture of its kind", "is not there", "is no .png, .webp or .jpg"]
     assert all(w in text and r in text for text, w, r in zip(left_out, wrong, reasons, strict=True)), left_out
-    assert "../secret" not in (folder / "report.md").read_text().split("## At a glance")[1].replace(
-        "../secret.png of", ""
-    )
+    assert "](../secret" not in (folder / "report.md").read_text()
 
 
 def test_missing_metrics_and_one_row_alone(tmp_path: Path) -> None:
@@ -417,8 +408,9 @@ def test_what_is_no_row_is_named_and_left_out(tmp_path: Path) -> None:
 
 
 def test_odd_values_in_a_row_do_no_harm(tmp_path: Path) -> None:
-    odd = row(seed="x", per_class=[1], best="good", sweep={"a": 1}, curve=[1, 2], gallery="none", also=[], grid="8x8",
-              protocol=None, versions=None, seconds=["a"], date=5, metrics={"top1": 10**400, "top5": True, "n": 3})  # fmt: skip
+    odd = row(seed="x", per_class=[1], best="good", sweep={"a": 1}, curve=[1, 2], gallery="none", also=[], grid="8x8")
+    odd |= {"protocol": None, "versions": None, "seconds": ["a"], "date": 5}
+    odd |= {"metrics": {"top1": 10**400, "top5": True, "n": 3}}
     write_report(write_rows(tmp_path, [odd]))
     found = tables(tree_of(tmp_path), "pets · classify, top1")[0]
     assert found[1][3:5] == ["–", "3.0000"]

@@ -28,7 +28,7 @@ class Picture(NamedTuple):
 
 
 def pictures(group: Group) -> list[Picture]:
-    """Curves of a group over what varies: budgets, resolutions. Where neither does, its points on the paper's curves."""
+    """Curves of a group over what varies, budgets or resolutions; where neither does, points on the paper's curves."""
     short = dict(zip(group.series, short_names([s.name for s in group.series]), strict=True))
     found = []
     kinds: tuple[What, ...] = ("budget", "resolution")
@@ -110,12 +110,9 @@ def _lines(
         where = _fixed(fixed, what) if several else ""
         name = short[series] if len(part) > 1 or not where else ""
         lines.append(Line(_label(name, where), points, i, dots=True))
-    lines += [
-        Line(
-            ", ".join(filter(None, (f"paper {model}", several and _fixed(fixed, what)))), points, dots=True, quoted=True
-        )
-        for model, fixed, points in quoted
-    ]
+    for model, fixed, points in quoted:
+        where = f", {_fixed(fixed, what)}" if several and fixed is not None else ""
+        lines.append(Line(f"paper {model}{where}", points, dots=True, quoted=True))
     if what == "budget":
         ends = [x for line in lines for x, _ in line.points]
         for series in group.series:  # one without a budget is a level to compare with, whichever part this is
