@@ -16,6 +16,7 @@ from probe_rows import row, write_rows
 from typer.testing import CliRunner
 
 from veca.cli import app
+from veca.config import SIZES
 from veca.probe import paper
 from veca.probe.curves import pictures, short_names
 from veca.probe.markdown import rows_csv
@@ -121,6 +122,13 @@ def test_models_are_known_by_their_names(name: str, kind: str, found: tuple[str,
     assert (kin and (kin.family, kin.size)) == found
 
 
+def test_a_configuration_says_more_than_a_name() -> None:
+    large = SIZES["veca_large"].to_dict()
+    assert paper.kin("runs/small", "veca", {"config": large}) == paper.Kin("VECA", "L")
+    assert paper.kin("runs/small", "veca", {"config": {**large, "depth": 3}}) is None, "of no size of the paper's"
+    assert paper.kin("runs/small", "veca", {"config": {"strange": 1}}) is None
+
+
 def test_the_gap_is_ours_less_the_papers_and_knows_which_way_is_up() -> None:
     low = compare(parsed("depth", "nyuv2", 64, 512, 0.4))
     high = compare(parsed("depth", "nyuv2", 64, 512, 0.5))
@@ -149,6 +157,9 @@ def test_notes_say_what_is_unlike() -> None:
     assert "7,349 pictures of ade20k; 22,210 were published" in text
     assert "batch 16 (paper: 8)" in text
     assert "AdamW" not in text
+    found = compare(parsed(protocol={"problems": ["train has 9 pictures; 3,680 were published"]}))
+    assert found
+    assert "pets: train has 9 pictures; 3,680 were published" in found.notes
     model = {"name": "veca_base", "kind": "veca", "about": {"provenance": {"official_config": "{}"}}}
     released = parse_row({**row("segment", "coco-object", 64, 512, 60.0), "model": model}, "x")
     found = compare(released)

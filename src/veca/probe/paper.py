@@ -176,7 +176,8 @@ def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
     """
     text = name.lower()
     if kind == "veca":
-        size = _veca_size(about) or _size_in(text)
+        config = about.get("config")
+        size = _veca_size(config) if isinstance(config, Mapping) and config else _size_in(text)
         return Kin("VECA", size) if size else None
     if re.search(_OTHERS, text):
         return None
@@ -189,13 +190,8 @@ def _size_in(text: str) -> str | None:
     return next((size for size, pattern in _SIZE_WORDS if re.search(pattern, text)), None)
 
 
-def _veca_size(about: Mapping[str, Any]) -> str | None:
-    """Of a configuration somewhere in what is known of the model."""
-    for place in (about, about.get("config")):
-        if isinstance(place, Mapping) and "embed_dim" in place:
-            try:
-                known = size_name(VecaConfig.from_dict(dict(place)))
-            except (ValueError, TypeError):
-                continue  # of another version
-            return _VECA.get(known or "")
-    return None
+def _veca_size(config: Mapping[str, Any]) -> str | None:
+    try:
+        return _VECA.get(size_name(VecaConfig.from_dict(dict(config))) or "")
+    except (ValueError, TypeError):  # of another version
+        return None

@@ -281,10 +281,10 @@ def _row(row: Row) -> str:
         "file": row.file,
     }
     cells = [[escape(name), escape(value)] for name, value in facts.items() if value]
-    curve = [(float(epoch), value) for epoch, value in enumerate(row.curve, 1)]
-    label = f"validation {row.metric} by epoch"
+    curve = [(float(i), value) for i, value in enumerate(row.curve, 1)]
+    label = f"{row.metric} of the best head at each validation"
     line = Line(row.metric, curve, 0)
-    drawn = line_chart([line], "epoch", f"{row.metric} on val", label, frame=SMALL, log=False)
+    drawn = line_chart([line], "validation", f"{row.metric} on val", label, frame=SMALL, log=False)
     return "\n".join(
         [
             table(["", ""], cells, "events"),

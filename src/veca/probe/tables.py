@@ -159,7 +159,7 @@ def _notes(row: Row, dataset: str, kin: paper.Kin, found: paper.Number) -> list[
     notes.append(paper.same_dataset(dataset)[1])
     notes.append(paper.caveat(dataset))
     if dataset == row.dataset:
-        notes.append(_data_note(row))
+        notes += _data_notes(row)
     notes += [f"another protocol: {one}" for one in paper.other_settings(row.task, row.protocol)]
     if row.scored_on == "val" and row.counts.get("test"):
         notes.append("scored on val, not on test")
@@ -183,12 +183,15 @@ def _model_note(row: Row, kin: paper.Kin, found: paper.Number) -> str:
     return f"a VECA of our own{source}, not the paper's{other}"
 
 
-def _data_note(row: Row) -> str:
+def _data_notes(row: Row) -> list[str]:
+    """Where this copy of the dataset is not what was published, as the probe found or by the number of pictures."""
+    problems = row.protocol.get("problems")
+    if isinstance(problems, list) and problems:
+        return [f"{row.dataset}: {printable(str(problem))}" for problem in problems[:4]]
     spec, pictures = SPECS.get(row.dataset), sum(row.counts.values())
-    published = sum(spec.sizes.values()) if spec else pictures
-    if pictures == published:
-        return ""
-    return f"{pictures:,} pictures of {row.dataset}; {published:,} were published"
+    if spec is None or pictures == sum(spec.sizes.values()):
+        return []
+    return [f"{pictures:,} pictures of {row.dataset}; {sum(spec.sizes.values()):,} were published"]
 
 
 def results_table(group: Group, best: bool = False) -> Table:
