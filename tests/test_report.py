@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from veca.charts import colour_of, smooth, thin, ticks
 from veca.cli import app
-from veca.train.charts import colour_of, smooth, thin, ticks
 from veca.train.log import RunLog
 from veca.train.recipe import Recipe
 from veca.train.report import write_report

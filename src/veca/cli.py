@@ -154,14 +154,39 @@ def distill(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, as runs/small-stage1.")]) -> None:
-    """Write a run's report.html anew, from what its folder holds: of a run that goes, is done, or died."""
-    try:
-        from veca.train.report import write_report
-    except ImportError as error:
-        raise ValueError(f"reports need {error.name}, which is not installed: pip install 'veca[train]'") from error
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or of probes: runs/small-stage1, results/small.")],
+) -> None:
+    """Write report.html anew from what a folder holds: one that `veca distill` or `veca probe` wrote to.
 
-    out.print(f"Report: {write_report(folder).resolve()}", soft_wrap=True)
+    Of probes also report.md, rows.csv and the curves.
+    """
+    from veca.probe.results import is_results
+    from veca.train.tables import is_run
+
+    run, results = is_run(folder), is_results(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name one that `veca distill` or `veca probe` wrote to")
+    if run and results:
+        raise ValueError(f"{folder} holds a run of `veca distill` and rows of `veca probe`: move rows/ elsewhere")
+    if not (run or results):
+        raise ValueError(
+            f"{folder} is neither the folder of a run of `veca distill`, which has a recipe.yaml, nor of results of "
+            "`veca probe`, which has rows/: name one of these"
+        )
+    if results:
+        from veca.probe.report import write_report as write_results
+
+        path, left_out = write_results(folder)
+        for problem in left_out:
+            err.print(f"left out: {problem}", style="yellow", markup=False, soft_wrap=True)
+    else:
+        try:
+            from veca.train.report import write_report
+        except ImportError as error:
+            raise ValueError(f"reports need {error.name}, which is not installed: pip install 'veca[train]'") from error
+        path = write_report(folder)
+    out.print(f"Report: {path.resolve()}", soft_wrap=True, markup=False)
 
 
 @app.command()

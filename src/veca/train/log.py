@@ -27,6 +27,7 @@ from rich.table import Column
 from torch import Tensor
 
 from veca.files import atomic_path
+from veca.text import duration, printable
 from veca.train.tables import (
     EVENTS,
     METRIC_KEYS,
@@ -38,7 +39,6 @@ from veca.train.tables import (
     Table,
     cell,
     grid_means,
-    printable,
 )
 
 
@@ -379,19 +379,3 @@ def _bar(stream: TextIO) -> Progress:
 def memory_gib(device: torch.device) -> float:
     """The most memory that was in use on a CUDA device so far, in GiB; nan on others, which do not count it."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else math.nan
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it.
-
-    >>> duration(42), duration(187), duration(11520), duration(280000)
-    ('42 s', '3 min 7 s', '3 h 12 min', '3 d 5 h')
-    """
-    if not math.isfinite(seconds):
-        return "unknown"
-    whole = round(seconds)
-    for large, small, names in ((86400, 3600, "d h"), (3600, 60, "h min"), (60, 1, "min s")):
-        if whole >= large:
-            first, second = names.split()
-            return f"{whole // large} {first} {whole % large // small} {second}"
-    return f"{whole} s" if seconds >= 10 or seconds == whole else f"{seconds:.1f} s"

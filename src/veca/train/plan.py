@@ -21,8 +21,8 @@ from rich.table import Table
 from veca.config import VecaConfig
 from veca.flops import model_flops, patches
 from veca.model import Veca
+from veca.text import duration
 from veca.train.cache import cache_bytes
-from veca.train.log import duration
 from veca.train.optimizers import Split, split_parameters
 from veca.train.recipe import Recipe, RecipeError
 

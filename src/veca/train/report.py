@@ -13,19 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import yaml
 
-from veca.files import atomic_path
-from veca.train.charts import Line, Point, bar_chart, colour_of, line_chart, ramp, smooth
-from veca.train.log import duration
+from veca.charts import Line, Point, bar_chart, line_chart, smooth
+from veca.html import details, figure, heat_table, section, table, write_page
+from veca.text import duration, number, printable
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, printable, read_table
+from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, read_table
 
 SHOWN_ROWS, SHOWN_EVENTS = 12, 200
 Rows = Sequence[Mapping[str, float]]
@@ -76,24 +74,27 @@ def write_report(folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name the one a run wrote to")
     run = _read(folder)
-    page = Template((files("veca") / "train" / "report.html").read_text(encoding="utf-8")).substitute(
-        title=f"VECA · {escape(run.name)}",
-        name=escape(run.name),
-        banner=_banner(run),
-        facts="\n".join(f"<div><dt>{term}</dt><dd>{value}</dd></div>" for term, value in _facts(run).items()),
-        curves=_curves(run),
-        validation=_validation(run),
-        draws=_draws(run),
-        pace=_pace(run),
-        events=_events(run),
-        recipe=escape(run.recipe_text) or "There is no recipe.yaml in the folder.",
-        summary=_summary(run.summary),
-        ramp=ramp(),
+    out = folder / "report.html"
+    write_page(
+        out,
+        name=run.name,
+        eyebrow="VECA training",
+        banner="" if run.metrics else "<p><strong>No training step was logged.</strong></p>",
+        facts=_facts(run),
+        sections=[
+            section("Curves", _curves(run)),
+            section("Validation", _validation(run)),
+            section("What was drawn", _draws(run)),
+            section("Pace", _pace(run)),
+            section("Events", _events(run)),
+            section(
+                "The recipe",
+                f"<pre>{escape(run.recipe_text) or 'There is no recipe.yaml in the folder.'}</pre>",
+            ),
+            _summary(run.summary),
+        ],
         footer=f"Made of the files in the run's folder on {datetime.now():%d %B %Y}.",
     )
-    out = folder / "report.html"
-    with atomic_path(out) as part:
-        part.write_text(page, encoding="utf-8", errors="replace")
     return out
 
 
@@ -127,16 +128,6 @@ def _text(path: Path) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else printable(c) for c in text.replace("\r\n", "\n"))
 
 
-def _number(value: float, form: str = ".4g") -> str:
-    return format(value, form) if math.isfinite(value) else "–"
-
-
-def _banner(run: _Run) -> str:
-    if run.metrics:
-        return ""
-    return '<div class="banner" role="note"><p><strong>No training step was logged.</strong></p></div>'
-
-
 def _facts(run: _Run) -> dict[str, str]:
     recipe, best = run.recipe, run.best()
     steps = max((row["step"] for row in run.metrics), default=math.nan)
@@ -144,11 +135,11 @@ def _facts(run: _Run) -> dict[str, str]:
     facts = {
         "Model": escape(recipe.model.size) if recipe else "–",
         "Teacher": escape(recipe.teacher.name) if recipe else "–",
-        "Steps": _number(steps, ",.0f") + (f" of {planned:,}" if type(planned) is int else ""),
-        "Images seen": _number(run.last("images"), ",.0f"),
+        "Steps": number(steps, ",.0f") + (f" of {planned:,}" if type(planned) is int else ""),
+        "Images seen": number(run.last("images"), ",.0f"),
         "Time, training": duration(run.last("seconds")),
-        "Images per second": _number(run.last("images_per_s"), ",.1f"),
-        "Training loss, smoothed": _number(next((y for _, y in reversed(smooth(run.line("total")))), math.nan)),
+        "Images per second": number(run.last("images_per_s"), ",.1f"),
+        "Training loss, smoothed": number(next((y for _, y in reversed(smooth(run.line("total")))), math.nan)),
         "Best validation loss": "no validation",
     }
     if best is not None:
@@ -157,7 +148,7 @@ def _facts(run: _Run) -> dict[str, str]:
         low, (resolution, budget) = min(cells)
         mean = grid_means(grid)["total"]
         facts["Best validation loss"] = (
-            f"{_number(mean)} at step {best:,}, the mean of its grid; lowest {_number(low)} at {resolution} px with "
+            f"{number(mean)} at step {best:,}, the mean of its grid; lowest {number(low)} at {resolution} px with "
             f"{budget} cores"
         )
     return facts
@@ -177,16 +168,16 @@ def _curves(run: _Run) -> str:
     used = {column: name for column, name in columns.items() if run.line(column)}
     every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))
     shown = list(reversed(run.metrics[::-1][::every]))
-    body = [[f"{row['step']:,.0f}", *(_number(row.get(c, math.nan)) for c in used)] for row in shown]
+    body = [[f"{row['step']:,.0f}", *(number(row.get(c, math.nan)) for c in used)] for row in shown]
     return "\n".join(
         [
-            _figure(
+            figure(
                 "Loss",
                 line_chart(lines, "step", "loss", f"loss against steps, {_spoken(raw)}"),
                 "Faint: as logged. Line: a running mean over about the last hundredth of the run.",
             ),
-            _figure("Its parts", line_chart(parts, "step", "loss", "parts of the loss against steps")),
-            _figure(
+            figure("Its parts", line_chart(parts, "step", "loss", "parts of the loss against steps")),
+            figure(
                 "Learning rate",
                 line_chart(
                     [Line("learning rate", run.line("learning_rate"), 0)],
@@ -195,7 +186,7 @@ def _curves(run: _Run) -> str:
                     f"learning rate against steps, {_spoken(run.line('learning_rate'))}",
                 ),
             ),
-            _details("The numbers", _table(["Step", *used.values()], body)) if body and used else "",
+            details("The numbers", table(["Step", *used.values()], body)) if body and used else "",
         ]
     )
 
@@ -204,9 +195,7 @@ def _spoken(points: Sequence[Point]) -> str:
     finite = [p for p in points if math.isfinite(p[1])]
     if not finite:
         return "no numbers"
-    return (
-        f"from {_number(finite[0][1])} at step {finite[0][0]:,.0f} to {_number(finite[-1][1])} at {finite[-1][0]:,.0f}"
-    )
+    return f"from {number(finite[0][1])} at step {finite[0][0]:,.0f} to {number(finite[-1][1])} at {finite[-1][0]:,.0f}"
 
 
 def _validation(run: _Run) -> str:
@@ -228,9 +217,9 @@ def _validation(run: _Run) -> str:
         what = " and ".join(word for word, of in (("Best", best), ("last", last)) if of == step)
         title = f"{what[0].upper()}{what[1:]} validation, step {step:,}"
         parts.append(
-            _figure(title, _heat(grid, level), f"Mean of the grid: {_number(grid_means(grid).get('total', math.nan))}.")
+            figure(title, _heat(grid, level), f"Mean of the grid: {number(grid_means(grid).get('total', math.nan))}.")
         )
-    parts.append(_figure("Loss against budget", _against_budget(grid, last), f"At the last validation, step {last:,}."))
+    parts.append(figure("Loss against budget", _against_budget(grid, last), f"At the last validation, step {last:,}."))
     return "\n".join(parts)
 
 
@@ -246,20 +235,12 @@ def _against_budget(grid: Grid, step: int) -> str:
 def _heat(grid: Grid, level: Callable[[float], float]) -> str:
     """Resolutions × budgets as a table, each cell in the colour of its loss."""
     budgets = sorted({budget for _, budget in grid})
-    rows = []
+    rows = {}
     for resolution in sorted({resolution for resolution, _ in grid}):
-        cells = []
-        for budget in budgets:
-            value = grid.get((resolution, budget), {}).get("total", math.nan)
-            ground, ink = colour_of(level(value)) if math.isfinite(value) else ("transparent", "inherit")
-            cells.append(f'<td style="background:{ground};color:{ink}">{_number(value)}</td>')
-        rows.append(f'<tr><th scope="row">{resolution} px</th>{"".join(cells)}</tr>')
-    head = "".join(f'<th scope="col">{budget}</th>' for budget in budgets)
-    return (
-        '<div class="wide"><table class="heat"><caption>Validation loss by resolution (rows) and budget (columns). '
-        f'<span class="scale">low <i></i> high</span></caption><thead><tr><th scope="col">cores</th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+        values = [grid.get((resolution, budget), {}).get("total", math.nan) for budget in budgets]
+        rows[f"{resolution} px"] = [(number(v), level(v) if math.isfinite(v) else math.nan) for v in values]
+    caption = "Validation loss by resolution (rows) and budget (columns)."
+    return heat_table("cores", [str(budget) for budget in budgets], rows, caption)
 
 
 def _draws(run: _Run) -> str:
@@ -271,7 +252,7 @@ def _draws(run: _Run) -> str:
     for what, unit in (("budget", "cores"), ("resolution", "px")):
         counts = run.drawn(what)
         if not any(counts.values()):
-            parts.append(_figure(f"{what.capitalize()}s drawn", '<p class="none">None were logged.</p>'))
+            parts.append(figure(f"{what.capitalize()}s drawn", '<p class="none">None were logged.</p>'))
             continue
         drawn = shares(counts)
         keys = sorted({*counts, *wanted[what]})
@@ -280,23 +261,23 @@ def _draws(run: _Run) -> str:
                 f"{key}",
                 f"{counts.get(key, 0):,.0f}",
                 f"{drawn.get(key, 0):.1%}",
-                _number(wanted[what].get(key, math.nan), ".1%"),
+                number(wanted[what].get(key, math.nan), ".1%"),
             ]
             for key in keys
         ]
         chart = bar_chart(drawn, wanted[what], f"{what}, {unit}", f"share of the steps that drew each {what}")
-        table = _table([what.capitalize(), "Steps", "Share", "Asked for"], cells)
-        parts.append(_figure(f"{what.capitalize()}s drawn", f'<div class="pair"><div>{chart}</div>{table}</div>'))
+        numbers = table([what.capitalize(), "Steps", "Share", "Asked for"], cells)
+        parts.append(figure(f"{what.capitalize()}s drawn", f'<div class="pair"><div>{chart}</div>{numbers}</div>'))
     return "\n".join(parts)
 
 
 def _pace(run: _Run) -> str:
     points = run.line("images_per_s")
     chart = line_chart([Line("images/s", points, 0)], "step", "images/s", f"images per second, {_spoken(points)}")
-    parts = [_figure("Throughput", chart, "Smoothed; validation, checkpoints and compilation are left out.")]
+    parts = [figure("Throughput", chart, "Smoothed; validation, checkpoints and compilation are left out.")]
     others = {"floor_share": ("Share of the floor", ".0%"), "memory_gib": ("Most memory in use, GiB", ".1f")}
-    cells = [[name, _number(run.last(column), form)] for column, (name, form) in others.items() if run.line(column)]
-    return "\n".join([*parts, _table(["At the end", ""], cells) if cells else ""])
+    cells = [[name, number(run.last(column), form)] for column, (name, form) in others.items() if run.line(column)]
+    return "\n".join([*parts, table(["At the end", ""], cells) if cells else ""])
 
 
 def _events(run: _Run) -> str:
@@ -312,8 +293,8 @@ def _events(run: _Run) -> str:
         more = len(events) - SHOWN_EVENTS
         rows = [[escape(cell) for cell in event] for event in events[-SHOWN_EVENTS:]]
         note = f"<p>The last {SHOWN_EVENTS}; {more:,} before them are in {EVENTS}.</p>" if more > 0 else ""
-        body = note + _table(["Time", "Step", "What"], rows, "events")
-        parts.append(_details(f"{escape(kind)}: {len(events):,}", body, kind != "checkpoint"))
+        body = note + table(["Time", "Step", "What"], rows, "events")
+        parts.append(details(f"{escape(kind)}: {len(events):,}", body, kind != "checkpoint"))
     return "\n".join(parts)
 
 
@@ -322,23 +303,4 @@ def _summary(summary: Mapping[str, Any]) -> str:
         return ""
     values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in summary.items()}
     rows = [[escape(printable(str(key))), escape(printable(value[:500]))] for key, value in values.items()]
-    return f"<section><h2>Summary</h2>{_table(['', 'summary.json'], rows, 'events')}</section>"
-
-
-def _figure(title: str, picture: str, caption: str = "") -> str:
-    said = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f"<figure><h3>{title}</h3>{picture}{said}</figure>"
-
-
-def _details(title: str, body: str, shown: bool = False) -> str:
-    start = '<details open="">' if shown else "<details>"
-    return f"{start}<summary>{title}</summary>{body}</details>"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "plain") -> str:
-    """Cells are HTML already."""
-    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-    )
+    return section("Summary", table(["", "summary.json"], rows, "events"))

@@ -16,10 +16,16 @@ from veca.files import atomic_path
 PARTS = ("total", "cls", "dense", "cosine", "mse")
 """Names of the losses, in the order in which tables have them; other columns follow by the alphabet."""
 METRICS, VALIDATION, EVENTS = "metrics.csv", "validation.csv", "events.txt"
+RUN_FILES = (METRICS, VALIDATION, EVENTS, "recipe.yaml")
 METRIC_KEYS, VALIDATION_KEYS = ("step", "time"), ("step", "resolution", "budget")
 
 Grid = Mapping[tuple[int, int], Mapping[str, float]]
 """Losses by name, at each (resolution, budget)."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has any of the files that a run leaves."""
+    return any((folder / name).is_file() for name in RUN_FILES)
 
 
 class Lines:
@@ -131,15 +137,6 @@ def grid_means(grid: Grid) -> dict[str, float]:
     """
     names = dict.fromkeys(name for values in grid.values() for name in values)
     return {name: math.fsum(v := [x[name] for x in grid.values() if name in x]) / len(v) for name in names}
-
-
-def printable(text: str) -> str:
-    r"""Text on one line, without control characters or anything else that cannot be written.
-
-    >>> printable("a\nb\x1b[31m\udce9é")
-    'a\\nb\\x1b[31m\\udce9é'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell(value: float) -> str:

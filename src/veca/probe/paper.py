@@ -1,0 +1,197 @@
+"""The paper's results, number by number, each with the table it is from, and which of them stands nearest to a row."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from veca.config import VecaConfig, size_name
+
+_SIZES = ("T", "S", "S+", "B", "L", "H", "g")
+"""From small to large; the paper's models are of the four in the middle."""
+_VECA = {"veca_tiny": "T", "veca_small": "S", "veca_small_plus": "S+", "veca_base": "B", "veca_large": "L"}
+_SIZE_WORDS = (
+    ("H", r"huge|vith(?=\d)"),
+    ("g", r"giant|vitg(?=\d)|7b"),
+    ("S+", r"small[-_]?plus|vits16plus|splus"),
+    ("T", r"tiny|vitt(?=\d)"),
+    ("S", r"small|vits(?=\d)"),
+    ("B", r"base|vitb(?=\d)|b[-_]?16|[-_]b(?=[-_.]|$)"),
+    ("L", r"large|vitl(?=\d)|l[-_]?1[46]|[-_]l(?=[-_.]|$)"),
+)
+_FAMILIES = (
+    ("DINOv3", r"dinov3"),
+    ("DINOv2-reg", r"reg\d?_dinov2|dinov2.*reg"),
+    ("DINOv2", r"dinov2"),
+    ("SigLIP2", r"siglip-?2|siglip.*v2_webli"),
+    ("C-RADIOv3", r"c-radio_?v3"),
+    ("AM-RADIOv2.5", r"(?<!c-)radio_?v2\.5"),
+    ("DFN-CLIP", r"dfn"),
+    ("OpenCLIP", r"clip.*laion|laion.*clip|openclip"),
+    ("CLIP", r"clip.*openai|openai.*clip"),
+)
+"""The first that is found in a name."""
+_OTHERS = r"patch32|b[-_]?32|convnext|sat493m"
+"""Names with these are of other models than the paper's: in patch size, build or training data."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of the paper."""
+
+    table: str
+    """As "S10"."""
+    task: str
+    dataset: str
+    metric: str
+    model: str
+    """One name for each model, as "DINOv2-reg-B", whichever way a table writes it."""
+    printed: str
+    """The model as the table writes it."""
+    cores: int | None
+    size: int
+    value: float
+
+    @property
+    def family(self) -> str:
+        return self.model.rpartition("-")[0]
+
+    @property
+    def model_size(self) -> str:
+        return self.model.rpartition("-")[2]
+
+
+@dataclass(frozen=True)
+class Kin:
+    """What a model is in the paper's terms."""
+
+    family: str
+    size: str
+
+
+@functools.cache
+def _paper() -> Mapping[str, Any]:
+    return json.loads((files("veca.probe") / "paper.json").read_text(encoding="utf-8"))
+
+
+def name() -> str:
+    """The paper's number and title."""
+    return str(_paper()["paper"])
+
+
+@functools.cache
+def numbers() -> tuple[Number, ...]:
+    """All of them, in the order of the tables."""
+    paper = _paper()
+    return tuple(
+        Number(
+            table["table"], task, dataset, metric, paper["models"].get(printed, printed), printed, cores, size, value
+        )
+        for table in paper["tables"]
+        for printed, cores, size, values in table["rows"]
+        for (task, dataset, metric), value in zip(table["columns"], values, strict=True)
+    )
+
+
+def find(
+    task: str, dataset: str, metric: str | None = None, model: str | None = None,
+    cores: int | None = None, size: int | None = None,
+) -> list[Number]:  # fmt: skip
+    """The numbers that agree with all that is given.
+
+    >>> [(n.table, n.value) for n in find("segment", "coco-object", model="VECA-B", cores=64, size=512)]
+    [('1', 63.58), ('S11', 62.58)]
+    """
+    wanted = {"task": task, "dataset": same_dataset(dataset)[0], "model": model, "cores": cores, "size": size}
+    return [
+        n
+        for n in numbers()
+        if all(value in (None, getattr(n, key)) for key, value in wanted.items())
+        and metric in (None, n.metric, n.metric.lower())
+    ]
+
+
+def nearest(
+    task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int
+) -> Number | None:  # fmt: skip
+    """The number of the same family that is nearest in model size, then in budget and resolution together.
+
+    >>> nearest("segment", "ade20k", "mIoU", Kin("VECA", "T"), 32, 512).value
+    43.98
+    >>> nearest("segment", "ade20k", "mIoU", Kin("EVA", "B"), None, 512)
+    """
+
+    def distance(n: Number) -> tuple[float, float]:
+        model = abs(_SIZES.index(n.model_size) - _SIZES.index(kin.size))
+        budget = abs(math.log2(n.cores / cores)) if n.cores and cores else 0.0
+        return model, budget + abs(math.log2(n.size / size))
+
+    found = [n for n in find(task, dataset, metric) if n.family == kin.family and (n.cores is None) == (cores is None)]
+    return min(found, key=distance, default=None)
+
+
+def same_dataset(dataset: str) -> tuple[str, str]:
+    """The paper's dataset that this one is, or is a version of, and in the second case how it differs."""
+    near, how = _paper()["near"].get(dataset, (dataset, ""))
+    return str(near), str(how)
+
+
+def caveat(dataset: str) -> str:
+    """What to know of the paper's numbers on a dataset."""
+    return str(_paper()["caveats"].get(dataset, ""))
+
+
+def other_settings(task: str, settings: Mapping[str, Any]) -> list[str]:
+    """Where settings differ from those the paper states; what either does not state is not compared.
+
+    >>> other_settings("classify", {"batch": 64, "optimizer": "SGD, momentum 0.9"})
+    ['batch 64 (paper: 128)']
+    """
+    found = []
+    for key, stated in _paper()["protocol"].get(task, {}).items():
+        value = settings.get(key)
+        if isinstance(value, str) and isinstance(stated, str):
+            differs = stated.lower()[:4] not in value.lower()  # "poly" and "polynomial" are one
+        else:
+            differs = value is not None and value != stated
+        if differs and isinstance(value, int | float | str):
+            found.append(f"{key} {value} (paper: {stated})")
+    return found
+
+
+def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
+    """What a model is in the paper's terms, by its configuration if it is a VECA, or by its name.
+
+    >>> kin("facebook/dinov3-vits16plus-pretrain-lvd1689m", "transformers", {})
+    Kin(family='DINOv3', size='S+')
+    >>> kin("timm:vit_base_patch14_reg4_dinov2.lvd142m", "timm", {})
+    Kin(family='DINOv2-reg', size='B')
+    >>> kin("resnet50", "timm", {})
+    """
+    text = name.lower()
+    if kind == "veca":
+        config = about.get("config")
+        size = _veca_size(config) if isinstance(config, Mapping) and config else _size_in(text)
+        return Kin("VECA", size) if size else None
+    if re.search(_OTHERS, text):
+        return None
+    family = next((family for family, pattern in _FAMILIES if re.search(pattern, text)), None)
+    size = _size_in(text)
+    return Kin(family, size) if family and size else None
+
+
+def _size_in(text: str) -> str | None:
+    return next((size for size, pattern in _SIZE_WORDS if re.search(pattern, text)), None)
+
+
+def _veca_size(config: Mapping[str, Any]) -> str | None:
+    try:
+        return _VECA.get(size_name(VecaConfig.from_dict(dict(config))) or "")
+    except (ValueError, TypeError):  # of another version
+        return None

@@ -1,0 +1,39 @@
+"""Text as people read it."""
+
+from __future__ import annotations
+
+import math
+
+
+def printable(text: str) -> str:
+    r"""Text on one line, without control characters or anything else that cannot be written.
+
+    >>> printable("a\nb\x1b[31m\udce9é")
+    'a\\nb\\x1b[31m\\udce9é'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def number(value: float, form: str = ".4g") -> str:
+    """A number, or a dash where there is none.
+
+    >>> number(0.123456), number(math.nan)
+    ('0.1235', '–')
+    """
+    return format(value, form) if math.isfinite(value) else "–"
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it.
+
+    >>> duration(42), duration(187), duration(11520), duration(280000)
+    ('42 s', '3 min 7 s', '3 h 12 min', '3 d 5 h')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    whole = round(seconds)
+    for large, small, names in ((86400, 3600, "d h"), (3600, 60, "h min"), (60, 1, "min s")):
+        if whole >= large:
+            first, second = names.split()
+            return f"{whole // large} {first} {whole % large // small} {second}"
+    return f"{whole} s" if seconds >= 10 or seconds == whole else f"{seconds:.1f} s"
