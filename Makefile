@@ -12,8 +12,8 @@ demo: .venv/viz.stamp
 	$(BIN)/veca demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest --quiet -n auto --dist loadfile $(COVER) $(FORKING:%=--ignore=%)
-	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist loadfile $(COVER:--cov=--cov --cov-append) $(FORKING)
+	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --no-loadscope-reorder $(COVER) $(FORKING:%=--ignore=%)
+	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist worksteal $(COVER:--cov=--cov --cov-append) $(FORKING)
 
 # What the tests reach; they take longer so.
 coverage: COVER := --cov

@@ -15,7 +15,13 @@ torch.set_num_threads(1)  # the models here are small: threads would mostly wait
 GOLDEN = Path(__file__).parent / "golden"
 
 
+LONGEST = ("optimize", "kernels", "images", "bench", "embed", "model", "data", "cli", "cache")
+"""Files that take longest: they come first, so that no process is left with one of them when the others are done."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -514,8 +514,12 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, workers):
+    """And while it runs, a second run on the same file is refused."""
     go(photos, tmp_path / "whole.parquet", model)
-    process = start(photos, tmp_path / "f.parquet", 0.05, workers)
+    process = start(photos, tmp_path / "f.parquet", 0.3, workers)
+    wait_for(tmp_path / "f.parquet.parts" / "job.json", process)
+    with pytest.raises(EmbedError, match="another run"):
+        go(photos, tmp_path / "f.parquet", model)
     wait_for(tmp_path / "f.parquet.parts" / "000000.parquet", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -529,18 +533,6 @@ def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, worke
         "f.parquet",
         "f.parquet.failures.csv",
     ]
-
-
-def test_a_second_run_on_the_same_file_is_refused(photos, tmp_path, model):
-    process = start(photos, tmp_path / "f.parquet", 0.2, 0)
-    try:
-        wait_for(tmp_path / "f.parquet.parts" / "job.json", process)
-        with pytest.raises(EmbedError, match="another run"):
-            go(photos, tmp_path / "f.parquet", model)
-    finally:
-        process.kill()
-        process.wait()
-    assert go(photos, tmp_path / "f.parquet", model).pictures == 11
 
 
 def test_ctrl_c_ends_the_workers_and_keeps_the_parts(photos, tmp_path, model):

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import fuzz_images
 import numpy as np
@@ -756,9 +757,15 @@ def test_the_fuzz_finds_what_it_looks_for(image: Image.Image, tmp_path: Path, mo
         Case("smaller.png", encode(image.resize((9, 9)), "PNG"), like="good.png"),
     ]
     monkeypatch.setattr(fuzz_images, "cases", lambda count, seed: found)
-    report = fuzz_images.run(5, 0, tmp_path)
+    report, watched = fuzz_images.run(5, 0, tmp_path), (tmp_path / "results").read_text()
     culprits = [problem.split(":")[0] for problem in report.problems]
     assert culprits == ["taken.png", "refused.png", "filled.png", "smaller.png"]
+
+    def again(command: list[str], stdout: TextIO, **_: object) -> subprocess.CompletedProcess[str]:
+        stdout.write(watched)
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(subprocess, "run", again)
     monkeypatch.setattr(fuzz_images, "MAX_MIB", -1.0)
     assert any("good.png: took" in problem for problem in fuzz_images.run(5, 0, tmp_path).problems)
     killed = subprocess.CompletedProcess([], -9)

@@ -88,11 +88,11 @@ CASES = [
     Case(13, 1, (8, 4), 32),  # a full tile
     Case(24, 2, (7, 5), 32),
     Case(24, 1, (3, 11), 128, heads=1),
-    Case(64, 2, (5, 8), 64),  # chunks of cores from here on
+    Case(64, 1, (5, 8), 64),  # chunks of cores from here on
     Case(64, 1, (3, 7), 32),
     Case(64, 1, (2, 5), 128, heads=1),
-    Case(70, 1, (9, 7), 64),
-    Case(70, 1, (5, 7), 128, heads=1),
+    Case(70, 1, (9, 7), 64, heads=1),
+    Case(40, 1, (5, 7), 128, heads=1),
 ]
 
 
@@ -103,11 +103,11 @@ def test_equals_the_reference(case: Case) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("programs", "splits"), [(2, 1), (4, 2), (6, 3), (10, 4), (1000, 7)])
+@pytest.mark.parametrize(("programs", "splits"), [(2, 1), (4, 2), (6, 3), (1000, 5)])
 def test_any_number_of_splits_gives_the_same(programs: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from veca.kernels import core_attention as kernels
 
-    case, cut = Case(40, 1, (9, 12), 32, heads=1), kernels.Plan(chunk=32, tile=16, warps=4, stages=1, programs=programs)
+    case, cut = Case(40, 1, (5, 13), 32, heads=1), kernels.Plan(chunk=32, tile=16, warps=4, stages=1, programs=programs)
     qkv, points, d_out = inputs(case)
     monkeypatch.setattr(kernels, "plan", lambda *_: cut)
     assert kernels.prepare(qkv, case.cores, False, cut).splits == splits
@@ -159,7 +159,7 @@ def test_swiglu_against_float64(shape: tuple[int, ...], width: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("shape", "width"), [((2, 37), 48), ((2000,), 64), ((3, 5), 300), ((0, 4), 16)])
+@pytest.mark.parametrize(("shape", "width"), [((2, 37), 48), ((40,), 64), ((3, 5), 300), ((0, 4), 16)])
 def test_narrow_linear_against_float64(shape: tuple[int, ...], width: int) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(*shape, width), torch.randn(2, width), torch.randn(2)
@@ -176,27 +176,35 @@ def test_narrow_linear_against_float64(shape: tuple[int, ...], width: int) -> No
 
 @interpreted
 def test_narrow_linear_keeps_to_the_rules() -> None:
-    x, weight, bias = torch.randn(2, 9, 40), torch.randn(2, 40), torch.randn(2)
-    torch.library.opcheck(torch.ops.veca.narrow_linear_backward.default, [torch.randn(2, 9, 2), x, weight])
+    x, weight, bias = torch.randn(2, 5, 40), torch.randn(2, 40), torch.randn(2)
+    torch.library.opcheck(torch.ops.veca.narrow_linear_backward.default, [torch.randn(2, 5, 2), x, weight])
     leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     torch.library.opcheck(torch.ops.veca.narrow_linear.default, leaves)
 
 
 @interpreted
 def test_swiglu_keeps_to_the_rules() -> None:
-    h, bias = torch.randn(2, 9, 40), torch.randn(40)
-    torch.library.opcheck(torch.ops.veca.swiglu_backward.default, [torch.randn(2, 9, 20), h, bias])
+    h, bias = torch.randn(2, 5, 40), torch.randn(40)
+    torch.library.opcheck(torch.ops.veca.swiglu_backward.default, [torch.randn(2, 5, 20), h, bias])
     torch.library.opcheck(torch.ops.veca.swiglu.default, [h.requires_grad_(), bias.requires_grad_()])
 
 
 @interpreted
-@pytest.mark.parametrize("width", [48, 128, 300])
 @pytest.mark.parametrize(
-    ("added", "carried", "cores"), [(True, True, 5), (True, False, 0), (True, False, 21), (False, False, 0)]
+    ("width", "added", "carried", "cores"),
+    [
+        (48, True, True, 5),
+        (128, True, True, 5),
+        (300, True, True, 5),
+        (128, True, False, 0),
+        (300, True, False, 9),
+        (48, False, False, 0),
+        (300, False, False, 0),
+    ],
 )
 def test_add_norm_against_float64(width: int, added: bool, carried: bool, cores: int) -> None:
     torch.manual_seed(0)
-    shape = (2, 21, width)
+    shape = (3, 9, width)  # more pairs of rows than programs, and an odd row
     x, update, d_total, d_normed, d_cores = torch.randn(5, *shape)
     gain, shift = torch.randn(2, width)
     results = []
@@ -221,7 +229,7 @@ def test_add_norm_against_float64(width: int, added: bool, carried: bool, cores:
 @interpreted
 @pytest.mark.parametrize("added", [True, False])
 def test_add_norm_keeps_to_the_rules(added: bool) -> None:
-    x, update = torch.randn(2, 2, 5, 16)
+    x, update = torch.randn(2, 1, 5, 16)
     gain, shift = torch.randn(2, 16)
     leaves = [t.clone().requires_grad_() for t in (x, update, gain, shift)]
     leaves[1] = leaves[1] if added else None  # type: ignore[call-overload]
@@ -247,7 +255,7 @@ def test_takes_any_layout_of_the_gradient(layout: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("logits", ["far apart", "all low", "all high"])
-@pytest.mark.parametrize("cores", [24, 70])
+@pytest.mark.parametrize("cores", [24, 40])
 def test_large_logits(cores: int, logits: str) -> None:
     """Hundreds, of which a plain exponential would overflow; far apart they also make rows nearly one-hot."""
     case = Case(cores, 1, (5, 7), 64, heads=1)
@@ -305,7 +313,7 @@ def check_operator(device: str, dtype: torch.dtype, case: Case) -> None:
 
 @interpreted
 def test_operators_keep_to_the_rules() -> None:
-    check_operator("cpu", torch.float32, Case(8, 2, (3, 5), 32))
+    check_operator("cpu", torch.float32, Case(8, 2, (1, 3), 32, heads=1))
 
 
 @interpreted

@@ -184,14 +184,14 @@ def _share(rank: int, count: int, out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no gloo there")
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_several_processes_share_the_work_and_agree(tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (out := tmp_path / "weights").write_text(str(free.getsockname()[1]))
-    mp.spawn(_share, (3, out), nprocs=3)
+    mp.start_processes(_share, (3, out), nprocs=3, start_method="fork")
     torch.manual_seed(0)
     starts, gradients = torch.randn(5, 24, 16), torch.randn(2, 5, 24, 16)
     alone = run(list(starts), [list(step) for step in gradients], dtype=torch.float32)

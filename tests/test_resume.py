@@ -233,8 +233,9 @@ def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> N
 # Stopped
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("number", "status", "workers"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGTERM, 143, 0)]
+)
 def test_asked_to_stop(
     place: Place, alone: Path, tmp_path: Path, number: signal.Signals, status: int, workers: int
 ) -> None:
@@ -319,28 +320,27 @@ def torchrun(place: Place, folder: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("what", ["stopped", "a process lost"])
-def test_under_torchrun(place: Place, pair: Path, tmp_path: Path, what: str) -> None:
-    """It tells its processes to stop, data workers too, and ends all when one is lost; nobody hangs."""
+def test_under_torchrun(place: Place, pair: Path, tmp_path: Path) -> None:
+    """It ends all when one is lost, and tells its processes to stop, data workers too; nobody hangs."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    launcher = torchrun(place, folder, log)
-    try:
-        end = time.monotonic() + 2 * BOUND
-        while reached(folder) < 4 and launcher.poll() is None:
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.01)
-        ranks = children(launcher.pid)
-        if what == "stopped":
-            launcher.send_signal(signal.SIGTERM)
-        else:
-            os.kill(ranks[-1], signal.SIGKILL)
-        assert launcher.wait(60) != 0
-    finally:
-        launcher.kill()
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
-    if what == "stopped":
-        assert "stopped: by SIGTERM" in (folder / "events.txt").read_text(), log.read_text()
-    assert 4 <= reached(folder) < STEPS
+    for step, what in ((4, "a process lost"), (12, "stopped")):
+        launcher = torchrun(place, folder, log)
+        try:
+            end = time.monotonic() + 2 * BOUND
+            while reached(folder) < step and launcher.poll() is None:
+                assert time.monotonic() < end, log.read_text()
+                time.sleep(0.01)
+            ranks = children(launcher.pid)
+            if what == "stopped":
+                launcher.send_signal(signal.SIGTERM)
+            else:
+                os.kill(ranks[-1], signal.SIGKILL)
+            assert launcher.wait(60) != 0
+        finally:
+            launcher.kill()
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+        assert step <= reached(folder) < STEPS
+    assert "stopped: by SIGTERM" in (folder / "events.txt").read_text(), log.read_text()
     assert finish(start(place.recipe(batch=4), folder, 2)) == [0, 0]
     assert_same_run(folder, pair)
 
