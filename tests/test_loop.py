@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,19 @@ def test_no_ema_is_the_model_itself() -> None:
     ema.update(torch.tensor(0.0))
     with ema.in_place():
         assert not list(ema.named())
+
+
+def test_a_signal_that_comes_twice_is_one_and_a_later_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer.__new__(Trainer)
+    trainer.stop = 0
+    with trainer._signals():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert trainer.stop == signal.SIGTERM
+        monkeypatch.setattr("veca.train.loop.IMPATIENT", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 class Counting(nn.Module):

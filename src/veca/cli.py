@@ -149,6 +149,9 @@ def distill(
     except Interrupted as stop:
         _say(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
         raise typer.Exit(128 + stop.number) from None
+    except KeyboardInterrupt:
+        _say(f"Stopped at once. The same command continues from the last checkpoint in {folder}.")
+        raise typer.Exit(130) from None
     if report is not None:
         out.print(f"Report: {report.resolve()}", soft_wrap=True)
 

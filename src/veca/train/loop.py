@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +54,8 @@ MOST_BAD = 3
 GRAPHS = 64
 """Ways to compile one function that are all wanted: the first block and the others, with gradients and without, few
 cores and many; a teacher at each resolution."""
+IMPATIENT = 1.0
+"""Seconds within which a signal is the same one: `timeout` and torchrun send it to a process and to its group."""
 AGREE_EVERY = 10
 """Steps after which several processes ask each other whether to stop."""
 
@@ -207,6 +211,8 @@ class Trainer:
             with self._logging() as (log, live), self._signals(), torch._dynamo.config.patch(recompile_limit=GRAPHS):
                 for notice in self.notices:
                     self._event(log, live, notice)
+                if self.recipe.compile:
+                    self.say("The first steps compile the model, which takes a minute or so.")
                 if not self.step and self.validation is not None:  # what there is to gain
                     self._validate(log, live)
                 with self.batches() as stream, self._caching(log, live):
@@ -278,15 +284,17 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after the step at hand; the second one ends it at once."""
+        """SIGINT and SIGTERM end the run after the step at hand; a second one, a while later, ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        first = math.inf
 
         def note(number: int, frame: FrameType | None) -> None:
-            if self.stop:
+            nonlocal first
+            if time.monotonic() - first > IMPATIENT:
                 raise KeyboardInterrupt
-            self.stop = number
+            first, self.stop = min(first, time.monotonic()), number
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
