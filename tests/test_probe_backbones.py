@@ -145,5 +145,5 @@ def test_a_whole_picture_and_its_mask() -> None:
     assert whole(picture(200, 300), 70, 14).shape == (3, 112, 70)  # 105 is halfway, which goes up
     values = np.arange(6, dtype=np.uint8).reshape(2, 3)
     assert np.array_equal(nearest(values, (4, 6)), values.repeat(2, 0).repeat(2, 1))
-    assert nearest(values, (2, 3)).dtype == torch.int64
+    assert nearest(values, (2, 3)).dtype == torch.int32
     assert nearest(values.astype("float32"), (1, 1)).item() == 4.0

@@ -17,7 +17,11 @@ def bar(what: str, total: int, unit: str, show: bool = True) -> Iterator[Advance
     """A bar while the block runs; call what it gives with how many more `unit` are done."""
     said = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     columns = *said, TextColumn("left"), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
+    # What processes that are forked meanwhile print must not wait for a lock of this one.
+    shown = Progress(
+        *columns, console=Console(stderr=True), disable=not show, redirect_stdout=False, redirect_stderr=False
+    )
+    with shown as progress:
         task = progress.add_task(what, total=total, rate="")
         began, done = time.perf_counter(), 0
 

@@ -115,9 +115,10 @@ class Job:
         }
         if problems := data.problems:
             row["protocol"]["problems"] = problems
+        text = json.dumps(row, indent=1, default=str)
         with atomic_path(self.path(folder)) as part:
-            part.write_text(json.dumps(row, indent=1, default=str))
-        return row
+            part.write_text(text)
+        return dict(json.loads(text))  # as it will be read
 
 
 def read_row(path: Path) -> Row | None:

@@ -114,7 +114,7 @@ def classify(
 
     `also` are further sets with the same classes, such as ImageNetV2 for ImageNet, scored with the same head.
     """
-    _check(data, ("classify", "multilabel"), say)
+    check_data(data, ("classify", "multilabel"), say)
     for other in also:
         if len(other.classes) != len(data.classes):
             raise DatasetError(
@@ -139,7 +139,7 @@ def knn(backbone: Backbone, data: ProbeData, out: Path, settings: KnnSettings, s
         raise DatasetError(
             f"{data.name} has several labels for a picture, which neighbours do not vote on: classify it"
         )
-    _check(data, ("classify",), say)
+    check_data(data, ("classify",), say)
     rows = []
 
     def protocol(side: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _known(data: ProbeData) -> tuple[str, ...]:
     return ("train", "val") if data.report == "test" and "val" in data.splits else ("train",)
 
 
-def _check(data: ProbeData, tasks: Sequence[str], say: Say) -> None:
+def check_data(data: ProbeData, tasks: Sequence[str], say: Say) -> None:
     if data.task not in tasks:
         raise DatasetError(f"{data.name} has labels to {data.task}: `veca probe {data.task}` is the probe for it")
     if missing := [split for split in ("train", "val") if split not in data.splits]:

@@ -69,4 +69,4 @@ def nearest(values: NDArray[Any], size: tuple[int, int]) -> Tensor:
     rows = ((np.arange(size[0]) + 0.5) * height / size[0]).astype(np.int64)
     columns = ((np.arange(size[1]) + 0.5) * width / size[1]).astype(np.int64)
     found = values[rows[:, None], columns]
-    return torch.from_numpy(found.astype(np.float32 if found.dtype.kind == "f" else np.int64))
+    return torch.from_numpy(found.astype(np.float32 if found.dtype.kind == "f" else np.int32))
