@@ -174,10 +174,9 @@ def test_every_picture_is_seen_once_an_epoch(masks: ProbeData) -> None:
 def test_pictures_are_scored_whole_with_their_own_labels(masks: ProbeData) -> None:
     batches = list(DenseData(masks, 32, 16, 2).scoring("val"))
     shapes = [(tuple(batch.pixels.shape), tuple(batch.labels.shape)) for batch in batches]
-    tall, wide = ((3, 32, 32), (70, 60)), ((3, 32, 48), (60, 90))
-    assert shapes == [
-        ((n, *pixels), (n, *label)) for pixels, label, n in ((*tall, 2), (*tall, 1), (*wide, 2), (*wide, 1))
-    ]
+    tall, wide = ((3, 32, 32), (70, 60)), ((3, 32, 48), (60, 90))  # in turns; four pictures are looked at at once
+    expected = ((*tall, 2), (*wide, 2), (*tall, 1), (*wide, 1))
+    assert shapes == [((n, *pixels), (n, *label)) for pixels, label, n in expected]
     assert np.array_equal(batches[0].labels[0], masks.splits["val"].label(0))
 
 

@@ -25,7 +25,7 @@ from veca.probe.datasets.base import IGNORE, DepthRules, ProbeData, Split
 from veca.probe.features import PictureError, decoding, reason
 from veca.probe.views import nearest, seeded, whole
 
-_WINDOW = 4
+_WINDOW = 2
 """Batches of pictures among which those of one shape are put together to be scored."""
 
 
@@ -157,7 +157,9 @@ class _Wholes(Dataset[Any]):
     def __getitem__(self, i: int) -> Any:
         try:
             image, values = opened(self.split, i, self.rules, scored=True)
-            return whole(image, self.side, self.patch).numpy(), nearest(values, values.shape).numpy()
+            # Torch computes little with uint16. What fits a byte stays one: it travels between processes.
+            label = values.astype(np.int32) if values.dtype == np.uint16 else np.ascontiguousarray(values)
+            return whole(image, self.side, self.patch).numpy(), label
         except (ImageError, OSError) as error:
             return reason(self.split, i, error)
 

@@ -187,26 +187,25 @@ class _Size:
                 head.train(mode)
         return meters
 
-    def predictions(self, batch: Labelled, cores: int | None, heads: Sequence[DenseHead]) -> list[Tensor]:
+    def predictions(self, batch: Labelled, cores: int | None, heads: Sequence[DenseHead]) -> Iterator[Tensor]:
         """Of each head, (B, H, W) at the size of the labels."""
         size = batch.labels.shape[-2], batch.labels.shape[-1]
         images = self.backbone.prepare(batch.pixels)
 
-        def outputs(images: Tensor, size: tuple[int, int]) -> list[Tensor]:
+        def outputs(images: Tensor, size: tuple[int, int]) -> Iterator[Tensor]:
             cls, patches = self.backbone.features(images, cores)
             assert patches is not None
-            return [head(patches, cls, size) for head in heads]
+            return (head(patches, cls, size) for head in heads)  # one by one, as they are large
 
         if self.settings.slide:
-            window = self.side, self.side
             together = slide(
-                lambda part: torch.stack(outputs(part, (part.shape[-2], part.shape[-1])), 1),
-                images, window, (_stride(self.side),) * 2,
+                lambda part: torch.stack(list(outputs(part, (part.shape[-2], part.shape[-1]))), 1),
+                images, (self.side, self.side), (_stride(self.side),) * 2,
             )  # fmt: skip
-            found = [resize(each, size) for each in together.unbind(1)]
+            found: Iterator[Tensor] = (resize(each, size) for each in together.unbind(1))
         else:
             found = outputs(images, size)
-        return [head.predict(each) for head, each in zip(heads, found, strict=True)]
+        return (head.predict(each) for head, each in zip(heads, found, strict=True))
 
     def said(self, sweep: DenseSweep, meter: Meter) -> dict[str, Any]:
         """What `Job.finish` takes of a head's training and its score."""

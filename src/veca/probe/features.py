@@ -38,7 +38,7 @@ from veca.sources import init_worker, interrupts_later
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
 PART = 8192
-AT_ONCE = 128 * 256 * 256
+AT_ONCE, AT_ONCE_ON_CPU = 128 * 256 * 256, 16 * 256 * 256
 """Pixels per forward pass, unless told."""
 _SAMPLED = 64
 
@@ -85,13 +85,14 @@ class Extraction:
     folder: Path
     kind: Kind = "cls"
     at_once: int | None = None
-    """Pictures per forward pass; None: as many as make `AT_ONCE` pixels."""
+    """Pictures per forward pass; None: by their size."""
     workers: int = 0
     """Processes that decode; 0: this one does."""
     progress: bool = True
 
     def batch(self, side: int) -> int:
-        return self.at_once or max(1, AT_ONCE // side**2)
+        pixels = AT_ONCE_ON_CPU if self.backbone.device.type == "cpu" else AT_ONCE
+        return self.at_once or max(1, pixels // side**2)
 
     def key(self, split: Split, view: View, cores: int | None) -> str:
         """A hash of everything the features depend on."""
