@@ -26,6 +26,7 @@ from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
 from veca.images import MAX_PIXELS, Fit
 from veca.model import Veca
+from veca.probe.cli import probe_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -327,6 +328,9 @@ def _bench(
     run_bench(bench, cases, setting, contenders or (), repeats, profile, to, errors).show(out)
     if to is not None:
         out.print(f"Results: {to}", soft_wrap=True)
+
+
+app.add_typer(probe_app, name="probe")
 
 
 @app.callback(invoke_without_command=True)

@@ -94,16 +94,21 @@ class DenseHead(nn.Module, ABC):
         return F.linear(x.flatten(2).mT, self.weight, self.bias).mT.unflatten(2, x.shape[-2:])
 
     @torch.no_grad()
+    def moments(self, batch: DenseBatch) -> Tensor:
+        """Of a batch of features: (3, D or 2 D) the number of cells, their sums and the sums of their squares."""
+        x = self.inputs(batch.patches.to(self.mean.device), batch.cls.to(self.mean.device)).double()
+        sums = x.sum((0, 2, 3))
+        return torch.stack([torch.full_like(sums, x.numel() // x.shape[1]), sums, x.square().sum((0, 2, 3))])
+
     def take_statistics(self, batches: Iterable[DenseBatch]) -> None:
         """Those of `standardize`, over batches of features."""
-        count = 0
-        total, squares = (torch.zeros_like(self.mean, dtype=torch.float64) for _ in range(2))
-        for patches, cls, _ in batches:
-            x = self.inputs(patches.to(self.mean.device), cls.to(self.mean.device)).double()
-            count += x.numel() // x.shape[1]
-            total += x.sum((0, 2, 3))
-            squares += x.square().sum((0, 2, 3))
-        if not count:
+        self.use_moments(self.moments(batch) for batch in batches)
+
+    @torch.no_grad()
+    def use_moments(self, moments: Iterable[Tensor]) -> None:
+        """`take_statistics` from the moments of the batches."""
+        count, total, squares = sum(moments, torch.zeros(3, len(self.mean), device=self.mean.device)).double()
+        if not count.all():
             raise ValueError("no batches to take the statistics of the features from")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()

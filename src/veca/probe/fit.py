@@ -88,8 +88,36 @@ def fit_dense(
     """Train a copy of `head` for each rate with AdamW on the same batches; keep each at its best on validation.
 
     `train` and `validation` are called for a fresh pass over their batches, which must be the same pass each time for
-    the same result. One of `train` must last for `steps` batches.
+    the same result. One of `train` must last for `steps` batches. The rest is as in `fit_many`.
+    """
+    (found,) = fit_many(
+        [head], lambda: ([batch] for batch in train()), lambda groups: [evaluate(groups[0], validation(), device)],
+        rates=rates, steps=steps, every=every, decay=decay, power=power, warmup=warmup, device=device,
+        progress=progress,
+    )  # fmt: skip
+    return found
 
+
+def fit_many(
+    heads: Sequence[DenseHead],
+    train: Callable[[], Iterable[Sequence[DenseBatch]]],
+    score: Callable[[Sequence[Sequence[DenseHead]]], Sequence[Sequence[dict[str, float]]]],
+    *,
+    rates: Sequence[float],
+    steps: int,
+    every: int | None = None,
+    decay: float = 1e-4,
+    power: float = 0.9,
+    warmup: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], object] | None = None,
+) -> list[DenseSweep]:
+    """`fit_dense` for several heads in one pass over the pictures, as each has features of its own from them.
+
+    train:
+        Gives, for every step, a batch for each head.
+    score:
+        What the meters give on validation for groups of heads: for each of `heads` its copies, one for each rate.
     every:
         Score the heads after every so many steps, and after the last; None: after the last alone.
     power:
@@ -99,42 +127,68 @@ def fit_dense(
     """
     if not rates or steps < 1 or (every is not None and every < 1):
         raise ValueError(f"{len(rates)} rates, {steps} steps, scored every {every}: there must be one at least of each")
-    head = copy.deepcopy(head).to(device)
-    if head.norm == "standardize":
-        head.take_statistics(islice(train(), STATISTICS_BATCHES))
-    heads = [copy.deepcopy(head).train() for _ in rates]
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.0, weight_decay=decay) for one in heads]
-    best, worth = copy.deepcopy(heads), [-math.inf] * len(heads)
-    losses: list[Tensor] = []
+    heads = [copy.deepcopy(head).to(device) for head in heads]
+    if any(head.norm == "standardize" for head in heads):
+        moments = [
+            [head.moments(batch) for head, batch in zip(heads, batches, strict=True)]
+            for batches in islice(train(), STATISTICS_BATCHES)
+        ]
+        for i, head in enumerate(heads):
+            head.use_moments(each[i] for each in moments)
+    fits = [_Fit(head, rates, decay) for head in heads]
     evaluated: list[int] = []
-    scores: list[tuple[dict[str, float], ...]] = []
-    for step, batch in enumerate(islice(train(), steps)):
-        head.check(batch[2])
+    done = 0
+    for batches in islice(train(), steps):
+        share = polynomial(done, steps, power, warmup)
+        for fit, batch in zip(fits, batches, strict=True):
+            fit.step(batch, share, device)
+        done += 1
+        if done == steps or (every is not None and done % every == 0):
+            evaluated.append(done)
+            for fit, scored in zip(fits, score([fit.heads for fit in fits]), strict=True):
+                fit.keep(scored)
+        if progress is not None:
+            progress(done, steps)
+    if done < steps:
+        raise ValueError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
+    return [fit.sweep(evaluated) for fit in fits]
+
+
+class _Fit:
+    """Copies of a head, one for each rate, as they learn, and each as it was at its best."""
+
+    def __init__(self, head: DenseHead, rates: Sequence[float], decay: float) -> None:
+        self.rates = tuple(rates)
+        self.heads = [copy.deepcopy(head).train() for _ in rates]
+        self.optimizers = [torch.optim.AdamW(one.parameters(), lr=0.0, weight_decay=decay) for one in self.heads]
+        self.best, self.worth = copy.deepcopy(self.heads), [-math.inf] * len(rates)
+        self.losses: list[Tensor] = []
+        self.scores: list[tuple[dict[str, float], ...]] = []
+
+    def step(self, batch: DenseBatch, share: float, device: torch.device | str) -> None:
+        self.heads[0].check(batch[2])
         patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
-        share = polynomial(step, steps, power, warmup)
         now = []
-        for one, optimizer, rate in zip(heads, optimizers, rates, strict=True):
+        for head, optimizer, rate in zip(self.heads, self.optimizers, self.rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * share
             optimizer.zero_grad()
-            loss = one.loss(one(patches, cls, _size(labels)), labels)
+            loss = head.loss(head(patches, cls, _size(labels)), labels)
             loss.backward()
             optimizer.step()
             now.append(loss.detach())
-        losses.append(torch.stack(now))
-        done = step + 1
-        if done == steps or (every is not None and done % every == 0):
-            evaluated.append(done)
-            scores.append(tuple(evaluate(heads, validation(), device)))
-            for k, scored in enumerate(scores[-1]):
-                if _worth(head, scored) > worth[k]:
-                    worth[k] = _worth(head, scored)
-                    best[k].load_state_dict(heads[k].state_dict())
-        if progress is not None:
-            progress(done, steps)
-    if len(losses) < steps:
-        raise ValueError(f"the training batches ended after {len(losses)} of {steps} steps: repeat them, or take fewer")
-    ready = tuple(one.eval() for one in best)
-    return DenseSweep(tuple(rates), ready, torch.stack(losses).cpu(), tuple(evaluated), tuple(scores))
+        self.losses.append(torch.stack(now))
+
+    def keep(self, scores: Sequence[dict[str, float]]) -> None:
+        self.scores.append(tuple(scores))
+        for k, scored in enumerate(scores):
+            if _worth(self.heads[k], scored) > self.worth[k]:
+                self.worth[k] = _worth(self.heads[k], scored)
+                self.best[k].load_state_dict(self.heads[k].state_dict())
+
+    def sweep(self, evaluated: Sequence[int]) -> DenseSweep:
+        ready = tuple(head.eval() for head in self.best)
+        losses = torch.stack(self.losses).cpu()
+        return DenseSweep(self.rates, ready, losses, tuple(evaluated), tuple(self.scores))
 
 
 @torch.no_grad()

