@@ -23,6 +23,7 @@ from veca.files import atomic_path
 from veca.probe.backbones import Backbone
 from veca.probe.datasets.base import ProbeData
 from veca.probe.features import content, digest_of
+from veca.probe.results import SCHEMA
 
 VERSION = 1
 """Of the code that makes numbers: to be raised when the same settings give others."""
@@ -92,6 +93,7 @@ class Job:
         data, backbone = self.data, self.backbone
         counts = {split: len(data.splits.get(split, ())) for split in ("train", "val", "test")}
         row: Row = {
+            "schema": SCHEMA,
             "task": self.task,
             "model": {"name": backbone.name, "kind": backbone.kind, "about": backbone.about},
             "data": {"name": data.name, **counts, "classes": data.classes or None, "fingerprint": data.fingerprint},
