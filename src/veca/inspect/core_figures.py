@@ -15,16 +15,15 @@ from torch import Tensor
 from veca.images import Fit
 from veca.inspect.contribution import core_profiles
 from veca.inspect.maps import core_maps
-from veca.inspect.projections import METHODS, Method, project
+from veca.inspect.projections import Method, axes_of, check_method, project
 from veca.inspect.sheet import (
     HEAT,
-    MARKERS,
-    ORDER,
-    PALETTE,
-    check_panels,
+    check_sheet,
     colour_bar,
     hide,
     legend,
+    look_of,
+    order_colours,
     ring,
     sheet,
     show_map,
@@ -38,6 +37,7 @@ from veca.inspect.subject import (
     choose_budgets,
     choose_cores,
     choose_layers,
+    cores_label,
     input_of,
     layer_label,
     looking,
@@ -70,27 +70,28 @@ def draw_layers(
 
     Defaults: four of the model's budgets, and six layers without the first.
     """
+    check_method(method)
     budgets = choose_budgets(model, budgets, spread(model.config.budgets, 4))
     layers = choose_layers(model, layers, spread(range(2, len(model.blocks) + 1) or [1], 6))
     photos = open_photos(pictures, size, fit)
-    check_panels(len(photos) * len(budgets), 1 + len(layers))
+    check_sheet(len(photos) * len(budgets), 1 + len(layers))
     colours: list[list[Tensor]] = []
     for budget in budgets:
-        say(f"{budget} cores: running the model")
+        say(f"{cores_label(budget)}: running the model")
         with looking(model):
             profiles = [core_profiles(model, input_of(model, p), budget, [i - 1 for i in layers])[:, 0] for p in photos]
-        say(f"{budget} cores: {METHODS[method]} of {sum(p[..., 0].numel() for p in profiles):,} profiles")
+        say(f"{cores_label(budget)}: {method.upper()} of {sum(p[..., 0].numel() for p in profiles):,} profiles")
         colours.append(project(profiles, 3, method))
     figure, axes = sheet(
         f"Which cores each patch listens to, {model_label(model, name)}",
         "One square per patch. Its colour stands for the shares in which the cores contribute to it in that layer: the "
         "length of what each core adds (attention × value × output projection). Patches of like colour are fed by "
-        f"like mixtures of cores. Colours: three {METHODS[method]} of these shares, fitted to all layers of one "
+        f"like mixtures of cores. Colours: the {axes_of(method, 3)} of these shares, fitted to all layers of one "
         "budget together, so they compare from column to column, not from row to row.",
-        [f"{budget} cores" for _ in photos for budget in budgets],
+        [cores_label(budget) for _ in photos for budget in budgets],
         ["picture", *(layer_label(model, i) for i in layers)],
         [photo.aspect for photo in photos for _ in budgets],
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         captions=len(photos) > 1,
     )
     for i, photo in enumerate(photos):
@@ -125,16 +126,16 @@ def draw_cores(
     which = choose_cores(which, budget)
     layers = choose_layers(model, layers, spread(range(1, len(model.blocks) + 1), 4)[1:] or [1])
     photos = open_photos(pictures, size, fit)
-    check_panels(len(photos) * len(layers), 1 + len(which))
+    check_sheet(len(photos) * len(layers), 1 + len(which))
     figure, axes = sheet(
-        f"Where cores look, {model_label(model, name)} with {budget} cores",
+        f"Where cores look, {model_label(model, name)} with {cores_label(budget)}",
         "Bright: the patches a core takes its information from in that layer (attention, the mean over heads); each "
         "map has its own scale. Ring: where the core stands. Number: how many times more attention the brightest "
         "patch gets than if the core looked everywhere evenly. Core 1 doubles as the feature of the whole picture.",
         [layer_label(model, i) for _ in photos for i in layers],
         ["picture", *(f"core {core}" for core in which)],
         [photo.aspect for photo in photos for _ in layers],
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         captions=True,
         beside=True,
     )
@@ -181,7 +182,7 @@ def draw_paths(
     """
     budgets = choose_budgets(model, budgets, [model.config.num_cores])
     photos = open_photos(pictures, size, fit)
-    check_panels(len(budgets), len(photos))
+    check_sheet(len(budgets), len(photos))
     say("running the model")
     with looking(model):
         ways = [[model(input_of(model, p), cores=c).coordinates[:, 0].float().cpu() for p in photos] for c in budgets]
@@ -194,10 +195,10 @@ def draw_paths(
         "Every core has a place in the picture, moved before each layer by what the core has seen so far. Ring: its "
         f"place in the first layer. Dot: in the last, layer {len(model.blocks)}.{longer} The longest way is "
         f"{100 * longest:.2g}% of a side. Dark cores are the first of the bank and take part at every budget.",
-        [f"{budget} cores" for budget in budgets],
+        [cores_label(budget) for budget in budgets],
         [photo.name for photo in photos],
         [max(photo.aspect for photo in photos)] * len(budgets),
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         beside=True,
     )
     for row, found in zip(axes, ways, strict=True):
@@ -205,15 +206,13 @@ def draw_paths(
             show_photo(axis, photo, dim=True)
             _draw_ways(axis, way[0] + scale * (way - way[0]), max(budgets))
     ticks = {float(core): str(core) for core in spread(range(1, max(budgets) + 1), 5)}
-    colour_bar(figure, [row[-1] for row in axes], ORDER, (1, max(2, *budgets)), "core", ticks)
+    colour_bar(figure, [row[-1] for row in axes], order_colours(), (1, max(2, *budgets)), "core", ticks)
     return figure
 
 
 def _draw_ways(axis: Axes, ways: Tensor, most: int) -> None:
-    from matplotlib import colormaps
-
     count = ways.shape[1]
-    colours = colormaps[ORDER](torch.arange(count).numpy() / max(1, most - 1))
+    colours = order_colours()(torch.arange(count).numpy() / max(1, most - 1))
     for core in reversed(range(count)):  # the first cores end up on top
         x, y = ways[:, core].T.numpy()
         axis.plot(x, y, color="white", linewidth=2.4, alpha=0.5)
@@ -242,10 +241,12 @@ def draw_states(
 
     Default: four layers, from the first to the last.
     """
+    check_method(method)
     budget = choose_budget(model, cores)
     layers = choose_layers(model, layers, spread(range(1, len(model.blocks) + 1), 4))
     photos = open_photos(pictures, size, fit)
     several = len(photos) > 1
+    check_sheet(1 + several, len(layers))
     states = []
     for photo in photos:
         say(f"{photo.name}: running the model")
@@ -256,37 +257,30 @@ def draw_states(
             )  # fmt: skip
         states.append({i: cores[0].float().cpu() for i, (_, cores) in zip(sorted(layers), taken, strict=True)})
     figure, axes = sheet(
-        f"What cores hold, {model_label(model, name)} with {budget} cores",
-        f"One point per core and picture: the core's state after that layer, in the two {METHODS[method]} of that "
+        f"What cores hold, {model_label(model, name)} with {cores_label(budget)}",
+        f"One point per core and picture: the core's state after that layer, in the {axes_of(method, 2)} of that "
         "layer's states. Points that are close are states that are alike. Star: core 1, the feature of the whole "
         "picture. " + ("" if several else "Give several pictures to see whether states go by core or by picture."),
         ["coloured\nby core", "coloured\nby picture"][: 1 + several],
         [layer_label(model, i) for i in layers],
         [1.0] * (1 + several),
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         beside=True,
         below=-(-len(photos) // 4) if several else 0,
     )
-    from matplotlib import colormaps
-    from matplotlib.lines import Line2D
-
-    by_core = colormaps[ORDER](torch.linspace(0, 1, budget).numpy())
-    looks = [(PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]) for i in range(len(photos))]
+    by_core = order_colours()(torch.linspace(0, 1, budget).numpy())
+    looks = [look_of(i) for i in range(len(photos))]
     for column, layer in enumerate(layers):
-        say(f"layer {layer}: {METHODS[method]} of {len(photos) * budget:,} states")
+        say(f"layer {layer}: {method.upper()} of {len(photos) * budget:,} states")
         for points, look in zip(project([each[layer] for each in states], 2, method, clip=0.0), looks, strict=True):
             for row, colours in zip(axes, (by_core, [look[0]] * budget), strict=False):
                 _scatter(row[column], points, colours, look[1])
                 row[column].set_xlim(-0.08, 1.08)
                 row[column].set_ylim(-0.08, 1.08)
     ticks = {float(core): str(core) for core in spread(range(1, budget + 1), 5)}
-    colour_bar(figure, [axes[0][-1]], ORDER, (1, max(budget, 2)), "core", ticks)
+    colour_bar(figure, [axes[0][-1]], order_colours(), (1, max(budget, 2)), "core", ticks)
     if several:
-        keys = [
-            Line2D([], [], linestyle="", color=colour, marker=marker, label=photo.name)
-            for photo, (colour, marker) in zip(photos, looks, strict=True)
-        ]
-        legend(axes[1][0], keys)
+        legend(axes[1][0], [(photo.name, look) for photo, look in zip(photos, looks, strict=True)])
     return figure
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from veca.images import Fit
-from veca.inspect.projections import METHODS, Method, project
+from veca.inspect.projections import Method, axes_of, check_method, project
 from veca.inspect.sheet import (
     HEAT,
-    check_panels,
+    check_sheet,
     colour_bar,
     frame,
     hide,
@@ -30,6 +30,7 @@ from veca.inspect.subject import (
     choose_budget,
     choose_budgets,
     choose_patch,
+    cores_label,
     features_of,
     model_label,
     notice_of,
@@ -58,32 +59,33 @@ def draw_features(
     say: Say = quiet,
 ) -> Figure:
     """Dense features at several resolutions in one joint projection (Figure 3), and those of `beside` under them."""
+    check_method(method)
     budget = choose_budget(model, cores)
     if not sizes:
         raise ValueError("asked for no size; name at least one")
     sizes = sorted(set(sizes))
     photos = [open_photos(pictures, size, fit) for size in sizes]  # [size][picture]
-    backbones = {f"{model_label(model, name)}\n{budget} cores": veca_at(model, budget), **(beside or {})}
-    check_panels(len(photos[0]) * len(backbones), 1 + len(sizes))
+    backbones = {f"{model_label(model, name)}\n{cores_label(budget)}": veca_at(model, budget), **(beside or {})}
+    check_sheet(len(photos[0]) * len(backbones), 1 + len(sizes))
     colours = []
     for label, backbone in backbones.items():
         maps = []
         for size, at_size in zip(sizes, photos, strict=True):
             say(f"{label.splitlines()[0]}: running at {size} px")
             maps += [features_of(model, backbone, photo)[1] for photo in at_size]
-        say(f"{label.splitlines()[0]}: {METHODS[method]} of {sum(m[..., 0].numel() for m in maps):,} patches")
+        say(f"{label.splitlines()[0]}: {method.upper()} of {sum(m[..., 0].numel() for m in maps):,} patches")
         colours.append(project(maps, 3, method))
     last = photos[-1]
     figure, axes = sheet(
         "Features of the same picture at several resolutions",
-        "One square per patch; a larger picture has more of them. The three "
-        f"{METHODS[method]} of the features are shown as red, green and blue, so patches of like colour have like "
+        "One square per patch; a larger picture has more of them. The "
+        f"{axes_of(method, 3)} of the features are shown as red, green and blue, so patches of like colour have like "
         "features. Colours are fitted to all resolutions (and pictures) of one model together: they compare within a "
         "model, not between models.",
         [label for _ in last for label in backbones],
         ["picture", *(f"{size} px" for size in sizes)],
         [photo.aspect for photo in last for _ in backbones],
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         captions=len(last) > 1,
     )
     for i, photo in enumerate(last):
@@ -128,8 +130,8 @@ def draw_similarity(
     count = with_global + len(chosen[0])
     if not count:
         raise ValueError("neither the global feature nor a patch to compare with; name a patch, or keep the global")
-    backbones = {f"{model_label(model, name)}\n{budget} cores": veca_at(model, budget), **(beside or {})}
-    check_panels(len(photos) * count, 1 + len(backbones))
+    backbones = {f"{model_label(model, name)}\n{cores_label(budget)}": veca_at(model, budget), **(beside or {})}
+    check_sheet(len(photos) * count, 1 + len(backbones))
     labels = [label for places in chosen for label in with_global * ["global\nfeature"] + [_at(p) for p in places]]
     figure, axes = sheet(
         "Which patches are like a chosen one, and like the whole picture",
@@ -139,7 +141,7 @@ def draw_similarity(
         labels,
         ["picture", *backbones],
         [photo.aspect for photo in photos for _ in range(count)],
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         captions=True,
         beside=True,
     )
@@ -177,26 +179,27 @@ def draw_budgets(
 
     Default: the budgets the model was trained at.
     """
+    check_method(method)
     budgets = choose_budgets(model, budgets, list(model.config.budgets))
     photos = open_photos(pictures, size, fit)
-    check_panels(2 * len(photos), 1 + len(budgets))
+    check_sheet(2 * len(photos), 1 + len(budgets))
     maps = []
     for budget in budgets:
-        say(f"{budget} cores: running the model")
+        say(f"{cores_label(budget)}: running the model")
         maps.append([features_of(model, veca_at(model, budget), photo)[1] for photo in photos])
-    say(f"{METHODS[method]} of all features")
+    say(f"{method.upper()} of all features")
     colours = project([each for row in maps for each in row], 3, method)
     alike = [[F.cosine_similarity(a, b, dim=-1) for a, b in zip(row, maps[-1], strict=True)] for row in maps]
     least = min(float(values.min()) for row in alike for values in row)
     figure, axes = sheet(
         f"What a smaller budget changes, {model_label(model, name)}",
-        f"Above: one square per patch; the three {METHODS[method]} of the features are shown as red, green and "
+        f"Above: one square per patch; the {axes_of(method, 3)} of the features are shown as red, green and "
         "blue, fitted to all budgets together, so like colours are like features in all columns. Below: cosine "
-        f"similarity of each patch to the same patch with {budgets[-1]} cores; the number is the mean.",
-        [label for _ in photos for label in ("features", f"similarity to\n{budgets[-1]} cores")],
-        ["picture", *(f"{budget} cores" for budget in budgets)],
+        f"similarity of each patch to the same patch with {cores_label(budgets[-1])}; the number is the mean.",
+        [label for _ in photos for label in ("features", f"similarity to\n{cores_label(budgets[-1])}")],
+        ["picture", *(cores_label(budget) for budget in budgets)],
         [photo.aspect for photo in photos for _ in range(2)],
-        notice=notice_of(model),
+        notice=notice_of(model, name),
         captions=True,
         beside=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor
 
 Method: TypeAlias = Literal["pca", "umap"]
 
-METHODS: dict[Method, str] = {"pca": "principal components", "umap": "dimensions of a UMAP"}
 SEED = 0
 NEIGHBOURS = 15
 MIN_DIST = 0.1
@@ -65,12 +65,8 @@ def umap(features: Tensor, components: int = 3) -> Tensor:
     All leading dimensions are embedded together. The seed is fixed: the same features give the same colours. The first
     call of a process compiles for a good while.
     """
-    try:
-        from umap import UMAP
-    except ImportError as error:
-        raise ValueError(
-            "UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca"
-        ) from error
+    check_method("umap")
+    from umap import UMAP
 
     x = features.detach().float().cpu().flatten(0, -2).numpy()
     if len(x) < components + 3:
@@ -95,13 +91,30 @@ def project(maps: Sequence[Tensor], components: int = 3, method: Method = "pca",
     >>> [colours.shape for colours in project([torch.rand(4, 4, 8), torch.rand(8, 8, 8)])]
     [torch.Size([4, 4, 3]), torch.Size([8, 8, 3])]
     """
-    if method not in get_args(Method):
-        raise ValueError(f"method={method!r}; choose one of {', '.join(get_args(Method))}")
+    check_method(method)
     together = torch.cat([each.flatten(0, -2).float().cpu() for each in maps])
     together = F.pad(together, (0, max(0, components - together.shape[1])))
     found = pca(together, components, clip) if method == "pca" else umap(together, components)
     parts = found.split([each.shape[:-1].numel() for each in maps])
     return [part.reshape(*each.shape[:-1], components) for part, each in zip(parts, maps, strict=True)]
+
+
+def check_method(method: str) -> None:
+    """Raises what is wrong with a method before any work is done."""
+    if method not in get_args(Method):
+        raise ValueError(f"method={method!r}; choose one of {', '.join(get_args(Method))}")
+    if method == "umap" and find_spec("umap") is None:
+        raise ValueError("UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca")
+
+
+def axes_of(method: Method, count: int) -> str:
+    """What the axes of a projection are, for people.
+
+    >>> axes_of("pca", 3)
+    'first three principal components'
+    """
+    number = {2: "two", 3: "three"}.get(count, str(count))
+    return f"first {number} principal components" if method == "pca" else f"{number} dimensions of a UMAP"
 
 
 def _spread(columns: np.ndarray, clip: float) -> np.ndarray:

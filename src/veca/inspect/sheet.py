@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,14 @@ from veca.inspect.subject import Photo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
 DPI = 160
 MOST_PANELS = 400
 HEAT = "inferno"
-ORDER = "viridis"
-"""Colour maps that grow evenly brighter: all readers see their order, and so does a grey print."""
+"""A colour map that grows evenly brighter: all readers see its order, and so does a grey print."""
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Of Okabe and Ito, made for readers who see fewer colours."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -37,13 +37,15 @@ NOTICE = "#b34700"
 
 # In inches.
 WIDTH = 8.5
-NARROWEST, WIDEST = 1.35, 4.0
+NARROWEST, WIDEST = 1.35, 2.8
 MARGIN = 0.15
 LINE = 0.165
 LETTER = 0.068
 
 
-def check_panels(rows: int, columns: int) -> None:
+def check_sheet(rows: int, columns: int) -> None:
+    """Raises before any work is done what `sheet` would raise after it."""
+    _matplotlib()
     if rows * columns > MOST_PANELS:
         raise ValueError(
             f"{rows} × {columns} = {rows * columns} panels; a figure has at most {MOST_PANELS}. "
@@ -68,23 +70,25 @@ def sheet(
     `aspects` are height over width of the panels of each row. `captions` leaves room for a line under each panel,
     `beside` for a colour bar on the right, `below` for so many lines of a legend.
     """
-    figure_class = _matplotlib()
-    check_panels(len(rows), len(columns))
-    left = MARGIN + (max((len(line) for row in rows for line in row.split("\n")), default=0) * LETTER + 0.1)
+    check_sheet(len(rows), len(columns))
+    rows = [_wrapped(row, 18) for row in rows]
+    left = MARGIN + max(len(line) for row in rows for line in row.split("\n")) * LETTER + 0.1
     right = MARGIN + 0.75 * beside
     gap, under = 0.08, 0.08 + 0.2 * captions
     panel = min(max((WIDTH - left - right) / len(columns) - gap, NARROWEST), WIDEST)
     width = max(left + len(columns) * (panel + gap) + right, 6.0)
+    columns = [_wrapped(column, int(panel / LETTER)) for column in columns]
     letters = int((width - 2 * MARGIN) / LETTER)
     parts: list[tuple[str, dict[str, Any], float, float]]
     parts = [(title, {"fontsize": 12, "fontweight": "bold"}, 0.72, 1.4)]
     parts += [(notice, {"fontsize": 9, "fontweight": "bold", "color": NOTICE}, 0.9, 1.0)] if notice else []
     parts += [(text, {"fontsize": 9}, 1.0, 1.0)]
     wrapped = [(textwrap.wrap(words, int(letters * narrow)), look, tall) for words, look, narrow, tall in parts]
-    head = MARGIN + sum(len(lines) * LINE * tall + 0.07 for lines, look, tall in wrapped) + 0.3
+    head = MARGIN + sum(len(lines) * LINE * tall + 0.07 for lines, look, tall in wrapped)
+    head += 0.15 + LINE * max(column.count("\n") + 1 for column in columns)
     height = head + sum(panel * aspect + under for aspect in aspects) + below * 0.2 + MARGIN
 
-    figure = figure_class(figsize=(width, height), facecolor="white")
+    figure = _matplotlib()(figsize=(width, height), facecolor="white")
     top = MARGIN
     for lines, look, tall in wrapped:
         y = 1 - top / height
@@ -107,6 +111,10 @@ def sheet(
         figure.text((left - 0.1) / width, middle, row, ha="right", va="center", fontsize=9, parse_math=False)
         top += tall + under
     return figure, axes
+
+
+def _wrapped(label: str, letters: int) -> str:
+    return "\n".join(part for line in label.split("\n") for part in textwrap.wrap(line, letters))
 
 
 def show_photo(axis: Axes, photo: Photo, dim: bool = False, caption: str = "") -> None:
@@ -133,8 +141,11 @@ def hide(axis: Axes) -> None:
 
 def ring(axis: Axes, x: float, y: float) -> None:
     """The mark of a place, seen on dark and light."""
-    axis.plot([x], [y], "o", markersize=8, markerfacecolor="none", markeredgecolor="black", markeredgewidth=3)
-    axis.plot([x], [y], "o", markersize=8, markerfacecolor="none", markeredgecolor="white", markeredgewidth=1.4)
+    for colour, width in (("black", 3.0), ("white", 1.4)):
+        axis.plot(
+            [x], [y], "o", markersize=8, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width,
+            clip_on=False,
+        )  # fmt: skip
     axis.set_xlim(-1, 1)
     axis.set_ylim(1, -1)
 
@@ -153,8 +164,21 @@ def frame(axis: Axes, place: tuple[int, int] | None, grid: tuple[int, int]) -> N
         )
 
 
+def order_colours() -> Colormap:
+    """Of things in order: viridis, which grows evenly brighter, without the end that is lost on a dark photo."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(colormaps["viridis"](np.linspace(0.25, 1, 256)))
+
+
 def colour_bar(
-    figure: Figure, axes: Sequence[Axes], colours: str, ends: tuple[float, float], label: str, ticks: dict[float, str]
+    figure: Figure,
+    axes: Sequence[Axes],
+    colours: str | Colormap,
+    ends: tuple[float, float],
+    label: str,
+    ticks: Mapping[float, str],
 ) -> None:
     """A colour bar to the right of `axes`, panels above one another: what `ends` and between look like."""
     from matplotlib.cm import ScalarMappable
@@ -170,14 +194,22 @@ def colour_bar(
     bar.set_label(label, fontsize=8)
 
 
-def legend(axis: Axes, keys: Sequence[Any]) -> None:
-    """A legend in the line under a row of panels, from its first panel on; it takes room at the bottom for itself."""
+def look_of(i: int) -> tuple[str, str]:
+    """Colour and marker of the i-th of several things; the first 49 all differ."""
+    return PALETTE[i % len(PALETTE)], MARKERS[(i + i // len(PALETTE)) % len(MARKERS)]
+
+
+def legend(axis: Axes, looks: Sequence[tuple[str, tuple[str, str]]]) -> None:
+    """Names and looks in lines of four under a row of panels, from `axis` on; `below` of `sheet` makes room for it."""
+    from matplotlib.lines import Line2D
+
     figure = axis.get_figure(root=True)
     assert figure is not None
     box = axis.get_position()
     found = figure.legend(
-        handles=keys, loc="upper left", bbox_to_anchor=(box.x0, box.y0), ncols=min(4, len(keys)), fontsize=8,
-        frameon=False, handletextpad=0.2, borderaxespad=0.3,
+        handles=[Line2D([], [], linestyle="", color=c, marker=m, label=name) for name, (c, m) in looks],
+        loc="upper left", bbox_to_anchor=(box.x0, box.y0), ncols=4, fontsize=8, frameon=False, handletextpad=0.2,
+        borderaxespad=0.3,
     )  # fmt: skip
     for text in found.get_texts():
         text.set_parse_math(False)

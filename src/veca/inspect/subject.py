@@ -29,8 +29,6 @@ Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 The teachers of `veca.train.teachers` are such."""
 Say: TypeAlias = Callable[[str], None]
 
-RANDOM = "Random weights: this shows how the architecture works, not what a trained model sees."
-
 
 def quiet(text: str) -> None:
     """Says nothing."""
@@ -107,8 +105,15 @@ def model_label(model: Veca, name: str | None) -> str:
     return printable(name) if name else size_name(model.config) or "VECA"
 
 
-def notice_of(model: Veca) -> str:
-    return RANDOM if model.provenance.get("weights") == "random" else ""
+def notice_of(model: Veca, name: str | None) -> str:
+    """What must be said of the weights, if anything."""
+    if model.provenance.get("weights") != "random":
+        return ""
+    return f"{model_label(model, name)} has random weights: this shows how it works, not what a trained model sees."
+
+
+def cores_label(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
 
 
 def choose_budget(model: Veca, cores: int | None) -> int:
