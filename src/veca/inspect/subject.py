@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import os
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 
 The teachers of `veca.train.teachers` are such."""
 Say: TypeAlias = Callable[[str], None]
+LONGEST_NAME = 28
 
 
 def quiet(text: str) -> None:
@@ -50,18 +50,19 @@ class Photo(NamedTuple):
         return self.picture.height / self.picture.width
 
 
-def open_photos(pictures: Source | Sequence[Source], size: int, fit: Fit = "crop") -> list[Photo]:
+def open_photos(pictures: Pictures, size: int, fit: Fit = "crop") -> list[Photo]:
     """Pictures through the one door of `veca.images`, fitted to `size`."""
-    several = pictures if isinstance(pictures, Sequence) and not isinstance(pictures, str | bytes) else [pictures]
+    several = pictures if isinstance(pictures, list | tuple) else [pictures]
     if not several:
         raise ValueError("no picture given; name at least one")
     return [Photo(_name(each, i), fit_image(open_image(each), size, fit)) for i, each in enumerate(several)]
 
 
 def _name(source: object, i: int) -> str:
-    if isinstance(source, str | os.PathLike):
-        return textwrap.shorten(printable(Path(os.fsdecode(source)).name), 28, placeholder="…") or f"picture {i + 1}"
-    return f"picture {i + 1}"
+    if not isinstance(source, str | os.PathLike):
+        return f"picture {i + 1}"
+    name = printable(Path(os.fsdecode(source)).name)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 8]}…{name[-7:]}"
 
 
 @contextmanager
