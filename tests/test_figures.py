@@ -333,17 +333,20 @@ def other(images, grid):
 
 
 def test_features(model, photos):
-    figure = draw_features(model, photos[1], cores=8, sizes=(64, 32), beside={"an-other/one": other}, name="mine")
+    figure = draw_features(model, photos, cores=8, sizes=(64, 32), beside={"an-other/one": other}, name="mine")
     rows = panels(figure)
     assert [axis.get_title() for axis in rows[0]] == ["picture", "32 px", "64 px"]
-    assert words(figure)[-2:] == ["mine\n8 cores", "an-other/one"]
-    images = [load_image(photos[1], size)[None] for size in (32, 64)]
+    assert words(figure)[-4:] == ["mine\n8 cores", "an-other/one"] * 2
+    images = [load_image(photo, size)[None] for photo in photos for size in (32, 64)]
     with torch.no_grad():
         own = [model(each, cores=8).feature_map[0].permute(1, 2, 0) for each in images]
-        theirs = [other(each, (s, s))[1][0].unflatten(0, (s, s)) for each, s in zip(images, (2, 4), strict=True)]
-    for row, maps in zip(rows, (own, theirs), strict=True):
-        for axis, colours in zip(row[1:], project(maps), strict=True):
-            np.testing.assert_allclose(shown(axis), colours, atol=1e-4)
+        grids = [(each.shape[-2] // 16, each.shape[-1] // 16) for each in images]
+        theirs = [other(each, grid)[1][0].unflatten(0, grid) for each, grid in zip(images, grids, strict=True)]
+    for i, maps in enumerate((own, theirs)):
+        colours = project(maps)
+        for row, expected in zip(rows[i::2], (colours[:2], colours[2:]), strict=True):
+            for axis, each in zip(row[1:], expected, strict=True):
+                np.testing.assert_allclose(shown(axis), each, atol=1e-4)
 
 
 def test_similarity(model, photos):
