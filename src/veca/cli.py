@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import veca
@@ -25,8 +24,9 @@ from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
 from veca.images import MAX_PIXELS, Fit
-from veca.model import Veca
+from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
+from veca.terminal import Device, Model, err, load_model, out, say_if_random
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,12 +36,6 @@ app = typer.Typer(
     epilog="Start with `veca demo`. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done but some pictures failed, "
     "130 interrupted.",
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-
-Model = Annotated[
-    str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
 
 
 @app.command()
@@ -53,7 +47,7 @@ def demo(
     device: Device = "auto",
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
-    path = write_demo(pictures, to, model=_load(model, device), model_name=model, size=size)
+    path = write_demo(pictures, to, model=load_model(model, device), model_name=model, size=size)
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
@@ -96,7 +90,7 @@ def embed(
     workers = min(8, os.cpu_count() or 1) if workers is None else workers
     try:
         report = write_features(
-            paths, to, model=_load(model, device), model_name=model, settings=settings, workers=workers,
+            paths, to, model=load_model(model, device), model_name=model, settings=settings, workers=workers,
             overwrite=overwrite, progress=progress,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -228,7 +222,7 @@ def info(
     for budget, gflops in facts["gflops"].items():
         table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
     out.print(table)
-    _say_if_random(model, source)
+    say_if_random(model, source)
 
 
 @app.command()
@@ -254,6 +248,7 @@ bench_app = typer.Typer(
     help="Measure VECA beside the dense ViT of the same size, and against the floor of this machine.",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(figure_app, name="figure")
 
 Cases = Annotated[list[str] | None, typer.Option("--case", help="MODEL:PIXELS:BATCH[:CORES], as base:1024:16; repeat.")]
 Models = Annotated[list[str] | None, typer.Option("--model", help="small, small_plus, base, large, tiny; repeat.")]
@@ -342,27 +337,8 @@ def _version(
         raise typer.Exit
 
 
-def _load(source: str, device: str) -> Veca:
-    chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
-    try:
-        model = load_or_random(source, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    _say_if_random(model, source)
-    return model
-
-
 def _say(text: str) -> None:
     err.print(text, markup=False, soft_wrap=True)  # a path may have brackets in it, and is to be copied whole
-
-
-def _say_if_random(model: Veca, source: str) -> None:
-    if model.provenance.get("weights") == "random":
-        err.print(
-            f"The weights are random: none ship for {source} yet. Use --model with trained weights for features that "
-            "mean something.",
-            style="bold yellow",
-        )
 
 
 def main() -> None:

@@ -1,6 +1,27 @@
-"""Looking inside a model: where its cores look, and its features as colours."""
+"""Looking inside a model: where its cores look, what they contribute, its features as colours, and figures of these."""
 
+from veca.inspect.contribution import contributions, core_profiles
+from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
+from veca.inspect.feature_figures import draw_budgets, draw_features, draw_similarity
 from veca.inspect.maps import core_maps
-from veca.inspect.projections import heat, pca, to_rgb
+from veca.inspect.projections import heat, pca, project, to_rgb, umap
+from veca.inspect.sheet import write_figure
 
-__all__ = ["core_maps", "heat", "pca", "to_rgb"]
+__all__ = [
+    "contributions",
+    "core_maps",
+    "core_profiles",
+    "draw_budgets",
+    "draw_cores",
+    "draw_features",
+    "draw_layers",
+    "draw_paths",
+    "draw_similarity",
+    "draw_states",
+    "heat",
+    "pca",
+    "project",
+    "to_rgb",
+    "umap",
+    "write_figure",
+]

@@ -5,7 +5,7 @@ Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.model import Veca
+from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, rotate
 
 
@@ -31,6 +31,22 @@ def core_maps(
     >>> core_maps(create_model("veca_tiny").eval(), torch.zeros(1, 3, 64, 96), cores=16, layers=(0, -1)).shape
     torch.Size([2, 1, 16, 4, 6])
     """
+
+    def look(*args: Any) -> Tensor:
+        return _attention_to_patches(*args) if per_head else _attention_to_patches(*args).mean(1)
+
+    found, out = look_into(model, images, cores, layers, look)
+    stacked = torch.stack(found)
+    return stacked.reshape(*stacked.shape[:-1], *out.grid)
+
+
+def look_into(
+    model: Veca, images: Tensor, cores: int | None, layers: Sequence[int], look: Callable[..., Tensor]
+) -> tuple[list[Tensor], VecaOutput]:
+    """One forward pass, and what `look(attn, x, core_rotary, patch_rotary)` makes of each block's attention on its way.
+
+    `x` (B, S, D) are the normed tokens attention is given. Nothing else of a block is kept.
+    """
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps, and a compiled graph may skip hooks
     depth = len(model.blocks)
     if not layers:
@@ -42,17 +58,16 @@ def core_maps(
         raise ValueError("an optimized model keeps no attention; give the model it was made from")
     wanted = [layer % depth for layer in layers]
     blocks: Any = model.blocks
-    maps: dict[int, Tensor] = {}
+    found: dict[int, Tensor] = {}
 
     def keep(layer: int, attn: Any, args: tuple[Any, ...]) -> None:
-        maps[layer] = _attention_to_patches(attn, *args) if per_head else _attention_to_patches(attn, *args).mean(1)
+        found[layer] = look(attn, *args[:3])
 
     with ExitStack() as hooks:
         for layer in set(wanted):
             hooks.enter_context(blocks[layer].attn.register_forward_pre_hook(partial(keep, layer)))
-        grid = model(images, cores=cores).grid
-    stacked = torch.stack([maps[layer] for layer in wanted])
-    return stacked.reshape(*stacked.shape[:-1], *grid)
+        out = model(images, cores=cores)
+    return [found[layer] for layer in wanted], out
 
 
 def _attention_to_patches(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:

@@ -1,22 +1,35 @@
-"""Features as colours: principal components, a colour map, and pictures made of them."""
+"""Features as colours: principal components or UMAP, a colour map, and pictures made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Literal, TypeAlias, get_args
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+
+Method: TypeAlias = Literal["pca", "umap"]
+
+SEED = 0
+NEIGHBOURS = 15
+MIN_DIST = 0.1
+"""The paper's settings of UMAP."""
 
 _INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4"
 _ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
 
 
-def pca(features: Tensor, components: int = 3) -> Tensor:
+def pca(features: Tensor, components: int = 3, clip: float = 0.01) -> Tensor:
     """The first principal components of `features` (..., D), each in [0, 1]: (..., components), float32.
 
     All leading dimensions are fitted together, so feature maps stacked into one tensor share their colours. The 1st
-    and 99th percentile of a component become 0 and 1 and what lies beyond is clipped. The sign makes the largest
-    loading positive. A component in which nothing varies beyond rounding is 0.5 everywhere.
+    and 99th percentile of a component become 0 and 1 and what lies beyond is clipped; `clip` is that share, and 0 clips
+    nothing. The sign makes the largest loading positive. A component in which nothing varies beyond rounding is 0.5
+    everywhere.
 
     >>> pca(torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), components=2).round(decimals=3)
     tensor([[0.0000, 0.5000],
@@ -41,14 +54,72 @@ def pca(features: Tensor, components: int = 3) -> Tensor:
     # The noise that rounding puts along each direction: of the features as they came, and of the decomposition here.
     rounding = torch.finfo(features.dtype).eps ** 2 * (directions.square().mT @ size)
     floor = rounding.clamp(min=width * torch.finfo(torch.float64).eps * float(variances[0]))
-    scaled = _spread((x @ directions).numpy())
+    scaled = _spread((x @ directions).numpy(), clip)
     scaled[:, (variances <= floor).numpy()] = 0.5
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
 
 
-def _spread(columns: np.ndarray) -> np.ndarray:
-    """Each column between its 1st and 99th percentile, clipped; between its ends where those two coincide."""
-    low, high = np.quantile(columns, (0.01, 0.99), axis=0)
+def umap(features: Tensor, components: int = 3) -> Tensor:
+    """UMAP of `features` (..., D) by their cosines, each component in [0, 1]: (..., components), float32.
+
+    All leading dimensions are embedded together. The seed is fixed: the same features give the same colours. The first
+    call of a process compiles for a good while.
+    """
+    check_method("umap")
+    from umap import UMAP
+
+    x = features.detach().float().cpu().flatten(0, -2).numpy()
+    if len(x) < components + 3:
+        raise ValueError(
+            f"UMAP in {components} dimensions takes {components + 3} points or more, not {len(x)}; choose pca"
+        )
+    embedding = UMAP(
+        n_components=components, metric="cosine", n_neighbors=min(NEIGHBOURS, len(x) - 1), min_dist=MIN_DIST,
+        random_state=SEED, n_jobs=1,
+    )  # fmt: skip
+    found = embedding.fit_transform(x)
+    low, high = found.min(0), found.max(0)
+    scaled = (found - low) / np.where(high > low, high - low, 1.0)
+    return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components)
+
+
+def project(maps: Sequence[Tensor], components: int = 3, method: Method = "pca", clip: float = 0.01) -> list[Tensor]:
+    """Several maps (..., D), of any sizes, in one joint projection to [0, 1]: equal features get equal colours.
+
+    Where D is less than `components`, the last of them are 0.5 everywhere, or UMAP's. `clip` is that of `pca`.
+
+    >>> [colours.shape for colours in project([torch.rand(4, 4, 8), torch.rand(8, 8, 8)])]
+    [torch.Size([4, 4, 3]), torch.Size([8, 8, 3])]
+    """
+    check_method(method)
+    together = torch.cat([each.flatten(0, -2).float().cpu() for each in maps])
+    together = F.pad(together, (0, max(0, components - together.shape[1])))
+    found = pca(together, components, clip) if method == "pca" else umap(together, components)
+    parts = found.split([each.shape[:-1].numel() for each in maps])
+    return [part.reshape(*each.shape[:-1], components) for part, each in zip(parts, maps, strict=True)]
+
+
+def check_method(method: str) -> None:
+    """Raises what is wrong with a method before any work is done."""
+    if method not in get_args(Method):
+        raise ValueError(f"method={method!r}; choose one of {', '.join(get_args(Method))}")
+    if method == "umap" and find_spec("umap") is None:
+        raise ValueError("UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca")
+
+
+def axes_of(method: Method, count: int) -> str:
+    """What the axes of a projection are, for people.
+
+    >>> axes_of("pca", 3)
+    'first three principal components'
+    """
+    number = {2: "two", 3: "three"}.get(count, str(count))
+    return f"first {number} principal components" if method == "pca" else f"{number} dimensions of a UMAP"
+
+
+def _spread(columns: np.ndarray, clip: float) -> np.ndarray:
+    """Each column between its quantiles `clip` and 1 - `clip`; between its ends where those two coincide."""
+    low, high = np.quantile(columns, (clip, 1 - clip), axis=0)
     flat = high <= low
     low, high = np.where(flat, columns.min(0), low), np.where(flat, columns.max(0), high)
     return np.asarray(np.clip((columns - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from veca.probe.backbones import Backbone, Kind, Precision, load_backbone
@@ -22,14 +21,13 @@ from veca.probe.rows import Row
 from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, limited
 from veca.probe.run import classify as run_classify
 from veca.probe.run import knn as run_knn
+from veca.terminal import Device, err, out
 
 probe_app = typer.Typer(
     no_args_is_help=True,
     help="Measure what the features of a frozen model are worth, at all budgets and sizes; rows collect in a folder. "
     "Interrupted or killed? Run the same command again: it continues, and the result is the same.",
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-
 Model = Annotated[
     str,
     typer.Argument(
@@ -49,7 +47,6 @@ Sizes = Annotated[str, typer.Option(help="Sides in pixels, as 256,384: of the ce
 ShortSides = Annotated[str, typer.Option(help="Short sides in pixels, as 512,768; a head is trained for each.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many pictures of each split; for a try.")]
 Seed = Annotated[int, typer.Option(help="Of all that is random.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes an accelerator where there is one.")]
 PrecisionOf = Annotated[
     Precision | None,
     typer.Option(help="Of the backbone.  [default: bfloat16 on a GPU, float32 elsewhere]", show_default=False),

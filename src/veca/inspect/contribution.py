@@ -1,0 +1,92 @@
+"""What each core contributes to each patch: attention, values and output projection together (the paper's equation 5).
+
+Attention alone misleads: a core may be looked at much and say little. The contribution of token j to token i is the
+length of what j adds to i, c_ij = ‖Σ_h A^h_ij v^h_j W_O^h‖, and a patch's *profile* is its share from every core.
+
+Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), H heads, d width of a
+head, D = H·d; Q tokens that receive, K tokens that give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veca.attention import core_probabilities
+from veca.inspect.maps import look_into
+from veca.model import Veca
+from veca.rope import Rotary
+
+PIECE = 2**21
+"""At most so many numbers of float64 at once: 16 MiB. A step holds a few such pieces."""
+
+
+@torch.no_grad()
+def core_profiles(
+    model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,), piece: int = PIECE
+) -> Tensor:
+    """Each patch's profile over the active cores, in the blocks numbered `layers` (negative: from the end).
+
+    Comes as (layers, B, rows, columns, C), float32 or better. The C shares of a patch sum to 1: it hears from nobody
+    else. Memory is linear in N. The model is run as it stands: put it in eval mode first.
+
+    >>> from veca import create_model
+    >>> core_profiles(create_model("veca_tiny").eval(), torch.zeros(1, 3, 64, 96), cores=16, layers=(3, -1)).shape
+    torch.Size([2, 1, 4, 6, 16])
+    """
+    found, out = look_into(model, images, cores, layers, partial(_profiles, piece=piece))
+    return torch.stack(found).unflatten(2, out.grid)
+
+
+def contributions(attention: Tensor, values: Tensor, weight: Tensor, piece: int = PIECE) -> Tensor:
+    """c_ij of every receiver and giver, (Q, K): not yet divided by its sum over j. Exact, float64.
+
+    `attention` (H, Q, K), `values` (H, K, d), `weight` (D, H·d) of the output projection.
+    """
+    heads, queries, keys = attention.shape
+    # ‖Σ_h a_h u_h‖² = aᵀ G a, where G holds the products of a giver's H vectors u_h = v^h W_O^h: H numbers for every
+    # pair of tokens instead of D. G is float64, so what cancels in the sum leaves nothing visible.
+    slices = weight.double().unflatten(1, (heads, -1)).permute(1, 2, 0)  # (H, d, D)
+    total = attention.new_empty(queries, keys, dtype=torch.float64)
+    for some in _pieces(keys, heads * weight.shape[0], piece):
+        vectors = (values[:, some].double() @ slices).transpose(0, 1)  # (K, H, D)
+        products = vectors @ vectors.mT
+        for rows in _pieces(queries, heads * len(products), piece):
+            shares = attention[:, rows, some].double().permute(2, 1, 0)  # (K, Q, H)
+            squares = ((shares @ products) * shares).sum(-1)
+            total[rows, some] = squares.clamp(min=0).sqrt().mT
+    return total
+
+
+def _profiles(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int) -> Tensor:
+    """(B, N, C), from the arguments of attention's forward pass."""
+    if type(attn.proj) is not nn.Linear:
+        raise ValueError(
+            f"contributions are made of the weights of the output projection, which is a {type(attn.proj).__name__} "
+            "here and not a Linear; merge adapters into the model, or take it unquantised"
+        )
+    cores, heads = core_rotary.cos.shape[-2], attn.num_heads
+    better = torch.promote_types(x.dtype, torch.float32)
+    qkv = attn.qkv(x).to(better).unflatten(-1, (3, heads, -1))  # rounded where the model rounds
+    patch_to_core, _ = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
+    values = qkv[:, :cores, 2].transpose(1, 2)  # (B, H, C, d)
+    found = []
+    for attention, value in zip(patch_to_core.unflatten(-1, (heads, cores)), values, strict=True):
+        where = "cpu" if x.device.type == "mps" else x.device  # which has no float64
+        lengths = contributions(
+            attention.transpose(0, 1).to(where), value.to(where), attn.proj.weight.to(where), piece=piece
+        )
+        # Values of length 0 (a patch that hears nothing) give no shares; all cores alike is the honest answer.
+        lengths = torch.where(lengths.sum(-1, keepdim=True) > 0, lengths, 1.0)
+        found.append((lengths / lengths.sum(-1, keepdim=True)).to(x.device, better))
+    return torch.stack(found)
+
+
+def _pieces(count: int, each: int, piece: int) -> list[slice]:
+    """Slices that cover `count` things of `each` numbers, none of more than about `piece` numbers."""
+    step = max(1, piece // max(1, each))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]

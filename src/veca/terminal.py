@@ -1,0 +1,39 @@
+"""What the commands share: the two consoles, the options every model takes, and the model these name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from veca.checkpoint import load_or_random
+from veca.model import Veca
+
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
+
+
+def load_model(source: str, device: str) -> Veca:
+    """The model a user named, where it was asked for; random weights are announced."""
+    chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
+    try:
+        model = load_or_random(source, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    say_if_random(model, source)
+    return model
+
+
+def say_if_random(model: Veca, source: str) -> None:
+    if model.provenance.get("weights") == "random":
+        err.print(
+            f"The weights are random: none ship for {source} yet. Use --model with trained weights for features that "
+            "mean something.",
+            style="bold yellow",
+        )
