@@ -81,6 +81,21 @@ def positions(forward: int, batch: int, rank: int = 0, world: int = 1) -> range:
     return range(start, start + batch)
 
 
+class Stream:
+    """Which pictures, of `count`, the forward passes of one process take; those that cannot be used among them."""
+
+    def __init__(self, count: int, batch: int, rank: int = 0, world: int = 1, seed: int = 0) -> None:
+        self.count, self.share, self.seed = count, (batch, rank, world), seed
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def __call__(self, forward: int) -> tuple[list[int], list[int]]:
+        """The pictures, and the epoch each belongs to."""
+        found = [divmod(at, self.count) for at in positions(forward, *self.share)]
+        kept, epochs = self._orders, dict.fromkeys(epoch for epoch, _ in found)
+        self._orders = {e: kept[e] if e in kept else order(self.count, self.seed, e) for e in epochs}
+        return [int(self._orders[epoch][at]) for epoch, at in found], [epoch for epoch, _ in found]
+
+
 class View(NamedTuple):
     """How a picture is seen: where its crop lies, as shares of the room there is, and what happens to it then."""
 
@@ -117,13 +132,14 @@ def see(source: str | bytes, view: View, resolution: int, short_side: float, max
     # The sizes that torchvision's Resize gives.
     columns = short if width <= height else int(short * width / height)
     rows = short if height <= width else int(short * height / width)
-    left, top = _place(view.across, columns - resolution), _place(view.down, rows - resolution)
+    left, top = place(view.across, columns - resolution), place(view.down, rows - resolution)
     box = left * width / columns, top * height / rows, (left + resolution) * width / columns
     image = resample(image, (resolution, resolution), (*box, (top + resolution) * height / rows))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.flip else image
 
 
-def _place(share: float, room: int) -> int:
+def place(share: float, room: int) -> int:
+    """Where a crop begins, in pixels, at a share of the room there is."""
     return min(int(share * (room + 1)), room) if share != 0.5 else round(room / 2)
 
 
@@ -443,23 +459,14 @@ class TrainBatches(Batches):
         def plans() -> Iterator[_Plan]:
             forward = start
             while True:
-                chosen, epochs = self.chosen(forward)
+                chosen, epochs = stream(forward)
                 yield _Plan(resolution_of(forward), chosen, [e % views for e in epochs] if views else epochs)
                 forward += 1
 
-        self._stream = pictures, batch, rank, world, seed
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        stream = Stream(len(pictures), batch, rank, world, seed)
         super().__init__(
             functools.partial(_Seer, pictures, seed, short_side, augment, max_pixels, here, True), plans, batch, workers
         )
-
-    def chosen(self, forward: int) -> tuple[list[int], list[int]]:
-        """The pictures of a forward pass, and the epoch each belongs to; those that cannot be used among them."""
-        pictures, batch, rank, world, seed = self._stream
-        found = [divmod(place, len(pictures)) for place in positions(forward, batch, rank, world)]
-        kept, count = self._orders, len(pictures)
-        self._orders = {e: kept[e] if e in kept else order(count, seed, e) for e in dict.fromkeys(e for e, _ in found)}
-        return [int(self._orders[epoch][place]) for epoch, place in found], [epoch for epoch, _ in found]
 
 
 def validation_batches(

@@ -42,6 +42,7 @@ from veca.train.parallel import World, any_of, gathered, largest, replicate, sha
 from veca.train.plan import PASSES, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
+from veca.train.resident import Resident, ResidentBatches
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.start import check_recipe, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, restore, tensors_of, weights_of
@@ -257,16 +258,21 @@ class Trainer:
             yield
         self.cache = None
 
-    def batches(self) -> TrainBatches:
+    def batches(self) -> TrainBatches | ResidentBatches:
         """The pictures of the steps to come."""
-        recipe = self.recipe
-        on_gpu = self.world.device.type == "cuda" and recipe.data.augment_on != "cpu"
-        return TrainBatches(
-            self.pictures, resolution_of=lambda f: self.draws(f // recipe.accumulate)[1], batch=recipe.batch,
-            rank=self.world.rank, world=self.world.size, seed=recipe.seed, short_side=recipe.data.short_side,
-            augment=recipe.data.augment, views=recipe.data.views, workers=recipe.data.workers,
-            max_pixels=recipe.data.max_pixels, start=self.step * recipe.accumulate, where="gpu" if on_gpu else "cpu",
-        )  # fmt: skip
+        recipe, data = self.recipe, self.recipe.data
+        common: dict[str, Any] = {
+            "resolution_of": lambda f: self.draws(f // recipe.accumulate)[1], "batch": recipe.batch,
+            "rank": self.world.rank, "world": self.world.size, "seed": recipe.seed, "short_side": data.short_side,
+            "augment": data.augment, "views": data.views, "start": self.step * recipe.accumulate,
+        }  # fmt: skip
+        if data.resident is not None:
+            side, most = data.resident, data.max_pixels
+            kept = Resident(self.pictures, side, self.world.device, data.workers, most, progress=self.world.first)
+            return ResidentBatches(kept, compile=recipe.compile, **common)
+        on_gpu = self.world.device.type == "cuda" and data.augment_on != "cpu"
+        where: Any = "gpu" if on_gpu else "cpu"
+        return TrainBatches(self.pictures, workers=data.workers, max_pixels=data.max_pixels, where=where, **common)
 
     def _asked_to_stop(self) -> bool:
         total, most = self.watch.seen()

@@ -94,6 +94,9 @@ class DataRecipe:
     """Who does TrivialAugmentWide; the pixels are the same. `auto`: the GPU where there is one."""
     views: int | None = None
     """How many random views there are of each picture, which epochs take in turn; null: a new one every epoch."""
+    resident: int | None = None
+    """Keep all training pictures on the device, decoded, as squares of so many pixels a side; null: decode them when
+    they are needed. For pictures that are such squares already the pixels of the views are the same."""
     workers: int = 8
     """Processes that decode, for each process that trains."""
     max_pixels: int = MAX_PIXELS
@@ -101,6 +104,8 @@ class DataRecipe:
 
     def __post_init__(self) -> None:
         _require("data.short_side", self.short_side, 1 <= self.short_side <= 4, "from 1 to 4")
+        fits = self.resident is None or 16 <= self.resident <= 4096
+        _require("data.resident", self.resident, fits, "from 16 to 4096, or null")
         _require("data.workers", self.workers, 0 <= self.workers <= 1024, "from 0 to 1024")
         _require("data.views", self.views, self.views is None or self.views >= 1, "at least 1, or null")
         _require("data.max_pixels", self.max_pixels, self.max_pixels >= 1, "at least 1")

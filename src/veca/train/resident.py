@@ -1,0 +1,191 @@
+"""Training pictures decoded once and kept on the device, where a batch is then made without the CPU.
+
+They are kept as squares: the short side at `side` pixels, the centre. Pictures that are such squares already give the
+same batches as `TrainBatches`, bit for bit; of others the ends of the long side are lost.
+
+Shapes: N pictures, B of them in a batch, S side of the squares, R rows and columns of what is seen, T taps of a filter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from veca.train.augment import Augmentation
+from veca.train.data import (
+    MOST_FAILURES,
+    Augment,
+    Batch,
+    DataError,
+    Stream,
+    place,
+    replacement,
+    validation_batches,
+    view_of,
+)
+from veca.train.pictures import Pictures
+
+_BITS = 22
+"""Pillow's weights are whole numbers of so many bits after the point."""
+_AT_ONCE = 256
+
+
+class Resident:
+    """All pictures (N, 3, S, S) uint8 on `device`; `bad` are those that cannot be used: number, name and reason."""
+
+    def __init__(
+        self, pictures: Pictures, side: int, device: torch.device, workers: int, max_pixels: int, progress: bool = True
+    ) -> None:
+        self.side, needed = side, len(pictures) * 3 * side**2
+        if device.type == "cuda" and needed > 0.5 * (free := torch.cuda.mem_get_info(device)[0]):
+            raise DataError(
+                f"data.resident={side}: {len(pictures):,} pictures take {needed / 2**30:.1f} GiB, more than half of "
+                f"the {free / 2**30:.1f} GiB that {device} has free. Keep smaller ones, or leave data.resident out"
+            )
+        self.images = torch.zeros(len(pictures), 3, side, side, dtype=torch.uint8, device=device)
+        self.bad: dict[int, tuple[str, str]] = {}
+        seen = torch.zeros(len(pictures), dtype=torch.bool)
+        columns = TextColumn("decoding pictures"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with (
+            validation_batches(
+                pictures, side, _AT_ONCE, workers=workers, short_side=1.0, max_pixels=max_pixels
+            ) as batches,
+            Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
+        ):
+            task = bar.add_task("", total=len(pictures))
+            reasons: dict[str, tuple[str, str]] = {}
+            for batch in batches:
+                reasons |= {name: (name, reason) for name, reason in batch.skipped}
+                self.images[batch.indices.to(device)] = batch.images.to(device, non_blocking=True)
+                seen[batch.indices] = True
+                bar.advance(task, _AT_ONCE)
+        self.bad = {int(i): reasons[pictures.name(int(i))] for i in (~seen).nonzero()}
+
+
+class ResidentBatches:
+    """The batches of `TrainBatches`, from pictures that are resident."""
+
+    def __init__(
+        self,
+        resident: Resident,
+        *,
+        resolution_of: Callable[[int], int],
+        batch: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        short_side: float = 1.125,
+        augment: Augment = "trivial",
+        views: int | None = None,
+        start: int = 0,
+        compile: bool = False,
+    ) -> None:
+        self.resident, self.resolution_of, self.seed = resident, resolution_of, seed
+        self.short_side, self.augment, self.views, self.start = short_side, augment, views, start
+        self.stream = Stream(len(resident.images), batch, rank, world, seed)
+        self.resample: Any = torch.compile(resampled, dynamic=True) if compile else resampled
+
+    def __enter__(self) -> ResidentBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Batch]:
+        forward = self.start
+        while True:
+            yield self.batch(forward)
+            forward += 1
+
+    def batch(self, forward: int) -> Batch:
+        resolution, images = self.resolution_of(forward), self.resident.images
+        short = round(self.short_side * resolution)
+        room = short - resolution
+        chosen, epochs = self.stream(forward)
+        which = [epoch % self.views for epoch in epochs] if self.views else epochs
+        skipped: list[tuple[str, str]] = []
+        numbers = [self._usable(first, epoch, skipped) for first, epoch in zip(chosen, which, strict=True)]
+        views = [view_of(self.seed, i, epoch, self.augment) for i, epoch in zip(numbers, which, strict=True)]
+        places = [(place(view.across, room), place(view.down, room), view.flip) for view in views]
+        where = torch.tensor([numbers, *zip(*places, strict=True)])
+        if images.is_cuda:
+            where = where.pin_memory()
+        index, left, top, flip = where.to(images.device, non_blocking=True)
+        tables = filter_tables(self.resident.side, short, resolution, images.device)
+        seen = self.resample(images[index], left, top, flip.bool(), *tables)
+        augmentation = None
+        if self.augment == "trivial":
+            strengths = torch.tensor([view.strength for view in views], dtype=torch.float64)
+            augmentation = Augmentation(torch.tensor([view.op for view in views], dtype=torch.int64), strengths)
+        return Batch(seen, augmentation, torch.tensor(numbers), torch.tensor(which), skipped)
+
+    def _usable(self, first: int, epoch: int, skipped: list[tuple[str, str]]) -> int:
+        """The picture, or the one that takes its place."""
+        picture, bad = first, self.resident.bad
+        for attempt in range(MOST_FAILURES):
+            picture = replacement(len(self.resident.images), self.seed, first, epoch, attempt) if attempt else first
+            if picture not in bad:
+                return picture
+            skipped.append(bad[picture])
+        name, reason = bad[picture]
+        raise DataError(f"{MOST_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}")
+
+
+def resampled(images: Tensor, left: Tensor, top: Tensor, flip: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Crops (B, 3, R, R) of squares (B, 3, S, S), resized: what `Image.resize` gives for each, pixel by pixel.
+
+    `left` and `top` (B) are where the crops lie in the resized square, `flip` (B) says which are mirrored.
+    """
+    across = _filtered(images, starts[left], weights[left])
+    down = _filtered(across.mT, starts[top], weights[top]).mT
+    return torch.where(flip[:, None, None, None], down.flip(-1), down)
+
+
+def _filtered(images: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Along the last side: the taps of each pixel (B, R, T), from `starts` (B, R) on, in Pillow's whole numbers."""
+    total = torch.full((), 1 << (_BITS - 1), dtype=torch.int32, device=images.device)
+    last = images.shape[-1] - 1
+    for tap in range(weights.shape[-1]):  # where the filter goes beyond the picture, its weight is 0
+        at = (starts + tap).clamp(max=last)[:, None, None, :].expand(-1, *images.shape[1:3], -1)
+        total = total + images.gather(3, at).int() * weights[:, None, None, :, tap]
+    return (total >> _BITS).clamp(0, 255).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=16)
+def filter_tables(side: int, short: int, resolution: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each place of a crop in a square of `side` resized to `short`: where the taps of its pixels start (P, R)
+    int64, and their weights (P, R, T) int32, of bicubic and antialiased resizing, as Pillow reckons them.
+    """
+    starts, weights = zip(
+        *(_filter(side, at * side / short, (at + resolution) * side / short, resolution)
+          for at in range(short - resolution + 1)),
+        strict=True,
+    )  # fmt: skip
+    return torch.from_numpy(np.stack(starts)).to(device), torch.from_numpy(np.stack(weights)).to(device)
+
+
+def _filter(size: int, begin: float, end: float, out: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    low, high = np.float32(begin), np.float32(end)  # as Pillow takes a box
+    scale = float(high - low) / out
+    spread = max(scale, 1.0)
+    support = 2.0 * spread
+    taps = int(np.ceil(support)) * 2 + 1
+    centre = float(low) + (np.arange(out) + 0.5) * scale
+    first = np.trunc(centre - support + 0.5).clip(0).astype(np.int64)
+    beyond = np.trunc(centre + support + 0.5).clip(max=size).astype(np.int64)
+    at = first[:, None] + np.arange(taps)
+    x = np.abs((at - centre[:, None] + 0.5) / spread)
+    near, far = (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5
+    weight = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+    weight[at >= beyond[:, None]] = 0.0
+    weight /= np.cumsum(weight, 1)[:, -1:]
+    fixed = weight * (1 << _BITS)
+    return first, np.trunc(np.where(fixed < 0, fixed - 0.5, fixed + 0.5)).astype(np.int32)
