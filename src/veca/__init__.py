@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from veca import images
+from veca import hub, images
 from veca.checkpoint import CheckpointError, load, save
 from veca.config import ConfigError, VecaConfig, list_models
 from veca.fast import optimize
@@ -18,6 +18,7 @@ __all__ = [
     "VecaConfig",
     "VecaOutput",
     "create_model",
+    "hub",
     "images",
     "list_models",
     "load",

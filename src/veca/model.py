@@ -284,9 +284,10 @@ class Veca(nn.Module):
         stop_early: bool = False,
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
+        output_dict: bool = False,
         cores: int | None = None,
     ) -> Any:
-        """Features of several blocks, as in timm: (final tokens, intermediates) or intermediates only.
+        """Features of several blocks, as in timm: (final tokens, intermediates), intermediates only, or a dictionary.
 
         `indices`: the last n blocks, or their numbers (negative from the end); None: all. Prefix tokens are the
         cores. Intermediates have the model's width: they are taken before `output_proj`. `stop_early` runs no block
@@ -302,7 +303,12 @@ class Veca(nn.Module):
         features = [t[:, budget:] for t in taken]
         if output_fmt == "NCHW":
             features = [t.mT.unflatten(-1, self._grid(images)).contiguous() for t in features]
-        found = [(f, t[:, :budget]) for f, t in zip(features, taken, strict=True)] if return_prefix_tokens else features
+        prefixes = [t[:, :budget] for t in taken]
+        if output_dict:
+            told: dict[str, Any] = {"image_intermediates": features}
+            told |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
+            return told if intermediates_only else {**told, "image_features": self.output_proj(x)}
+        found = list(zip(features, prefixes, strict=True)) if return_prefix_tokens else features
         return found if intermediates_only else (self.output_proj(x), found)
 
     def get_intermediate_layers(
@@ -356,6 +362,7 @@ class Veca(nn.Module):
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
             _init(self.head)
+        self.head.train(self.training)
 
 
 def _init(module: nn.Module) -> None:

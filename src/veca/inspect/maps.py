@@ -50,9 +50,9 @@ def core_maps(
     with ExitStack() as hooks:
         for layer in set(wanted):
             hooks.enter_context(blocks[layer].attn.register_forward_pre_hook(partial(keep, layer)))
-        grid = model(images, cores=cores).grid
+        model.forward_features(images, cores)
     stacked = torch.stack([maps[layer] for layer in wanted])
-    return stacked.reshape(*stacked.shape[:-1], *grid)
+    return stacked.unflatten(-1, (-1, images.shape[-1] // model.config.patch_size))
 
 
 def _attention_to_patches(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
