@@ -1,15 +1,18 @@
 """VECA: a vision backbone whose patches talk through a few elastic cores."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-from veca import images
+from veca import hub, images
 from veca.checkpoint import CheckpointError, load, save
 from veca.config import ConfigError, VecaConfig, list_models
 from veca.fast import optimize
 from veca.images import ImageError
 from veca.model import Veca, VecaOutput, create_model
 
-__version__ = version("veca")
+try:
+    __version__ = version("veca")
+except PackageNotFoundError:  # run from its sources, as torch.hub does
+    __version__ = "0+sources"
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -18,6 +21,7 @@ __all__ = [
     "VecaConfig",
     "VecaOutput",
     "create_model",
+    "hub",
     "images",
     "list_models",
     "load",

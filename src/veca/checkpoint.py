@@ -1,13 +1,15 @@
 """Weights on disk: our safetensors files, and the checkpoints the paper's authors released.
 
 Our file holds the tensors and, in its header, the configuration and provenance, so it needs nothing beside it; a
-folder of ours is that file as `model.safetensors` with a `config.json` for people to read. Released files are
-pickles: only tensors and plain data are ever taken from them, nothing in a file is executed.
+folder of ours is that file as `model.safetensors` with a `config.json` for people, and transformers, to read; folders
+that transformers wrote are read too. Released files are pickles: only tensors and plain data are ever taken from them,
+nothing in a file is executed.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import os
 import pickle
@@ -98,8 +100,10 @@ def save_tensors(
     with atomic_path(file) as part:
         write_tensors(part, tensors, {"format": "pt", "veca": json.dumps(description)})
     if file is not path:
+        kind = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
+        told = {"model_type": "veca", "architectures": [kind], **config, "provenance": provenance}
         with atomic_path(path / "config.json") as part:
-            part.write_text(json.dumps(description, indent=2) + "\n")
+            part.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -177,13 +181,33 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[s
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from error
     if not isinstance(described, dict):
-        raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: its header has no `veca` entry")
+        return _from_transformers(path, tensors)
     if key == "config":
         return _from_released(path, tensors, described)
     config, provenance = described.get("config"), described.get("provenance", {})
     if not isinstance(config, dict) or not isinstance(provenance, dict):
         raise CheckpointError(f"{path}: its `veca` header has no configuration")
     return tensors, VecaConfig.from_dict(config), provenance
+
+
+def _from_transformers(
+    path: Path, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+    """What `veca.hub.transformers` saved: names begin with `veca.`, and the configuration is in a file beside."""
+    try:
+        told = json.loads((path.parent / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict) or told.get("model_type") != "veca":
+        raise CheckpointError(
+            f"{path}: a safetensors file, but not of a VECA: its header has no `veca` entry, and there is no "
+            "config.json of one beside it"
+        )
+    tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
+    fields = {field.name: told[field.name] for field in dataclasses.fields(VecaConfig) if field.name in told}
+    fields["num_classes"] = len(tensors["head.weight"]) if "head.weight" in tensors else 0
+    provenance = told.get("provenance")
+    return tensors, VecaConfig.from_dict(fields), provenance if isinstance(provenance, dict) else {}
 
 
 def _read_pickle(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:

@@ -353,6 +353,10 @@ def optimize(
             f"weights={weights!r} in {dtype} on {device.type}: the only choice is 'float8', in bfloat16 or float16 on "
             "NVIDIA GPUs from Hopper on"
         )
+    if fused and type(model).forward is not Veca.forward:
+        raise ValueError(
+            f"a {type(model).__name__} is not called as a Veca is; veca.save it, and optimize what veca.load gives"
+        )
     if fused:
         return FastVeca(model, dtype, weights, cuda_graphs)
     copied = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)

@@ -173,7 +173,12 @@ class Veca(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw new weights, as the paper does."""
-        self.apply(_init)
+        self.apply(init_layer)
+        self.init_cores()
+
+    @torch.no_grad()
+    def init_cores(self) -> None:
+        """Of the new weights, those that belong to no layer."""
         for chunk in self.cores:
             nn.init.normal_(chunk, std=self.embed_dim**-0.5)
         states = initial_core_states(self.config.num_cores).split(self.config.core_chunk)
@@ -200,7 +205,10 @@ class Veca(nn.Module):
         stop: int | None = None,
         cls_only: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """All blocks, or the first `stop`: normed tokens (B, S, D), coordinates (L, B, C, 2), and outputs of `take`."""
+        """All blocks, or the first `stop`: normed tokens (B, S, D), coordinates (L, B, C, 2), and outputs of `take`.
+
+        Number -1 is the tokens before the first block.
+        """
         rows, columns = self._grid(images)
         budget = self._budget(cores)
         patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))
@@ -212,7 +220,7 @@ class Veca(nn.Module):
         state = state.expand(len(images), -1, -1).contiguous()  # as blocks return it: one compiled block serves all
         alphas = self.coordinate_alpha.to(state.dtype, copy=True)  # hooks take no slice of a parameter in inference
         patch_rotary = self._patch_rotary(rows, columns, state)
-        update, states, taken = None, [], []
+        update, states, taken = None, [], [x] if -1 in take else []
         for i, block in enumerate(self.blocks[:stop]):
             head = (self.coordinate_heads[i - 1], alphas[i - 1]) if i else None
             last = cls_only and block is self.blocks[-1]
@@ -284,9 +292,10 @@ class Veca(nn.Module):
         stop_early: bool = False,
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
+        output_dict: bool = False,
         cores: int | None = None,
     ) -> Any:
-        """Features of several blocks, as in timm: (final tokens, intermediates) or intermediates only.
+        """Features of several blocks, as in timm: (final tokens, intermediates), intermediates only, or a dictionary.
 
         `indices`: the last n blocks, or their numbers (negative from the end); None: all. Prefix tokens are the
         cores. Intermediates have the model's width: they are taken before `output_proj`. `stop_early` runs no block
@@ -302,7 +311,12 @@ class Veca(nn.Module):
         features = [t[:, budget:] for t in taken]
         if output_fmt == "NCHW":
             features = [t.mT.unflatten(-1, self._grid(images)).contiguous() for t in features]
-        found = [(f, t[:, :budget]) for f, t in zip(features, taken, strict=True)] if return_prefix_tokens else features
+        prefixes = [t[:, :budget] for t in taken]
+        if output_dict:
+            told: dict[str, Any] = {"image_intermediates": features}
+            told |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
+            return told if intermediates_only else {**told, "image_features": self.output_proj(x)}
+        found = list(zip(features, prefixes, strict=True)) if return_prefix_tokens else features
         return found if intermediates_only else (self.output_proj(x), found)
 
     def get_intermediate_layers(
@@ -355,10 +369,12 @@ class Veca(nn.Module):
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            _init(self.head)
+            init_layer(self.head)
+        self.head.train(self.training)
 
 
-def _init(module: nn.Module) -> None:
+def init_layer(module: nn.Module) -> None:
+    """New weights of one layer, if it is one."""
     if isinstance(module, nn.Linear | nn.Conv2d):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)  # type: ignore[arg-type]  # every layer here has one

@@ -191,7 +191,7 @@ def _is_veca(source: str) -> bool:
     if path.is_dir():
         try:
             described = json.loads((path / "config.json").read_text())
-            return not isinstance(described, dict) or "model_type" not in described  # transformers' folders have it
+            return not isinstance(described, dict) or described.get("model_type", "veca") == "veca"
         except (OSError, ValueError):
             return True
     if source in NAMED or source.startswith("timm:") or "/" in source:

@@ -1,0 +1,231 @@
+"""The named sizes as models of timm: `timm.create_model("veca_small_patch16")`.
+
+One thin subclass of `Veca` that answers as timm's models do: called, it gives logits (or the global feature), and it
+knows the few more names by which timm's tools ask. Tensors have the same names as in `Veca`, so files are the same.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import timm.models
+import torch
+from timm.layers.drop import DropPath
+from torch import Tensor, nn
+
+from veca.checkpoint import WEIGHTS, CheckpointError, load
+from veca.config import SIZES, VecaConfig
+from veca.images import MEAN, STD
+from veca.model import Veca
+
+POOLS = ("token", "avg", "")
+"""The first core, the mean of the patches, or all tokens as they are."""
+
+
+class TimmVeca(Veca):
+    """A `Veca` that is called as timm's models are: `model(images, cores=C)` → logits, or features without classes.
+
+    `cores` at creation is the budget of every call that names none; it can be changed later: `model.budget = 16`.
+    Any field of `VecaConfig` can be given. Pictures of any size in whole patches are taken, whatever `img_size` says.
+    """
+
+    def __init__(
+        self,
+        cfg: VecaConfig,
+        *,
+        cores: int | None = None,
+        img_size: int | tuple[int, int] | None = None,
+        dynamic_img_size: bool = True,
+        global_pool: str = "token",
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        with torch.device(device) if device is not None else nullcontext():
+            super().__init__(VecaConfig.from_dict({**cfg.to_dict(), **fields}))
+        if dtype is not None:
+            self.to(dtype)
+        config = self.config
+        self.budget = super()._budget(cores)
+        self.in_chans = config.in_chans
+        self.head_hidden_size = self.num_features
+        self.global_pool = _known_pool(global_pool)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.has_class_token = True
+        self.feature_info = [
+            {"module": f"blocks.{i}", "num_chs": config.embed_dim, "reduction": config.patch_size}
+            for i in range(config.depth)
+        ]
+        if drop_path_rate:
+            blocks: Any = self.blocks
+            for i, block in enumerate(blocks):
+                rate = drop_path_rate * i / max(1, config.depth - 1)
+                for layer in (block.attn, block.mlp):
+                    layer.drop_path = DropPath(rate)
+                    layer.register_forward_hook(_drop_path)
+        self.set_input_size(img_size)
+
+    def _budget(self, cores: int | None) -> int:
+        return super()._budget(self.budget if cores is None else cores)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """How many tokens come before the patches: the budget."""
+        return self.budget
+
+    def forward(self, x: Tensor, cores: int | None = None) -> Tensor:  # type: ignore[override]  # as timm's do
+        if self.global_pool == "token":
+            tokens = self.output_proj(self._run(x, cores, cls_only=True)[0])
+        else:
+            tokens = self.forward_features(x, cores)
+        return self.forward_head(tokens, cores=cores)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False, cores: int | None = None) -> Tensor:
+        """Pooling and classifier on tokens made with a budget of `cores`; `pre_logits` stops before the classifier."""
+        if self.global_pool == "token":
+            x = x[:, 0]
+        elif self.global_pool == "avg":
+            x = x[:, self._budget(cores) :].mean(1)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a new one; 0 removes it. `global_pool`: "token", "avg" or "" for all tokens."""
+        if global_pool is not None:
+            self.global_pool = _known_pool(global_pool)
+        super().reset_classifier(num_classes)
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Say how large pictures will be. Nothing depends on it but what `patch_embed` tells of itself."""
+        patch = self.config.patch_size
+        if patch_size not in (None, patch, (patch, patch)):
+            raise ValueError(f"patch_size={patch_size}; the weights are for patches of {patch}: leave it out")
+        if img_size is None:
+            img_size = getattr(self.patch_embed, "img_size", None)
+        height, width = (img_size, img_size) if isinstance(img_size, int) else img_size or SIZE
+        if height % patch or width % patch or min(height, width) < patch:
+            raise ValueError(f"img_size={img_size}; sides must be positive multiples of {patch}")
+        grid = height // patch, width // patch
+        vars(self.patch_embed).update(
+            img_size=(height, width), patch_size=(patch, patch), grid_size=grid, num_patches=grid[0] * grid[1]
+        )
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop what the features of the blocks `indices` do not need; the numbers of these blocks."""
+        take = self._take(indices)
+        depth = max(take) + 1
+        self.blocks = self.blocks[:depth]
+        self.coordinate_heads = self.coordinate_heads[: depth - 1]
+        self.coordinate_alpha = nn.Parameter(self.coordinate_alpha.detach()[: depth - 1].clone())
+        fields = {**self.config.to_dict(), "depth": depth}
+        if prune_norm:
+            self.norm = nn.Identity()  # type: ignore[assignment]  # called the same way
+        if prune_head:
+            self.output_proj = nn.Identity()
+            self.num_features = self.head_hidden_size = self.embed_dim
+            fields["output_dim"] = None
+        self.config = VecaConfig.from_dict(fields)
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Weights from whatever `veca.load` takes; the classifier only if it has as many classes."""
+        source = load(checkpoint_path)
+        fields = ("embed_dim", "depth", "num_heads", "mlp_dim", "patch_size", "num_cores", "core_chunk", "output_dim")
+        for field in (*fields, "rope_zero_fraction"):
+            theirs, ours = getattr(source.config, field), getattr(self.config, field)
+            if theirs != ours:
+                raise CheckpointError(f"{checkpoint_path}: its {field} is {theirs}, the model's is {ours}")
+        tensors = source.state_dict()
+        first = "patch_embed.proj.weight"
+        if source.config.in_chans != self.config.in_chans:
+            tensors[first] = timm.models.adapt_input_conv(self.config.in_chans, tensors[first])
+        if source.num_classes != self.num_classes:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+            tensors |= {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+        self.load_state_dict(tensors)
+        self.provenance = source.provenance
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that are places and tokens, not weights."""
+        kinds = ("cores.", "core_states.", "coordinate_alpha")
+        return {name for name, _ in self.named_parameters() if name.startswith(kinds)}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns of parameter names, from the first layer to the last; a coordinate head goes with its block."""
+        return {
+            "stem": r"^(?:cores|core_states|coordinate_alpha|patch_embed)",
+            "blocks": [
+                (r"^blocks\.(\d+)", None),
+                (r"^coordinate_heads\.(\d+)", None),
+                (r"^(?:norm|output_proj)", (99999,)),
+            ],
+        }
+
+
+def _known_pool(pool: str) -> str:
+    if pool not in POOLS:
+        raise ValueError(f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (no pool)")
+    return pool
+
+
+def _drop_path(layer: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    return layer.drop_path(out)
+
+
+SIZE = (512, 512)
+"""Of the pictures the paper reports on."""
+
+
+def _cfg(size: str) -> dict[str, Any]:
+    shipped = WEIGHTS / size / "model.safetensors"
+    return {
+        "file": str(shipped) if shipped.is_file() else None,
+        "custom_load": True,  # by `load_pretrained`, which reads released checkpoints too
+        "num_classes": 0 if shipped.is_file() else 1000,
+        "input_size": (3, *SIZE),
+        "pool_size": None,
+        "crop_pct": 1 / 1.125,  # as in veca.images
+        "interpolation": "bicubic",
+        "mean": MEAN,
+        "std": STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2605.12491",
+        "paper_name": "Elastic Attention Cores for Scalable Vision Transformers",
+    }
+
+
+default_cfgs = timm.models.generate_default_cfgs({f"{size}_patch16": _cfg(size) for size in SIZES})
+
+
+def _register(size: str) -> None:
+    name = f"{size}_patch16"
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        out_indices = kwargs.pop("out_indices", 3)
+        return timm.models.build_model_with_cfg(
+            TimmVeca,
+            name,
+            pretrained,
+            model_cfg=SIZES[size],
+            feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+            **kwargs,
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"`{size}` of veca; `kwargs` are those of `TimmVeca`."
+    timm.models.register_model(create)
+
+
+for _size in SIZES:
+    _register(_size)

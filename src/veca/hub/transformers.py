@@ -1,0 +1,325 @@
+"""VECA as a model of transformers: importing this module registers it with the Auto classes.
+
+Every class holds one `Veca` under the name `veca` and speaks for it as DINOv3's classes do. A folder that `veca.save`
+wrote is one that `from_pretrained` reads, and the other way round `veca.load` reads what `save_pretrained` wrote.
+
+Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), D width, H heads,
+L blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    BatchFeature,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.backbone_utils import BackboneConfigMixin, BackboneMixin
+from transformers.image_processing_utils import BaseImageProcessor, get_size_dict
+from transformers.image_transforms import to_pil_image
+from transformers.image_utils import make_flat_list_of_images
+from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from veca import config as plain
+from veca.attention import core_probabilities
+from veca.images import MEAN, STD, Fit, fit_image, open_image, to_tensor
+from veca.model import Veca, init_layer
+
+__all__ = ["VecaBackbone", "VecaConfig", "VecaForImageClassification", "VecaImageProcessor", "VecaModel"]
+
+_DEFAULT = plain.VecaConfig()
+
+
+class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
+    """The fields of `veca.VecaConfig` under their own names and those usual in transformers, and a default budget.
+
+    >>> VecaConfig(hidden_size=384, num_attention_heads=6, cores=32).veca().embed_dim
+    384
+    """
+
+    model_type = "veca"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "embed_dim",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "num_heads",
+        "num_channels": "in_chans",
+    }
+
+    embed_dim: int = _DEFAULT.embed_dim
+    depth: int = _DEFAULT.depth
+    num_heads: int = _DEFAULT.num_heads
+    mlp_ratio: float = _DEFAULT.mlp_ratio
+    patch_size: int = _DEFAULT.patch_size
+    in_chans: int = _DEFAULT.in_chans
+    num_cores: int = _DEFAULT.num_cores
+    core_chunk: int = _DEFAULT.core_chunk
+    budgets: list[int] | tuple[int, ...] = _DEFAULT.budgets
+    output_dim: int | None = _DEFAULT.output_dim
+    rope_zero_fraction: float = _DEFAULT.rope_zero_fraction
+    coordinate_shift: float = _DEFAULT.coordinate_shift
+    coordinate_rescale: float = _DEFAULT.coordinate_rescale
+    cores: int | None = None
+    """The budget of a call that names none; None: all cores."""
+    image_size: int = 512
+    """Of the pictures it was made for; any other in whole patches is taken as well."""
+    provenance: dict[str, Any] | None = None
+    """Where the weights come from, as in `Veca.provenance`."""
+    apply_layernorm: bool = True
+    """Of a backbone: whether feature maps before the last are normed too."""
+    reshape_hidden_states: bool = True
+    """Of a backbone: whether feature maps are (B, D, rows, columns), or else (B, N, D)."""
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        wanted = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if (classes := kwargs.pop("num_classes", 0)) and self.id2label is None:  # as `veca.save` tells it
+            kwargs.setdefault("num_labels", classes)
+        super().__post_init__(**kwargs)
+        self.veca()  # which checks the fields
+        self.stage_names = ["stem", *(f"stage{i}" for i in range(1, self.depth + 1))]
+        self.set_output_features_output_indices(**wanted)
+
+    @classmethod
+    def from_veca(cls, config: plain.VecaConfig, **kwargs: Any) -> VecaConfig:
+        """The same architecture; `kwargs` are further fields, such as `cores` or `num_labels`."""
+        return cls(**{**config.to_dict(), **kwargs})
+
+    def veca(self, num_classes: int = 0) -> plain.VecaConfig:
+        """The architecture alone, as `Veca` takes it."""
+        fields = {name: getattr(self, name) for name in _DEFAULT.to_dict() if name != "num_classes"}
+        return plain.VecaConfig.from_dict({**fields, "budgets": list(self.budgets), "num_classes": num_classes})
+
+    @property
+    def num_register_tokens(self) -> int:
+        """How many tokens stand between the first and the patches, by the name DINOv3 has for it."""
+        return (self.cores or self.num_cores) - 1
+
+
+class VecaPreTrainedModel(PreTrainedModel):
+    """What the three models share: the `Veca`, its weights, and one pass through it."""
+
+    config_class = VecaConfig
+    base_model_prefix = "veca"
+    main_input_name = "pixel_values"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class has it)
+    _supports_sdpa = True
+
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__(config)
+        self.veca = Veca(config.veca(self._num_classes(config)))
+        self.veca.provenance = dict(config.provenance or {})
+        self.post_init()
+
+    @staticmethod
+    def _num_classes(config: VecaConfig) -> int:
+        return 0
+
+    @classmethod
+    def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
+        """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration."""
+        config = VecaConfig.from_veca(model.config, **{"provenance": model.provenance, **kwargs})
+        with torch.device("meta"):
+            made = cls(config)
+        made.veca = copy.deepcopy(model)
+        if made.veca.num_classes != cls._num_classes(config):
+            made.veca.reset_classifier(cls._num_classes(config))
+        return made.eval()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """New weights for what a file did not hold: called for each module that has some of it."""
+        if not isinstance(module, Veca | nn.ParameterList):
+            init_layer(module)
+            return
+        # transformers keeps `nn.init` away from what was loaded; states are not made by it.
+        states = self.veca.core_states
+        loaded = [(chunk, chunk.clone()) for chunk in states if getattr(chunk, "_is_hf_initialized", False)]
+        self.veca.init_cores()
+        for chunk, state in loaded:
+            chunk.copy_(state)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.veca.patch_embed
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **__: Any) -> None:
+        self.veca.set_grad_checkpointing(enable)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.veca.grad_checkpointing
+
+    def _pass(
+        self,
+        pixel_values: Tensor,
+        cores: int | None,
+        hidden: bool | None,
+        attentions: bool | None,
+        cls_only: bool = False,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless asked for."""
+        hidden = self.config.output_hidden_states if hidden is None else hidden
+        attentions = self.config.output_attentions if attentions is None else attentions
+        cores = self.config.cores if cores is None else cores
+        take = range(-1, len(self.veca.blocks)) if hidden else ()
+        with recorded_attention(self.veca, bool(attentions)) as maps:
+            x, _, taken = self.veca._run(pixel_values, cores, take, cls_only=cls_only and not hidden)
+        more = {
+            "hidden_states": tuple(taken) if hidden else None,
+            "attentions": tuple(maps) if attentions else None,
+        }
+        return self.veca.output_proj(x), more
+
+
+@contextmanager
+def recorded_attention(model: Veca, enabled: bool = True) -> Iterator[list[Tensor]]:
+    """While the block runs: of each layer, what each core takes from each token, (B, H, C, S). No gradient."""
+    maps: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(attn: Any, args: tuple[Any, ...]) -> None:
+        x, core_rotary, patch_rotary = args
+        qk = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))[:, :, :2]
+        maps.append(core_probabilities(qk, core_rotary, patch_rotary)[1].unflatten(1, (attn.num_heads, -1)))
+
+    blocks: Any = model.blocks
+    with ExitStack() as hooks:
+        for block in blocks if enabled else ():
+            hooks.enter_context(block.attn.register_forward_pre_hook(keep))
+        yield maps
+
+
+class VecaModel(VecaPreTrainedModel):
+    """The backbone: tokens, cores first, and the first core as `pooler_output`.
+
+    `hidden_states` are those before the first block and after each, L + 1 of (B, S, D). `attentions` are those of the
+    cores, L of (B, H, C, S), and carry no gradient: rows of the matrix other models give. Patches attend to cores only.
+    """
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        cores: int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> BaseModelOutputWithPooling:
+        tokens, more = self._pass(pixel_values, cores, output_hidden_states, output_attentions)
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens[:, 0], **more)
+
+
+class VecaForImageClassification(VecaPreTrainedModel):
+    """A linear classifier on the first core."""
+
+    @staticmethod
+    def _num_classes(config: VecaConfig) -> int:
+        return config.num_labels or 0
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        cores: int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> ImageClassifierOutput:
+        tokens, more = self._pass(pixel_values, cores, output_hidden_states, output_attentions, cls_only=True)
+        logits: Any = self.veca.forward_head(tokens)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(loss=loss, logits=logits, **more)
+
+
+class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
+    """Feature maps (B, D, rows, columns) of the stages asked for: "stem", "stage1" … one for each block."""
+
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__(config)
+        self.num_features = [config.embed_dim] * (config.depth + 1)
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        cores: int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> BackboneOutput:
+        _, more = self._pass(pixel_values, cores, True, output_attentions)
+        columns = pixel_values.shape[-1] // self.config.patch_size
+        patches = pixel_values.shape[-2] // self.config.patch_size * columns
+        maps: Any = []
+        for stage, x in zip(self.stage_names, more["hidden_states"], strict=True):
+            if stage in self.out_features:
+                x = self.veca.norm(x) if self.config.apply_layernorm or stage == self.stage_names[-1] else x
+                x = x[:, -patches:]
+                maps.append(x.mT.unflatten(-1, (-1, columns)).contiguous() if self.config.reshape_hidden_states else x)
+        if not (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states):
+            more["hidden_states"] = None
+        return BackboneOutput(feature_maps=tuple(maps), **more)
+
+
+class VecaImageProcessor(BaseImageProcessor):
+    """Pictures as `veca.images.load_image` makes them; `fit` is explained in `veca.images.fit_image`.
+
+    `size` is a side in pixels or, as usual in transformers, {"height": …, "width": …} or {"shortest_edge": …}.
+    """
+
+    def __init__(
+        self,
+        size: int | dict[str, int] = 512,
+        fit: Fit = "crop",
+        image_mean: tuple[float, ...] | list[float] = MEAN,
+        image_std: tuple[float, ...] | list[float] = STD,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.size = get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
+        self.fit = fit
+        self.image_mean, self.image_std = list(image_mean), list(image_std)
+
+    def preprocess(
+        self,
+        images: Any,
+        size: int | dict[str, int] | None = None,
+        fit: Fit | None = None,
+        return_tensors: str | None = None,
+    ) -> BatchFeature:
+        """Pictures (Pillow, arrays, tensors, paths, addresses; one or a list) as normalised tensors (3, H, W)."""
+        fit = fit or self.fit
+        side = self.size if size is None else get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
+        listed: Any = make_flat_list_of_images(self.fetch_images(images))
+        found = [self._one(picture, side, fit) for picture in listed]
+        return BatchFeature({"pixel_values": found}, tensor_type=return_tensors)
+
+    def _one(self, picture: Any, size: dict[str, int], fit: Fit) -> Tensor:
+        sides = tuple(size.values())
+        target = sides[0] if len(set(sides)) == 1 else (size["height"], size["width"])
+        picture = picture if isinstance(picture, Image.Image) else to_pil_image(picture)
+        pixels = to_tensor(fit_image(open_image(picture), target, fit)).float() / 255
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_mean, self.image_std))
+        return (pixels - mean) / std
+
+
+AutoConfig.register("veca", VecaConfig, exist_ok=True)
+AutoModel.register(VecaConfig, VecaModel, exist_ok=True)
+AutoModelForImageClassification.register(VecaConfig, VecaForImageClassification, exist_ok=True)
+AutoBackbone.register(VecaConfig, VecaBackbone, exist_ok=True)
+AutoImageProcessor.register(
+    VecaConfig, exist_ok=True, image_processor_classes=dict.fromkeys(("torchvision", "pil"), VecaImageProcessor)
+)

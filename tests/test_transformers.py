@@ -1,0 +1,280 @@
+"""VECA as a model of transformers, held against DINOv3's classes there and against our own files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, make_tiny
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    DINOv3ViTBackbone,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    pipeline,
+)
+
+import veca
+from veca.hub.transformers import (
+    VecaBackbone,
+    VecaConfig,
+    VecaForImageClassification,
+    VecaImageProcessor,
+    VecaModel,
+)
+from veca.inspect import core_maps
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def pictures(batch: int = 2, height: int = 48, width: int = 80) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def photo() -> Image.Image:
+    return Image.effect_mandelbrot((300, 200), (-2, -1, 1, 1), 50).convert("RGB")
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_configuration_has_both_names_and_is_checked(tmp_path: Path) -> None:
+    config = VecaConfig(**SHAPE, cores=16, num_labels=7)
+    assert (config.embed_dim, config.depth, config.num_heads) == (64, 3, 2)
+    assert config.veca() == make_tiny().config
+    assert config.num_register_tokens == 15
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(again, VecaConfig)
+    assert again.to_json_string() == config.to_json_string()
+    assert VecaConfig.from_veca(make_tiny(num_classes=5).config).num_labels == 5
+    with pytest.raises(veca.ConfigError, match="embed_dim=65"):
+        VecaConfig(**{**SHAPE, "hidden_size": 65})
+
+
+@torch.no_grad()
+def test_outputs_are_those_of_the_plain_model_and_like_dinov3() -> None:
+    plain = make_tiny()
+    model = VecaModel.from_veca(plain, cores=16)
+    theirs = DINOv3ViTModel(DINOv3ViTConfig(**SHAPE, num_register_tokens=15, attn_implementation="eager")).eval()
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    out, expected, other = model(pictures(), **asked), plain(pictures(), 16), theirs(pictures(), **asked)
+    assert list(out) == list(other)
+    assert out.last_hidden_state.shape == other.last_hidden_state.shape
+    assert [h.shape for h in out.hidden_states] == [h.shape for h in other.hidden_states]
+    assert len(out.attentions) == len(other.attentions)
+    assert out.attentions[0].shape == other.attentions[0][:, :, :16].shape, "the rows of the cores"
+    torch.testing.assert_close(out.last_hidden_state, torch.cat([expected.cores, expected.patches], 1))
+    torch.testing.assert_close(out.pooler_output, expected.cls)
+    torch.testing.assert_close(plain.norm(out.hidden_states[-1]), out.last_hidden_state)
+    blocks = plain.forward_intermediates(pictures(), output_fmt="NLC", intermediates_only=True, cores=16)
+    for a, b in zip(out.hidden_states[1:], blocks, strict=True):
+        torch.testing.assert_close(a[:, 16:], b)
+    torch.testing.assert_close(out.hidden_states[0][:, 16:], plain.patch_embed(pictures()))
+    maps = core_maps(plain, pictures(), 16, layers=(0, 1, 2), per_head=True).flatten(-2)
+    torch.testing.assert_close(torch.stack(out.attentions)[..., 16:], maps)
+    torch.testing.assert_close(out.attentions[1].sum(-1), torch.ones(2, 2, 16))
+    assert isinstance(model(pictures(), return_dict=False), tuple)
+
+
+def test_budget_at_the_call() -> None:
+    model = VecaModel.from_veca(make_tiny())
+    assert model(pictures()).last_hidden_state.shape[1] == 64 + 15
+    assert model(pictures(), cores=8).last_hidden_state.shape[1] == 8 + 15
+    with pytest.raises(ValueError, match="cores=65"):
+        model(pictures(), cores=65)
+
+
+def test_a_folder_of_transformers(tmp_path: Path) -> None:
+    """Saved and loaded by transformers, then by `veca.load`, which needs no transformers."""
+    plain = make_tiny(output_dim=40)
+    plain.provenance = {"teacher": "none"}
+    model = VecaModel.from_veca(plain, cores=16)
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(again, VecaModel)
+    assert not again.training
+    assert_equal(again(pictures()).last_hidden_state, model(pictures()).last_hidden_state)
+    back = veca.load(tmp_path)
+    assert back.config == plain.config
+    assert back.provenance == plain.provenance
+    assert_equal(dict(back.state_dict()), dict(plain.state_dict()))
+    assert AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)(pictures()).pooler_output.dtype == torch.bfloat16
+
+
+def test_a_folder_of_ours(tmp_path: Path) -> None:
+    """What `veca.save` wrote is read by every Auto class."""
+    plain = make_tiny(num_classes=5)
+    plain.provenance = {"teacher": "none"}
+    veca.save(plain, tmp_path)
+    classifier, info = AutoModelForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    torch.testing.assert_close(classifier(pictures(), cores=8).logits, plain(pictures(), 8).logits)
+    assert classifier.veca.provenance == plain.provenance
+    veca.save(classifier.veca, tmp_path / "again")
+    assert_equal(dict(veca.load(tmp_path / "again").state_dict()), dict(plain.state_dict()))
+    assert_equal(AutoModel.from_pretrained(tmp_path)(pictures()).pooler_output, plain(pictures()).cls)
+
+
+def test_released_weights_come_along(tmp_path: Path) -> None:
+    plain = veca.load(GOLDEN / "official_checkpoint.pt")
+    VecaModel.from_veca(plain).save_pretrained(tmp_path)
+    images = torch.randn(1, 3, 2 * plain.config.patch_size, 3 * plain.config.patch_size)
+    assert_equal(AutoModel.from_pretrained(tmp_path)(images).pooler_output, plain(images).cls)
+    assert veca.load(tmp_path).provenance == plain.provenance
+
+
+def test_what_a_file_lacks_is_drawn_and_nothing_else(tmp_path: Path) -> None:
+    plain = make_tiny()
+    VecaModel.from_veca(plain).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    classifier = VecaForImageClassification.from_pretrained(tmp_path, num_labels=50)
+    head = classifier.veca.head
+    assert head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert head.bias.eq(0).all()
+    kept = {name: t for name, t in classifier.veca.state_dict().items() if not name.startswith("head.")}
+    assert_equal(kept, dict(plain.state_dict()))
+    tensors = load_file(file)
+    for name in ("cores.1", "core_states.1", "coordinate_alpha", "blocks.0.norm1.weight"):
+        tensors.pop(f"veca.{name}")
+    save_file(tensors, file, {"format": "pt"})
+    found = VecaModel.from_pretrained(tmp_path).veca
+    assert found.coordinate_alpha.tolist() == pytest.approx([0.01, 0.01])
+    assert found.blocks[0].norm1.weight.eq(1).all()
+    assert found.cores[1].std().item() == pytest.approx(64**-0.5, rel=0.2)
+    assert 0.1 < found.core_states[1].tanh().norm(dim=1).min() < found.core_states[1].tanh().abs().max() < 1
+    for name, tensor in tensors.items():
+        assert_equal(found.state_dict()[name.removeprefix("veca.")], tensor)
+
+
+def test_a_new_model_is_as_the_paper_draws_it() -> None:
+    torch.manual_seed(0)
+    model = VecaModel(VecaConfig(**SHAPE)).veca
+    assert model.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.core_states[0][0].tanh().norm() < 0.1, "the first core starts at the centre"
+    assert model.core_states[0][1:].tanh().norm(dim=1).min() > 0.5
+    assert model.coordinate_alpha.tolist() == pytest.approx([0.01, 0.01])
+
+
+def test_foreign_folders_are_refused(tmp_path: Path) -> None:
+    DINOv3ViTModel(DINOv3ViTConfig(**SHAPE)).save_pretrained(tmp_path)
+    with pytest.raises(veca.CheckpointError, match="not of a VECA"):
+        veca.load(tmp_path)
+    VecaModel.from_veca(make_tiny()).save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**told, "depth": 4}))
+    with pytest.raises(veca.CheckpointError, match="do not fit its configuration: missing"):
+        veca.load(tmp_path)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(veca.CheckpointError, match="no config.json of one beside it"):
+        veca.load(tmp_path)
+
+
+def test_backbone_gives_feature_maps_as_dinov3_does(tmp_path: Path) -> None:
+    plain = make_tiny()
+    stages = ["stem", "stage2", "stage3"]
+    VecaModel.from_veca(plain).save_pretrained(tmp_path)
+    backbone = VecaBackbone.from_pretrained(tmp_path, out_features=stages)
+    theirs = DINOv3ViTBackbone(DINOv3ViTConfig(**SHAPE, out_features=stages)).eval()
+    out, other = backbone(pictures(), cores=8), theirs(pictures())
+    assert list(out) == list(other)
+    assert [m.shape for m in out.feature_maps] == [m.shape for m in other.feature_maps]
+    assert (backbone.channels, backbone.stage_names) == (theirs.channels, theirs.stage_names)
+    expected = plain.forward_intermediates(pictures(), [1, 2], norm=True, intermediates_only=True, cores=8)
+    for a, b in zip(out.feature_maps[1:], expected, strict=True):
+        torch.testing.assert_close(a, b)
+    config = VecaConfig(**SHAPE, out_indices=[2], apply_layernorm=False, reshape_hidden_states=False)
+    flat = AutoBackbone.from_config(config).eval()
+    assert isinstance(flat, VecaBackbone)
+    flat.veca.load_state_dict(plain.state_dict())
+    (found,) = flat(pictures(), cores=8).feature_maps
+    (raw,) = plain.forward_intermediates(pictures(), [1], intermediates_only=True, output_fmt="NLC", cores=8)
+    torch.testing.assert_close(found, raw)
+    assert len(flat(pictures(), output_hidden_states=True).hidden_states) == 4
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model = VecaForImageClassification.from_veca(make_tiny(num_classes=3)).train()
+    labels = torch.tensor([0, 2])
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = model(pictures(), labels, output_attentions=True).loss
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    torch.testing.assert_close(gradients(), expected)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+def test_pictures_are_prepared_as_by_veca(tmp_path: Path) -> None:
+    VecaConfig(**SHAPE).save_pretrained(tmp_path)
+    VecaImageProcessor(size=64).save_pretrained(tmp_path)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    assert isinstance(processor, VecaImageProcessor)
+    assert processor.size == {"height": 64, "width": 64}
+    expected = veca.images.load_image(photo(), 64)
+    photo().save(tmp_path / "photo.png")
+    array = np.asarray(photo())
+    for source in (photo(), array, torch.from_numpy(array.copy()).permute(2, 0, 1), str(tmp_path / "photo.png")):
+        assert_equal(processor(source, return_tensors="pt").pixel_values, expected[None])
+    both = processor([photo(), photo().convert("L")], return_tensors="pt").pixel_values
+    assert both.shape == (2, 3, 64, 64)
+    wide = processor(photo(), size={"height": 32, "width": 64}, fit="stretch", return_tensors="pt").pixel_values
+    assert_equal(wide[0], veca.images.load_image(photo(), (32, 64), "stretch"))
+    kept = processor(photo(), size={"shortest_edge": 64}, fit="keep", return_tensors="pt").pixel_values
+    assert_equal(kept[0], veca.images.load_image(photo(), 64, "keep"))
+    with pytest.raises(ValueError, match="size is 50; it must be a positive multiple of 16"):
+        processor(photo(), size=50)
+
+
+def test_pipelines(tmp_path: Path) -> None:
+    plain = make_tiny(num_classes=3)
+    VecaForImageClassification.from_veca(plain).save_pretrained(tmp_path)
+    VecaImageProcessor(size=32).save_pretrained(tmp_path)
+    image = veca.images.load_image(photo(), 32)[None]
+    with torch.no_grad():
+        out = plain(image)
+    features = pipeline("image-feature-extraction", model=str(tmp_path), device="cpu")
+    assert np.shape(features(photo())) == (1, 64 + 4, 64)
+    assert features(photo(), pool=True)[0] == pytest.approx(out.cls[0].tolist(), abs=1e-4)
+    labels = pipeline("image-classification", model=str(tmp_path), device="cpu")
+    assert labels(photo())[0]["label"] == f"LABEL_{int(out.logits.argmax())}"
+
+
+def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    model = VecaForImageClassification(VecaConfig(**SHAPE, num_labels=2, cores=16))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows = [{"pixel_values": pictures(1, 32, 32)[0], "labels": i % 2} for i in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=0.01, report_to=[], use_cpu=True,
+        gradient_checkpointing=True, disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)  # type: ignore[arg-type]
+    assert trainer.train().global_step == 2
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    still = set(before) - changed
+    assert still == {f"veca.{bank}.{i}" for bank in ("cores", "core_states") for i in range(2, 8)}, "beyond the budget"
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(tmp_path / "best"))
+    assert veca.load(tmp_path / "best").num_classes == 2
