@@ -18,12 +18,12 @@ import torch
 from conftest import make_tiny
 from torch import Tensor
 
+from veca.teachers import Standardized, Targets, Teacher
 from veca.train import cache as module
 from veca.train.cache import TargetCache, cache_about, cache_bytes
 from veca.train.data import Batch, view_of
 from veca.train.objective import distillation_losses
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.teachers import Standardized, Targets, Teacher
 
 WIDTH, PATCH = 48, 16
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 
 import veca
 import veca.checkpoint
+from veca.teachers import Targets, Teacher, TeacherError
 from veca.train import checkpoints
 from veca.train.checkpoints import listed
 from veca.train.recipe import RecipeError
 from veca.train.schedule import draw
-from veca.train.teachers import Targets, Teacher, TeacherError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 

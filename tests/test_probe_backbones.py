@@ -15,7 +15,7 @@ import veca
 from veca.images import fit_image, normalize, to_tensor
 from veca.probe.backbones import BackboneError, OtherBackbone, load_backbone, weights_hash
 from veca.probe.views import centre, nearest, random_part, seeded, whole
-from veca.train.teachers import TeacherError, timm_teacher
+from veca.teachers import TeacherError, timm_teacher
 
 CPU = torch.device("cpu")
 

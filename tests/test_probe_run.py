@@ -18,7 +18,7 @@ from veca.probe.knn import knn_accuracy
 from veca.probe.linear import train_linear
 from veca.probe.rows import by_class, read_row
 from veca.probe.run import ClassifySettings, KnnSettings, classify, knn, limited
-from veca.train.teachers import timm_teacher
+from veca.teachers import timm_teacher
 
 QUICK = ClassifySettings(sizes=(32,), cores=(8, 64), epochs=4, rates=(0.01, 0.1), decays=(0.0,), progress=False)
 NEAR = KnnSettings(sizes=(32,), cores=(8, 64), ks=(1, 3), progress=False)

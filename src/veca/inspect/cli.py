@@ -159,7 +159,7 @@ def _write(
 
 def _backbone(name: str, model: Veca) -> Backbone:
     try:
-        from veca.train.teachers import load_teacher
+        from veca.teachers import load_teacher
     except ImportError as error:
         raise ValueError(f"--beside needs {error.name}, which is not installed: pip install 'veca[train]'") from error
     return load_teacher(name).to(model.norm.weight.device)

@@ -25,7 +25,7 @@ Pictures: TypeAlias = Source | Sequence[Source]
 Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 """Images (B, 3, height, width) as VECA sees them, and a grid → global feature (B, D) and patches (B, N, D) on it.
 
-The teachers of `veca.train.teachers` are such."""
+The teachers of `veca.teachers` are such."""
 Say: TypeAlias = Callable[[str], None]
 LONGEST_NAME = 28
 

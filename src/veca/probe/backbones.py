@@ -138,7 +138,7 @@ class VecaBackbone(Backbone):
 
 
 class OtherBackbone(Backbone):
-    """A backbone of the kinds that can teach: see `veca.train.teachers`."""
+    """A backbone of the kinds that can teach: see `veca.teachers`."""
 
     def __init__(self, teacher: Any, name: str, device: torch.device, precision: Precision) -> None:
         about = {"sha256": weights_hash(teacher), "weights": teacher.weights, "library": teacher.library}
@@ -161,7 +161,7 @@ class OtherBackbone(Backbone):
 
 
 def load_backbone(source: str, device: str = "auto", precision: Precision | None = None) -> Backbone:
-    """A VECA (a name, a file, a folder of ours), or another backbone as `veca.train.teachers.load_teacher` takes it.
+    """A VECA (a name, a file, a folder of ours), or another backbone as `veca.teachers.load_teacher` takes it.
 
     precision:
         Of the computation; None: bfloat16 on a GPU, float32 elsewhere.
@@ -175,7 +175,7 @@ def load_backbone(source: str, device: str = "auto", precision: Precision | None
     if _is_veca(source):
         return VecaBackbone(load_or_random(source, device=place), source, place, precision)
     try:
-        from veca.train.teachers import load_teacher
+        from veca.teachers import load_teacher
 
         return OtherBackbone(load_teacher(source), source, place, precision)
     except ImportError as error:

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from veca.files import atomic_path
+from veca.teachers import Standardized, Targets, Teacher
 from veca.train.data import Batch, Pictures
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.teachers import Standardized, Targets, Teacher
 
 SPARE = 10 * 10**9
 """Bytes of a disk that are left for others, checkpoints above all."""

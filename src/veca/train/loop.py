@@ -32,6 +32,7 @@ from veca.checkpoint import save_tensors
 from veca.files import atomic_path
 from veca.flops import model_flops
 from veca.model import Veca
+from veca.teachers import Targets
 from veca.train.cache import TargetCache, open_cache
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
 from veca.train.data import Batch, DataError, TrainBatches, to_model_input
@@ -45,9 +46,8 @@ from veca.train.report import write_report
 from veca.train.resident import Resident, ResidentBatches
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.start import check_recipe, find_pictures, make_student, make_teacher
-from veca.train.state import Ema, restore, tensors_of, weights_of
+from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
 from veca.train.tables import Grid, grid_means
-from veca.train.teachers import Targets
 from veca.train.validation import Lessons, validate
 
 MOST_BAD = 3
@@ -85,25 +85,6 @@ class Student(nn.Module):
         out = self.model(images, budget)
         weights = self.objective.dense_weight, self.objective.mse_weight
         return self.losses(out.cls, out.patches, *targets, *weights)
-
-
-class Watch:
-    """Counts steps that were skipped, on the device; the host looks without waiting, and so a little late."""
-
-    def __init__(self, device: torch.device, total: int = 0) -> None:
-        self.counts = torch.tensor([0, total, 0], dtype=torch.int32, device=device)  # in a row, in all, most in a row
-        self._seen = torch.tensor([0, total, 0], dtype=torch.int32, pin_memory=device.type == "cuda")
-
-    def update(self, skip: Tensor) -> None:
-        row, total, most = self.counts.unbind()
-        row = (row + 1) * skip.int()
-        self.counts = torch.stack([row, total + skip.int(), torch.maximum(most, row)])
-        self._seen.copy_(self.counts, non_blocking=True)
-
-    def seen(self) -> tuple[int, int]:
-        """Steps skipped in all, and most in a row."""
-        _, total, most = self._seen.tolist()
-        return total, most
 
 
 class Trainer:

@@ -57,7 +57,7 @@ class ModelRecipe:
 @dataclass(frozen=True, kw_only=True)
 class TeacherRecipe:
     name: str = "facebook/dinov3-vits16-pretrain-lvd1689m"
-    """A name or a local folder or file; see `veca.train.teachers`."""
+    """A name or a local folder or file; see `veca.teachers`."""
     trust_remote_code: bool = False
     """Let code that comes with the teacher's weights run; without it such a teacher is refused."""
     standardize: bool | None = None

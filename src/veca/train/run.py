@@ -9,12 +9,12 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
+from veca.teachers.known import KNOWN
 from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
 from veca.train.parallel import processes
 from veca.train.plan import describe_plan
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.teachers.known import KNOWN
 
 
 def distill(

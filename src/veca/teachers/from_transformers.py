@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from veca.train.teachers.protocol import Meet, Teacher, TeacherError
+from veca.teachers.protocol import Meet, Teacher, TeacherError
 
 
 class HfTeacher(Teacher):

@@ -3,10 +3,10 @@
 Pictures come as the student sees them; what comes back lies on the student's grid.
 """
 
-from veca.train.teachers.from_timm import TimmTeacher, timm_teacher
-from veca.train.teachers.from_transformers import HfTeacher, RadioTeacher, hf_teacher
-from veca.train.teachers.load import load_teacher, output_dim_for, start_patch_embed
-from veca.train.teachers.protocol import Meet, Standardized, Targets, Teacher, TeacherError
+from veca.teachers.from_timm import TimmTeacher, timm_teacher
+from veca.teachers.from_transformers import HfTeacher, RadioTeacher, hf_teacher
+from veca.teachers.load import load_teacher, output_dim_for, start_patch_embed
+from veca.teachers.protocol import Meet, Standardized, Targets, Teacher, TeacherError
 
 __all__ = [
     "HfTeacher",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from veca.config import did_you_mean
-from veca.train.teachers.protocol import Meet, Teacher, TeacherError
+from veca.teachers.protocol import Meet, Teacher, TeacherError
 
 
 class TimmTeacher(Teacher):
