@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as tv
 
 from veca.bench import data as bench
@@ -308,6 +309,9 @@ def test_too_large_a_picture_is_skipped(photos: Path, tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_an_error(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data.dataloader._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
+    list(DataLoader([1, 2], num_workers=1, multiprocessing_context="fork"))  # leaves a handler behind
+    assert callable(signal.getsignal(signal.SIGCHLD))
     with TrainBatches(find(photos), resolution_of=lambda _: 32, batch=4, workers=2) as stream:
         steps = iter(stream)
         next(steps)

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from veca.images import MAX_PIXELS, MEAN, STD, ImageError, open_image, resample
 from veca.sources import as_text, init_worker, interrupts_later
@@ -405,7 +406,10 @@ def _meanwhile(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 @contextmanager
 def _no_news_of_children() -> Iterator[None]:
-    """Torch would have a worker's death raised wherever the main process is at that moment; `next` asks for itself."""
+    """Torch would have a worker's death raised wherever the main process is at that moment; `next` asks for itself.
+
+    So its handler of SIGCHLD, be it from this loader or from one before, does not stay.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         yield
         return
@@ -413,7 +417,8 @@ def _no_news_of_children() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        of_torch = getattr(before, "__module__", "") == signal_handling.__name__
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if of_torch else before)
 
 
 def _init_worker(number: int) -> None:
