@@ -6,10 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor
 
-from veca.train.data import DataError, Pictures, TrainBatches
-from veca.train.resident import Resident, ResidentBatches
+from veca.images import MEAN, STD
+from veca.teachers import Standardized, Teacher
+from veca.train.data import DataError, Pictures, TrainBatches, normalized
+from veca.train.parallel import World
+from veca.train.recipe import Recipe, RecipeError
+from veca.train.resident import Resident, ResidentBatches, Taught
+from veca.train.validation import Lessons
 
 SIDE = 40
 CPU = torch.device("cpu")
@@ -36,6 +43,7 @@ def resident(pictures: Pictures, side: int = SIDE, device: torch.device = CPU) -
         (32, 1.125, {}),  # smaller
         (48, 1.125, {"augment": "flip"}),  # larger
         (40, 1.0, {"augment": "none"}),  # as it is
+        (32, 1.125, {"augment": "colour"}),
         (16, 1.5, {"views": 2, "start": 7, "rank": 1, "world": 2, "seed": 3}),
     ],
 )
@@ -71,6 +79,84 @@ def test_nothing_but_bad_pictures(tmp_path: Path) -> None:
     kept = resident(Pictures.find([str(tmp_path)], None, progress=False))
     with pytest.raises(DataError, match="in a row cannot be used"):
         next(iter(ResidentBatches(kept, resolution_of=lambda f: 32, batch=1)))
+
+
+class Blurry(Teacher):
+    """A map of the mean colour of each cell, and its mean: equivariant, so crops of maps are maps of crops."""
+
+    pooled = True
+
+    def __init__(self) -> None:
+        super().__init__(3, 8, MEAN, STD, raw=True)
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        found = F.avg_pool2d(images, 8)
+        return found.mean((2, 3)), found
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+@pytest.mark.parametrize(("kept", "error"), [("bfloat16", 4e-3), ("float8", 7e-2)])
+def test_targets_of_a_crop_are_cells_of_the_whole(
+    squares: Pictures, standardize: bool, kept: str, error: float
+) -> None:
+    about: dict[str, Any] = {"model": {"size": "veca_tiny"}, "precision": "float32", "compile": False, "batch": 4}
+    teacher: Any = Blurry()
+    if standardize:
+        teacher = Standardized(teacher)
+        teacher.means.copy_(torch.tensor([[0.1, 0.2, 0.3], [-0.3, 0.2, 0.1]]))
+        teacher.deviations.copy_(torch.tensor([[1.1, 0.7, 1.3], [0.8, 1.2, 0.9]]))
+    lessons = Lessons(teacher, Recipe.from_dict(about), World(0, 1, CPU), 8)
+    pixels = resident(squares)
+    dtype = torch.bfloat16 if kept == "bfloat16" else torch.float8_e4m3fn
+    taught = Taught(pixels, lessons, dtype, progress=False)
+    batches = ResidentBatches(pixels, resolution_of=lambda f: 24, batch=16, augment="colour", taught=taught)
+    batch = batches.batch(0)
+    assert batch.targets is not None
+    exact = lessons.targets(normalized(batch.images))
+    for found, expected in zip(batch.targets, exact, strict=True):
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.float(), expected, rtol=error, atol=error)
+    whole = [pixels.images[i] for i in batch.indices.tolist()]
+    places = {
+        (x, y, flip)
+        for image, seen in zip(whole, batch.images, strict=True)
+        for x in (0, 8, 16)
+        for y in (0, 8, 16)
+        for flip in (False, True)
+        if torch.equal(image[:, y : y + 24, x : x + 24].flip(-1) if flip else image[:, y : y + 24, x : x + 24], seen)
+    }
+    assert len(places) > 5  # of 18
+
+
+def test_a_teacher_with_a_global_feature_of_its_own_gives_that_of_the_whole(squares: Pictures) -> None:
+    teacher = Blurry()
+    teacher.pooled = False
+    about = {"precision": "float32", "compile": False}
+    lessons = Lessons(teacher, Recipe.from_dict(about), World(0, 1, CPU), 8)
+    pixels = resident(squares)
+    taught = Taught(pixels, lessons, torch.bfloat16, progress=False)
+    batch = ResidentBatches(pixels, resolution_of=lambda f: 24, batch=4, augment="flip", taught=taught).batch(0)
+    assert batch.targets is not None
+    assert torch.equal(batch.targets.cls, taught.cls[batch.indices])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"data": {"augment": "colour"}}, "data.resident=None"),
+        ({"data": {"resident": 280, "augment": "colour"}}, "multiple of 16"),
+        ({"data": {"resident": 288}}, "moves pixels"),
+        ({"data": {"resident": 240, "augment": "flip"}}, "crops of 256 pixels do not fit"),
+        (
+            {"data": {"resident": 288, "augment": "flip", "views": 1}, "teacher": {"cache": "x"}},
+            "leave teacher.cache out",
+        ),
+    ],
+)
+def test_recipes_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
+    teacher = {"resident": "float8", **changes.pop("teacher", {})}
+    with pytest.raises(RecipeError, match=problem):
+        Recipe.from_dict({"teacher": teacher, **changes})
 
 
 @pytest.mark.gpu

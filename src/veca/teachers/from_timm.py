@@ -35,7 +35,7 @@ class TimmTeacher(Teacher):
             raise TeacherError(f"{type(model).__name__}: timm does not say how many pixels a cell of its map has")
         width = cast(int, model.num_features)
         super().__init__(width, stride, about["mean"], about["std"], raw=prefix is None, meet=meet)
-        self.prefix = prefix
+        self.prefix, self.pooled = prefix, prefix is None
         # Registers alone are a prefix without a class token.
         self.class_token = bool(getattr(model, "has_class_token", prefix))
         self.model = model.eval().requires_grad_(False)

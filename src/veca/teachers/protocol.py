@@ -41,6 +41,8 @@ class Teacher(nn.Module, ABC):
     name: str = "unnamed"
     library: str = "unknown"
     weights: str = "unknown"
+    pooled: bool = False
+    """Whether the global feature is the mean of the map."""
 
     def __init__(
         self, width: int, stride: int, mean: Sequence[float], std: Sequence[float], raw: bool, meet: Meet = "input"

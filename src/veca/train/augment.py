@@ -52,6 +52,8 @@ _STRENGTHS: list[list[float]] = [values.tolist() for values, _ in _SPACE.values(
 _SIGNED = [signed for _, signed in _SPACE.values()]
 
 _MOVES = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"})
+COLOURS = tuple(number for number, name in enumerate(OPS) if name not in _MOVES)
+"""Operations after which every pixel is where it was."""
 _TABLES = frozenset({"Brightness", "Contrast", "Posterize", "Solarize"})
 _BY_COUNT = frozenset({"AutoContrast", "Equalize"})
 _BLENDS = {"Brightness": ImageEnhance.Brightness, "Color": ImageEnhance.Color, "Contrast": ImageEnhance.Contrast}
@@ -64,9 +66,9 @@ class Augmentation(NamedTuple):
     strengths: Tensor
 
 
-def choose(op: int, bin: int, negative: bool) -> tuple[int, float]:
+def choose(op: int, bin: int, negative: bool, among: Sequence[int] = range(len(OPS))) -> tuple[int, float]:
     """An operation and its strength from three random numbers of any size, each evenly distributed."""
-    op = op % len(OPS)
+    op = among[op % len(among)]
     strength = _STRENGTHS[op][bin % BINS]
     return op, -strength if negative and _SIGNED[op] else strength
 

@@ -33,7 +33,8 @@ from torch.utils.data._utils import signal_handling
 
 from veca.images import MAX_PIXELS, MEAN, STD, ImageError, open_image, resample
 from veca.sources import as_text, init_worker, interrupts_later
-from veca.train.augment import Augmentation, augment_batch, augment_image, choose
+from veca.teachers import Targets
+from veca.train.augment import COLOURS, OPS, Augmentation, augment_batch, augment_image, choose
 from veca.train.pictures import DataError, Pictures
 
 __all__ = [
@@ -48,7 +49,7 @@ __all__ = [
     "validation_batches",
 ]
 
-Augment = Literal["trivial", "flip", "none"]
+Augment = Literal["trivial", "colour", "flip", "none"]
 
 MOST_FAILURES = 100
 """So many pictures in a row that cannot be used are no accident."""
@@ -113,7 +114,8 @@ def view_of(seed: int, picture: int, epoch: int, augment: Augment = "trivial") -
         return View(0.5, 0.5, False, 0, 0.0)
     digest = hashlib.sha256(f"view {seed} {picture} {epoch}".encode()).digest()
     across, down, op, bits = (int.from_bytes(digest[i : i + 8]) for i in (0, 8, 16, 24))
-    chosen = choose(op, bits >> 2, bool(bits & 2)) if augment == "trivial" else (0, 0.0)
+    among = {"trivial": range(len(OPS)), "colour": COLOURS}.get(augment)
+    chosen = choose(op, bits >> 2, bool(bits & 2), among) if among else (0, 0.0)
     return View(across / 2**64, down / 2**64, bool(bits & 1), *chosen)
 
 
@@ -158,6 +160,8 @@ class Batch:
     """(B) int64, which view of the picture: with the number and the seed it fixes every pixel."""
     skipped: list[tuple[str, str]]
     """Names of pictures that could not be used and why; in training another took the place of each."""
+    targets: Targets | None = None
+    """What the teacher says of them, where that is known already."""
 
 
 @functools.cache
@@ -174,6 +178,11 @@ def to_model_input(batch: Batch, device: torch.device | str) -> Tensor:
     images = batch.images.to(device, non_blocking=True)
     if batch.augmentation is not None:
         images = augment_batch(images, batch.augmentation)
+    return normalized(images)
+
+
+def normalized(images: Tensor) -> Tensor:
+    """Pictures (B, 3, R, R) uint8 as the model takes them."""
     mean, std = _statistics(images.device)
     return ((images.contiguous().float() / 255) - mean) / std
 
@@ -459,7 +468,7 @@ class TrainBatches(Batches):
         start: int = 0,
         where: Literal["cpu", "gpu"] = "cpu",
     ) -> None:
-        here = where == "cpu" or augment != "trivial"
+        here = where == "cpu" or augment in ("flip", "none")
 
         def plans() -> Iterator[_Plan]:
             forward = start

@@ -43,7 +43,7 @@ from veca.train.parallel import World, any_of, gathered, largest, replicate, sha
 from veca.train.plan import PASSES, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
-from veca.train.resident import Resident, ResidentBatches
+from veca.train.resident import Resident, ResidentBatches, Taught
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.start import check_recipe, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
@@ -158,7 +158,9 @@ class Trainer:
             batch = next(batches)
             self.lessons.skipped += batch.skipped
             images = to_model_input(batch, self.world.device)
-            if self.cache is None:
+            if batch.targets is not None:
+                targets = batch.targets
+            elif self.cache is None:
                 targets = self.lessons.targets(images)
             else:
                 targets = self.cache.targets(batch, images, self.lessons.targets, self.lessons.at_once(resolution))
@@ -250,7 +252,11 @@ class Trainer:
         if data.resident is not None:
             side, most = data.resident, data.max_pixels
             kept = Resident(self.pictures, side, self.world.device, data.workers, most, progress=self.world.first)
-            return ResidentBatches(kept, compile=recipe.compile, **common)
+            taught = None
+            if recipe.teacher.resident is not None:
+                dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
+                taught = Taught(kept, self.lessons, dtype, progress=self.world.first)
+            return ResidentBatches(kept, compile=recipe.compile, taught=taught, **common)
         on_gpu = self.world.device.type == "cuda" and data.augment_on != "cpu"
         where: Any = "gpu" if on_gpu else "cpu"
         return TrainBatches(self.pictures, workers=data.workers, max_pixels=data.max_pixels, where=where, **common)

@@ -66,6 +66,9 @@ class TeacherRecipe:
     """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap."""
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
+    resident: Literal["bfloat16", "float8"] | None = None
+    """Show it every picture once and whole, keep its maps on the device, in this precision, and take from them the
+    cells of each crop: crops then lie on whole cells, and nothing else may move a pixel. With `data.resident` only."""
     cache: str | None = None
     """A folder to keep its targets in, in float16, and read them from when a view comes back; runs may share it.
     `data.views` must say how many views there are. With ViT-H's width, a view at 256 pixels takes 0.66 MB."""
@@ -88,8 +91,9 @@ class DataRecipe:
     validation: tuple[str, ...] = ()
     short_side: float = 1.125
     """A picture is resized to this many times the resolution before a crop is taken of it."""
-    augment: Literal["trivial", "flip", "none"] = "trivial"
-    """`trivial`: crop, flip and TrivialAugmentWide, as the paper. `flip`: crop and flip. `none`: the centre."""
+    augment: Literal["trivial", "colour", "flip", "none"] = "trivial"
+    """`trivial`: crop, flip and TrivialAugmentWide, as the paper. `colour`: the same without what moves pixels. `flip`:
+    crop and flip. `none`: the centre."""
     augment_on: Literal["auto", "cpu", "gpu"] = "auto"
     """Who does TrivialAugmentWide; the pixels are the same. `auto`: the GPU where there is one."""
     views: int | None = None
@@ -229,6 +233,8 @@ class Recipe:
                 f"teacher.cache={self.teacher.cache!r}: with data.views=null every epoch has new views, and no target "
                 "is ever needed again. Set data.views to how many there are to be, or leave teacher.cache out"
             )
+        if self.teacher.resident is not None:
+            self._check_resident(config.patch_size)
         _check_odds("budgets", self.budgets)
         for budget in self.budgets:
             _require("budgets", budget, 1 <= budget <= config.num_cores, f"from 1 to {config.num_cores}, the core bank")
@@ -250,6 +256,18 @@ class Recipe:
         _require("accumulate", self.accumulate, self.accumulate >= 1, "at least 1")
         _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < 1, "from 0 to under 1")
         _require("ema", self.ema, self.ema is None or 0 < self.ema < 1, "null, or between 0 and 1")
+
+    def _check_resident(self, patch: int) -> None:
+        asked, side = f"teacher.resident={self.teacher.resident!r}", self.data.resident
+        if side is None or side % patch:
+            raise RecipeError(f"{asked}: data.resident={side}, and must be a multiple of {patch}, the patch")
+        if self.data.augment == "trivial":
+            raise RecipeError(f"{asked}: data.augment='trivial' moves pixels away from their cells; take 'colour'")
+        if self.teacher.cache is not None:
+            raise RecipeError(f"{asked}: leave teacher.cache out, nothing is asked twice")
+        most = max(size for phase in self.resolutions for size in phase.odds)
+        if most > side:
+            raise RecipeError(f"{asked}: crops of {most} pixels do not fit in data.resident={side}")
 
     def odds_at(self, step: int) -> dict[int, float]:
         """Odds of the resolutions at a step."""

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from veca.teachers import Standardized, Targets
 from veca.train.augment import Augmentation
 from veca.train.data import (
     MOST_FAILURES,
@@ -26,12 +27,14 @@ from veca.train.data import (
     Batch,
     DataError,
     Stream,
+    normalized,
     place,
     replacement,
     validation_batches,
     view_of,
 )
 from veca.train.pictures import Pictures
+from veca.train.validation import Lessons
 
 _BITS = 22
 """Pillow's weights are whole numbers of so many bits after the point."""
@@ -70,8 +73,57 @@ class Resident:
         self.bad = {int(i): reasons[pictures.name(int(i))] for i in (~seen).nonzero()}
 
 
+class Taught:
+    """What a teacher says of all resident pictures, each seen once and whole: maps (N, G, G, D) of G × G cells.
+
+    A crop gets the cells it covers. Its global feature is their mean if the teacher's is the mean of its map, and that
+    of the whole picture if not.
+    """
+
+    def __init__(self, resident: Resident, lessons: Lessons, dtype: torch.dtype, progress: bool = True) -> None:
+        images, teacher = resident.images, lessons.teacher
+        count, self.patch, width = len(images), lessons.patch_size, teacher.width
+        self.cells = resident.side // self.patch
+        needed = count * self.cells**2 * width * dtype.itemsize
+        if images.is_cuda and needed > 0.9 * (free := torch.cuda.mem_get_info(images.device)[0]):
+            raise DataError(
+                f"teacher.resident: its maps of {count:,} pictures take {needed / 2**30:.1f} GiB in {dtype}, and "
+                f"{images.device} has {free / 2**30:.1f} GiB free. Take float8, smaller or fewer pictures"
+            )
+        self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
+        self.pooled = (teacher.teacher if isinstance(teacher, Standardized) else teacher).pooled
+        # As bytes: no indexing is defined for eight-bit floats.
+        kept = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
+        self.maps = kept.view(torch.uint8) if dtype.itemsize == 1 else kept
+        self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
+        columns = TextColumn("asking the teacher"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+            task, together = bar.add_task("", total=count), lessons.at_once(resident.side)
+            for start in range(0, count, together):
+                part = slice(start, start + together)
+                found = lessons.targets(normalized(images[part]))
+                kept[part] = found.patches.unflatten(1, (self.cells, self.cells)).to(dtype)
+                self.cls[part] = found.cls
+                bar.advance(task, together)
+
+    def of(self, index: Tensor, rows: Tensor, columns: Tensor) -> Targets:
+        """Targets of crops of the pictures `index` (B): the cells in `rows` (B, R) and `columns` (B, R)."""
+        cells = self.maps[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+        patches = (cells.view(self.dtype) if self.maps.dtype != self.dtype else cells).flatten(1, 2).to(torch.bfloat16)
+        if not self.pooled:
+            return Targets(self.cls[index], patches)
+        cls = patches.float().mean(1)
+        if self.standardized is not None:
+            means, deviations = self.standardized.means, self.standardized.deviations
+            cls = (cls * deviations[1] + means[1] - means[0]) / deviations[0]
+        return Targets(cls, patches)
+
+
 class ResidentBatches:
-    """The batches of `TrainBatches`, from pictures that are resident."""
+    """The batches of `TrainBatches`, from pictures that are resident.
+
+    With what the teacher said of them, crops lie on whole cells of the squares as they are, and bring their targets.
+    """
 
     def __init__(
         self,
@@ -87,8 +139,9 @@ class ResidentBatches:
         views: int | None = None,
         start: int = 0,
         compile: bool = False,
+        taught: Taught | None = None,
     ) -> None:
-        self.resident, self.resolution_of, self.seed = resident, resolution_of, seed
+        self.resident, self.taught, self.resolution_of, self.seed = resident, taught, resolution_of, seed
         self.short_side, self.augment, self.views, self.start = short_side, augment, views, start
         self.stream = Stream(len(resident.images), batch, rank, world, seed)
         self.resample: Any = torch.compile(resampled, dynamic=True) if compile else resampled
@@ -108,7 +161,7 @@ class ResidentBatches:
     def batch(self, forward: int) -> Batch:
         resolution, images = self.resolution_of(forward), self.resident.images
         short = round(self.short_side * resolution)
-        room = short - resolution
+        room = short - resolution if self.taught is None else (self.resident.side - resolution) // self.taught.patch
         chosen, epochs = self.stream(forward)
         which = [epoch % self.views for epoch in epochs] if self.views else epochs
         skipped: list[tuple[str, str]] = []
@@ -119,13 +172,21 @@ class ResidentBatches:
         if images.is_cuda:
             where = where.pin_memory()
         index, left, top, flip = where.to(images.device, non_blocking=True)
-        tables = filter_tables(self.resident.side, short, resolution, images.device)
-        seen = self.resample(images[index], left, top, flip.bool(), *tables)
+        targets = None
+        if self.taught is None:
+            tables = filter_tables(self.resident.side, short, resolution, images.device)
+            seen = self.resample(images[index], left, top, flip.bool(), *tables)
+        else:
+            patch, channels = self.taught.patch, torch.arange(3, device=images.device)[:, None, None]
+            rows, columns = span(top * patch, resolution), span(left * patch, resolution, flip.bool())
+            seen = images[index[:, None, None, None], channels, rows[:, None, :, None], columns[:, None, None, :]]
+            side = resolution // patch
+            targets = self.taught.of(index, span(top, side), span(left, side, flip.bool()))
         augmentation = None
-        if self.augment == "trivial":
+        if self.augment in ("trivial", "colour"):
             strengths = torch.tensor([view.strength for view in views], dtype=torch.float64)
             augmentation = Augmentation(torch.tensor([view.op for view in views], dtype=torch.int64), strengths)
-        return Batch(seen, augmentation, torch.tensor(numbers), torch.tensor(which), skipped)
+        return Batch(seen, augmentation, torch.tensor(numbers), torch.tensor(which), skipped, targets)
 
     def _usable(self, first: int, epoch: int, skipped: list[tuple[str, str]]) -> int:
         """The picture, or the one that takes its place."""
@@ -137,6 +198,12 @@ class ResidentBatches:
             skipped.append(bad[picture])
         name, reason = bad[picture]
         raise DataError(f"{MOST_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}")
+
+
+def span(start: Tensor, length: int, backwards: Tensor | None = None) -> Tensor:
+    """The numbers from each of `start` (B) on, (B, length); from the end where `backwards` (B)."""
+    forth = torch.arange(length, device=start.device)
+    return start[:, None] + (forth if backwards is None else torch.where(backwards[:, None], forth.flip(0), forth))
 
 
 def resampled(images: Tensor, left: Tensor, top: Tensor, flip: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
