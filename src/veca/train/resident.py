@@ -69,7 +69,7 @@ class Resident:
                 reasons |= {name: (name, reason) for name, reason in batch.skipped}
                 self.images[batch.indices.to(device)] = batch.images.to(device, non_blocking=True)
                 seen[batch.indices] = True
-                bar.advance(task, _AT_ONCE)
+                bar.update(task, completed=int(seen.sum()) + len(reasons))
         self.bad = {int(i): reasons[pictures.name(int(i))] for i in (~seen).nonzero()}
 
 
@@ -102,9 +102,10 @@ class Taught:
             for start in range(0, count, together):
                 part = slice(start, start + together)
                 found = lessons.targets(normalized(images[part]))
-                kept[part] = found.patches.unflatten(1, (self.cells, self.cells)).to(dtype)
+                most = torch.finfo(dtype).max  # beyond it an eight-bit float is no number
+                kept[part] = found.patches.unflatten(1, (self.cells, self.cells)).clamp(-most, most).to(dtype)
                 self.cls[part] = found.cls
-                bar.advance(task, together)
+                bar.update(task, completed=min(start + together, count))
 
     def of(self, index: Tensor, rows: Tensor, columns: Tensor) -> Targets:
         """Targets of crops of the pictures `index` (B): the cells in `rows` (B, R) and `columns` (B, R)."""
