@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import veca
 from veca.teachers import Targets
-from veca.train.loop import Trainer
+from veca.train.loop import Interrupted, Trainer
 from veca.train.parallel import World
 from veca.train.recipe import Recipe
 from veca.train.state import Ema, Watch
@@ -91,21 +93,47 @@ def test_the_teacher_takes_fewer_pictures_at_higher_resolutions(size: int, shown
         torch.testing.assert_close(targets.cls, images.mean((2, 3)))
 
 
-@pytest.mark.gpu
-def test_gpu_a_step_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_recipe(folder: Path, steps: int, **more: Any) -> Recipe:
     rng = np.random.default_rng(0)
     for i in range(16):
-        Image.fromarray(rng.integers(0, 256, (80, 96, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
-    recipe = Recipe.from_dict(
+        Image.fromarray(rng.integers(0, 256, (80, 96, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return Recipe.from_dict(
         {
             "model": {"size": "veca_tiny", "overrides": {"depth": 2}},
             "teacher": {"name": "efficientnet-lite2"},
-            "data": {"train": [str(tmp_path)], "workers": 2},
-            "schedule": {"epochs": None, "steps": 200, "warmup": 4},
-            "resolutions": [{"odds": {64: 1, 96: 1}}],
+            "data": {"train": [str(folder)], "workers": 2},
+            "schedule": {"epochs": None, "steps": steps, "warmup": 4},
+            "resolutions": [{"odds": {64: 1}}],
             "batch": 8,
+            **more,
         }
     )
+
+
+@pytest.mark.gpu
+def test_gpu_stops_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, folder, world = small_recipe(tmp_path, steps=5), tmp_path / "run", World(0, 1, torch.device("cuda", 0))
+    step = Trainer.train_step
+
+    def then_stop(trainer: Trainer, batches: Any) -> None:
+        step(trainer, batches)
+        if trainer.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", then_stop)
+        with pytest.raises(Interrupted):
+            Trainer(recipe, folder, world).run()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    going_on = Trainer(recipe, folder, world)
+    assert going_on.step == 3
+    assert going_on.run().is_file()
+    assert veca.load(folder).provenance["step"] == 5
+
+
+@pytest.mark.gpu
+def test_gpu_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, steps=200, resolutions=[{"odds": {64: 1, 96: 1}}])
     trainer = Trainer(recipe, tmp_path / "run", World(0, 1, torch.device("cuda", 0)))
     with trainer.batches() as stream:
         batches = iter(stream)
