@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_tiny
+from conftest import make_tiny, relative_error
 from PIL import Image
 from torch import Tensor
 
 import veca
 from veca.images import fit_image, normalize, to_tensor
-from veca.probe.backbones import BackboneError, OtherBackbone, load_backbone, weights_hash
+from veca.probe.backbones import BackboneError, OtherBackbone, Precision, load_backbone, weights_hash
 from veca.probe.views import centre, nearest, random_part, seeded, whole
 from veca.teachers import TeacherError, timm_teacher
 
@@ -147,3 +147,22 @@ def test_a_whole_picture_and_its_mask() -> None:
     assert np.array_equal(nearest(values, (4, 6)), values.repeat(2, 0).repeat(2, 1))
     assert nearest(values, (2, 3)).dtype == torch.int32
     assert nearest(values.astype("float32"), (1, 1)).item() == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_gpu_gives_the_same_features(tmp_path: Path, precision: Precision) -> None:
+    model = make_tiny()
+    veca.save(model, tmp_path)
+    there, here = load_backbone(str(tmp_path), "cuda", precision), load_backbone(str(tmp_path), "cpu")
+    images = pixels(64, 96)
+    limit = 2e-2 if precision == "bfloat16" else 1e-4
+    for cores in (8, 64):
+        expected = here.features(here.prepare(images), cores)
+        first, again = (there.features(there.prepare(images), cores) for _ in range(2))
+        for found, repeated, exact in zip(first, again, expected, strict=True):
+            assert found is not None and repeated is not None and exact is not None
+            assert torch.equal(found, repeated)
+            assert relative_error(found.cpu(), exact) < limit
+        alone = there.features(there.prepare(images), cores, dense=False)[0]
+        assert relative_error(alone.cpu(), expected[0]) < limit
