@@ -161,7 +161,9 @@ def test_gpu_gives_the_same_features(tmp_path: Path, precision: Precision) -> No
         expected = here.features(here.prepare(images), cores)
         first, again = (there.features(there.prepare(images), cores) for _ in range(2))
         for found, repeated, exact in zip(first, again, expected, strict=True):
-            assert found is not None and repeated is not None and exact is not None
+            assert isinstance(found, Tensor)
+            assert isinstance(repeated, Tensor)
+            assert isinstance(exact, Tensor)
             assert torch.equal(found, repeated)
             assert relative_error(found.cpu(), exact) < limit
         alone = there.features(there.prepare(images), cores, dense=False)[0]
