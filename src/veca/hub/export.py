@@ -106,7 +106,7 @@ def export(
             # The few-cores algebra has fewer products that int8 could speed up, and is slower there.
             program = trace(plain, size, few_cores=dtype != "int8")
             if form == "onnx":
-                write_onnx(program, file, facts, int8=dtype == "int8")
+                write_onnx(to_onnx(program), file, facts, int8=dtype == "int8")
             elif form == "export":
                 torch.export.save(program, file, extra_files={"veca.json": json.dumps(facts)})
             else:
@@ -184,15 +184,14 @@ def trace(plain: Plain, size: Size | None, few_cores: bool = True) -> torch.expo
     with torch.no_grad(), use_kernel("auto" if few_cores else "sdpa"):
         # Not strict, `len(images)` would fix the batch.
         program = torch.export.export(plain, (images,), dynamic_shapes={"images": shape}, strict=True)
-    for node in program.graph.nodes:
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
         node.meta.pop("stack_trace", None)  # paths of this machine
     return program
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path, facts: dict[str, str], int8: bool = False) -> None:
-    """The ONNX file. With `int8` the weights of layers are 8-bit, and their inputs are rounded as they come."""
-    import onnx
-
+def to_onnx(program: torch.export.ExportedProgram) -> Any:
+    """The graph in ONNX, an `onnx.ModelProto`, its axes named."""
     made = torch.onnx.export(
         program, dynamo=True, opset_version=OPSET, input_names=["images"], output_names=OUTPUTS, verbose=False
     )
@@ -208,6 +207,13 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, facts: dict[st
         for axis, known in zip(value.type.tensor_type.shape.dim, names[value.name], strict=False):
             if known and not axis.HasField("dim_value"):
                 axis.dim_param = known
+    return model
+
+
+def write_onnx(model: Any, path: Path, facts: dict[str, str], int8: bool = False) -> None:
+    """The ONNX file. With `int8` the weights of layers are 8-bit, and their inputs are rounded as they come."""
+    import onnx
+
     onnx.helper.set_model_props(model, facts)
     if not int8:
         path.write_bytes(model.SerializeToString())
