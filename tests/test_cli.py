@@ -38,13 +38,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"], ["export"]]
+)
 def test_help_teaches(command: list[str]) -> None:
     result = run(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
     if not command:
-        assert all(verb in result.output for verb in ("demo", "embed", "distill", "report", "info", "convert"))
+        assert all(
+            verb in result.output for verb in ("demo", "embed", "distill", "report", "info", "convert", "export")
+        )
 
 
 def test_version() -> None:

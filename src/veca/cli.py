@@ -23,6 +23,10 @@ from veca.config import size_name
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
+from veca.hub.export import OUTPUTS, form_of, parse_size
+from veca.hub.export import Dtype as ExportDtype
+from veca.hub.export import Format as ExportFormat
+from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
 from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
@@ -241,6 +245,39 @@ def convert(
     else:
         veca.save(model, to)
     out.print(f"Wrote {to}", soft_wrap=True)
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
+    to: Annotated[Path, typer.Argument(help="File to write: .onnx, or .pt2 for torch.export and AOTInductor.")],
+    cores: Annotated[int | None, typer.Option(help="Budget of the file, 1 to 64; not given: all.")] = None,
+    size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels, as 512x768; dynamic: any.")] = "dynamic",
+    dtype: Annotated[ExportDtype, typer.Option(help="Of the weights; int8: ONNX only.")] = "float32",
+    form: Annotated[ExportFormat | None, typer.Option("--format", help="Default: onnx or export, by suffix.")] = None,
+    check: Annotated[bool, typer.Option(help="Run the file beside PyTorch; one that is wrong is not kept.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor."""
+    chosen, pixels = form_of(to, form), parse_size(size)
+    if to.exists() and not overwrite:
+        raise ValueError(f"{to} exists; choose another name, or pass --overwrite")
+    model = load_model(source, "cpu")
+    with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):
+        checks = write_export(
+            model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=Path(source).stem, check=check
+        )
+    out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True, markup=False)
+    if not check:
+        return
+    runtime = "onnxruntime" if chosen == "onnx" else chosen
+    table = Table("images", *(f"error of {key}" for key in OUTPUTS), runtime, "PyTorch", box=None)
+    for each in checks:
+        errors = (f"{each.errors[key]:.1e}" for key in OUTPUTS)
+        times = (f"{1e3 * seconds:,.1f} ms" for seconds in (each.seconds, each.torch_seconds))
+        table.add_row(f"{each.batch} × {each.size[0]}×{each.size[1]}", *errors, *times)
+    out.print(table)
+    out.print("Errors are relative to PyTorch in float32; times are per image, here, on the CPU.")
 
 
 bench_app = typer.Typer(

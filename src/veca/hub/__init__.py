@@ -1,4 +1,4 @@
-"""VECA where others look for models: `veca.hub.timm`, `veca.hub.transformers`.
+"""VECA where others look for models: `veca.hub.timm`, `veca.hub.transformers`; for other runtimes, `veca.hub.export`.
 
 Importing `veca` is enough for timm: its models are registered at once if timm is there already, or else right after it
 is imported, so that nobody waits for a library they do not use. transformers is asked for: `import
