@@ -33,7 +33,6 @@ def load_model(source: str, device: str) -> Veca:
 def say_if_random(model: Veca, source: str) -> None:
     if model.provenance.get("weights") == "random":
         err.print(
-            f"The weights are random: none ship for {source} yet. Use --model with trained weights for features that "
-            "mean something.",
+            f"The weights are random: none ship for {source} yet. Name trained ones for features that mean something.",
             style="bold yellow",
         )
