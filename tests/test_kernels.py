@@ -558,7 +558,7 @@ def test_gpu_checkpointing_gives_the_same_gradients() -> None:
         if name.startswith("blocks."):
             assert torch.equal(found, plain[name]), name
         else:  # what all blocks share is a sum over them, in another order
-            torch.testing.assert_close(found, plain[name], rtol=2**-7, atol=1e-4, msg=name)
+            assert relative_error(found, plain[name]) < 2e-2, name
 
 
 @pytest.mark.gpu

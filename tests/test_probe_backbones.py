@@ -156,7 +156,7 @@ def test_gpu_gives_the_same_features(tmp_path: Path, precision: Precision) -> No
     veca.save(model, tmp_path)
     there, here = load_backbone(str(tmp_path), "cuda", precision), load_backbone(str(tmp_path), "cpu")
     images = pixels(64, 96)
-    limit = 2e-2 if precision == "bfloat16" else 1e-4
+    limit = 4e-2 if precision == "bfloat16" else 1e-4  # the plain model of this test in bfloat16: 2e-2 to 3.2e-2
     for cores in (8, 64):
         expected = here.features(here.prepare(images), cores)
         first, again = (there.features(there.prepare(images), cores) for _ in range(2))

@@ -215,7 +215,7 @@ def test_problems_of_a_copy_are_said(data: ProbeData, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_the_same_command_twice_gives_the_same_rows(data: ProbeData, tmp_path: Path) -> None:
     def rows(folder: str) -> list[Any]:
-        found = VecaBackbone(make_tiny(), "tiny", torch.device("cuda"), "bfloat16")
+        found = VecaBackbone(make_tiny().cuda(), "tiny", torch.device("cuda"), "bfloat16")
         made = [*classify(found, data, tmp_path / folder, QUICK), *knn(found, data, tmp_path / folder, NEAR)]
         return [{key: value for key, value in row.items() if key not in ("seconds", "date")} for row in made]
 
