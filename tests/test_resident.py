@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from veca.config import get_config
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Teacher
 from veca.train.data import DataError, Pictures, TrainBatches, normalized
 from veca.train.parallel import World
+from veca.train.plan import Plan
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.resident import Resident, ResidentBatches, Taught
 from veca.train.validation import Lessons
@@ -109,6 +111,14 @@ def test_targets_of_a_crop_are_cells_of_the_whole(
     pixels = resident(squares)
     dtype = torch.bfloat16 if kept == "bfloat16" else torch.float8_e4m3fn
     taught = Taught(pixels, lessons, dtype, progress=False)
+    about["model"]["overrides"] = {"patch_size": 8}
+    about |= {"data": {"resident": SIDE, "augment": "colour"}, "teacher": {"resident": kept}}
+    recipe = Recipe.from_dict({**about, "resolutions": [{"odds": {24: 1}}]})
+    config = get_config("veca_tiny", patch_size=8)
+    plan = Plan(recipe, config, len(squares), 1, {"width": 3, "stride": 8, "parameters": 1})
+    tensors = (pixels.images, taught.maps, taught.cls)
+    assert plan.memory().resident == sum(tensor.nbytes for tensor in tensors)
+    assert plan.teacher_flops() == 0
     batches = ResidentBatches(pixels, resolution_of=lambda f: 24, batch=16, augment="colour", taught=taught)
     batch = batches.batch(0)
     assert batch.targets is not None

@@ -111,6 +111,8 @@ class Memory(NamedTuple):
     teacher: int
     activations: int
     """At the largest resolution and budget; an estimate."""
+    resident: int
+    """Pictures kept there, and what the teacher said of them; 0 where their number is not known."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class Plan:
 
         Its `depth` is taken for that of a ViT of its width, whose blocks have 12 D² weights, unless it is given.
         """
-        if not self.teacher:
+        if not self.teacher or self.recipe.teacher.resident:  # asked once, before the first step
             return 0.0
         if per_pixel := self.teacher.get("flops_per_pixel"):
             scale = self.teacher["stride"] / self.config.patch_size if self.recipe.teacher.meet == "input" else 1
@@ -222,7 +224,17 @@ class Plan:
             ema=FLOAT * count if self.recipe.ema else 0,
             teacher=self.teacher.get("bytes", FLOAT * self.teacher.get("parameters", 0)),
             activations=max(self.activations(n, cores) for n, cores in drawn),
+            resident=self.resident(),
         )
+
+    def resident(self) -> int:
+        """Bytes of the pictures that stay on the device, and of the teacher's maps and global features of them."""
+        side, kept, pictures = self.recipe.data.resident, self.recipe.teacher.resident, self.pictures or 0
+        if side is None:
+            return 0
+        width = self.teacher.get("width", 0) if kept else 0
+        cells = patches(self.config, side, side)
+        return pictures * (3 * side**2 + width * (cells * (2 if kept == "bfloat16" else 1) + 2))
 
     def activations(self, n: int, cores: int) -> int:
         """Bytes kept for the backward pass of one forward pass on images of `n` patches, by the kernels, about.
@@ -379,6 +391,7 @@ def _memory_table(plan: Plan) -> Table:
         "ema": "running mean of the weights",
         "teacher": "weights, float32",
         "activations": f"about: {plan.recipe.batch} × {size} px with {cores} cores, as autograd keeps them",
+        "resident": "pictures, and what the teacher said of them" if plan.recipe.teacher.resident else "pictures",
     }
     table = _table("Memory of one process", "", "GiB", "")
     for name, count in memory._asdict().items():
@@ -386,9 +399,9 @@ def _memory_table(plan: Plan) -> Table:
             table.add_row(name, f"{count / 2**30:,.3f}", about[name])
     table.add_row("in all", f"{sum(memory) / 2**30:,.3f}", "the teacher's own pass and workspaces come on top")
     if plan.recipe.parallel == "fsdp" and plan.world_size > 1:
-        kept = sum(memory) - memory.teacher - memory.activations
+        kept = sum(memory) - memory.teacher - memory.activations - memory.resident
         shared = sum(memory) - kept + kept // plan.world_size
-        table.add_row("shared out", f"{shared / 2**30:,.3f}", f"all but teacher and activations, by {plan.world_size}")
+        table.add_row("shared out", f"{shared / 2**30:,.3f}", f"weights and states, by {plan.world_size}")
     return table
 
 
