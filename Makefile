@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
 FORKING := tests/test_distill.py tests/test_resume.py
 
-.PHONY: demo test coverage lint bench clean
+.PHONY: demo test coverage lint bench docs clean
 
 demo: .venv/viz.stamp
 	$(BIN)/veca demo
@@ -23,6 +23,10 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo build/site/index.html
 
 bench: .venv/bench.stamp
 	$(BIN)/veca bench model --out build/bench/model

@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 from PIL import Image
 
+import veca
 from veca.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -36,3 +39,20 @@ def test_links_and_commands_exist(page: Path) -> None:
     verbs |= {group.name for group in app.registered_groups}
     for verb in re.findall(r"^veca (\w+)", text, re.MULTILINE):
         assert verb in verbs
+
+
+def test_the_site_builds_without_a_warning_and_needs_nothing_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    monkeypatch.chdir(ROOT)
+    site = tmp_path / "site"
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(site)))  # strict: a dead link is an error
+    for page in PAGES[1:]:
+        text = (site / f"{page.stem}.html").read_text()
+        assert not re.findall(r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*href="(?:https?:)?//', text)
+    reference = (site / "api.html").read_text()
+    assert all(f'id="veca.{name}"' in reference for name in set(veca.__all__) - {"hub", "images", "ImageError"})
+    assert 'id="veca.images.ImageError"' in reference
+    assert "files/recipes/quick.yaml.txt" in (site / "training.html").read_text()
+    assert (site / "files/recipes/quick.yaml.txt").read_text() == (ROOT / "recipes/quick.yaml").read_text()
