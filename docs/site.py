@@ -1,4 +1,6 @@
-"""What the site needs beyond Markdown: pages that lie outside this folder, and links that lead out of it."""
+"""What the site needs beyond Markdown: pages that lie outside this folder, links that lead out of it, and examples of
+docstrings shown as code.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"RESULTS.md": "results.md", "CHANGELOG.md": "changes.md"}
+DOCTEST = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)
 OUT = re.compile(r"\]\(\.\./([^)#\s]+)")
 
 
@@ -36,3 +40,13 @@ def _inside(markdown: str) -> str:
 def _name(target: str) -> str:
     """As text, so that a browser shows it."""
     return f"files/{target}.txt"
+
+
+class Examples(griffe.Extension):
+    """Doctests, which Markdown would take for quotations."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = DOCTEST.sub(
+                lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", obj.docstring.value
+            )

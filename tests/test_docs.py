@@ -52,6 +52,8 @@ def test_the_site_builds_without_a_warning_and_needs_nothing_from_elsewhere(
         text = (site / f"{page.stem}.html").read_text()
         assert not re.findall(r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*href="(?:https?:)?//', text)
     reference = (site / "api.html").read_text()
+    assert "md-search__input" in reference
+    assert "&gt;&gt;&gt;" in reference  # examples as code, not as quotations
     assert all(f'id="veca.{name}"' in reference for name in set(veca.__all__) - {"hub", "images", "ImageError"})
     assert 'id="veca.images.ImageError"' in reference
     assert "files/recipes/quick.yaml.txt" in (site / "training.html").read_text()
