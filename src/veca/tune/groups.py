@@ -13,7 +13,8 @@ _UNDECAYED = ("cores.", "core_states.", "coordinate_alpha")
 
 
 def layer_of(name: str, depth: int) -> int:
-    """0 for what comes before the blocks, i + 1 for block i, depth + 1 for what comes after them.
+    """0 for what comes before the blocks, i + 1 for block i, depth + 1 for the head; as in timm, what comes between
+    goes with the last block.
 
     >>> [layer_of(name, 12) for name in ("cores.3", "blocks.0.norm1.weight", "coordinate_heads.4.bias", "head.weight")]
     [0, 1, 5, 13]
@@ -21,12 +22,12 @@ def layer_of(name: str, depth: int) -> int:
     name = name.removeprefix("backbone.")
     if found := _NUMBERED.match(name):
         return int(found[1]) + 1
-    return 0 if name.startswith(_STEM) else depth + 1
+    return 0 if name.startswith(_STEM) else depth + name.startswith("head.")
 
 
 def parameter_groups(network: nn.Module, depth: int, layer_decay: float, decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer, each with the `scale` of its rate: 1 for what comes last, `layer_decay` times that of
-    the layer above for the others. Biases, norms, cores and coordinates have no weight decay.
+    """Groups for an optimizer, each with the `scale` of its rate: 1 for the head, `layer_decay` times that of the layer
+    above for the others. Biases, norms, cores and coordinates have no weight decay.
     """
     groups: dict[tuple[int, float], dict[str, Any]] = {}
     for name, parameter in network.named_parameters():

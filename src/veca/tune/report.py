@@ -13,10 +13,11 @@ from typing import Any
 
 from veca.charts import Line, line_chart, smooth
 from veca.html import details, figure, heat_table, section, table, write_page
+from veca.probe.gallery import class_colours
 from veca.text import duration, number, printable
 from veca.train.tables import METRICS, VALIDATION, read_table
 
-ASKED = "finetune.json"
+ASKED, SHOWN = "finetune.json", 12
 
 
 def is_tuned(folder: Path) -> bool:
@@ -115,7 +116,7 @@ def _curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: str) -> s
         [
             figure(f"{metric} on val", line_chart(drawn[metric], "step", f"{metric}, %", metric, log=False)),
             figure("Loss", line_chart([*train, *moved], "step", "loss", "loss against steps", log=False)),
-            figure("Learning rate of the head", line_chart([Line("rate", rate)], "step", "rate", "learning rate")),
+            figure("Learning rate of the head", line_chart([Line("rate", rate)], "step", "rate", "rate", log=False)),
         ]
     )
 
@@ -127,16 +128,17 @@ def _classes(result: Mapping[str, Any]) -> str:
         ["class", f"{result['metric']}, %"], [[escape(printable(k)), f"{v:.2f}"] for k, v in scored], words={0}
     )
     pairs = [[classes[true], classes[said], f"{count:,}"] for true, said, count in result["confusions"]]
-    parts = [figure("Taken for each other", table(["class", "taken for", "how often"], pairs, words={0, 1}))]
+    heads = ["class", "taken for", "pixels" if result["metric"] == "mIoU" else "pictures"]
+    parts = [figure("Taken for each other", table(heads, pairs[:SHOWN], words={0, 1}))]
     if result["matrix"]:
         shares = [[count / max(1, sum(row)) for count in row] for row in result["matrix"]]
         cells = {
-            name: [(f"{100 * share:.0f}" if share >= 0.005 else "", share) for share in row]
-            for name, row in zip(classes, shares, strict=True)
+            f"{i} {name}": [(f"{100 * share:.0f}" if share >= 0.005 else "", share) for share in row]
+            for i, (name, row) in enumerate(zip(classes, shares, strict=True))
         }
-        heads = [str(i) for i in range(len(classes))]
-        said = "Rows: the true class, in the order of the columns. Cells: what was said of it, in percent."
-        parts.append(details("All classes against all", heat_table("class", heads, cells, said)))
+        said = "Rows: the true class. Columns: what was said of it, in percent."
+        numbered = [str(i) for i in range(len(classes))]
+        parts.append(details("All classes against all", heat_table("class", numbered, cells, said)))
     return "\n".join([*parts, details(f"All {len(classes):,} classes, worst first", each, len(classes) <= 20)])
 
 
@@ -152,7 +154,12 @@ def _gallery(folder: Path, result: Mapping[str, Any]) -> str:
         strips.append("".join(shown))
     if result["asked"]["task"] == "classify":  # one picture each: side by side
         return f'<div class="strip">{"".join(strips)}</div>'
-    return "".join(f'<div class="strip">{strip}</div>' for strip in strips)
+    names = result["classes"]
+    key = " ".join(
+        f'<span style="color:rgb({r},{g},{b})">■</span> {escape(printable(name))}'
+        for name, (r, g, b) in zip(names, class_colours(len(names)), strict=True)
+    )
+    return "".join(f'<div class="strip">{strip}</div>' for strip in strips) + f"<p>{key}</p>"
 
 
 def _picture(folder: Path, name: str) -> str:

@@ -104,7 +104,7 @@ class Tuner:
         self.ema = Ema(self.network, settings.ema)
         an_epoch = len(data.splits["train"]) / settings.batch
         self.steps = max(1, round(settings.epochs * an_epoch))
-        self.every = settings.every or max(1, min(round(an_epoch), self.steps // 4))
+        self.every = settings.every or max(1, min(round(an_epoch), math.ceil(self.steps / 4)))
         self.step, self.stop, self.bad = 0, 0, 0
         self.best: list[float] = []
         """Score and negative loss on val of the best so far, and its step."""
@@ -136,9 +136,14 @@ class Tuner:
                 if not self.best:
                     self._validate(log, live)
                     self._save()
-                with closing(self.task.training(self.step, self.steps)) as batches:  # type: ignore[type-var]
-                    for batch in batches:
-                        self._advance(batch, log, live)
+                try:
+                    with closing(self.task.training(self.step, self.steps)) as batches:  # type: ignore[type-var]
+                        for batch in batches:
+                            self._advance(batch, log, live)
+                except (RuntimeError, ValueError):
+                    if self.stop:  # a signal to all processes ends those that decode at once
+                        raise Interrupted(self.stop) from None
+                    raise
             return self._finish(log)
 
     def _note(self, number: int) -> None:
