@@ -24,7 +24,7 @@ Cores = Annotated[
 ]
 Epochs = Annotated[float, typer.Option(help="Passes over train.")]
 Batch = Annotated[int, typer.Option(help="Pictures in a step.")]
-Rate = Annotated[float, typer.Option(help="The highest learning rate, of the head.")]
+Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
 LayerDecay = Annotated[float, typer.Option(help="The rate of a layer over that of the one above it; 1: one for all.")]
 HeadOf = Annotated[Head, typer.Option(help="Start it from a linear probe of the frozen features, or from new weights.")]
 Changes = Annotated[

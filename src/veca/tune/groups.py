@@ -25,15 +25,19 @@ def layer_of(name: str, depth: int) -> int:
     return 0 if name.startswith(_STEM) else depth + name.startswith("head.")
 
 
-def parameter_groups(network: nn.Module, depth: int, layer_decay: float, decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer, each with the `scale` of its rate: 1 for the head, `layer_decay` times that of the layer
-    above for the others. Biases, norms, cores and coordinates have no weight decay.
+def parameter_groups(
+    network: nn.Module, depth: int, layer_decay: float, decay: float, head: float = 1.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer, each with the `scale` of its rate: `layer_decay` for the last block, `layer_decay` times
+    that of the layer above for the others, `head` for the head. Biases, norms, cores and coordinates have no weight
+    decay.
     """
     groups: dict[tuple[int, float], dict[str, Any]] = {}
     for name, parameter in network.named_parameters():
         plain = parameter.ndim < 2 or name.removeprefix("backbone.").startswith(_UNDECAYED)
         layer, own = layer_of(name, depth), 0.0 if plain else decay
-        empty = {"params": [], "names": [], "scale": layer_decay ** (depth + 1 - layer), "weight_decay": own}
+        scale = head if layer > depth else layer_decay ** (depth + 1 - layer)
+        empty = {"params": [], "names": [], "scale": scale, "weight_decay": own}
         group = groups.setdefault((layer, own), empty)
         group["params"].append(parameter)
         group["names"].append(name)

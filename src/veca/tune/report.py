@@ -116,7 +116,10 @@ def _curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: str) -> s
         [
             figure(f"{metric} on val", line_chart(drawn[metric], "step", f"{metric}, %", metric, log=False)),
             figure("Loss", line_chart([*train, *moved], "step", "loss", "loss against steps", log=False)),
-            figure("Learning rate of the head", line_chart([Line("rate", rate)], "step", "rate", "rate", log=False)),
+            figure(
+                "Learning rate",
+                line_chart([Line("rate", rate)], "step", "rate", "rate", log=False),
+            ),
         ]
     )
 

@@ -47,6 +47,8 @@ from veca.tune.tasks import frozen_copy, make_task
 
 WARMUP, CLIP = 0.1, 1.0
 """The share of the steps in which the rate rises, before it falls along a half cosine; the longest gradient."""
+PROBED = 0.1
+"""The share of the rate for a head that starts from a probe: it is good already, and what it reads is wide."""
 LOG_EVERY, SAVE_EVERY, KEEP = 10, 500, 2
 """Steps between rows of the log, and between checkpoints that no validation makes; how many of these are kept."""
 MOST_BAD = 3
@@ -99,13 +101,14 @@ class Tuner:
         self.task = make_task(backbone, data, settings)
         self.backbone = backbone
         self.network = self.task.network.to(self.device).train()
-        groups = parameter_groups(self.network, backbone.config.depth, settings.layer_decay, settings.decay)
+        head = PROBED if settings.head == "probe" else 1.0
+        groups = parameter_groups(self.network, backbone.config.depth, settings.layer_decay, settings.decay, head)
         self.optimizer = torch.optim.AdamW(groups, lr=settings.rate)
         self.ema = Ema(self.network, settings.ema)
         an_epoch = len(data.splits["train"]) / settings.batch
         self.steps = max(1, round(settings.epochs * an_epoch))
         self.every = settings.every or max(1, min(round(an_epoch), math.ceil(self.steps / 4)))
-        self.step, self.stop, self.bad = 0, 0, 0
+        self.step, self.stop, self.bad, self.resumed = 0, 0, 0, False
         self.best: list[float] = []
         """Score and negative loss on val of the best so far, and its step."""
         self.before: dict[int, dict[str, float]] = {}
@@ -126,14 +129,14 @@ class Tuner:
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.folder / "finetune.json") as part:
             part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
-        if not self.step and not self.best:
+        if not self.resumed:
             self._start_head()
         first = self.step + 1 if self.step else 0
         with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
             with LiveLine(self.steps, start=self.step) as live, signals(self._note):
                 for notice in self.notices:
                     self._event(log, live, notice)
-                if not self.best:
+                if not self.resumed:
                     self._validate(log, live)
                     self._save()
                 try:
@@ -268,7 +271,8 @@ class Tuner:
             mean, loss = (math.fsum(v[key] for v in found.values()) / len(found) for key in (name, "loss"))
             said = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in found.items())
             live.say(f"val at step {self.step:,}: {name} {mean:.2f} ({said}), loss {loss:.4f}")
-            if not self.best or [mean, -loss] > self.best[:2]:
+            # A probe is no candidate: its head was chosen on val, and looks better there than it is.
+            if self.step and (not self.best or [mean, -loss] > self.best[:2]):
                 self.best = [mean, -loss, self.step]
                 with self.ema.in_place():
                     self.task.save(self.folder, self._provenance())
@@ -316,7 +320,7 @@ class Tuner:
             self.optimizer.state[parameters[name]][entry] = value.to(self.device) if value.ndim else value
         for name, value in self.ema.named():
             value.copy_(saved.tensors["ema"][name])
-        self.step, self.best = saved.step, facts["best"]
+        self.step, self.best, self.resumed = saved.step, facts["best"], True
         self.before = {int(cores): values for cores, values in facts["before"].items()}
         self.meter = Meter(self.budgets, images=facts["images"], seconds=facts["seconds"])
         self.meter.take_up([facts["under_way"]], 0, 1, self.device)

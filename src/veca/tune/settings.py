@@ -29,8 +29,9 @@ class Settings:
     """Budgets, of which each step draws one; none given: all the model was trained at."""
     epochs: float = 10
     batch: int = 32
-    rate: float = 2e-4
-    """The highest, of the head; that of each layer below is `layer_decay` times that of the one above."""
+    rate: float = 5e-4
+    """The highest. The last block has `layer_decay` of it, each layer below `layer_decay` times that of the one above;
+    a new head has all of it, one from a probe a tenth."""
     layer_decay: float = 0.75
     decay: float = 0.05
     """Of weights; biases, norms, cores and coordinates have none."""
