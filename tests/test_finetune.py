@@ -273,9 +273,16 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--skip-bad"])
     assert done.exit_code == 0, done.exception
     assert "report.html" in done.stdout
-    assert "cannot be read" in done.stderr
+    assert "Left out: 1 of " in done.stderr
     page = (tmp_path / "out/report.html").read_text()
-    for text in ("linear probe", "Against the budget", "top1 on val", "Taken for each other", "data:image/webp"):
+    for text in (
+        "red/3.png",
+        "linear probe",
+        "Against the budget",
+        "top1 on val",
+        "Taken for each other",
+        "data:image/webp",
+    ):
         assert text in page
     assert veca.load(tmp_path / "out").config.num_classes == 2
     unknown = CliRunner().invoke(app, [*command, "--set", "smoohting=0"])
@@ -297,7 +304,7 @@ def test_settings_that_cannot_be(place: Path, tmp_path: Path, changes: dict[str,
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_folders(place: Path, tmp_path: Path) -> None:
+def test_wrong_folders(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetError, match="has no folders of classes. Expected:"):
         finetune(str(place / "model"), str(tmp_path / "empty"), tmp_path, settings(), device="cpu")
@@ -309,5 +316,8 @@ def test_wrong_folders(place: Path, tmp_path: Path) -> None:
         finetune(str(tmp_path / "nothing"), str(place / "classes"), tmp_path, settings(), device="cpu")
     with pytest.raises(veca.CheckpointError, match="has no head.safetensors"):
         load_segmenter(place / "model")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start it without torchrun"):
+        finetune(str(place / "model"), str(place / "classes"), tmp_path, settings(), device="cpu")
     with pytest.raises(ValueError, match="augment='trivial': must be flip or colour"):
         SegmentSettings(augment="trivial")

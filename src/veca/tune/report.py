@@ -30,12 +30,14 @@ def write_report(folder: Path) -> Path:
     asked, result = (_read(folder / name) for name in (ASKED, "result.json"))
     rows = read_table(folder / METRICS)
     out = folder / "report.html"
-    unfinished = "<p><strong>The run has not come to its end.</strong> The same command continues it.</p>"
+    told = [f"<p>{escape(printable(problem))}</p>" for problem in result.get("problems", [])]
+    if not result:
+        told = ["<p><strong>The run has not come to its end.</strong> The same command continues it.</p>"]
     write_page(
         out,
         name=printable(folder.resolve().name),
         eyebrow="VECA fine-tuning",
-        banner="" if result else unfinished,
+        banner="".join(told),
         facts=_facts(asked, result, rows),
         sections=[
             *([section("Scores", _scores(result))] if result else []),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import time
@@ -71,6 +72,8 @@ def finetune(
     say: Say = print,
 ) -> Path:
     """Fine-tune `model` on `data` (as `load_dataset` takes it) and leave everything in `folder`; the report's path."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("`veca finetune` is one process on one device: start it without torchrun")
     sets = limited(load_dataset(data, root, settings.task), limit)
     return Tuner(model, sets, Path(folder), settings, device=device, restart=restart, say=say).run()
 
@@ -89,6 +92,8 @@ class Tuner:
     ) -> None:
         self.folder, self.settings, self.data, self.say, self.model = folder, settings, data, say, model
         _check_data(data, settings.task)
+        for problem in data.problems:
+            say(f"{data.name}: {problem}. The score is not the benchmark's.")
         self.device = _device(device)
         self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         backbone = load_or_random(model)
@@ -129,10 +134,10 @@ class Tuner:
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.folder / "finetune.json") as part:
             part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
-        if not self.resumed:
-            self._start_head()
         first = self.step + 1 if self.step else 0
         with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
+            if not self.resumed:
+                self._start_head()
             with LiveLine(self.steps, start=self.step) as live, signals(self._note):
                 for notice in self.notices:
                     self._event(log, live, notice)
@@ -246,7 +251,8 @@ class Tuner:
     def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
         """What was taken for what in a split, and the mean loss, at each budget; the weights are those of the EMA."""
         classes = len(self.data.classes)
-        meters = {cores: Confusion(classes, self.task.ignore, self.device) for cores in budgets}
+        place = "cpu" if self.device.type == "mps" else self.device  # which has no float64
+        meters = {cores: Confusion(classes, self.task.ignore, place) for cores in budgets}
         losses = dict.fromkeys(meters, 0.0)
         count = 0
         self.network.eval()
@@ -335,14 +341,15 @@ class Tuner:
         scored = self.score(report, self.budgets)
         most = max(self.budgets)
         meter = scored[most][0]
-        for split, bad in task.skipped.items():
-            if bad:
-                log.event(self.step, f"skipped: {len(bad):,} pictures of {split}: {listed(sorted(bad))}")
-                self.say(f"{len(bad):,} pictures of {split} cannot be read and were left out: {listed(sorted(bad))}")
+        bad = {split: sorted(names) for split, names in task.skipped.items() if names}
+        problems = [f"{len(names):,} of {split} cannot be read: {listed(names)}" for split, names in bad.items()]
+        for problem in problems:
+            log.event(self.step, f"skipped: {problem}")
+            self.say(f"Left out: {problem}")
         log.flush()
         result: dict[str, Any] = {
             "asked": self._asked(), "metric": task.metric, "scored_on": report, "cores": most,
-            "classes": self.data.classes, "problems": self.data.problems, "steps": self.steps,
+            "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
             "best": {"score": self.best[0], "step": self.best[2]},
             "before": self.before, "after": {cores: task.metrics(found) for cores, (found, _) in scored.items()},
             "per_class": by_class(self.data.classes, task.per_class(meter).tolist()),

@@ -14,8 +14,8 @@ Task: TypeAlias = Literal["classify", "segment"]
 Augment: TypeAlias = Literal["flip", "colour", "trivial"]
 Head: TypeAlias = Literal["probe", "new"]
 Precision: TypeAlias = Literal["float32", "bfloat16"]
-FREE = ("workers", "skip_bad", "progress")
-"""What may change when a run goes on: it decides no number."""
+FREE = ("model", "workers", "skip_bad", "progress")
+"""What may change when a run goes on: it decides no number, and of the model the weights are what counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
