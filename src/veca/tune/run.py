@@ -14,7 +14,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +144,8 @@ class Tuner:
                     self._validate(log, live)
                     self._save()
                 try:
-                    with closing(self.task.training(self.step, self.steps)) as batches:  # type: ignore[type-var]
-                        for batch in batches:
-                            self._advance(batch, log, live)
+                    for batch in self.task.training(self.step, self.steps):
+                        self._advance(batch, log, live)
                 except (RuntimeError, ValueError):
                     if self.stop:  # a signal to all processes ends those that decode at once
                         raise Interrupted(self.stop) from None
@@ -224,7 +222,7 @@ class Tuner:
         if self.bad == MOST_BAD:
             raise ValueError(
                 f"{MOST_BAD} steps in a row had no finite gradient, the last at step {step:,}: lower --rate, or take "
-                "--precision float32, in another --out"
+                "--set precision=float32, in another --out"
             )
         self.meter.update({"total": loss, "gradient_norm": norm}, len(images), budget, settings.size)
         self.step += 1
@@ -251,13 +249,12 @@ class Tuner:
     def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
         """What was taken for what in a split, and the mean loss, at each budget; the weights are those of the EMA."""
         classes = len(self.data.classes)
-        place = "cpu" if self.device.type == "mps" else self.device  # which has no float64
-        meters = {cores: Confusion(classes, self.task.ignore, place) for cores in budgets}
+        meters = {cores: Confusion(classes, self.task.ignore, self.device) for cores in budgets}
         losses = dict.fromkeys(meters, 0.0)
         count = 0
         self.network.eval()
-        with self.ema.in_place(), closing(self.task.scoring(split)) as batches:  # type: ignore[type-var]
-            for pixels, labels in batches:
+        with self.ema.in_place():
+            for pixels, labels in self.task.scoring(split):
                 images, labels = normalize(pixels.to(self.device)), labels.to(self.device).long()
                 count += len(images)
                 for cores, meter in meters.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +92,14 @@ def load_segmenter(folder: str | Path, device: str | torch.device | None = None)
 
 
 class _Task:
-    """What both tasks share. `skipped` are pictures that could not be read, by split."""
+    """What both tasks share. `seen` tells transformers how to look at pictures, `skipped` which could not be read."""
 
-    def __init__(self, data: ProbeData, asked: Settings, seen: Mapping[str, Any]) -> None:
-        self.data, self.asked, self.seen = data, asked, seen
+    def __init__(self, data: ProbeData, seen: Mapping[str, Any]) -> None:
+        self.data, self.seen = data, seen
         self.skipped: dict[str, set[str]] = {}
 
     def _save(self, backbone: Veca, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """The backbone as `veca.load`, timm and transformers take it, and what transformers asks of pictures."""
+        """The backbone, as `veca.load`, timm and transformers take it."""
         tensors = {name: whole(tensor) for name, tensor in backbone.state_dict().items()}
         save_tensors(tensors, backbone.config.to_dict(), provenance, folder)
         told = {"image_processor_type": "VecaImageProcessor", **self.seen, "image_mean": MEAN, "image_std": STD}
@@ -113,7 +112,7 @@ class Classify(_Task):
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: ClassifySettings) -> None:
         side = {"height": settings.size, "width": settings.size}
-        super().__init__(data, settings, {"size": side, "fit": "crop"})
+        super().__init__(data, {"size": side, "fit": "crop"})
         self.settings = settings
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
@@ -202,21 +201,19 @@ class _Parts(Dataset[Any]):
     """Random parts of pictures, others in each epoch."""
 
     def __init__(self, data: ProbeData, settings: ClassifySettings) -> None:
-        self.split, self.settings = data.splits["train"], settings
+        self.split, self.asked = data.splits["train"], settings
 
     def __getitem__(self, place_and_picture: tuple[int, int]) -> Any:
         place, i = place_and_picture
-        turn = place // len(self.split)
-        return Pictures(
-            self.split, View(self.settings.size, turn, self.settings.seed, (self.settings.least_area, 1.0))
-        )[i]
+        view = View(self.asked.size, place // len(self.split), self.asked.seed, (self.asked.least_area, 1.0))
+        return Pictures(self.split, view)[i]
 
 
 class Segment(_Task):
     metric = "mIoU"
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: SegmentSettings) -> None:
-        super().__init__(data, settings, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
+        super().__init__(data, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
         self.settings = settings
         self.pictures = DenseData(
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
@@ -240,11 +237,10 @@ class Segment(_Task):
         steps = max(1, round(asked.head_epochs * len(self.data.splits["train"]) / asked.batch))
 
         def features(batches: Iterator[Labelled]) -> Iterator[DenseBatch]:
-            with closing(batches):  # type: ignore[type-var]  # generators all
-                for pixels, labels in batches:
-                    cls, patches = frozen.features(frozen.prepare(pixels), cores)
-                    assert patches is not None
-                    yield DenseBatch(patches, cls, labels.to(frozen.device))
+            for pixels, labels in batches:
+                cls, patches = frozen.features(frozen.prepare(pixels), cores)
+                assert patches is not None
+                yield DenseBatch(patches, cls, labels.to(frozen.device))
 
         with bar("linear probe", steps, "steps", asked.progress) as advance:
             sweep = fit_dense(
