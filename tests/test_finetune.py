@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import signal
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,7 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
         same = VecaModel.from_pretrained(tmp_path)(image, cores=16).pooler_output
         torch.testing.assert_close(same, segmenter.backbone(image, 16).cls)
     page = (tmp_path / "report.html").read_text()
+    ET.fromstring(page)
     assert page.count("data:image/png;base64,iVBOR") == 2 * len(result["gallery"])
     (tmp_path / "head.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(veca.CheckpointError, match="damaged, or no head"):
@@ -261,8 +263,8 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
-    for name in ("blue", "red"):
-        shutil.copytree(place / "classes/train" / name, tmp_path / "mine" / name)
+    for name, told in (("blue", "blue & <b>"), ("red", "red")):
+        shutil.copytree(place / "classes/train" / name, tmp_path / "mine" / told)
     (tmp_path / "mine/red/3.png").write_bytes(b"\x89PNG torn")
     command = ["finetune", "classify", str(place / "model"), "--data", str(tmp_path / "mine"), "--device", "cpu"]
     command += ["--out", str(tmp_path / "out"), "--size", "32", "--cores", "8", "--epochs", "1", "--batch", "8"]
@@ -275,6 +277,7 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
     assert "report.html" in done.stdout
     assert "Left out: 1 of " in done.stderr
     page = (tmp_path / "out/report.html").read_text()
+    ET.fromstring(page)  # stricter than HTML asks: every tag closed, every text escaped
     for text in (
         "red/3.png",
         "linear probe",
