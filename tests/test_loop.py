@@ -16,6 +16,7 @@ from veca.train.loop import Interrupted, Trainer
 from veca.train.parallel import World
 from veca.train.recipe import Recipe
 from veca.train.state import Ema, Watch
+from veca.train.stop import signals
 from veca.train.validation import Lessons
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -58,11 +59,11 @@ def test_no_ema_is_the_model_itself() -> None:
 def test_a_signal_that_comes_twice_is_one_and_a_later_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer.__new__(Trainer)
     trainer.stop = 0
-    with trainer._signals():
+    with signals(trainer._note):
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         assert trainer.stop == signal.SIGTERM
-        monkeypatch.setattr("veca.train.loop.IMPATIENT", 0.0)
+        monkeypatch.setattr("veca.train.stop.IMPATIENT", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -14,9 +14,9 @@ from veca.probe import dense_run
 from veca.probe.backbones import VecaBackbone
 from veca.probe.datasets import DatasetError, DepthRules, ProbeData, load_dataset
 from veca.probe.dense import DenseBatch, SegmentationHead
-from veca.probe.dense_data import DenseData
+from veca.probe.dense_data import DenseData, Labelled
 from veca.probe.dense_run import DenseSettings, DepthSettings, depth, segment
-from veca.probe.features import PictureError
+from veca.probe.features import PictureError, shuffled
 from veca.probe.fit import evaluate, fit_dense, fit_many
 from veca.probe.gallery import class_colours, colour_classes, colour_depth
 
@@ -164,8 +164,24 @@ def test_squares_and_their_labels_belong_together(masks: ProbeData, workers: int
     assert not torch.equal(batches[0].pixels, other.pixels)
 
 
-def test_every_picture_is_seen_once_an_epoch(masks: ProbeData) -> None:
-    places = [place for batch in DenseData(masks, 32, 16, 4)._order(6, 9) for place in batch]
+def test_training_goes_on_from_any_step_and_at_any_scale(masks: ProbeData) -> None:
+    pictures, plain = DenseData(masks, 32, 16, 4, seed=3, scales=(0.5, 2.0)), DenseData(masks, 32, 16, 4, seed=3)
+    batches, later = list(pictures.training(6)), list(pictures.training(6, start=4))
+    assert [torch.equal(a.pixels, b.pixels) for a, b in zip(batches[4:], later, strict=True)] == [True, True]
+
+    def beside(found: list[Labelled]) -> int:
+        """Squares wider than what was left of their picture."""
+        return sum(int((batch.labels[:, 0] == 255).any(1).sum()) for batch in found)
+
+    assert 0 < beside(batches) < 24
+    assert beside(list(plain.training(6))) == 0
+    for batch in batches:
+        blue, counts = batch.pixels[:, 2].int() > batch.pixels[:, 0].int(), batch.labels != 255
+        assert (blue == (batch.labels == 1))[counts].float().mean() > 0.93
+
+
+def test_every_picture_is_seen_once_an_epoch() -> None:
+    places = [place for batch in shuffled(6, 4, range(9), seed=0) for place in batch]
     assert [place for place, _ in places] == list(range(36))
     assert [sorted(i for _, i in places[start : start + 6]) for start in range(0, 36, 6)] == [list(range(6))] * 6
     assert len({tuple(i for _, i in places[start : start + 6]) for start in range(0, 36, 6)}) > 1

@@ -102,6 +102,9 @@ def save_tensors(
     if file is not path:
         kind = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
         told = {"model_type": "veca", "architectures": [kind], **config, "provenance": provenance}
+        classes = provenance.get("classes", ())
+        if classes and len(classes) == config.get("num_classes"):  # their names, where transformers looks for them
+            told |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
         with atomic_path(path / "config.json") as part:
             part.write_text(json.dumps(told, indent=2) + "\n")
 

@@ -31,6 +31,7 @@ from veca.images import MAX_PIXELS, Fit
 from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
 from veca.terminal import Device, Model, err, load_model, out, say_if_random
+from veca.tune.cli import finetune_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -129,10 +130,10 @@ def distill(
     Interrupted or killed? Run the same command again: it continues, and the result is the same.
     """
     try:
-        from veca.train.loop import Interrupted
         from veca.train.recipe import load_recipe
         from veca.train.run import distill as train
         from veca.train.run import show_plan
+        from veca.train.stop import Interrupted
     except ImportError as error:
         raise ValueError(f"training needs {error.name}, which is not installed: pip install 'veca[train]'") from error
 
@@ -159,24 +160,29 @@ def distill(
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run or of probes: runs/small-stage1, results/small.")],
 ) -> None:
-    """Write report.html anew from what a folder holds: one that `veca distill` or `veca probe` wrote to.
+    """Write report.html anew from what a folder holds: one that `veca distill`, `finetune` or `probe` wrote to.
 
     Of probes also report.md, rows.csv and the curves.
     """
     from veca.probe.results import is_results
     from veca.train.tables import is_run
+    from veca.tune.report import is_tuned
+    from veca.tune.report import write_report as write_tuned
 
-    run, results = is_run(folder), is_results(folder)
+    tuned, results = is_tuned(folder), is_results(folder)
+    run = is_run(folder) and not tuned
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name one that `veca distill` or `veca probe` wrote to")
     if run and results:
         raise ValueError(f"{folder} holds a run of `veca distill` and rows of `veca probe`: move rows/ elsewhere")
-    if not (run or results):
+    if not (run or results or tuned):
         raise ValueError(
             f"{folder} is neither the folder of a run of `veca distill`, which has a recipe.yaml, nor of results of "
-            "`veca probe`, which has rows/: name one of these"
+            "`veca probe`, which has rows/, nor of `veca finetune`, which has a finetune.json: name one of these"
         )
-    if results:
+    if tuned:
+        path = write_tuned(folder)
+    elif results:
         from veca.probe.report import write_report as write_results
 
         path, left_out = write_results(folder)
@@ -363,6 +369,7 @@ def _bench(
 
 
 app.add_typer(probe_app, name="probe")
+app.add_typer(finetune_app, name="finetune")
 
 
 @app.callback(invoke_without_command=True)

@@ -111,9 +111,9 @@ def classify(
     with _interruptible():
         sets, found = _data(data, root, "classify", limit), _load(model, device, precision)
         settings = ClassifySettings(
-            cores=_cores(cores, found), sizes=_numbers(sizes, "sizes", int), seed=seed, workers=_workers(workers),
-            at_once=at_once, skip_bad=skip_bad, progress=progress, rates=_numbers(rates, "rates", float),
-            decays=_numbers(decays, "decays", float), epochs=epochs, batch=batch, passes=passes, feature=feature,
+            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
+            at_once=at_once, skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float),
+            decays=numbers(decays, "decays", float), epochs=epochs, batch=batch, passes=passes, feature=feature,
             standardize=standardize,
         )  # fmt: skip
         others = [limited(load_dataset(name, root, "classify"), limit) for name in also or ()]
@@ -144,8 +144,8 @@ def knn(
     with _interruptible():
         sets, found = _data(data, root, "classify", limit), _load(model, device, precision)
         settings = KnnSettings(
-            cores=_cores(cores, found), sizes=_numbers(sizes, "sizes", int), seed=seed, workers=_workers(workers),
-            at_once=at_once, skip_bad=skip_bad, progress=progress, ks=_numbers(k, "k", int), temperature=temperature,
+            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
+            at_once=at_once, skip_bad=skip_bad, progress=progress, ks=numbers(k, "k", int), temperature=temperature,
             feature=feature,
         )  # fmt: skip
         _show(run_knn(found, sets, to, settings, _say), to)
@@ -178,8 +178,8 @@ def segment(
     with _interruptible():
         sets, found = _data(data, root, "segment", limit), _load(model, device, precision)
         settings = DenseSettings(
-            cores=_cores(cores, found), sizes=_numbers(sizes, "sizes", int), seed=seed, workers=_workers(workers),
-            skip_bad=skip_bad, progress=progress, rates=_numbers(rates, "rates", float), decay=decay, steps=steps,
+            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
+            skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
             every=every, batch=batch, norm=norm, slide=slide,
         )  # fmt: skip
         _show(run_segment(found, sets, to, settings, _say), to)
@@ -217,8 +217,8 @@ def depth(
     with _interruptible():
         sets, found = _data(data, root, "depth", limit), _load(model, device, precision)
         settings = DepthSettings(
-            cores=_cores(cores, found), sizes=_numbers(sizes, "sizes", int), seed=seed, workers=_workers(workers),
-            skip_bad=skip_bad, progress=progress, rates=_numbers(rates, "rates", float), decay=decay, steps=steps,
+            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
+            skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
             every=every, batch=batch, norm=norm, slide=slide, head=head, bins=bins, loss=loss,
         )  # fmt: skip
         _show(run_depth(found, sets, to, settings, _say), to)
@@ -245,10 +245,10 @@ def _data(data: str, root: Path | None, task: Literal["classify", "segment", "de
 
 
 def _cores(text: str | None, backbone: Backbone) -> tuple[int, ...] | None:
-    return backbone.budgets if text == "all" else None if text is None else _numbers(text, "cores", int)
+    return backbone.budgets if text == "all" else None if text is None else numbers(text, "cores", int)
 
 
-def _numbers(text: str, name: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+def numbers(text: str, name: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
     try:
         values = tuple(dict.fromkeys(kind(part) for part in text.split(",")))
         if all(0 <= value < math.inf for value in values):
@@ -259,7 +259,7 @@ def _numbers(text: str, name: str, kind: Callable[[str], Any]) -> tuple[Any, ...
     raise ValueError(f"--{name} is {text!r}; it takes {words} with commas between, none below 0, as 8,16")
 
 
-def _workers(asked: int | None) -> int:
+def workers_of(asked: int | None) -> int:
     return min(8, os.cpu_count() or 1) if asked is None else asked
 
 

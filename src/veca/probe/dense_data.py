@@ -8,6 +8,7 @@ Shapes: B images of H × W pixels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from torch.utils.data import Dataset
 from veca.images import ImageError, open_image
 from veca.probe.crops import random_crop_and_flip
 from veca.probe.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.probe.features import PictureError, decoding, reason
+from veca.probe.features import PictureError, decoding, reason, shuffled
 from veca.probe.views import nearest, seeded, whole
 
 _WINDOW = 2
@@ -49,35 +50,26 @@ class DenseData:
     seed: int = 0
     workers: int = 0
     skip_bad: bool = False
+    scales: tuple[float, float] = (1.0, 1.0)
+    """Of the short side to learn from, in sides: between these two."""
     skipped: dict[str, set[str]] = field(default_factory=dict)
 
     @property
     def ignore(self) -> int:
         return IGNORE if self.data.ignore is None else self.data.ignore
 
-    def training(self, steps: int) -> Iterator[Labelled]:
-        """So many batches of random squares; what is in each follows from the seed alone."""
+    def training(self, steps: int, start: int = 0) -> Iterator[Labelled]:
+        """Batches of random squares from step `start` to `steps`; each follows from the seed and its step alone."""
         split = self.data.splits["train"]
         fill = 0 if self.data.task == "depth" else self.ignore
-        squares = _Squares(split, self.side, self.data.depth, fill, self.seed)
-        with decoding(squares, self._order(len(split), steps), _as_is, self.workers) as batches:
+        squares = _Squares(split, self.side, self.data.depth, fill, self.seed, self.scales)
+        order = shuffled(len(split), self.batch, range(start, steps), self.seed)
+        with decoding(squares, order, _as_is, self.workers) as batches:
             for found in batches:
                 good = self._good("train", found)
                 if not good:
                     raise PictureError(f"a whole batch of {self.data.name} train cannot be read: {found[0]}")
                 yield _together(good)
-
-    def _order(self, count: int, steps: int) -> Iterator[list[Any]]:
-        """Places in the endless row of epochs, each with its picture."""
-        epoch, order = -1, np.arange(count)
-        for step in range(steps):
-            chosen = []
-            for place in range(step * self.batch, (step + 1) * self.batch):
-                if place // count != epoch:
-                    epoch = place // count
-                    order = np.random.default_rng([self.seed, epoch]).permutation(count)
-                chosen.append((place, int(order[place % count])))
-            yield chosen
 
     def scoring(self, name: str) -> Iterator[Labelled]:
         """All pictures of a split once, in batches of one shape."""
@@ -134,14 +126,17 @@ def opened(split: Split, i: int, rules: DepthRules | None, scored: bool) -> tupl
 
 
 class _Squares(Dataset[Any]):
-    def __init__(self, split: Split, side: int, rules: DepthRules | None, fill: int, seed: int) -> None:
-        self.split, self.side, self.rules, self.fill, self.seed = split, side, rules, fill, seed
+    def __init__(
+        self, split: Split, side: int, rules: DepthRules | None, fill: int, seed: int, scales: tuple[float, float]
+    ) -> None:
+        self.split, self.side, self.rules, self.fill, self.seed, self.scales = split, side, rules, fill, seed, scales
 
     def __getitem__(self, place_and_picture: tuple[int, int]) -> Any:
         place, i = place_and_picture
         try:
             image, values = opened(self.split, i, self.rules, scored=False)
-            pixels = whole(image, self.side)
+            scale = math.exp(seeded(self.seed, place, 1).uniform(*map(math.log, self.scales)))
+            pixels = whole(image, round(self.side * scale))
             label = nearest(values, (pixels.shape[1], pixels.shape[2]))
             draw = torch.Generator().manual_seed(seeded(self.seed, place).getrandbits(62))
             found = random_crop_and_flip(pixels, label, (self.side, self.side), draw, self.fill)

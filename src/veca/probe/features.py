@@ -55,18 +55,20 @@ class View:
     turn: int | None = None
     """The number of a pass of random parts; None: the centre."""
     seed: int = 0
+    area: tuple[float, float] = AREA
+    """The share of the picture a random part has."""
 
     def __call__(self, split: Split, i: int) -> NDArray[np.uint8]:
         image = open_image(split.image(i))
         if self.turn is None:
             return centre(image, self.side).numpy()
-        return random_part(image, self.side, seeded(self.seed, self.turn, i)).numpy()
+        return random_part(image, self.side, seeded(self.seed, self.turn, i), self.area).numpy()
 
     def about(self) -> dict[str, Any]:
         """As plain data, for keys and protocols."""
         if self.turn is None:
             return {"view": "centre", "side": self.side, "short_side": round(self.side * SHORT_SIDE)}
-        parts = {"view": "random resized crop and flip", "area": list(AREA), "aspect": list(ASPECT)}
+        parts = {"view": "random resized crop and flip", "area": list(self.area), "aspect": list(ASPECT)}
         return {**parts, "side": self.side, "pass": self.turn, "seed": self.seed}
 
 
@@ -116,7 +118,7 @@ class Extraction:
         if not todo:
             return 0.0
         with (
-            decoding(_Pictures(split, view), numbers, functools.partial(_stack, view.side), self.workers) as batches,
+            decoding(Pictures(split, view), numbers, functools.partial(stack, view.side), self.workers) as batches,
             bar(what, sum(map(len, todo)), "pictures", self.progress) as advance,
         ):
             for part, missing in todo.items():
@@ -185,7 +187,7 @@ def _bytes(places: Places, i: int) -> bytes:
 
 @contextmanager
 def decoding(
-    items: Dataset[Any], numbers: Iterable[Sequence[int]], collate: Callable[[Any], Any], workers: int
+    items: Dataset[Any], numbers: Iterable[Sequence[Any]], collate: Callable[[Any], Any], workers: int
 ) -> Iterator[Iterator[Any]]:
     """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs."""
     loader = DataLoader(
@@ -208,7 +210,22 @@ def decoding(
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-class _Pictures(Dataset[Any]):
+def shuffled(count: int, batch: int, steps: range, seed: int) -> Iterator[list[tuple[int, int]]]:
+    """For each step its places in the endless row of epochs, each with its picture, one of `count`."""
+    epoch, order = -1, np.arange(count)
+    for step in steps:
+        chosen = []
+        for place in range(step * batch, (step + 1) * batch):
+            if place // count != epoch:
+                epoch = place // count
+                order = np.random.default_rng([seed, epoch]).permutation(count)
+            chosen.append((place, int(order[place % count])))
+        yield chosen
+
+
+class Pictures(Dataset[Any]):
+    """Pictures by number, as a view has them: number and pixels, or the number and why there are none."""
+
     def __init__(self, split: Split, view: View) -> None:
         self.split, self.view = split, view
 
@@ -225,7 +242,7 @@ def reason(split: Split, i: int, error: Exception) -> str:
     return f"{split.name(i)}: {text}"[:1000]
 
 
-def _stack(side: int, found: Sequence[tuple[int, Any]]) -> tuple[NDArray[np.uint8], dict[int, str]]:
+def stack(side: int, found: Sequence[tuple[int, Any]]) -> tuple[NDArray[np.uint8], dict[int, str]]:
     """Pixels (B, 3, side, side), black where a picture is bad, and who is. Arrays: tensors take shared memory."""
     bad = {i: pixels for i, pixels in found if isinstance(pixels, str)}
     black = np.zeros((3, side, side), np.uint8)

@@ -36,21 +36,21 @@ def centre(image: Image.Image, side: int) -> Tensor:
     return to_tensor(resample(image, (side, side), (left, top, width - left, height - top)))
 
 
-def random_part(image: Image.Image, side: int, draw: random.Random) -> Tensor:
+def random_part(image: Image.Image, side: int, draw: random.Random, area: tuple[float, float] = AREA) -> Tensor:
     """A random part at `side` × `side`, in half the cases mirrored, as torchvision's RandomResizedCrop draws it."""
     width, height = image.size
     for _ in range(10):
-        area = width * height * draw.uniform(*AREA)
+        pixels = width * height * draw.uniform(*area)
         aspect = math.exp(draw.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
-        across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        across, down = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
         if 0 < across <= width and 0 < down <= height:
             left, top = draw.randint(0, width - across), draw.randint(0, height - down)
             break
     else:  # a very long picture: the largest part from its centre that is not too long itself
         across, down = min(width, round(height * ASPECT[1])), min(height, round(width / ASPECT[0]))
         left, top = (width - across) // 2, (height - down) // 2
-    pixels = to_tensor(resample(image, (side, side), (left, top, left + across, top + down)))
-    return pixels.flip(-1) if draw.random() < 0.5 else pixels
+    part = to_tensor(resample(image, (side, side), (left, top, left + across, top + down)))
+    return part.flip(-1) if draw.random() < 0.5 else part
 
 
 def whole(image: Image.Image, short: int, multiple: int = 1) -> Tensor:

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +43,7 @@ from veca.train.resident import Resident, ResidentBatches, Taught
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.start import check_recipe, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
+from veca.train.stop import Interrupted, signals
 from veca.train.tables import Grid, grid_means
 from veca.train.validation import Lessons, validate
 
@@ -55,22 +52,12 @@ MOST_BAD = 3
 GRAPHS = 64
 """Ways to compile one function that are all wanted: the first block and the others, with gradients and without, few
 cores and many; a teacher at each resolution."""
-IMPATIENT = 1.0
-"""Seconds within which a signal is the same one: `timeout` and torchrun send it to a process and to its group."""
 AGREE_EVERY = 10
 """Steps after which several processes ask each other whether to stop."""
 
 
 class TrainingError(ValueError):
     """Training cannot go on; the last good checkpoint stays."""
-
-
-class Interrupted(Exception):
-    """Asked to stop, and did: everything is saved."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
 class Student(nn.Module):
@@ -192,7 +179,11 @@ class Trainer:
         """Train to the end; the folder then holds the model and a report."""
         self._write_recipe()
         try:
-            with self._logging() as (log, live), self._signals(), torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            with (
+                self._logging() as (log, live),
+                signals(self._note),
+                torch._dynamo.config.patch(recompile_limit=GRAPHS),
+            ):
                 for notice in self.notices:
                     self._event(log, live, notice)
                 if self.recipe.compile:
@@ -275,26 +266,8 @@ class Trainer:
         self.stop = max(gathered(self.stop, self.world))
         return bool(self.stop)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after the step at hand; a second one, a while later, ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        first = math.inf
-
-        def note(number: int, frame: FrameType | None) -> None:
-            nonlocal first
-            if time.monotonic() - first > IMPATIENT:
-                raise KeyboardInterrupt
-            first, self.stop = min(first, time.monotonic()), number
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note(self, number: int) -> None:
+        self.stop = number
 
     # What it leaves behind
 

@@ -14,12 +14,14 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
 from veca.config import did_you_mean, get_config
 from veca.images import MAX_PIXELS
+
+Kind = TypeVar("Kind")
 
 
 class RecipeError(ValueError):
@@ -304,9 +306,15 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} holds {type(values).__name__}, not the keys of a recipe")
+    return build(Recipe, values, changes)
+
+
+def build(kind: type[Kind], values: Mapping[str, Any], changes: Sequence[str] = ()) -> Kind:
+    """A dataclass from plain data with `changes` as `load_recipe` takes them; strict, as recipes are."""
+    values = dict(values)
     for change in changes:
         _set(values, change)
-    return Recipe.from_dict(values)
+    return cast(Kind, _build(kind, values, ""))
 
 
 def _set(values: dict[str, Any], change: str) -> None:
@@ -361,7 +369,8 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 def _build_section(kind: type, value: Any, where: str) -> Any:
     _require(where or "recipe", value, isinstance(value, Mapping), "keys with values")
-    known = get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    known = {name: hint for name, hint in get_type_hints(kind).items() if name in names}
     for key in value:
         if key not in known:
             full = f"{where}.{key}" if where else key

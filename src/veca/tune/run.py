@@ -1,0 +1,408 @@
+"""A fine-tune as a whole: the head first, on frozen features, then all of the network, a budget per step.
+
+What is drawn is a function of the seed and the step, what is kept is in the checkpoint: a run that was killed goes on
+as if it had not been. The folder has the best weights so far (`model.safetensors`, `config.json`), the tables of a
+run, `checkpoints/`, and in the end `result.json` and `report.html`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.checkpoint import load_or_random
+from veca.config import VecaConfig
+from veca.files import atomic_path
+from veca.images import normalize
+from veca.probe.backbones import weights_hash
+from veca.probe.datasets import DatasetError, ProbeData, load_dataset
+from veca.probe.dense_data import Labelled
+from veca.probe.features import listed, spread
+from veca.probe.gallery import save_picture
+from veca.probe.metrics import Confusion
+from veca.probe.rows import by_class, versions
+from veca.probe.run import limited
+from veca.probe.views import seeded
+from veca.train.augment import COLOURS, OPS, Augmentation, augment_batch, choose
+from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
+from veca.train.log import LiveLine, Meter, RunLog, memory_gib
+from veca.train.parallel import whole
+from veca.train.schedule import draw, learning_rate, seed_of
+from veca.train.state import Ema
+from veca.train.stop import Interrupted, signals
+from veca.tune.groups import parameter_groups
+from veca.tune.report import write_report
+from veca.tune.settings import ClassifySettings, Settings, check_same
+from veca.tune.tasks import frozen_copy, make_task
+
+WARMUP, CLIP = 0.1, 1.0
+"""The share of the steps in which the rate rises, before it falls along a half cosine; the longest gradient."""
+PROBED = 0.1
+"""The share of the rate for a head that starts from a probe: it is good already, and what it reads is wide."""
+LOG_EVERY, SAVE_EVERY, KEEP = 10, 500, 2
+"""Steps between rows of the log, and between checkpoints that no validation makes; how many of these are kept."""
+MOST_BAD = 3
+"""So many steps in a row without a finite gradient are no accident."""
+GALLERY, MOST_CONFUSIONS, MATRIX = 12, 30, 40
+"""Pictures in the report; pairs of classes taken for each other; up to so many classes have a whole matrix."""
+Say = Callable[[str], None]
+
+
+def finetune(
+    model: str,
+    data: str,
+    folder: Path,
+    settings: Settings,
+    *,
+    root: Path | None = None,
+    limit: int | None = None,
+    device: str = "auto",
+    restart: bool = False,
+    say: Say = print,
+) -> Path:
+    """Fine-tune `model` on `data` (as `load_dataset` takes it) and leave everything in `folder`; the report's path."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("`veca finetune` is one process on one device: start it without torchrun")
+    sets = limited(load_dataset(data, root, settings.task), limit)
+    return Tuner(model, sets, Path(folder), settings, device=device, restart=restart, say=say).run()
+
+
+class Tuner:
+    def __init__(
+        self,
+        model: str,
+        data: ProbeData,
+        folder: Path,
+        settings: Settings,
+        *,
+        device: str = "auto",
+        restart: bool = False,
+        say: Say = print,
+    ) -> None:
+        self.folder, self.settings, self.data, self.say, self.model = folder, settings, data, say, model
+        _check_data(data, settings.task)
+        for problem in data.problems:
+            say(f"{data.name}: {problem}. The score is not the benchmark's.")
+        self.device = _device(device)
+        self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
+        backbone = load_or_random(model)
+        self.budgets = settings.budgets(backbone.config)
+        if backbone.provenance.get("weights") == "random":
+            say(f"The weights are random: none ship for {model} yet. Name trained ones, or expect little.")
+        self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
+        # What is not trained here is not to be called trained.
+        backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
+        self.task = make_task(backbone, data, settings)
+        self.backbone = backbone
+        self.network = self.task.network.to(self.device).train()
+        head = PROBED if settings.head == "probe" else 1.0
+        groups = parameter_groups(self.network, backbone.config.depth, settings.layer_decay, settings.decay, head)
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate)
+        self.ema = Ema(self.network, settings.ema)
+        an_epoch = len(data.splits["train"]) / settings.batch
+        self.steps = max(1, round(settings.epochs * an_epoch))
+        self.every = settings.every or max(1, min(round(an_epoch), math.ceil(self.steps / 4)))
+        self.step, self.stop, self.bad, self.resumed = 0, 0, 0, False
+        self.best: list[float] = []
+        """Score and negative loss on val of the best so far, and its step."""
+        self.before: dict[int, dict[str, float]] = {}
+        self.meter = Meter(self.budgets)
+        self.notices: list[str] = []
+        if restart:
+            for name in ("checkpoints", "features", "gallery"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / "result.json").unlink(missing_ok=True)
+        self._resume()
+
+    # The run
+
+    def run(self) -> Path:
+        if self.step == self.steps and (self.folder / "result.json").is_file():
+            self.say(f"{self.folder} is done; --restart begins anew in it.")
+            return write_report(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_path(self.folder / "finetune.json") as part:
+            part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
+        first = self.step + 1 if self.step else 0
+        with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
+            if not self.resumed:
+                self._start_head()
+            with LiveLine(self.steps, start=self.step) as live, signals(self._note):
+                for notice in self.notices:
+                    self._event(log, live, notice)
+                if not self.resumed:
+                    self._validate(log, live)
+                    self._save()
+                try:
+                    for batch in self.task.training(self.step, self.steps):
+                        self._advance(batch, log, live)
+                except (RuntimeError, ValueError):
+                    if self.stop:  # a signal to all processes ends those that decode at once
+                        raise Interrupted(self.stop) from None
+                    raise
+            return self._finish(log)
+
+    def _note(self, number: int) -> None:
+        self.stop = number
+
+    def _event(self, log: RunLog, live: LiveLine, text: str) -> None:
+        log.event(self.step, text)
+        live.say(text)
+
+    def _start_head(self) -> None:
+        if self.settings.head == "new":
+            return
+        place = self.folder / "features"
+        cores = max(self.budgets)
+        self.task.probe(frozen_copy(self.backbone, self.model, self.device, self.precision), cores, place)
+        shutil.rmtree(place, ignore_errors=True)
+        self.ema = Ema(self.network, self.settings.ema)
+        scored = self.score(self.data.report, self._some())
+        self.before = {cores: self.task.metrics(meter) for cores, (meter, _) in scored.items()}
+
+    def _advance(self, batch: Labelled, log: RunLog, live: LiveLine) -> None:
+        """A step, and whatever is due after it."""
+        self._learn(batch)
+        last = self.step == self.steps
+        if last or self.step % LOG_EVERY == 0:
+            values = self.meter.values()
+            values |= {"learning_rate": self._rate(self.step - 1), "memory_gib": memory_gib(self.device)}
+            log.train(self.step, values)
+            live.update(self.step, values)
+        due = last or self.step % self.every == 0
+        if due:
+            self._validate(log, live)
+        if due or self.stop or self.step % SAVE_EVERY == 0:
+            with self.meter.pause():
+                log.flush()  # a run that goes on from here does not write these rows again
+                self._save()
+        if self.stop and not last:
+            self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
+            raise Interrupted(self.stop)
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(step, self.steps, round(WARMUP * self.steps), self.settings.rate, 0.0)
+
+    def _learn(self, batch: Labelled) -> None:
+        settings, step = self.settings, self.step
+        budget = draw(self.budgets, "budget", settings.seed, step)
+        chance = seeded(seed_of("augment", settings.seed, step))
+        images = normalize(self._augmented(batch.pixels.to(self.device, non_blocking=True), chance))
+        labels = batch.labels.to(self.device, non_blocking=True)
+        mixed = settings.mixup if isinstance(settings, ClassifySettings) else 0.0
+        share = chance.betavariate(mixed, mixed) if mixed else 1.0
+        if mixed:
+            images = share * images + (1 - share) * images.flip(0)
+        torch.manual_seed(seed_of("model", settings.seed, step))
+        with self._autocast():
+            scores = self.network(images, budget, labels.shape[1:])
+        loss = self.task.loss(scores, labels)
+        if mixed:
+            loss = share * loss + (1 - share) * self.task.loss(scores, labels.flip(0))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
+        fine = bool(norm.isfinite())
+        if fine:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate(step) * group["scale"]
+            self.optimizer.step()
+            self.ema.update(torch.zeros((), device=self.device))
+        self.optimizer.zero_grad()
+        self.bad = 0 if fine else self.bad + 1
+        if self.bad == MOST_BAD:
+            raise ValueError(
+                f"{MOST_BAD} steps in a row had no finite gradient, the last at step {step:,}: lower --rate, or take "
+                "--set precision=float32, in another --out"
+            )
+        self.meter.update({"total": loss, "gradient_norm": norm}, len(images), budget, settings.size)
+        self.step += 1
+
+    def _augmented(self, pixels: Tensor, chance: Any) -> Tensor:
+        if self.settings.augment == "flip":  # crops and flips are done where pictures are decoded
+            return pixels
+        among = COLOURS if self.settings.augment == "colour" else range(len(OPS))
+        chosen = [choose(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5, among) for _ in pixels]
+        ops, strengths = zip(*chosen, strict=True)
+        return augment_batch(pixels, Augmentation(torch.tensor(ops), torch.tensor(strengths, dtype=torch.float64)))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    # Scores
+
+    def _some(self) -> list[int]:
+        """Of the budgets the least, the one in the middle and the most: enough to choose by."""
+        found = list(self.budgets)
+        return sorted({found[0], found[len(found) // 2], found[-1]})
+
+    @torch.no_grad()
+    def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
+        """What was taken for what in a split, and the mean loss, at each budget; the weights are those of the EMA."""
+        classes = len(self.data.classes)
+        meters = {cores: Confusion(classes, self.task.ignore, self.device) for cores in budgets}
+        losses = dict.fromkeys(meters, 0.0)
+        count = 0
+        self.network.eval()
+        with self.ema.in_place():
+            for pixels, labels in self.task.scoring(split):
+                images, labels = normalize(pixels.to(self.device)), labels.to(self.device).long()
+                count += len(images)
+                for cores, meter in meters.items():
+                    with self._autocast():
+                        scores = self.network(images, cores, labels.shape[1:])
+                    losses[cores] += len(images) * float(self.task.loss(scores, labels))
+                    meter.update(scores.argmax(1), labels)
+        self.network.train()
+        return {cores: (meter, losses[cores] / max(1, count)) for cores, meter in meters.items()}
+
+    def _validate(self, log: RunLog, live: LiveLine) -> None:
+        with self.meter.pause():
+            scored = self.score("val", self._some())
+            found = {c: {**self.task.metrics(meter), "loss": loss} for c, (meter, loss) in scored.items()}
+            log.validation(self.step, {(self.settings.size, cores): values for cores, values in found.items()})
+            name = self.task.metric
+            mean, loss = (math.fsum(v[key] for v in found.values()) / len(found) for key in (name, "loss"))
+            said = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in found.items())
+            live.say(f"val at step {self.step:,}: {name} {mean:.2f} ({said}), loss {loss:.4f}")
+            # A probe is no candidate: its head was chosen on val, and looks better there than it is.
+            if self.step and (not self.best or [mean, -loss] > self.best[:2]):
+                self.best = [mean, -loss, self.step]
+                with self.ema.in_place():
+                    self.task.save(self.folder, self._provenance())
+
+    # What it leaves
+
+    def _asked(self) -> dict[str, Any]:
+        counts = {name: len(split) for name, split in self.data.splits.items()}
+        about = {"name": self.data.name, "fingerprint": self.data.fingerprint, **counts}
+        return {"model": self.model, "weights": self.origin["sha256"], "data": about, **self.settings.to_dict()}
+
+    def _provenance(self) -> dict[str, Any]:
+        score = {f"val {self.task.metric}": self.best[0], "step": self.best[2]}
+        asked = {**self._asked(), "started_from": self.origin["provenance"]}
+        return {"weights": "fine-tuned", "classes": self.data.classes, **score, "finetune": asked}
+
+    def _save(self) -> None:
+        state = self.optimizer.state
+        kept = {
+            f"{name}/{key}": whole(value)
+            for name, parameter in self.network.named_parameters()
+            for key, value in state.get(parameter, {}).items()
+        }
+        tensors = {"network": {k: whole(v) for k, v in self.network.state_dict().items()}, "optimizer": kept}
+        if self.ema.decay:
+            tensors["ema"] = {name: whole(value) for name, value in self.ema.named()}
+        facts = {
+            "asked": self._asked(), "best": self.best, "before": self.before, "images": self.meter.images,
+            "seconds": self.meter.seconds, "under_way": self.meter.under_way(),
+        }  # fmt: skip
+        folder = self.folder / "checkpoints"
+        write_checkpoint(folder, self.step, facts, tensors)
+        forget_old(folder, KEEP, self.step)
+
+    def _resume(self) -> None:
+        saved = newest_checkpoint(self.folder / "checkpoints", self.notices.append)
+        if saved is None:
+            return
+        facts = saved.facts
+        check_same(facts["asked"], self._asked(), self.folder)
+        self.network.load_state_dict(saved.tensors["network"])
+        parameters = dict(self.network.named_parameters())
+        for key, value in saved.tensors["optimizer"].items():
+            name, entry = key.split("/")
+            self.optimizer.state[parameters[name]][entry] = value.to(self.device) if value.ndim else value
+        for name, value in self.ema.named():
+            value.copy_(saved.tensors["ema"][name])
+        self.step, self.best, self.resumed = saved.step, facts["best"], True
+        self.before = {int(cores): values for cores, values in facts["before"].items()}
+        self.meter = Meter(self.budgets, images=facts["images"], seconds=facts["seconds"])
+        self.meter.take_up([facts["under_way"]], 0, 1, self.device)
+        self.notices.append(f"resumed: from step {self.step:,}")
+
+    def _finish(self, log: RunLog) -> Path:
+        """The best weights on the pictures that count, at all budgets, and the report."""
+        began = time.perf_counter()
+        self.task.load(self.folder)
+        self.ema = Ema(self.network, None)
+        task, report = self.task, self.data.report
+        scored = self.score(report, self.budgets)
+        most = max(self.budgets)
+        meter = scored[most][0]
+        bad = {split: sorted(names) for split, names in task.skipped.items() if names}
+        problems = [f"{len(names):,} of {split} cannot be read: {listed(names)}" for split, names in bad.items()]
+        for problem in problems:
+            log.event(self.step, f"skipped: {problem}")
+            self.say(f"Left out: {problem}")
+        log.flush()
+        result: dict[str, Any] = {
+            "asked": self._asked(), "metric": task.metric, "scored_on": report, "cores": most,
+            "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
+            "best": {"score": self.best[0], "step": self.best[2]},
+            "before": self.before, "after": {cores: task.metrics(found) for cores, (found, _) in scored.items()},
+            "per_class": by_class(self.data.classes, task.per_class(meter).tolist()),
+            "confusions": _confusions(meter.counts),
+            "matrix": meter.counts.tolist() if len(self.data.classes) <= MATRIX else None,
+            "gallery": self._gallery(report, most),
+            "images": self.meter.images, "seconds": self.meter.seconds,
+            "scoring_seconds": time.perf_counter() - began, "versions": versions(self.device),
+        }  # fmt: skip
+        with atomic_path(self.folder / "result.json") as part:
+            part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return write_report(self.folder)
+
+    @torch.no_grad()
+    def _gallery(self, split: str, cores: int) -> list[dict[str, str]]:
+        self.network.eval()
+        found = []
+        for i in spread(len(self.data.splits[split]), GALLERY):
+            batch = self.task.one(split, i)
+            if batch is None:
+                continue
+            with self._autocast():
+                scores = self.network(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
+            shown = self.task.shown(split, i, scores[0].cpu(), batch.labels[0])
+            found.append(
+                {
+                    key: value if isinstance(value, str) else save_picture(value, self.folder, _file(i, key))
+                    for key, value in shown.items()
+                }
+            )
+        return found
+
+
+def _file(i: int, key: str) -> str:
+    return f"{i}-{key}.{'webp' if key == 'image' else 'png'}"
+
+
+def _confusions(counts: Tensor) -> list[list[int]]:
+    """(class, what it was taken for, how often): the most frequent, which are no hits."""
+    wrong = counts.cpu().clone().fill_diagonal_(0).flatten()
+    most = wrong.topk(min(MOST_CONFUSIONS, len(wrong)))
+    pairs: Sequence[tuple[int, int]] = list(zip(most.indices.tolist(), most.values.tolist(), strict=True))
+    return [[place // len(counts), place % len(counts), count] for place, count in pairs if count]
+
+
+def _check_data(data: ProbeData, task: str) -> None:
+    if data.task != task:
+        raise DatasetError(f"{data.name} has labels to {data.task}; `veca finetune` learns one class for each picture "
+                           "(classify) or pixel (segment)")  # fmt: skip
+    if missing := [split for split in ("train", "val") if split not in data.splits]:
+        raise DatasetError(f"{data.name} has no {' and no '.join(missing)}: nothing can be learned, or chosen, from it")
+
+
+def _device(name: str) -> torch.device:
+    chosen = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else name
+    try:
+        return torch.empty(0, device=chosen or "cpu").device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
