@@ -31,6 +31,7 @@ from veca.images import MAX_PIXELS, Fit
 from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
 from veca.terminal import Device, Model, err, load_model, out, say_if_random
+from veca.web.cli import explore
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -363,6 +364,7 @@ def _bench(
 
 
 app.add_typer(probe_app, name="probe")
+app.command()(explore)
 
 
 @app.callback(invoke_without_command=True)
