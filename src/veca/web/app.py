@@ -433,7 +433,24 @@ def create_app(
         )  # fmt: skip
 
     _serve_static(app)
+    app.openapi_schema = _describe(app.openapi(), explorer)
     return app
+
+
+def _describe(schema: dict[str, Any], explorer: Explorer) -> dict[str, Any]:
+    """The API's description, with the values that this server takes."""
+    configs = [model.config for model in explorer.models.values()]
+    known: dict[str, dict[str, Any]] = {
+        "model": {"enum": list(explorer.models)},
+        "size": {"enum": list(SIZES)},
+        "cores": {"enum": sorted({budget for config in configs for budget in config.budgets})},
+        "layer": {"maximum": max(config.depth for config in configs)},
+        "picture": {"examples": list(explorer.pictures.samples)[:1]},
+    }
+    for path in schema["paths"].values():
+        for parameter in path.get("get", {}).get("parameters", ()):
+            parameter["schema"] |= known.get(parameter["name"], {}) if parameter["in"] == "query" else {}
+    return schema
 
 
 async def _read(request: Request) -> bytes:

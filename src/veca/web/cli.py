@@ -75,6 +75,7 @@ def _bound(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(128)  # from now on clients wait, and are not refused
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ValueError(f"cannot answer at {host}, port {port}: {reason}; choose another --port or --host") from error
