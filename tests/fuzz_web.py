@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,14 +115,15 @@ def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[i
 PHASES = "examples,coverage,fuzzing,stateful"
 
 
-def run(examples: int, uploads: int, seed: int, folder: Path, *options: str, phases: str = PHASES) -> Report:
-    """`uploads` are spread over the thousand of `fuzz_images.py`; `options` are those of `veca explore`."""
+def run(
+    examples: int, cases: Iterable[fuzz_images.Case], seed: int, folder: Path, *options: str, phases: str = PHASES
+) -> Report:
+    """`cases` are uploaded; `options` are those of `veca explore`."""
     report = Report()
     started = time.perf_counter()
-    cases = list(fuzz_images.cases(1000, seed))
     with serving(*options) as (server, port):
         _describe(port, examples, seed, phases, folder, report)
-        for case in cases[:: max(1, len(cases) // max(1, uploads))]:
+        for case in cases:
             path = folder / case.name
             path.write_bytes(case.make) if isinstance(case.make, bytes) else case.make(path)
             if path.is_file() and path.stat().st_size <= 2**26:
@@ -185,7 +186,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = run(arguments.examples, arguments.uploads, arguments.seed, Path(folder))
+        cases = fuzz_images.cases(arguments.uploads, arguments.seed)
+        report = run(arguments.examples, cases, arguments.seed, Path(folder))
     for problem in report.problems:
         print(problem)
     print(report)
