@@ -10,8 +10,6 @@ file of this machine or take longer than ten seconds, and the server must live a
 from __future__ import annotations
 
 import argparse
-import http.client
-import os
 import re
 import socket
 import subprocess
@@ -19,12 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import fuzz_images
+
+from veca.web.bench import ask, peak_mib, serving
 
 MAX_SECONDS = 10.0
 MAX_MIB = 2560.0
@@ -70,48 +69,6 @@ class Report:
         )
 
 
-@contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`veca explore` in a process of its own, and its port."""
-    command = [sys.executable, "-m", "veca", "explore", "--port", "0", *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-        try:
-            assert server.stdout
-            line = server.stdout.readline()
-            found = re.search(r":(\d+)/", line)
-            if not found:
-                server.wait(20)
-                log.seek(0)
-                raise RuntimeError(f"the server did not start: {line}{log.read()}")
-            yield server, int(found[1])
-        finally:
-            server.terminate()
-            server.wait(20)
-            assert server.stdout
-            server.stdout.close()
-            log.seek(0)
-            told = log.read()
-            if "Traceback" in told:
-                print(told, file=sys.stderr)
-
-
-def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.putrequest(method, path, skip_accept_encoding=True)
-        if body is not None:
-            connection.putheader("Content-Length", str(len(body)))
-        connection.endheaders()
-        with suppress(OSError):  # refused before it was sent: the answer says why
-            connection.send(body or b"")
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
 PHASES = "examples,coverage,fuzzing,stateful"
 
 
@@ -137,14 +94,12 @@ def run(
                 answer = raw.recv(64)
             if answer.startswith(b"HTTP/1.1 5"):
                 report.problems.append(f"{sent[:40]!r}: {answer[:40]!r}")
-        status, _ = ask(port, "GET", "/api/about")
+        status, *_ = ask(port, "GET", "/api/about")
         if status != 200 or server.poll() is not None:
             report.problems.append(f"the server is gone: {status}, {server.poll()}")
-        if sys.platform == "linux" and server.poll() is None:
-            told = Path(f"/proc/{server.pid}/status").read_text()
-            report.mib = int(told.split("VmHWM:")[1].split()[0]) / 1024
-            if report.mib > MAX_MIB:
-                report.problems.append(f"the server took {report.mib:.0f} MiB")
+        report.mib = peak_mib(server)
+        if report.mib > MAX_MIB:
+            report.problems.append(f"the server took {report.mib:.0f} MiB")
     report.seconds = time.perf_counter() - started
     return report
 
@@ -167,7 +122,7 @@ def _describe(port: int, examples: int, seed: int, phases: str, folder: Path, re
 def _watch(report: Report, port: int, name: str, method: str, path: str, body: bytes | None = None) -> None:
     began = time.perf_counter()
     try:
-        status, answer = ask(port, method, path, body)
+        status, answer, _ = ask(port, method, path, body)
     except OSError as error:
         report.problems.append(f"{name}: {error!r}")
         return

@@ -80,6 +80,11 @@ export class Latest {
   #current = null;
   #turn = 0;
 
+  withdraw() {
+    this.#turn++;
+    this.#current?.controller.abort();
+  }
+
   async run(question) {
     const turn = ++this.#turn;
     const before = this.#current;

@@ -160,14 +160,22 @@ function recallAddress() {
 
 // Pictures.
 
+let turns = 0;
 async function show(picture) {
-  const photo = new Image();
-  photo.src = `api/pictures/${picture.id}`;
-  const shown = photo.decode();
-  shared.picture = picture;
+  const turn = ++turns;
+  const before = [shared.picture, shared.photo];
+  const photo = async () => createImageBitmap(await (await ask(`api/pictures/${picture.id}`)).blob());
+  [shared.picture, shared.photo] = [picture, null]; // no map of one picture over another
+  let found;
+  try {
+    [found] = await Promise.all([photo(), ...panes.map((pane) => pane.refresh())]);
+  } catch (error) {
+    if (turn === turns) [shared.picture, shared.photo] = before;
+    throw error;
+  }
+  if (turn !== turns) return;
+  shared.photo = found;
   for (const button of $("samples").children) button.setAttribute("aria-pressed", String(button.value === picture.id));
-  await Promise.all([shown.then(() => (shared.photo = photo)), Promise.all(panes.map((pane) => pane.refresh()))]);
-  draw();
   for (const pane of panes) pane.draw();
   showCore();
   performance.mark("veca-picture", { detail: picture.id });

@@ -146,10 +146,9 @@ export class Pane {
     this.#numbers();
     this.element.setAttribute("aria-busy", "true");
     const options = (signal) => ({ signal, headers: { "X-Veca-Pane": this.id } });
-    const found = await this.questions.view.run((signal) =>
-      recall(view) && recall(one)
-        ? [recall(view), recall(one)]
-        : Promise.all([load(view, options(signal)), load(one, options(signal))]));
+    let found = [recall(view), recall(one)];
+    if (found.every(Boolean)) this.questions.view.withdraw();
+    else found = await this.questions.view.run((signal) => Promise.all([view, one].map((path) => load(path, options(signal)))));
     if (!found) return;
     [this.view, this.layer] = found;
     this.times = stretch(this.view.places);
@@ -204,7 +203,7 @@ export class Pane {
   draw() {
     if (!this.view || !this.shared.photo) return;
     const { photo, opacity, held } = this.shared;
-    const aspect = photo.naturalWidth / photo.naturalHeight;
+    const aspect = photo.width / photo.height;
     const [rows, columns] = this.grid;
     const { patch, core } = this;
     const contexts = Object.fromEntries(Object.entries(this.canvases).map(([kind, canvas]) => [kind, fit(canvas, aspect)]));
@@ -264,7 +263,7 @@ export class Pane {
     const told = pairs.filter(([, ours]) => ours && ours !== "…").map(([what, ours, dense]) => `${what} ${ours} (dense ViT ${dense})`);
     const text = (kind, part) => this.find(`.${kind} figcaption ${part}`).textContent;
     return {
-      aspect: this.shared.photo.naturalWidth / this.shared.photo.naturalHeight,
+      aspect: this.shared.photo.width / this.shared.photo.height,
       title: `${this.setting.model}, ${this.setting.cores} cores, ${this.setting.size} px, layer ${this.shown.layer}`,
       numbers: told.join("  ·  "),
       maps: Object.entries(this.canvases).map(([kind, canvas]) => ({ canvas, label: text(kind, "b"), text: text(kind, "span") })),
