@@ -4,7 +4,7 @@
 
 First schemathesis asks every operation of /openapi.json, valid and not; then the hostile pictures of `fuzz_images.py`
 are uploaded; then come paths that lead out of the server, and requests that are no HTTP. No answer may be a 500, hold a
-file of this machine or take longer than ten seconds (measuring: a minute), and the server must live and stay within bounds.
+file of this machine or take longer than ten seconds (measuring: a minute), and the server must live, within bounds.
 """
 
 from __future__ import annotations

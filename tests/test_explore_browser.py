@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from PIL import Image
 
 from veca.web.app import create_app
 
-sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REQUIRED = os.environ.get("VECA_BROWSER") == "required"
+sync_api = import_module("playwright.sync_api") if REQUIRED else pytest.importorskip("playwright.sync_api")
 LOUD = "NO BROWSER: the tests of the explorer's page did not run. Install one: apt-get install chromium"
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason=LOUD)
 

@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,27 @@ def test_a_full_server_says_so_and_recovers() -> None:
         release.set()
         assert held.result(10) == "done"
         assert client.get("/api/view", params={"picture": id, **SETTING}).status_code == 200
+
+
+def test_a_new_question_of_a_pane_withdraws_its_last() -> None:
+    with connect() as client, ThreadPoolExecutor() as threads:
+        asked = {"picture": client.post("/api/pictures", content=photo()).json()["id"], **SETTING}
+        worker, release = client.app.state.explorer.worker, threading.Event()  # type: ignore[attr-defined]
+        worker.submit("hold", lambda: blocked(release))
+
+        def ask(cores: int, pane: str) -> Future[httpx2.Response]:
+            before = worker.waiting
+            headers = {"x-veca-pane": pane}
+            answer = threads.submit(client.get, "/api/view", params={**asked, "cores": cores}, headers=headers)
+            while worker.waiting == before and not answer.done():
+                threading.Event().wait(0.005)
+            return answer
+
+        other, stale = ask(8, "b"), ask(16, "a")
+        newest = threads.submit(client.get, "/api/view", params={**asked, "cores": 24}, headers={"x-veca-pane": "a"})
+        assert "something else" in problem(stale.result(10), 409)
+        release.set()
+        assert [future.result(10).status_code for future in (newest, other)] == [200, 200]
 
 
 def test_a_crowd_is_turned_away_at_the_door() -> None:

@@ -5,7 +5,10 @@ import { figure, setHeat } from "./draw.js";
 import { Pane } from "./pane.js";
 
 const $ = (id) => document.getElementById(id);
-const about = await json("api/about").catch(fail);
+const about = await json("api/about").catch((error) => {
+  fail(error);
+  return new Promise(() => {}); // there is nothing to show
+});
 setHeat(about.heat);
 $("ramp").style.background = `linear-gradient(90deg, ${about.heat.join(", ")})`;
 
