@@ -286,7 +286,7 @@ def test_the_token_opens_the_page_and_the_api() -> None:
         entered = client.get("/?token=correct-horse", follow_redirects=False)
         assert (entered.status_code, entered.headers["location"]) == (303, "/")
         assert "HttpOnly" in entered.headers["set-cookie"]
-        assert "SameSite=Strict" in entered.headers["set-cookie"]
+        assert "SameSite=Lax" in entered.headers["set-cookie"]
         assert client.get("/api/about").status_code == 200, "the cookie is enough from then on"
 
 

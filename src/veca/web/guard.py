@@ -92,7 +92,7 @@ class Guard:
         if self.token is not None:
             given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
             if scope["path"] == "/" and given and self._is_token(given):
-                cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Lax"
                 return 303, "", {"location": "/", "set-cookie": cookie}
             if not self._is_token(_presented(headers)):
                 return (
