@@ -6,11 +6,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
 FORKING := tests/test_distill.py tests/test_resume.py
 
-.PHONY: demo test coverage lint bench docs clean
+.PHONY: demo explore test coverage lint bench docs clean
 
 demo: .venv/viz.stamp
 	$(BIN)/veca demo
 
+explore: .venv/web.stamp
+	$(BIN)/veca explore
+
+# The tests of the explorer need Chromium, and say so where there is none: apt-get install chromium
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --no-loadscope-reorder $(COVER) $(FORKING:%=--ignore=%)
 	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist worksteal $(COVER:--cov=--cov --cov-append) $(FORKING)

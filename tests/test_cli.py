@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"], ["export"]]
+    "command", [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"], ["export"], ["explore"]]
 )
 def test_help_teaches(command: list[str]) -> None:
     result = run(app, [*command, "--help"])

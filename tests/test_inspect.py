@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from veca import create_model
 from veca.attention import masked_attention
-from veca.inspect import core_maps, heat, pca, to_rgb
+from veca.inspect import core_maps, core_profiles, heat, look_inside, pca, to_rgb
 from veca.rope import patch_coordinates
 
 
@@ -95,6 +95,15 @@ def test_core_maps_names_a_block_that_is_not_there(model, layers, says):
         core_maps(model, torch.randn(1, 3, 32, 32), layers=layers)
 
 
+@torch.no_grad()
+def test_look_inside_is_all_of_one_pass(model):
+    images = torch.randn(2, 3, 48, 80)
+    found = look_inside(model, images, cores=16, layers=(-1, 1))
+    assert torch.equal(found.maps, core_maps(model, images, 16, (-1, 1)))
+    assert torch.equal(found.profiles, core_profiles(model, images, 16, (-1, 1)))
+    assert torch.equal(found.output.patches, model(images, cores=16).patches)
+
+
 class Largest(TorchDispatchMode):
     size = 0
 
@@ -139,6 +148,19 @@ def test_pca_gives_equal_features_equal_colours_in_all_maps():
     colours = pca(torch.stack([first, second]))
     assert torch.equal(colours[0, 0, 0], colours[1, 2, 3])
     torch.testing.assert_close(pca(torch.stack([second, first])), colours.flip(0))
+
+
+def test_pca_like_others_gives_equal_features_their_colours():
+    torch.manual_seed(0)
+    first, second = torch.randn(6, 6, 10), 3 * torch.randn(4, 9, 10)
+    second[2, 3] = first[0, 0]
+    colours = pca(second, like=first)
+    torch.testing.assert_close(colours[2, 3], pca(first)[0, 0])
+    assert torch.equal(pca(first, like=first), pca(first))
+    assert colours.min() == 0
+    assert colours.max() == 1
+    with pytest.raises(ValueError, match="must be finite"):
+        pca(first, like=torch.full((3, 10), math.nan))
 
 
 def test_pca_is_not_squashed_by_one_outlier():

@@ -32,6 +32,7 @@ from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
 from veca.terminal import Device, Model, err, load_model, out, say_if_random
 from veca.tune.cli import finetune_app
+from veca.web.cli import explore
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -370,6 +371,7 @@ def _bench(
 
 app.add_typer(probe_app, name="probe")
 app.add_typer(finetune_app, name="finetune")
+app.command()(explore)
 
 
 @app.callback(invoke_without_command=True)

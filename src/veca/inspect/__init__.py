@@ -1,6 +1,6 @@
 """Looking inside a model: where its cores look, what they contribute, its features as colours, and figures of these."""
 
-from veca.inspect.contribution import contributions, core_profiles
+from veca.inspect.contribution import Inside, contributions, core_profiles, look_inside
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import draw_budgets, draw_features, draw_similarity
 from veca.inspect.maps import core_maps
@@ -8,6 +8,7 @@ from veca.inspect.projections import heat, pca, project, to_rgb, umap
 from veca.inspect.sheet import write_figure
 
 __all__ = [
+    "Inside",
     "contributions",
     "core_maps",
     "core_profiles",
@@ -19,6 +20,7 @@ __all__ = [
     "draw_similarity",
     "draw_states",
     "heat",
+    "look_inside",
     "pca",
     "project",
     "to_rgb",

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from veca.attention import core_probabilities
-from veca.inspect.maps import look_into
-from veca.model import Veca
+from veca.inspect.maps import attention_to_patches, look_into
+from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 
 PIECE = 2**21
@@ -40,6 +40,31 @@ def core_profiles(
     """
     found, out = look_into(model, images, cores, layers, partial(_profiles, piece=piece))
     return torch.stack(found).unflatten(2, out.grid)
+
+
+class Inside(NamedTuple):
+    """One forward pass, looked into."""
+
+    output: VecaOutput
+    maps: Tensor
+    """(layers, B, C, rows, columns): what `core_maps` gives."""
+    profiles: Tensor
+    """(layers, B, rows, columns, C): what `core_profiles` gives."""
+
+
+@torch.no_grad()
+def look_inside(
+    model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,), piece: int = PIECE
+) -> Inside:
+    """`core_maps` and `core_profiles` of one forward pass, and what came out of it."""
+
+    def look(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+        attention = attention_to_patches(attn, x, core_rotary, patch_rotary).mean(1)
+        return torch.stack([attention, _profiles(attn, x, core_rotary, patch_rotary, piece).mT])  # (2, B, C, N)
+
+    found, out = look_into(model, images, cores, layers, look)
+    maps, shares = torch.stack(found, dim=1)
+    return Inside(out, maps.unflatten(-1, out.grid), shares.mT.unflatten(2, out.grid))
 
 
 def contributions(attention: Tensor, values: Tensor, weight: Tensor, piece: int = PIECE) -> Tensor:

@@ -33,7 +33,7 @@ def core_maps(
     """
 
     def look(*args: Any) -> Tensor:
-        return _attention_to_patches(*args) if per_head else _attention_to_patches(*args).mean(1)
+        return attention_to_patches(*args) if per_head else attention_to_patches(*args).mean(1)
 
     found, out = look_into(model, images, cores, layers, look)
     stacked = torch.stack(found)
@@ -70,7 +70,7 @@ def look_into(
     return [found[layer] for layer in wanted], out
 
 
-def _attention_to_patches(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+def attention_to_patches(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
     """What `attn` gives the patches from each core, (B, H, C, N), from the arguments of its forward pass."""
     cores = core_rotary[0].shape[-2]
     q, k, _ = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)

@@ -23,13 +23,14 @@ _INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d74
 _ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
 
 
-def pca(features: Tensor, components: int = 3, clip: float = 0.01) -> Tensor:
+def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
     """The first principal components of `features` (..., D), each in [0, 1]: (..., components), float32.
 
     All leading dimensions are fitted together, so feature maps stacked into one tensor share their colours. The 1st
     and 99th percentile of a component become 0 and 1 and what lies beyond is clipped; `clip` is that share, and 0 clips
     nothing. The sign makes the largest loading positive. A component in which nothing varies beyond rounding is 0.5
-    everywhere.
+    everywhere. With `like`, components and percentiles are those of these features (..., D): colours of one map that
+    others, made later, can share.
 
     >>> pca(torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), components=2).round(decimals=3)
     tensor([[0.0000, 0.5000],
@@ -39,22 +40,27 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01) -> Tensor:
     width = features.shape[-1] if features.ndim else 0
     if not 1 <= components <= width:
         raise ValueError(f"components={components}; features {tuple(features.shape)} have from 1 to {width}")
-    if not features.numel() or not features.is_floating_point() or not features.isfinite().all():
-        raise ValueError(
-            f"features {tuple(features.shape)} of {features.dtype} must be finite, floating point, not empty"
-        )
-    x = features.detach().to("cpu", torch.float64).flatten(0, -2)
-    size = x.square().mean(0)
-    x = x - x.mean(0)
+    like = features if like is None else like
+    for each in (features, like):
+        if not each.numel() or not each.is_floating_point() or not each.isfinite().all():
+            raise ValueError(f"features {tuple(each.shape)} of {each.dtype} must be finite, floating point, not empty")
+    x = like.detach().to("cpu", torch.float64).flatten(0, -2)
+    mean, size = x.mean(0), x.square().mean(0)
+    x = x - mean
     variances, directions = torch.linalg.eigh(x.mT @ x / len(x))
     variances, directions = variances.flip(0)[:components], directions.flip(1)[:, :components]
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     directions = directions * largest.sign()
 
     # The noise that rounding puts along each direction: of the features as they came, and of the decomposition here.
-    rounding = torch.finfo(features.dtype).eps ** 2 * (directions.square().mT @ size)
+    rounding = torch.finfo(like.dtype).eps ** 2 * (directions.square().mT @ size)
     floor = rounding.clamp(min=width * torch.finfo(torch.float64).eps * float(variances[0]))
-    scaled = _spread((x @ directions).numpy(), clip)
+    fitted = (x @ directions).numpy()
+    if like is features:
+        scaled = _spread(fitted, fitted, clip)
+    else:
+        others = features.detach().to("cpu", torch.float64).flatten(0, -2) - mean
+        scaled = _spread((others @ directions).numpy(), fitted, clip)
     scaled[:, (variances <= floor).numpy()] = 0.5
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
 
@@ -117,11 +123,11 @@ def axes_of(method: Method, count: int) -> str:
     return f"first {number} principal components" if method == "pca" else f"{number} dimensions of a UMAP"
 
 
-def _spread(columns: np.ndarray, clip: float) -> np.ndarray:
-    """Each column between its quantiles `clip` and 1 - `clip`; between its ends where those two coincide."""
-    low, high = np.quantile(columns, (clip, 1 - clip), axis=0)
+def _spread(columns: np.ndarray, like: np.ndarray, clip: float) -> np.ndarray:
+    """Each column between the quantiles `clip` and 1 - `clip` of `like`; its ends where those two coincide."""
+    low, high = np.quantile(like, (clip, 1 - clip), axis=0)
     flat = high <= low
-    low, high = np.where(flat, columns.min(0), low), np.where(flat, columns.max(0), high)
+    low, high = np.where(flat, like.min(0), low), np.where(flat, like.max(0), high)
     return np.asarray(np.clip((columns - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0))
 
 

@@ -1,0 +1,90 @@
+"""The command `veca explore`."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Container
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veca.model import Veca
+from veca.terminal import Device, err, load_model, out
+from veca.web.guard import is_loopback, names_of
+
+
+def explore(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint; repeat to compare.  "
+            "[default: veca_tiny]",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642,
+    host: Annotated[str, typer.Option(help="Address to answer at; one that others can reach demands a token.")] = (
+        "127.0.0.1"
+    ),
+    token: Annotated[
+        str | None,
+        typer.Option(help="What clients must know; not given: made up where one is needed.", show_default=False),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Another name this server is asked by, as behind a proxy; repeat.")
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Open a local page that shows, while you drag, what a model does with your picture at any budget."""
+    try:
+        import uvicorn
+
+        from veca.web.app import create_app
+    except ImportError as error:
+        raise ValueError(f"the explorer needs {error.name}, which is not installed: pip install 'veca[web]'") from error
+
+    if token is not None and not (
+        len(token) >= 8 and token.isascii() and token.replace("-", "").replace("_", "").isalnum()
+    ):
+        raise ValueError("--token: at least 8 letters, digits, - or _, so that it fits into an address")
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(16)
+    with _bound(host, port) as bound:
+        models: dict[str, Veca] = {}
+        for source in model or ["veca_tiny"]:
+            models[_name(source, models)] = load_model(source, device)
+        hosts = names_of(host) | {name.lower() for name in allow_host or ()}
+        app = create_app(models, hosts=hosts, token=token)
+        shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
+        address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        out.print(f"Explorer: {address}", soft_wrap=True, markup=False)
+        err.print("Ctrl-C ends it.")
+        # A connection that says nothing is closed soon, and there are only so many.
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, ws="none", limit_concurrency=512,
+            timeout_keep_alive=10, timeout_graceful_shutdown=3,
+        )  # fmt: skip
+        uvicorn.Server(config).run(sockets=[bound])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(128)  # from now on clients wait, and are not refused
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"cannot answer at {host}, port {port}: {reason}; choose another --port or --host") from error
+    return bound
+
+
+def _name(source: str, taken: Container[str]) -> str:
+    """What a model is called on the page: the end of its path, told apart where two have the same."""
+    name = Path(source).name or source
+    while name in taken:
+        name += "′"
+    return name

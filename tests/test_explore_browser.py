@@ -1,0 +1,330 @@
+"""The explorer in a real browser: Debian's Chromium, driven by Playwright. VECA_BROWSER=required forbids skipping."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import uvicorn
+from conftest import make_tiny
+from PIL import Image
+
+from veca.web.app import create_app
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+REQUIRED = os.environ.get("VECA_BROWSER") == "required"
+sync_api = import_module("playwright.sync_api") if REQUIRED else pytest.importorskip("playwright.sync_api")
+LOUD = "NO BROWSER: the tests of the explorer's page did not run. Install one: apt-get install chromium"
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason=LOUD)
+
+DESKTOP = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        app = create_app({"tiny": make_tiny(), "other": make_tiny(num_cores=32, budgets=(8, 32))})
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    assert CHROMIUM, LOUD
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page that was opened; whatever its console complains about is a failure, unless it was asked for."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page, self.address = page, address
+        self.complaints: list[str] = []
+        self.elsewhere: list[str] = []
+        page.set_default_timeout(15000)
+        page.on("console", lambda message: self._heard(message.type, message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self._went(request.url))
+
+    def _heard(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.complaints.append(text)
+
+    def _went(self, url: str) -> None:
+        if not url.startswith((self.address, "blob:", "data:")):
+            self.elsewhere.append(url)
+
+    def open(self, state: str = "") -> Visit:
+        self.page.goto(self.address + (f"#{state}" if state else ""))
+        self.page.wait_for_selector("html[data-ready]")
+        return self
+
+    def shown(self, text: str, pane: int = 0) -> None:
+        """Waits until a pane shows "picture cores size layer"."""
+        self.page.wait_for_selector(f'.pane:nth-child({pane + 1})[data-shown="{text}"]')
+
+    def slide(self, selector: str, value: int) -> None:
+        self.page.locator(selector).fill(str(value))
+
+    def pixels(self, selector: str) -> str:
+        return str(self.page.evaluate("(selector) => document.querySelector(selector).toDataURL()", selector))
+
+    def until(self, truth: str) -> None:
+        """Waits for an expression to hold; Playwright's own way would need eval, which the page forbids."""
+        deadline = time.monotonic() + 15
+        while not self.page.evaluate(truth):
+            assert time.monotonic() < deadline, truth
+            time.sleep(0.03)
+
+    def value(self, name: str) -> str | None:
+        return self.page.evaluate("(name) => new URLSearchParams(location.hash.slice(1)).get(name)", name)
+
+    def remembered(self, name: str, value: str | None) -> None:
+        deadline = time.monotonic() + 5
+        while self.value(name) != value and time.monotonic() < deadline:
+            time.sleep(0.03)
+        assert self.value(name) == value
+
+
+@pytest.fixture
+def visit(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    context = browser.new_context(**{"viewport": DESKTOP, **getattr(request, "param", {})})
+    visit = Visit(context.new_page(), address)
+    yield visit
+    context.close()
+    assert visit.complaints == []
+    assert visit.elsewhere == [], "the page asked another machine"
+
+
+def photo(width: int = 300, height: int = 200) -> bytes:
+    data = io.BytesIO()
+    Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), 50).convert("RGB").save(data, "JPEG")
+    return data.getvalue()
+
+
+FEATURES, SIMILAR, LOOKS, BARS = (f".{name} canvas" for name in ("features", "similar", "looks", "listens"))
+
+
+def test_load_pick_a_sample_and_move_the_sliders(visit: Visit) -> None:
+    visit.open()
+    visit.shown("astronaut 64 256 2")
+    assert "random" not in visit.page.inner_text("#notice"), "these weights are not announced as random"
+    visit.page.click("#samples button[value=chelsea]")
+    visit.shown("chelsea 64 256 2")
+    assert visit.page.get_attribute("#samples button[value=chelsea]", "aria-pressed") == "true"
+    before = visit.pixels(FEATURES)
+    visit.slide(".cores", 0)
+    visit.shown("chelsea 8 256 2")
+    few = visit.pixels(FEATURES)
+    assert few != before, "another budget has other features"
+    visit.slide(".size", 0)
+    visit.shown("chelsea 8 128 2")
+    assert "12 × 8 patches" in visit.page.inner_text(".features figcaption")
+    visit.slide("#opacity", 0)
+    plain = visit.pixels(FEATURES)
+    visit.slide("#opacity", 100)
+    visit.page.wait_for_timeout(50)
+    assert visit.pixels(FEATURES) != plain
+    visit.slide("#layer", 3)
+    visit.shown("chelsea 8 128 3")
+    rows = visit.page.locator(".numbers tbody tr")
+    visit.until("document.querySelector('.numbers .dense').cells[1].textContent.match(/m?s$/)")
+    assert rows.nth(0).locator("td").nth(3).inner_text() == str(8 + 96)
+    assert rows.nth(1).locator("td").nth(3).inner_text() == str(5 + 96)
+    for name, value in {"picture": "chelsea", "cores": "8", "size": "128", "layer": "3", "overlay": "100"}.items():
+        visit.remembered(name, value)
+
+
+def test_hover_hold_and_pick_a_core(visit: Visit) -> None:
+    visit.open("picture=coffee&size=128&cores=16&overlay=60")
+    visit.shown("coffee 16 128 2")
+    assert visit.page.inner_text(".similar figcaption span") == "point at one"
+    box = visit.page.locator(FEATURES).bounding_box()
+    visit.page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.4)
+    visit.until("document.querySelector('.similar span').textContent.includes(' to ')")
+    here = visit.pixels(SIMILAR), visit.pixels(BARS)
+    heard = visit.page.inner_text(".listens figcaption span")
+    assert heard.count("%") == 3
+    strongest = heard.split()[0]
+    assert visit.page.inner_text(".looks b") == f"Where core {strongest} looks"
+    visit.page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * 0.7)
+    visit.page.wait_for_timeout(100)
+    assert (visit.pixels(SIMILAR), visit.pixels(BARS)) != here
+    visit.page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.5)
+    visit.page.wait_for_timeout(100)
+    held = visit.pixels(SIMILAR)
+    visit.page.mouse.move(box["x"] + 5, box["y"] + 5)
+    visit.page.wait_for_timeout(100)
+    assert visit.pixels(SIMILAR) == held, "a patch that was clicked is held"
+    looks = visit.pixels(LOOKS)
+    bars = visit.page.locator(BARS).bounding_box()
+    visit.page.mouse.click(bars["x"] + bars["width"] * 5.5 / 16, bars["y"] + bars["height"] / 2)
+    visit.until("document.querySelector('.looks b').textContent === 'Where core 6 looks'")
+    assert visit.page.input_value("#core") == "6"
+    if strongest != "6":
+        assert visit.pixels(LOOKS) != looks
+    visit.remembered("core", "6")
+    visit.page.keyboard.press("Escape")
+    visit.remembered("at", None)
+
+
+def test_compare_with_a_linked_cursor_and_share_it(visit: Visit, browser: Any, address: str) -> None:
+    visit.open("picture=astronaut&size=128")
+    visit.page.click("#compare")
+    visit.shown("astronaut 32 256 2", pane=1)
+    visit.page.locator(".pane:nth-child(2) select").select_option("tiny")
+    visit.page.locator(".pane:nth-child(2) .cores").fill("0")
+    visit.shown("astronaut 8 256 2", pane=1)
+    visit.page.locator(f".pane:nth-child(2) {FEATURES}").click(position={"x": 40, "y": 40})
+    for pane in (1, 2):
+        caption = visit.page.locator(f".pane:nth-child({pane}) .similar span")
+        sync_api.expect(caption).to_contain_text(" to ")
+    visit.remembered("cores2", "8")
+    visit.until("location.hash.includes('at=')")
+    told = [visit.page.locator(".listens span").nth(i).inner_text() for i in range(2)]
+    again = Visit(browser.new_page(viewport=DESKTOP), address).open(visit.page.url.partition("#")[2])
+    again.shown("astronaut 64 128 2")
+    again.shown("astronaut 8 256 2", pane=1)
+    assert [again.page.locator(".listens span").nth(i).inner_text() for i in range(2)] == told
+    again.page.close()
+    assert again.complaints == []
+    visit.page.click("#compare")
+    assert visit.page.locator(".pane").count() == 1
+
+
+def test_drop_a_picture_then_a_broken_one(visit: Visit) -> None:
+    visit.open("size=128")
+    drop = """async ([bytes, name]) => {
+      const carried = new DataTransfer();
+      carried.items.add(new File([new Uint8Array(bytes)], name, { type: "image/jpeg" }));
+      for (const kind of ["dragover", "drop"]) {
+        document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: carried, bubbles: true, cancelable: true }));
+      }
+    }"""
+    visit.page.evaluate(drop, [list(photo()), "mine.jpg"])
+    visit.page.wait_for_selector("#samples button[title='mine.jpg'][aria-pressed=true]")
+    visit.until("/^[0-9a-f]{32} 64 128/.test(document.querySelector('.pane').dataset.shown)")
+    mine = visit.page.get_attribute(".pane", "data-shown")
+    visit.page.set_input_files("#file", {"name": "bad.jpg", "mimeType": "image/jpeg", "buffer": photo()[:900]})
+    visit.page.wait_for_selector("#problem:not([hidden])")
+    assert "cannot be used" in visit.page.inner_text("#problem span")
+    assert visit.page.get_attribute(".pane", "data-shown") == mine, "what was there stays"
+    assert [text for text in visit.complaints if "415" in text], "Chromium itself reports every answer of that kind"
+    visit.complaints.clear()
+    visit.page.click("#problem button")
+    visit.page.evaluate(
+        """(bytes) => {
+          const carried = new DataTransfer();
+          carried.items.add(new File([new Uint8Array(bytes)], "pasted.png", { type: "image/png" }));
+          dispatchEvent(new ClipboardEvent("paste", { clipboardData: carried }));
+        }""",
+        list(photo(200, 200)),
+    )
+    visit.page.wait_for_selector("#samples button[title='pasted.png'][aria-pressed=true]")
+    assert visit.page.is_hidden("#problem")
+
+
+def test_keyboard_only(visit: Visit) -> None:
+    visit.open("size=128")
+    press = visit.page.keyboard.press
+
+    def tab_to(selector: str) -> None:
+        for _ in range(30):
+            if visit.page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+                return
+            press("Tab")
+        raise AssertionError(f"Tab does not lead to {selector}")
+
+    tab_to("#samples button[value=rocket]")
+    press("Enter")
+    visit.shown("rocket 64 128 2")
+    tab_to("#layer")
+    press("ArrowRight")
+    visit.shown("rocket 64 128 3")
+    tab_to(".cores")
+    press("Home")
+    visit.shown("rocket 8 128 3")
+    assert visit.page.get_attribute(".cores", "aria-valuetext") == "8 cores"
+    tab_to(".size")
+    press("ArrowRight")
+    visit.shown("rocket 8 192 3")
+    tab_to(".features .frame")
+    press("ArrowRight")
+    press("ArrowDown")
+    press("Enter")
+    spoken = visit.page.locator("#spoken")
+    sync_api.expect(spoken).to_contain_text("Row 8, column 11: listens most to cores")
+    visit.until("location.hash.includes('at=')")
+    tab_to(".downloads .npz")
+    names = visit.page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, a, [tabindex='0'], [role=img]")]
+          .filter((e) => e.checkVisibility() && !(e.ariaLabel || e.labels?.length || e.innerText.trim() || e.title))
+          .map((e) => e.outerHTML)"""
+    )
+    assert names == [], "everything that can be used or seen has a name"
+
+
+def test_save_the_figure_and_the_features(visit: Visit, tmp_path: Any) -> None:
+    visit.open("picture=coffee&size=128&cores=16&at=0.5,0.5")
+    with visit.page.expect_download() as download:
+        visit.page.click("#figure")
+    download.value.save_as(tmp_path / "figure.png")
+    figure = Image.open(tmp_path / "figure.png")
+    assert figure.size[0] > 1500
+    assert len(figure.convert("RGB").resize((64, 64)).getcolors(4096)) > 200
+    with visit.page.expect_download() as download:
+        visit.page.click(".downloads .safetensors")
+    assert download.value.suggested_filename == "veca-coffee-16-128.safetensors"
+
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
+
+
+@pytest.mark.parametrize("visit", [PHONE], indirect=True)
+def test_a_phone(visit: Visit) -> None:
+    visit.open("picture=coffee&size=128")
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing has to be scrolled sideways"
+    visit.page.locator(FEATURES).tap()
+    visit.until("document.querySelector('.similar span').textContent.includes(' to ')")
+    visit.page.tap("#compare")
+    visit.shown("coffee 32 256 2", pane=1)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
+    red, green, blue = visit.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert max(red, green, blue) < 64, "dark where dark is wished for"
+
+
+def test_dragging_asks_no_more_than_it_must(visit: Visit) -> None:
+    visit.open("picture=rocket&size=256")
+    asked: list[str] = []
+    visit.page.on("request", lambda request: asked.append(request.url) if "/api/view" in request.url else None)
+    visit.page.evaluate(
+        """() => {
+          const slider = document.querySelector(".size");
+          for (let i = 0; i <= 10; i++) {
+            slider.value = i;
+            slider.dispatchEvent(new Event("input", { bubbles: true }));
+          }
+        }"""
+    )
+    visit.shown("rocket 64 1024 2")
+    assert 1 <= len(asked) <= 3, "what was passed over while dragging is not asked for"
+    count = len(asked)
+    visit.slide(".size", 2)
+    visit.shown("rocket 64 256 2")
+    assert len(asked) == count, "what was seen before is at hand"
