@@ -256,8 +256,8 @@ def _run(
             began, failed = time.perf_counter(), parts.failed
             for done, record in enumerate(records, 1):
                 parts.last = record.name
-                yield record
                 failed += record.pixels is None
+                yield record
                 rate = f"{done / (time.perf_counter() - began):.1f} pictures/s"
                 bar.update(task, advance=1, rate=rate, failed=failed)
 

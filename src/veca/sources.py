@@ -76,7 +76,7 @@ def unpacked(files: Iterable[Item], column: str | None = None) -> Iterator[Item]
     number = 0
     for file in files:
         if not is_container(file):
-            yield file._replace(number=number)
+            yield _numbered(file, number)
             number += 1
             continue
         remote = is_remote(file.path)
@@ -85,8 +85,12 @@ def unpacked(files: Iterable[Item], column: str | None = None) -> Iterator[Item]
             items = table_items(file.path, opener, column)
         else:
             items = shard_items(file.path, opener, read=remote)
-        yield from (item._replace(number=i) for i, item in enumerate(items))
+        yield from (_numbered(item, i) for i, item in enumerate(items))
         number = 0
+
+
+def _numbered(item: Item, number: int) -> Item:
+    return Item(*item[:-1], number)
 
 
 def is_container(file: Item) -> bool:
