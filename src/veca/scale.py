@@ -256,9 +256,7 @@ class _Embedder:
 
         with torch.device("meta"):
             model = Veca(VecaConfig.from_dict(job.config))
-        tensors = load_tensors(ray.get(self.weights[0]).tobytes())
-        # Copies, for torch's own alignment.
-        model.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
+        model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)
         if job.slots.device == "cpu":
             torch.set_num_threads(max(1, job.slots.workers))
         self.model = ready(model, job.settings, torch.device(job.slots.device))
