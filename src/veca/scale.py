@@ -16,7 +16,6 @@ import os
 import socket
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -182,17 +181,6 @@ class _Done(NamedTuple):
     given_up: bool = False
 
 
-class _Tries:
-    """How often each partition was begun, by workers that do not outlive it."""
-
-    def __init__(self) -> None:
-        self.count: Counter[int] = Counter()
-
-    def begin(self, number: int) -> int:
-        self.count[number] += 1
-        return self.count[number]
-
-
 class _Embedder:
     """One model; Ray Data makes one per slot, and makes it again elsewhere when its process or machine is lost."""
 
@@ -291,7 +279,7 @@ def _run(plan: list[_Partition], job: _Job, weights: NDArray[np.uint8], progress
             ray.data.from_items(rows, override_num_blocks=min(len(rows), _BLOCKS))
             .map(
                 _Embedder,
-                fn_constructor_args=(job, [ray.put(weights)], ray.remote(num_cpus=0)(_Tries).remote()),
+                fn_constructor_args=(job, [ray.put(weights)], _tries()),
                 compute=ray.data.ActorPoolStrategy(size=min(slots.models, len(plan)), max_tasks_in_flight_per_actor=1),
                 num_cpus=max(1, slots.workers),
                 num_gpus=1 if slots.device == "cuda" else 0,
@@ -316,6 +304,21 @@ def _run(plan: list[_Partition], job: _Job, weights: NDArray[np.uint8], progress
             getattr(iterator, "close", lambda: None)()
         bar.update(task, description="embedded")
     return done
+
+
+def _tries() -> Any:
+    """An actor that counts how often each partition was begun; workers do not outlive those that kill them."""
+    import ray
+
+    class Tries:  # in here, Ray sends it as it is: its process has not to import this module, and torch
+        def __init__(self) -> None:
+            self.count: dict[int, int] = {}
+
+        def begin(self, number: int) -> int:
+            self.count[number] = self.count.get(number, 0) + 1
+            return self.count[number]
+
+    return ray.remote(num_cpus=0)(Tries).remote()
 
 
 def _kept(out: str, done: dict[int, _Done]) -> str:
