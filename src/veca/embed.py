@@ -129,8 +129,9 @@ def embed(
         raise EmbedError(f"{out}: an address; one file is written on this machine. --engine ray writes to addresses")
     sources, out = listed(inputs), Path(out)
     device = torch.device(device) if device is not None else next(model.parameters()).device
-    settings = check(sources, model, settings or EmbedSettings(), workers, column)
+    settings = settings or EmbedSettings()
     _check_file(out, settings)
+    settings = check(sources, model, settings, workers, column)
     about = describe(model, model_name, settings, device)
     parts = _Parts(out, settings, about, sources, column)
     if out.exists() and not overwrite and not parts.unfinished:
