@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile
 from PIL import Image
 from safetensors import safe_open
 
@@ -333,6 +334,26 @@ def test_large_remote_files_are_not_fetched(remote, tmp_path, model, monkeypatch
     monkeypatch.setattr(sources, "MEMBER_BYTES", 100)
     report = go(f"{remote}/a/1.png", tmp_path / "f.parquet", model)
     assert "bytes; at most 100 are read" in failures(report.out)[f"{remote}/a/1.png"]
+
+
+@pytest.mark.parametrize(("times", "name"), [(1, "s.tar"), (9, "s.tar"), (1, "t.parquet"), (9, "t.parquet"), (9, "a")])
+def test_what_cannot_be_fetched_is_no_damage(remote, tmp_path, model, monkeypatch, times, name):
+    left = itertools.chain([True] * times, itertools.repeat(False))
+    real, real_bytes = MemoryFile.read, sources.remote_bytes
+
+    def flaky(call, *args):
+        if next(left):
+            raise ConnectionError("reset by peer")
+        return call(*args)
+
+    monkeypatch.setattr(sources, "_PAUSES", (0, 0))
+    monkeypatch.setattr(MemoryFile, "read", lambda *args: flaky(real, *args))
+    monkeypatch.setattr(sources, "remote_bytes", lambda *args: flaky(real_bytes, *args))
+    if times == 1:
+        assert go(f"{remote}/{name}", tmp_path / "f.parquet", model).pictures == 1
+    else:
+        with pytest.raises(ValueError, match=r"cannot be read \(ConnectionError: reset by peer\)"):
+            go(f"{remote}/{name}", tmp_path / "f.parquet", model)
 
 
 def cut_in_picture(data: bytes) -> bytes:

@@ -24,7 +24,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import veca
-from veca import Veca, VecaConfig, scale
+from veca import Veca, VecaConfig, scale, sources
 from veca import embed as engine
 from veca.cli import app
 from veca.embed import EmbedError, EmbedSettings, embed
@@ -201,16 +201,30 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
         embed_on_ray(inputs, out, partition=4, **how)
 
 
-def test_a_partition_that_kills_its_workers_is_given_up(cluster, inputs, tmp_path, model):
+def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, model, monkeypatch):
     import ray
 
     worker = at_hand(inputs, tmp_path / "out", model, SETTINGS)["worker"]
     worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(5)))
-    assert worker({"number": 3, "digest": "", "files": "[]"})["given_up"]
+    found = worker({"number": 3, "digest": "", "files": "[]"})
+    assert found["given_up"]
+    assert "its workers died 4 times" in found["error"]
     # Before that, what goes wrong is told, not raised.
     worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(4)))
-    files = json.dumps([list(Item("a.png", "/nowhere/at/all/a.png"))])
-    found = worker({"number": 3, "digest": "", "files": files})
+
+    def tried(address: str) -> dict[str, Any]:
+        return worker({"number": 3, "digest": "", "files": json.dumps([list(Item("a", address))])})
+
+    def unreachable(*_: Any) -> bytes:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(sources, "_PAUSES", ())
+    monkeypatch.setattr(sources, "remote_bytes", unreachable)
+    found = tried("memory://bucket/a.png")
+    assert found["given_up"], found
+    assert "memory://bucket/a.png: cannot be read (ConnectionError: no route)" in found["error"]
+    found = tried("/nowhere/at/all/a.png")
+    assert not found["given_up"]
     assert "/nowhere/at/all is not there; pictures must be on a disk that all machines share" in found["error"]
 
 
@@ -222,11 +236,14 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
     folder = scale._Folder(str(out))
     lost = {number: each for number, each in done.items() if number != 2}
     with pytest.raises(
-        EmbedError, match=r"1 of 14 partitions are missing, .*00000002\.parquet \(.*01\.tar …\).* kept in"
+        EmbedError, match=r"1 of 14 .* missing, .*00000002\.parquet \(.*01\.tar …\): Ray lost.* kept in"
     ):
         scale._end(folder, made["plan"], lost, set())
     (out / "00000005.parquet").unlink()
-    with pytest.raises(EmbedError, match=r"1 of 14 partitions are missing, .*00000005\.parquet"):
+    with pytest.raises(EmbedError, match=r"1 of 14 .* missing, .*00000005\.parquet.*its file is gone"):
+        scale._end(folder, made["plan"], done, set())
+    done[5] = scale._Done(5, error="not to be reached", given_up=True)
+    with pytest.raises(EmbedError, match=r"not to be reached. 13 finished partitions are kept"):
         scale._end(folder, made["plan"], done, set())
     assert not (out / "_done.json").exists()
 

@@ -51,7 +51,7 @@ from veca.embed import (
 from veca.features import PARQUET, feature_schema
 from veca.files import atomic_path
 from veca.model import Veca
-from veca.sources import SHARDS, TABLES, Item, decoded, files_of, is_container, is_remote, unpacked
+from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
 
 Engine = Literal["plain", "ray"]
 
@@ -170,7 +170,7 @@ class _Job:
 
 
 class _Done(NamedTuple):
-    """What a worker says of a partition; with an error, the run stops."""
+    """What a worker says of a partition; with an error the run stops, or goes on without a partition given up."""
 
     number: int
     pictures: int = 0
@@ -193,11 +193,14 @@ class _Embedder:
 
         number = int(row["number"])
         if ray.get(self.tries.begin.remote(number)) > _TRIES:
-            return _Done(number, given_up=True)._asdict()
+            died = f"its workers died {_TRIES} times: memory ran out, or a picture crashes the decoder"
+            return _Done(number, error=died, given_up=True)._asdict()
         # An error is an answer: Ray would wrap it, or take it for a lost block.
         try:
             files = [Item(*fields) for fields in json.loads(row["files"])]
             return self._embed(number, row["digest"], files)._asdict()
+        except SourceError as error:
+            return _Done(number, error=str(error), given_up=True)._asdict()
         except torch.OutOfMemoryError:
             return _Done(number, error=f"no memory for batch={self.job.settings.batch}: lower it")._asdict()
         except Exception as error:
@@ -289,10 +292,8 @@ def _run(plan: list[_Partition], job: _Job, weights: NDArray[np.uint8], progress
         began, pictures, failed, fresh, iterator = time.perf_counter(), 0, 0, 0, iter(results)
         try:
             for result in (_Done(**row) for row in iterator):
-                if result.error:
+                if result.error and not result.given_up:
                     raise EmbedError(f"the run stopped: {result.error}. {_kept(job.out, done)}")
-                if result.given_up:
-                    continue
                 done[result.number] = result
                 pictures, failed = pictures + result.pictures, failed + result.failed
                 fresh += 0 if result.kept else result.pictures + result.failed
@@ -327,18 +328,20 @@ def _kept(out: str, done: dict[int, _Done]) -> str:
 
 def _end(folder: _Folder, plan: list[_Partition], done: dict[int, _Done], found: set[int]) -> tuple[int, int, int]:
     """Pictures, failures and those of an earlier run, if nothing is missing; the list of failures, and a mark."""
-    there = folder.partitions()
-    missing = [number for number in range(len(plan)) if number not in done or number not in there]
-    for number, result in done.items():
-        expected = len(plan[number].files)
-        if not is_container(plan[number].files[0]) and result.pictures + result.failed != expected:
-            missing.append(number)
+    there, missing = folder.partitions(), dict[int, str]()
+    for number, (_, files) in enumerate(plan):
+        result = done.get(number, _Done(number, error="Ray lost it"))
+        count = len(files) if not is_container(files[0]) else result.pictures + result.failed
+        if result.error:
+            missing[number] = result.error
+        elif number not in there or result.pictures + result.failed != count:
+            missing[number] = f"its file is gone, or has not all of the {count:,} pictures"
     if missing:
-        first = ", ".join(f"{_name(number)} ({plan[number].files[0].name} …)" for number in missing[:3])
+        first = "; ".join(f"{_name(n)} ({plan[n].files[0].name} …): {why}" for n, why in list(missing.items())[:3])
+        whole = {number: result for number, result in done.items() if number not in missing}
         raise EmbedError(
-            f"{len(missing):,} of {len(plan):,} partitions are missing, among them {first}: their workers died "
-            f"{_TRIES} times. Most often memory ran out, or a picture crashes the decoder. "
-            f"{_kept(folder.address, done)}"
+            f"{len(missing):,} of {len(plan):,} partitions are missing, among them {first}. "
+            f"{_kept(folder.address, whole)}"
         )
     pictures, failed = (sum(each) for each in zip(*(result[1:3] for result in done.values()), strict=True))
     resumed = sum(each.pictures + each.failed for number, each in done.items() if each.kept and number in found)

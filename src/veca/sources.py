@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import os
 import re
 import signal
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
@@ -39,12 +41,14 @@ _LABELS = {"seg", "depth", "mask", "label"}
 MEMBER_BYTES = 1 << 30
 _BLOCK = 1 << 20
 """How much of a remote file is fetched at a time where it is read piece by piece."""
+_PAUSES = (0.5, 5.0)
+"""Seconds between tries to fetch something."""
 _ROWS = 16
 """Rows of a table that are held at a time."""
 
 
 class SourceError(ValueError):
-    """A source that is not there."""
+    """A source that is not there, or cannot be reached."""
 
 
 class Item(NamedTuple):
@@ -170,8 +174,50 @@ def fixed_part(path: str) -> str:
 
 
 def open_remote(address: str, mode: str) -> IO[bytes]:
-    fs, path = fsspec.url_to_fs(address)
-    return fs.open(path, mode, block_size=_BLOCK)
+    return io.BufferedReader(_Remote(address, mode), _BLOCK)
+
+
+class _Remote(io.RawIOBase):
+    """A file at an address. What cannot be fetched of it is not damaged: `SourceError`, which ends the run instead."""
+
+    def __init__(self, address: str, mode: str) -> None:
+        fs, path = fsspec.url_to_fs(address)
+        self.address, self.file = address, fs.open(path, mode, block_size=_BLOCK)
+
+    def readinto(self, buffer: Any) -> int:
+        data = fetched(self.address, lambda: self.file.read(len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self.file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self.file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def fetched(address: str, fetch: Callable[[], bytes]) -> bytes:
+    """What `fetch` gives, tried again a few times; a file that is not there is its own error."""
+    for pause in (*_PAUSES, None):
+        try:
+            return fetch()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # every file system has its own
+            if pause is None:
+                raise SourceError(f"{as_text(address)}: cannot be read ({type(error).__name__}: {error})") from error
+            time.sleep(pause)
+    raise AssertionError
 
 
 def remote_bytes(address: str, offset: int | None, size: int) -> bytes:
@@ -248,6 +294,8 @@ def shard_items(
                 after = member.name
             if tape.last.strip(b"\0") or len(tape.last) != tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without its end mark" if not tape.last else "broken header")
+    except SourceError:
+        raise
     except Exception as error:  # a damaged archive surfaces as almost anything
         yield Item(as_text(path), error=as_text(f"damaged archive, nothing was read after {after}: {error}"))
 
@@ -333,6 +381,8 @@ class _Decoder(Dataset[Record]):
             fitted = fit_image(image, self.size, self.fit, self.max_pixels)
             # An array, not a tensor: tensors travel in shared memory, which containers have little of.
             return Record(item.name, image.size, to_tensor(fitted).numpy(), number=item.number)
+        except SourceError:
+            raise
         except Exception as error:  # whatever one picture does, the others are to be embedded
             reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
             reason = reason.removeprefix("<bytes>: ").removeprefix(f"{item.path}: ")  # the row has the name
@@ -345,7 +395,7 @@ def _content(item: Item) -> str | bytes:
     if item.data is not None:
         return item.data
     if is_remote(item.path):
-        return remote_bytes(item.path, None, 0)
+        return fetched(item.path, lambda: remote_bytes(item.path, None, 0))
     return item.path if item.span is None else read_span(item.path, *item.span)
 
 
