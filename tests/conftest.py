@@ -15,7 +15,20 @@ torch.set_num_threads(1)  # the models here are small: threads would mostly wait
 GOLDEN = Path(__file__).parent / "golden"
 
 
-LONGEST = ("optimize", "kernels", "images", "explore_browser", "web", "bench", "embed", "model", "data", "cli", "cache")
+LONGEST = (
+    "optimize",
+    "scale",
+    "kernels",
+    "images",
+    "explore_browser",
+    "web",
+    "bench",
+    "embed",
+    "model",
+    "data",
+    "cli",
+    "cache",
+)
 """Files that take longest: they come first, so that no process is left with one of them when the others are done."""
 
 

@@ -18,13 +18,16 @@ import tarfile
 import textwrap
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile
 from PIL import Image
 from safetensors import safe_open
 
@@ -223,6 +226,134 @@ def test_shards(tmp_path, model, suffix):
         torch.testing.assert_close(
             torch.tensor(row), expected(encoded(seed), model, SETTINGS).cls[0], atol=1e-5, rtol=1e-4
         )
+
+
+def rows_of(out: Path, model: Veca, seeds: list[int]) -> None:
+    """Check that the global features are those of the pictures that `encoded` makes."""
+    cls = pq.read_table(out)["cls"].to_pylist()
+    for row, seed in zip(cls, seeds, strict=True):
+        want = expected(encoded(seed), model, SETTINGS).cls[0]
+        torch.testing.assert_close(torch.tensor(row), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_binary", "struct"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_parquet(tmp_path, model, kind, workers):
+    data = [encoded(1), b"broken", None, encoded(2)] + [encoded(3)] * 20
+    values = [{"bytes": each, "path": "x.png"} for each in data] if kind == "struct" else data
+    kinds = {
+        "binary": pa.binary(),
+        "large_binary": pa.large_binary(),
+        "struct": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+    }
+    path = tmp_path / "t.parquet"
+    schema = pa.schema({"label": pa.int64(), "photo": kinds[kind]})
+    pq.write_table(pa.table({"label": range(24), "photo": values}, schema), path, row_group_size=5)
+    report = go(str(tmp_path / "*.parquet"), tmp_path / "out" / "f.parquet", model, workers=workers)
+    assert report[:2] == (22, 2)
+    assert paths(report.out) == [f"{path}/{row}" for row in (0, *range(3, 24))]
+    assert failures(report.out)[f"{path}/2"] == "the row has no picture"
+    rows_of(report.out, model, [1, 2, *[3] * 20])
+
+
+def test_the_column_of_pictures(tmp_path, model):
+    path, out = tmp_path / "t.parquet", tmp_path / "f.parquet"
+    pq.write_table(pa.table({"left": [encoded(1)], "right": [encoded(2)], "text": ["no bytes"]}), path)
+    with pytest.raises(ValueError, match=r"not clear; of bytes there are left, right: name one with --column"):
+        go(path, out, model)
+    with pytest.raises(ValueError, match=r"no column of pictures 'text'; of bytes there are left, right"):
+        go(path, out, model, column="text")
+    rows_of(go(path, out, model, column="right").out, model, [2])
+    pq.write_table(pa.table({"image": [encoded(3)], "mask": [encoded(4)]}), path)
+    rows_of(go(path, out, model, overwrite=True).out, model, [3])
+    pq.write_table(pa.table({"text": ["no bytes"]}), path)
+    with pytest.raises(ValueError, match="of bytes it has none"):
+        go(path, out, model, overwrite=True)
+
+
+def test_a_damaged_table_gives_what_it_can(tmp_path, model):
+    path = tmp_path / "t.parquet"
+    table = pa.table({"image": [encoded(i) for i in range(40)]})
+    pq.write_table(table, path, row_group_size=20, compression="none", use_dictionary=False)
+    start = pq.read_metadata(path).row_group(1).column(0).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 100] = b"x" * 100
+    path.write_bytes(data)
+    report = go(path, tmp_path / "f.parquet", model, progress=True)
+    assert paths(report.out) == [f"{path}/{row}" for row in range(16)]
+    assert list(failures(report.out)) == [str(path)]
+    assert "damaged table, nothing was read from row 16 on" in failures(report.out)[str(path)]
+    path.write_bytes(b"PAR1")
+    assert go(path, tmp_path / "g.parquet", model, progress=True)[:2] == (0, 1)
+
+
+@pytest.fixture
+def remote(tmp_path) -> Iterator[str]:
+    """An address, with files, a shard and a table."""
+    fs = fsspec.filesystem("memory")
+    for name, seed in (("a/1.png", 1), ("a/b/2.png", 2), ("a/.hidden/3.png", 3), ("a/4.txt", 4)):
+        fs.pipe_file(f"/bucket/{name}", encoded(seed))
+    fs.pipe_file("/bucket/s.tar", shard(tmp_path / "s.tar", {"5.png": encoded(5), "6.png": b"broken"}).read_bytes())
+    pq.write_table(pa.table({"image": [encoded(7)]}), tmp_path / "t.parquet")
+    fs.pipe_file("/bucket/t.parquet", (tmp_path / "t.parquet").read_bytes())
+    yield "memory://bucket"
+    fs.rm("/bucket", recursive=True)
+
+
+def test_addresses(remote, tmp_path, model):
+    given = [f"{remote}/a", f"{remote}/*.tar", f"{remote}/t.parquet", f"{remote}/a/1.png"]
+    report = go(given, tmp_path / "f.parquet", model, progress=True)
+    names = ["a/1.png", "a/b/2.png", "s.tar/5.png", "t.parquet/0", "a/1.png"]
+    assert [path.replace("memory:///", "memory://") for path in paths(report.out)] == [f"{remote}/{n}" for n in names]
+    assert list(failures(report.out)) == ["memory:///bucket/s.tar/6.png"]
+    rows_of(report.out, model, [1, 2, 5, 7, 1])
+
+
+def test_addresses_with_decoding_processes(photos, tmp_path, model):
+    go(photos, tmp_path / "f.parquet", model)
+    go(f"file://{photos}", tmp_path / "g.parquet", model, workers=2)
+    here, there = (pq.read_table(tmp_path / name) for name in ("f.parquet", "g.parquet"))
+    assert there["path"].to_pylist() == [f"file://{path}" for path in here["path"].to_pylist()]
+    assert here.drop(["path"]) == there.drop(["path"])
+    assert failures(tmp_path / "g.parquet") == {f"file://{k}": v for k, v in failures(tmp_path / "f.parquet").items()}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("memory://nowhere/*.tar", "no pictures there"),
+        ("nosuch://bucket/a", "cannot be listed.*nosuch"),
+    ],
+)
+def test_addresses_without_pictures_are_refused(tmp_path, model, source, message):
+    with pytest.raises(ValueError, match=message):
+        go(source, tmp_path / "f.parquet", model)
+
+
+def test_large_remote_files_are_not_fetched(remote, tmp_path, model, monkeypatch):
+    monkeypatch.setattr(sources, "MEMBER_BYTES", 100)
+    report = go(f"{remote}/a/1.png", tmp_path / "f.parquet", model)
+    assert "bytes; at most 100 are read" in failures(report.out)[f"{remote}/a/1.png"]
+
+
+@pytest.mark.parametrize(("times", "name"), [(1, "s.tar"), (9, "s.tar"), (1, "t.parquet"), (9, "t.parquet"), (9, "a")])
+def test_what_cannot_be_fetched_is_no_damage(remote, tmp_path, model, monkeypatch, times, name):
+    left = itertools.chain([True] * times, itertools.repeat(False))
+    real, real_bytes = MemoryFile.read, sources.remote_bytes
+
+    def flaky(call, *args):
+        if next(left):
+            raise ConnectionError("reset by peer")
+        return call(*args)
+
+    monkeypatch.setattr(sources, "_PAUSES", (0, 0))
+    monkeypatch.setattr(MemoryFile, "read", lambda *args: flaky(real, *args))
+    monkeypatch.setattr(sources, "remote_bytes", lambda *args: flaky(real_bytes, *args))
+    if times == 1:
+        assert go(f"{remote}/{name}", tmp_path / "f.parquet", model).pictures == 1
+    else:
+        with pytest.raises(ValueError, match=r"cannot be read \(ConnectionError: reset by peer\)"):
+            go(f"{remote}/{name}", tmp_path / "f.parquet", model)
 
 
 def cut_in_picture(data: bytes) -> bytes:
@@ -449,10 +580,10 @@ def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model,
     go(photos, tmp_path / "whole.parquet", model, settings)
     interrupted(photos, tmp_path / "f.parquet", model, settings, batches, workers=workers)
     assert not (tmp_path / "f.parquet").exists()
-    # Each part of four pictures takes three batches: two pictures of one shape go together.
+    # Each part of four takes three batches, for its three shapes; in the first one picture is broken.
     assert len(list((tmp_path / "f.parquet.parts").glob("*.parquet"))) == batches // 3
     report = go(photos, tmp_path / "f.parquet", model, settings)
-    assert report[:3] == (11, 1, [0, 5, 9][batches // 3])
+    assert report[:3] == (11, 1, [0, 4, 8][batches // 3])
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
     assert not (tmp_path / "f.parquet.parts").exists()
@@ -577,7 +708,7 @@ def test_a_full_disk_keeps_the_parts(photos, tmp_path, model, monkeypatch):
             real(table, path, **options)
 
         patch.setattr(pq, "write_table", write_table)
-        with pytest.raises(EmbedError, match=r"No space left on device.* Free some.* 4 finished pictures are kept"):
+        with pytest.raises(EmbedError, match=r"No space left on device.* Free some.* 3 finished pictures are kept"):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
 
@@ -677,13 +808,13 @@ def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
     monkeypatch.setattr(engine, "_PART_PICTURES", 64)
     monkeypatch.setattr(engine, "_PART_BYTES", 1000)
     waiting = []
-    real = engine._Part.add
+    real = engine.Part.add
 
     def add(part, record):
         real(part, record)
         waiting.append(sum(pixels.nbytes for group in part._waiting.values() for _, pixels in group))
 
-    monkeypatch.setattr(engine._Part, "add", add)
+    monkeypatch.setattr(engine.Part, "add", add)
     assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
     assert 3 * 14 * 64**2 < max(waiting) <= 3 * 16 * 64**2
     assert waiting.count(0) == 1
@@ -693,7 +824,7 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
-    part = engine._Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
+    part = engine.Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
     with sources.decoded(sources.expand(str(tmp_path / "a.png")), 32, "crop", images.MAX_PIXELS, 0) as records:
         part.add(next(records))
     kept = part._features["cls"][0]

@@ -30,6 +30,8 @@ from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
 from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
+from veca.scale import PARTITION, Engine
+from veca.scale import embed_on_ray as write_on_ray
 from veca.terminal import Device, Model, err, load_model, out, say_if_random
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
@@ -59,8 +61,18 @@ def demo(
 
 @app.command()
 def embed(
-    paths: Annotated[list[str], typer.Argument(help="Files, folders (recursive), quoted globs, tar shards.")],
-    to: Annotated[Path, typer.Option("--out", "-o", help="File to write: .parquet, .safetensors or .npz.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files, folders (recursive), quoted globs, tar shards, Parquet files; addresses as s3://… too."
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--out", "-o", help="File to write: .parquet, .safetensors or .npz. Ray: a folder, or an address."
+        ),
+    ],
     model: Model = "veca_tiny",
     cores: Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")] = None,
     size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
@@ -76,14 +88,33 @@ def embed(
     with_global: Annotated[bool, typer.Option("--global/--no-global", help="Save the global feature.")] = True,
     device: Device = "auto",
     batch: Annotated[int, typer.Option(help="Pictures per forward pass.")] = 32,
-    workers: Annotated[int | None, typer.Option(help="Decoding processes.  [default: one per CPU, at most 8]")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Decoding processes; with Ray, of each model.  [default: one per CPU, at most 8; with Ray: the CPUs "
+            "there are for each GPU, 0 without GPUs]"
+        ),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Of Parquet files, where the pictures are.  [default: image, or the only one]")
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="plain: this machine, one model; ray: all GPUs or CPUs of a machine or a cluster.")
+    ] = "plain",
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of a Ray cluster, HOST:PORT or auto.  [default: $RAY_ADDRESS, or this machine alone]"),
+    ] = None,
+    partition: Annotated[
+        int | None, typer.Option(help="With Ray: pictures that are files, to a file of features.  [default: 4096]")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="Of the computation (autocast).")] = "float32",
     save_dtype: Annotated[SaveDtype, typer.Option(help="Of the saved features.")] = "float32",
     max_pixels: Annotated[int, typer.Option(help="Larger pictures are not opened.")] = MAX_PIXELS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, replacing what is there.")] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
-    """Write features of many pictures to one file.
+    """Write features of many pictures to one file, or with Ray to a folder of files.
 
     Bad pictures are listed in OUT.failures.csv and do not stop the run; the exit status is then 3.
 
@@ -93,12 +124,20 @@ def embed(
         cores=cores, size=size, fit=fit, dense=dense, with_global=with_global, batch=batch,
         precision=precision, save_dtype=save_dtype, max_pixels=max_pixels,
     )  # fmt: skip
-    workers = min(8, os.cpu_count() or 1) if workers is None else workers
+    if engine == "plain" and (address is not None or partition is not None):
+        raise ValueError("--address and --partition are for --engine ray; add it, or leave them out")
+    how: dict[str, Any] = {"settings": settings, "column": column, "overwrite": overwrite, "progress": progress}
     try:
-        report = write_features(
-            paths, to, model=load_model(model, device), model_name=model, settings=settings, workers=workers,
-            overwrite=overwrite, progress=progress,
-        )  # fmt: skip
+        if engine == "ray":
+            report = write_on_ray(
+                paths, to, model=load_model(model, "cpu"), model_name=model, address=address, workers=workers,
+                device=None if device == "auto" else device, partition=partition or PARTITION, **how,
+            )  # fmt: skip
+        else:
+            workers = min(8, os.cpu_count() or 1) if workers is None else workers
+            report = write_features(
+                paths, to, model=load_model(model, device), model_name=model, workers=workers, **how
+            )
     except KeyboardInterrupt:
         err.print("Interrupted. The same command continues where this one stopped.")
         raise typer.Exit(130) from None

@@ -3,8 +3,9 @@
     sources → one walk over all names → decoding processes → batches of one shape → parts → one file
 
 A run keeps its finished *parts* in `<out>.parts/` and merges them at the end: however it stops, it loses at most one
-part. What a part holds follows from the settings and the order of the pictures alone, so a continued run forms the
-same batches and gives the same bits as one that was never interrupted.
+part. What a part holds follows from the settings and the order of the pictures alone, and none holds pictures of two
+shards. So a continued run, or one that many machines share (`veca.scale`), forms the same batches and gives the same
+bits as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ from veca.features import PARQUET, WRITERS, feature_schema
 from veca.files import atomic_path
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, normalize
 from veca.model import Veca
-from veca.sources import SHARDS, Item, Record, decoded, expand, items_of
+from veca.sources import SHARDS, TABLES, Item, Record, count, decoded, expand, is_remote, items_of
 
 Precision = Literal["float32", "bfloat16", "float16"]
 SaveDtype = Literal["float32", "float16"]
@@ -96,7 +97,8 @@ class EmbedReport(NamedTuple):
     resumed: int
     """Pictures and failures among these that an earlier, interrupted run had finished."""
     seconds: float
-    out: Path
+    out: Path | str
+    """A file; of `veca.scale` a folder, or its address."""
 
 
 def embed(
@@ -107,36 +109,39 @@ def embed(
     model_name: str,
     settings: EmbedSettings | None = None,
     device: str | torch.device | None = None,
+    column: str | None = None,
     workers: int = 0,
     overwrite: bool = False,
     progress: bool = True,
 ) -> EmbedReport:
     """Write the features of all pictures in `inputs` to `out` (`.parquet`, `.safetensors` or `.npz`).
 
-    `inputs` are files, folders (all below, links to folders excepted), globs and tar shards (`.tar`, `.tar.gz`,
-    `.tgz`); rows keep their order, and a folder's is sorted. A picture that cannot be read is a row in
-    `<out>.failures.csv` and stops nothing. The model moves to `device` (None: it stays where it is). `workers`
+    `inputs` are files, folders (all below, links to folders excepted), globs, tar shards (`.tar`, `.tar.gz`, `.tgz`)
+    and Parquet files, whose pictures are bytes in `column` (None: the only one of bytes, or `image`), here or at
+    addresses that fsspec reads; rows keep their order, and a folder's is sorted. A picture that cannot be read is a
+    row in `<out>.failures.csv` and stops nothing. The model moves to `device` (None: it stays where it is). `workers`
     processes decode pictures, with 0 this one does; it alone unpacks compressed shards, once more when `progress` has
     to count. Called again after an interruption, with the same arguments, it continues; `overwrite` starts anew and
     replaces an earlier `out`.
     """
     began = time.perf_counter()
-    if isinstance(inputs, str | os.PathLike):
-        inputs = [inputs]
-    sources, out = [os.fspath(source) for source in inputs], Path(out)
+    if is_remote(os.fspath(out)):
+        raise EmbedError(f"{out}: an address; one file is written on this machine. --engine ray writes to addresses")
+    sources, out = listed(inputs), Path(out)
     device = torch.device(device) if device is not None else next(model.parameters()).device
-    settings = _check(sources, out, model, settings or EmbedSettings(), workers)
-    parts = _Parts(out, settings, _describe(model, model_name, settings, device), sources)
+    settings = settings or EmbedSettings()
+    _check_file(out, settings)
+    settings = check(sources, model, settings, workers, column)
+    about = describe(model, model_name, settings, device)
+    parts = _Parts(out, settings, about, sources, column)
     if out.exists() and not overwrite and not parts.unfinished:
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
     was_training = model.training
-    model.to(device).eval()
-    dtype: torch.dtype = getattr(torch, settings.precision)
-    runner = optimize(model, dtype=dtype) if fits(model.config, device, dtype) else model
+    new_part = partial(Part, ready(model, settings, device), settings, device)
     try:
         with _locked(parts.folder):
             parts.resume(overwrite)
-            _run(sources, parts, partial(_Part, runner, settings, device), workers, progress)
+            _run(sources, column, parts, new_part, workers, progress)
     except torch.OutOfMemoryError as error:
         raise EmbedError(f"no memory on {device} for batch={settings.batch}: lower it. {parts.kept}") from error
     except RuntimeError as error:
@@ -154,8 +159,22 @@ def embed(
     return EmbedReport(parts.pictures, parts.failed, parts.resumed, time.perf_counter() - began, out)
 
 
-def _check(sources: list[str], out: Path, model: Veca, settings: EmbedSettings, workers: int) -> EmbedSettings:
-    """The settings with the budget filled in, if all can work together."""
+def listed(inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The sources in `inputs`, one or several."""
+    return [os.fspath(source) for source in ([inputs] if isinstance(inputs, str | os.PathLike) else inputs)]
+
+
+def ready(model: Veca, settings: EmbedSettings, device: torch.device) -> Veca:
+    """The model as it runs: on the device, and fast where that helps."""
+    model.to(device).eval()
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.data_ptr() % 64:  # as weights lie in their file; on CPUs the bits of small products depend on it
+            tensor.data = tensor.data.clone()
+    dtype: torch.dtype = getattr(torch, settings.precision)
+    return optimize(model, dtype=dtype) if fits(model.config, device, dtype) else model
+
+
+def _check_file(out: Path, settings: EmbedSettings) -> None:
     if out.suffix not in WRITERS:
         raise EmbedError(f"{out}: unknown kind of file {out.suffix!r}; choose one of {', '.join(WRITERS)}")
     if out.is_dir():
@@ -165,6 +184,12 @@ def _check(sources: list[str], out: Path, model: Veca, settings: EmbedSettings, 
             f"fit={settings.fit!r} gives every picture a grid of its own, which {out.suffix} cannot hold; "
             "write .parquet, or choose fit 'crop' or 'stretch'"
         )
+
+
+def check(
+    sources: list[str], model: Veca, settings: EmbedSettings, workers: int, column: str | None = None
+) -> EmbedSettings:
+    """The settings with the budget filled in, if all can work together."""
     most, patch = model.config.num_cores, model.config.patch_size
     budget = most if settings.cores is None else settings.cores
     if type(budget) is not int or not 1 <= budget <= most:
@@ -175,16 +200,18 @@ def _check(sources: list[str], out: Path, model: Veca, settings: EmbedSettings, 
     if workers < 0:
         raise EmbedError(f"workers={workers}: must be 0 (decode in this process) or more")
     if not sources:
-        raise EmbedError("nothing to embed; name files, folders, globs or tar shards")
+        raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        if next(expand(source), None) is None:
-            shards = os.path.isdir(source) and any(name.endswith(SHARDS) for name in os.listdir(source))
-            hint = f". Its tar shards can be named: '{os.path.join(source, '*.tar')}'" if shards else ""
+        if next(expand(source, column), None) is None:
+            names = os.listdir(source) if os.path.isdir(source) else []
+            kinds = ((SHARDS, "tar shards", "*.tar"), (TABLES, "Parquet files", "*.parquet"))
+            found = ((what, stars) for ends, what, stars in kinds if any(name.endswith(ends) for name in names))
+            hint = "".join(f". Its {what} can be named: '{os.path.join(source, stars)}'" for what, stars in found)
             raise EmbedError(f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}){hint}")
     return dataclasses.replace(settings, cores=budget)
 
 
-def _describe(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
+def describe(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
     """What made the features; a run with another description is another run."""
     digest = hashlib.sha256(json.dumps(model.config.to_dict()).encode())
     for key, tensor in model.state_dict().items():
@@ -196,46 +223,77 @@ def _describe(model: Veca, name: str, settings: EmbedSettings, device: torch.dev
     return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))
 
 
-def _run(sources: list[str], parts: _Parts, new_part: Callable[[], _Part], workers: int, progress: bool) -> None:
-    total = sum(1 for _ in items_of(sources)) if progress else None
-    items = items_of(sources)
-    parts.skip(items)
-    said = (
-        "{task.description}",
-        "{task.completed}/{task.total}",
-        "{task.fields[rate]}",
-        "{task.fields[failed]} failed",
-    )
+def describe_inputs(sources: list[str], column: str | None) -> str:
+    """A hash of where the pictures are."""
+    places = [source if is_remote(source) else os.path.abspath(source) for source in sources]
+    places += [] if column is None else [f"column {column}"]
+    return hashlib.sha256("\0".join(places).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def progress_line(*counts: str, shown: bool) -> Progress:
+    """The line that every engine shows: what it does, `counts`, how fast, how long."""
+    said = ("{task.description}", *counts, "{task.fields[rate]}", "{task.fields[failed]} failed")
     columns = (*map(TextColumn, said), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    part = new_part()
-    s = part.settings
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)
+
+
+def _run(
+    sources: list[str],
+    column: str | None,
+    parts: _Parts,
+    new_part: Callable[[], Part],
+    workers: int,
+    progress: bool,
+) -> None:
+    total = count(sources) if progress else None
+    items = items_of(sources, column)
+    parts.skip(items)
+    s = new_part().settings
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
         decoded(items, s.size, s.fit, s.max_pixels, workers) as records,
-        Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
+        progress_line("{task.completed}/{task.total}", shown=progress) as bar,
     ):
         task = bar.add_task("embedding", total=total, completed=parts.items, rate="", failed=parts.failed)
-        began = time.perf_counter()
-        for done, record in enumerate(records, 1):
-            parts.follow(record.name)
-            part.add(record)
-            if part.full:
-                parts.store(part)
-                part = new_part()
-            rate = f"{done / (time.perf_counter() - began):.1f} pictures/s"
-            bar.update(task, advance=1, rate=rate, failed=parts.failed + len(part.failures))
-        if part.rows or part.failures:
+
+        def watched() -> Iterator[Record]:
+            began, failed = time.perf_counter(), parts.failed
+            for done, record in enumerate(records, 1):
+                parts.last = record.name
+                failed += record.pixels is None
+                yield record
+                rate = f"{done / (time.perf_counter() - began):.1f} pictures/s"
+                bar.update(task, advance=1, rate=rate, failed=failed)
+
+        for part in cut(watched(), new_part, new_part().most):
             parts.store(part)
+            del part  # or it would be in memory beside the next one
         bar.update(task, description="merging")
         parts.merge()
         bar.update(task, description="embedded")
 
 
-class _Part:
+def cut(records: Iterable[Record], new_part: Callable[[], Part], most: int) -> Iterator[Part]:
+    """The records as parts: one ends with every `most`-th picture of a shard or a run of files, or when it is full."""
+    part = new_part()
+    for record in records:
+        if part.names and record.number == 0:
+            yield part
+            part = new_part()
+        part.add(record)
+        if part.full or (record.number + 1) % most == 0:
+            yield part
+            part = new_part()
+    if part.names:
+        yield part
+
+
+class Part:
     """Pictures on their way to one file of features, in input order. Batches take them as they come, by shape."""
 
     def __init__(self, model: Veca, settings: EmbedSettings, device: torch.device) -> None:
         self.model, self.settings, self.device = model, settings, device
+        self.names: list[str] = []
         self.rows: list[tuple[str, int, int, int, int, int | None]] = []
         self.failures: list[tuple[str, str]] = []
         self._features: dict[str, dict[int, NDArray[Any]]] = {"cls": {}, "patches": {}}
@@ -243,7 +301,7 @@ class _Part:
         self._waiting_bytes = self._feature_bytes = 0
         picture = self._bytes_of(settings.size, settings.size)
         self._most_bytes = max(_PART_BYTES, settings.batch * picture)
-        self._most = max(1, min(_PART_PICTURES, self._most_bytes // picture) // settings.batch) * settings.batch
+        self.most = max(1, min(_PART_PICTURES, self._most_bytes // picture) // settings.batch) * settings.batch
 
     def _bytes_of(self, height: int, width: int) -> int:
         """Size of the features of a picture."""
@@ -253,10 +311,11 @@ class _Part:
 
     @property
     def full(self) -> bool:
-        pictures, failures = len(self.rows), len(self.failures)
-        return pictures >= self._most or failures >= _PART_PICTURES or self._feature_bytes > self._most_bytes
+        """Whether pictures larger than size × size have filled it before it had `most` of them."""
+        return self._feature_bytes > self._most_bytes
 
     def add(self, record: Record) -> None:
+        self.names.append(record.name)
         if record.pixels is None:
             self.failures.append((record.name, record.error))
             return
@@ -303,11 +362,12 @@ class _Parts:
     Each part knows the totals up to its end and a digest of all names so far, so the last tells where to go on.
     """
 
-    def __init__(self, out: Path, settings: EmbedSettings, about: dict[str, Any], sources: list[str]) -> None:
+    def __init__(
+        self, out: Path, settings: EmbedSettings, about: dict[str, Any], sources: list[str], column: str | None
+    ) -> None:
         self.out, self.about = out, about
         self.folder = out.with_name(f"{out.name}.parts")
-        places = "\0".join(map(os.path.abspath, sources))
-        self.job = {**about, "inputs": hashlib.sha256(places.encode("utf-8", "backslashreplace")).hexdigest()}
+        self.job = {**about, "inputs": describe_inputs(sources, column)}
         self.schema = feature_schema(about["dim"], settings.save_dtype, settings.with_global, settings.dense)
         self.count = self.items = self.pictures = self.failed = self.resumed = 0
         self.digest = self.last = ""
@@ -339,34 +399,29 @@ class _Parts:
             with atomic_path(self.folder / "job.json") as path:
                 path.write_text(json.dumps(self.job, indent=2))
             return
-        pairs = {key: (old.get(key), self.job.get(key)) for key in self.job | old}
-        changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
-        if changed:
-            raise EmbedError(
-                f"{self.folder} holds an unfinished run that differs: {'; '.join(changed)}. "
-                "Repeat that run to finish it, or start anew with --overwrite (overwrite=True)"
-            )
+        same_job(self.folder, old, self.job)
         while self._file(self.count).exists():
             self.count += 1
         state = self._state(self.count - 1)
         self.resumed = self.items = state["items"]
         self.pictures, self.failed, self.digest = state["pictures"], state["failed"], state["digest"]
 
-    def follow(self, name: str) -> None:
-        self.digest, self.last = hashlib.sha256(f"{self.digest}{name}".encode()).hexdigest(), name
+    def _follow(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.digest = hashlib.sha256(f"{self.digest}{name}".encode()).hexdigest()
 
     def skip(self, items: Iterator[Item]) -> None:
         """Pass over what is done, if it is still the same."""
         expected, self.digest = self.digest, ""
-        for item in islice(items, self.items):
-            self.follow(item.name)
+        self._follow(item.name for item in islice(items, self.items))
         if self.digest != expected:
             raise EmbedError(
                 f"the inputs have changed: their first {self.items:,} pictures are not those already embedded in "
                 f"{self.folder}. Restore them, or start anew with --overwrite (overwrite=True)"
             )
 
-    def store(self, part: _Part) -> None:
+    def store(self, part: Part) -> None:
+        self._follow(part.names)
         table, pictures, failed = part.table(self.schema), len(part.rows), len(part.failures)
         totals = (self.items + pictures + failed, self.pictures + pictures, self.failed + failed)
         state: dict[str, Any] = dict(zip(("items", "pictures", "failed"), totals, strict=True))
@@ -380,11 +435,8 @@ class _Parts:
         """The parts as one file, and nothing else left; whenever it stops, doing it again gives the same."""
         failures = self.out.with_name(f"{self.out.name}.failures.csv")
         if self.failed:
-            with atomic_path(failures) as path, open(path, "w", newline="", encoding="utf-8") as file:
-                rows = csv.writer(file)
-                rows.writerow(("path", "error"))
-                for index in range(self.count):
-                    rows.writerows(self._state(index)["failures"])
+            with atomic_path(failures) as path:
+                write_failures(path, (self._state(index)["failures"] for index in range(self.count)))
         else:
             failures.unlink(missing_ok=True)
         files = [self._file(index) for index in range(self.count)]
@@ -401,6 +453,25 @@ class _Parts:
         temporary = self.out.parent.glob(f".{glob.escape(self.out.name)}.*.part")
         for file in chain(self.folder.glob("[0-9]*.parquet"), self.folder.glob(".*.part"), temporary):
             file.unlink()
+
+
+def same_job(folder: object, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse to continue a run by another."""
+    pairs = {key: (old.get(key), new.get(key)) for key in new | old}
+    changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
+    if changed:
+        raise EmbedError(
+            f"{folder} holds an unfinished run that differs: {'; '.join(changed)}. "
+            "Repeat that run to finish it, or start anew with --overwrite (overwrite=True)"
+        )
+
+
+def write_failures(path: Path, parts: Iterable[Iterable[Sequence[str]]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(("path", "error"))
+        for failures in parts:
+            rows.writerows(failures)
 
 
 @contextmanager

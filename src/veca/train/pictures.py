@@ -9,17 +9,14 @@ Finding them is a walk over names; of shards, the headers are read once and kept
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,12 +26,22 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from veca.files import atomic_path
-from veca.images import EXTENSIONS, ImageError
-from veca.sources import MEMBER_BYTES, SHARDS, SourceError, as_text, files_of, read_span, shard_items
+from veca.images import ImageError
+from veca.sources import (
+    SHARDS,
+    SourceError,
+    as_text,
+    files_of,
+    fixed_part,
+    is_remote,
+    open_remote,
+    read_span,
+    remote_bytes,
+    remote_files,
+    shard_items,
+)
 
 _FORMAT = 1
-_BLOCK = 1 << 20
-"""How much of a remote shard is fetched at a time while its headers are read."""
 _ROWS = 1 << 16
 _COLUMNS: list[tuple[str, pa.DataType]] = [("name", pa.large_binary()), ("offset", pa.int64()), ("bytes", pa.int64())]
 _SCHEMA = pa.schema(_COLUMNS)
@@ -127,9 +134,9 @@ class Pictures:
                 self._datasets[place.address] = _open_dataset(place.address)[0]
             return _dataset_bytes(self._datasets[place.address][offset])
         if place.kind == "files":
-            return _remote_bytes(path, None, size) if _is_remote(path) else path
-        if _is_remote(place.address):
-            return _remote_bytes(place.address, offset, size)
+            return remote_bytes(path, None, size) if is_remote(path) else path
+        if is_remote(place.address):
+            return remote_bytes(place.address, offset, size)
         return read_span(place.address, offset, size)
 
     @property
@@ -203,7 +210,7 @@ class _Index:
             for row in rows:
                 self._add(place, row)
             return show(self.count)
-        for root, address, stamp, size, problem in (_remote_files if _is_remote(source) else _local_files)(source):
+        for root, address, stamp, size, problem in (_remote_files if is_remote(source) else _local_files)(source):
             if address.lower().endswith(SHARDS) and not problem:
                 self._add_shard(address, stamp, old, show)
                 continue
@@ -235,7 +242,7 @@ class _Index:
         place = _Place("shard", address, stamp)
         self.places.append(place)
         prefix = len(as_text(address)) + 1
-        for item in shard_items(address, _open_remote if _is_remote(address) else open):
+        for item in shard_items(address, open_remote if is_remote(address) else open):
             if item.span is None:
                 reason = item.error or "a sparse file in an archive; only regular files are read"
                 place.problems.append((item.name, reason))
@@ -267,7 +274,7 @@ def _nothing(source: str, problems: Sequence[tuple[str, str]]) -> str:
 
 def _local_files(source: str) -> Iterator[tuple[str, str, str, int, str]]:
     """(root, path, what changes when it does, bytes, what is wrong) of every file."""
-    root = os.path.dirname(source) if os.path.isfile(source) else str(Path(_fixed(f"{source}/")))
+    root = os.path.dirname(source) if os.path.isfile(source) else str(Path(fixed_part(f"{source}/")))
     try:
         for item in files_of(source):
             if item.error:
@@ -283,60 +290,20 @@ def _local_files(source: str) -> Iterator[tuple[str, str, str, int, str]]:
         raise DataError(f"{error}. Name a folder, glob, tar shard, an address with :// or hf:NAME") from None
 
 
-def _fixed(path: str) -> str:
-    """The folders of a path before anything in it is a pattern."""
-    return re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
-
-
-def _is_remote(source: str) -> bool:
-    return "://" in source
-
-
 def _remote_files(source: str) -> Iterator[tuple[str, str, str, int, str]]:
-    """As `_local_files`, of an address: in a folder its pictures, by a glob also shards, all sorted; nothing hidden."""
+    """As `_local_files`, of an address."""
     try:
-        fs, path = fsspec.url_to_fs(source)
-        if glob.has_magic(path):
-            found, root = fs.glob(path, detail=True), _fixed(path)
-        elif fs.isfile(path):
-            found, root = {path: fs.info(path)}, path.rpartition("/")[0]
-        else:
-            found, root = fs.find(path, detail=True), path.rstrip("/")
-    except ImportError as error:
-        raise DataError(f"{source}: {error}") from error
-    except Exception as error:  # every file system has its own
-        raise DataError(f"{source}: cannot be listed ({type(error).__name__}: {error})") from error
-    suffixes = tuple(EXTENSIONS) + (SHARDS if glob.has_magic(path) else ())
-    for name, about in sorted(found.items()):
-        shown = not any(part.startswith(".") for part in name[len(root) :].split("/"))
-        if about.get("type") == "file" and (name == path or (name.lower().endswith(suffixes) and shown)):
+        for root, address, about in remote_files(source, SHARDS):
             size = -1 if about.get("size") is None else int(about["size"])
-            where = source if name == path else fs.unstrip_protocol(name)  # an address of one file stays as it is
-            base = source.rpartition("/")[0] if name == path else fs.unstrip_protocol(root)
-            yield base, where, _stamp(about), size, ""
+            yield root, address, _stamp(about), size, ""
+    except SourceError as error:
+        raise DataError(str(error)) from error
 
 
 def _stamp(about: dict[str, Any]) -> str:
     """What changes when the file does, as far as its file system tells."""
     keys = ("size", "mtime", "created", "ETag", "etag", "LastModified", "last_modified", "md5Hash", "version_id")
     return json.dumps({key: str(about[key]) for key in keys if key in about})
-
-
-def _open_remote(address: str, mode: str) -> IO[bytes]:
-    fs, path = fsspec.url_to_fs(address)
-    return fs.open(path, mode, block_size=_BLOCK)
-
-
-def _remote_bytes(address: str, offset: int | None, size: int) -> bytes:
-    if size > MEMBER_BYTES:
-        raise ImageError(f"{size:,} bytes; at most {MEMBER_BYTES:,} are read")
-    fs, path = fsspec.url_to_fs(address)  # asked for here, so that a forked process has its own
-    if offset is None:
-        return fs.cat_file(path)
-    data: bytes = fs.cat_file(path, start=offset, end=offset + size)
-    if len(data) < size:
-        raise ImageError("the archive ends within this picture")
-    return data
 
 
 def _open_dataset(source: str) -> tuple[Any, _Place, Iterator[_Row]]:
