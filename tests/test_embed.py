@@ -686,7 +686,9 @@ def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
 
         def deadly(source, **kwargs):
             if str(source).endswith("08.png"):
-                time.sleep(0.5)  # so that the first part is done
+                deadline = time.monotonic() + 60
+                while not any((tmp_path / "f.parquet.parts").glob("*.parquet")) and time.monotonic() < deadline:
+                    time.sleep(0.01)  # until the first part is done
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(source, **kwargs)
 
