@@ -137,7 +137,7 @@ class _Size:
                 [self.head] * len(self.jobs), self.training,
                 lambda groups: [[meter.compute() for meter in meters] for meters in self.meters(groups, "val")],
                 rates=settings.rates, steps=settings.steps, every=_every(settings), decay=settings.decay,
-                power=settings.power, warmup=settings.warmup, device=self.backbone.device,
+                power=settings.power, warmup=settings.warmup, device=self.backbone.device, checked=True,
                 progress=lambda done, steps: advance(1),
             )  # fmt: skip
         meters = self.meters([[sweep.head] for sweep in sweeps], self.data.report)
@@ -160,6 +160,7 @@ class _Size:
 
     def training(self) -> Iterator[list[DenseBatch]]:
         for pixels, labels in self.pictures.training(self.settings.steps):
+            self.head.check(labels)
             images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device, non_blocking=True)
             yield [self.features(images, labels, job.cores) for job in self.jobs]
 

@@ -110,6 +110,7 @@ def fit_many(
     power: float = 0.9,
     warmup: int = 0,
     device: torch.device | str = "cpu",
+    checked: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[DenseSweep]:
     """`fit_dense` for several heads in one pass over the pictures, as each has features of its own from them.
@@ -122,6 +123,8 @@ def fit_many(
         Score the heads after every so many steps, and after the last; None: after the last alone.
     power:
         Of the polynomial schedule; 0.9 is DeepLab's and mmsegmentation's. DINOv2 used 1.0, with 1,500 steps of warm-up.
+    checked:
+        Labels have been through `DenseHead.check`: it waits for those that are on a GPU.
     progress:
         Called with the steps done and all of them.
     """
@@ -141,6 +144,8 @@ def fit_many(
     for batches in islice(train(), steps):
         share = polynomial(done, steps, power, warmup)
         for fit, batch in zip(fits, batches, strict=True):
+            if not checked:
+                fit.heads[0].check(batch[2])
             fit.step(batch, share, device)
         done += 1
         if done == steps or (every is not None and done % every == 0):
@@ -166,7 +171,6 @@ class _Fit:
         self.scores: list[tuple[dict[str, float], ...]] = []
 
     def step(self, batch: DenseBatch, share: float, device: torch.device | str) -> None:
-        self.heads[0].check(batch[2])
         patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
         now = []
         for head, optimizer, rate in zip(self.heads, self.optimizers, self.rates, strict=True):
