@@ -120,7 +120,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster, before = Cluster(initialize_head=True, head_node_args=node), signal.getsignal(signal.SIGTERM)
     try:
         cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -128,6 +128,7 @@ def cluster() -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, before)  # Ray has one of its own
 
 
 def workers_of(cluster: Any) -> list[int]:
@@ -158,7 +159,7 @@ class Killer(threading.Thread):
         self.cluster, self.out, self.after, self.killed, self.there = cluster, out, after, 0, 0
 
     def run(self) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while time.monotonic() < end and not self.killed:
             time.sleep(0.002)
             if len(list(self.out.glob("*.parquet"))) > self.after and (workers := workers_of(self.cluster)):

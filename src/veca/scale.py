@@ -13,8 +13,10 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -469,14 +471,18 @@ def _session(address: str | None) -> Iterator[None]:
         return
     if address is not None:
         _reach(address)
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise EmbedError(f"Ray cannot be had at {address or 'this machine'}: {str(error).splitlines()[0]}") from error
-    try:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise EmbedError(f"Ray cannot be had at {address or 'this machine'}: {reason}") from error
         yield
     finally:
         ray.shutdown()
+        if threading.current_thread() is threading.main_thread():  # Ray put its own there, and leaves it
+            signal.signal(signal.SIGTERM, before)
 
 
 def _reach(address: str) -> None:
