@@ -120,7 +120,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster, before = Cluster(initialize_head=True, head_node_args=node), signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
+    cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
