@@ -38,7 +38,7 @@ from veca.sources import init_worker, interrupts_later
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
 PART = 8192
-AT_ONCE, AT_ONCE_ON_CPU = 128 * 256 * 256, 16 * 256 * 256
+AT_ONCE, AT_ONCE_ON_CPU = 128 * 256 * 256, 8 * 256 * 256
 """Pixels per forward pass, unless told."""
 _SAMPLED = 64
 
