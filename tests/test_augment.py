@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -28,8 +30,15 @@ def tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
+def chosen_from(ops: Iterable[int], bins: Iterable[int], negative: Iterable[bool]) -> list[tuple[int, float]]:
+    numbers = np.array(list(ops), np.uint64), np.array(list(bins), np.uint64), np.array(list(negative))
+    chosen = choose(*numbers, range(len(OPS)))
+    return list(zip(*(values.tolist() for values in chosen), strict=True))
+
+
 def every_strength(op: int) -> list[float]:
-    return sorted({choose(op, bin, negative)[1] for bin in range(BINS) for negative in (False, True)})
+    pairs = [(bin, negative) for bin in range(BINS) for negative in (False, True)]
+    return sorted({strength for _, strength in chosen_from([op] * len(pairs), *zip(*pairs, strict=True))})
 
 
 def test_operations_and_strengths_are_torchvisions() -> None:
@@ -68,7 +77,8 @@ def test_batches_are_the_same_pixels(side: int) -> None:
 
 def test_a_picture_does_not_depend_on_its_batch() -> None:
     images = torch.stack([tensor(picture("noise")), tensor(picture("smooth"))] * len(OPS))
-    chosen = [choose(i // 2, 7 * i, i % 3 == 0) for i in range(len(images))]
+    count = range(len(images))
+    chosen = chosen_from((i // 2 for i in count), (7 * i for i in count), (i % 3 == 0 for i in count))
     what = Augmentation(torch.tensor([op for op, _ in chosen]), torch.tensor([s for _, s in chosen]))
     together = augment_batch(images, what)
     for i in range(len(images)):
@@ -79,7 +89,8 @@ def test_a_picture_does_not_depend_on_its_batch() -> None:
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_pixels_and_is_not_waited_for() -> None:
     images = torch.stack([tensor(picture(kind)) for kind in ("noise", "smooth", "flat")] * len(OPS))
-    chosen = [choose(i // 3, 11 * i, i % 2 == 0) for i in range(len(images))]
+    count = range(len(images))
+    chosen = chosen_from((i // 3 for i in count), (11 * i for i in count), (i % 2 == 0 for i in count))
     what = Augmentation(torch.tensor([op for op, _ in chosen]), torch.tensor([s for _, s in chosen]))
     there = images.cuda()
     torch.cuda.set_sync_debug_mode("error")

@@ -97,6 +97,17 @@ def test_the_map_can_be_resized_instead() -> None:
     assert patches.shape == (2, 96, 512)
 
 
+def test_a_teacher_can_see_every_picture_at_one_size() -> None:
+    teacher = make("resnet18", {}, meet=96)
+    seen = []
+    features = teacher.features
+    teacher.features = lambda images: (seen.append(tuple(images.shape[-2:])), features(images))[1]  # type: ignore[method-assign]
+    for side in (64, 128):
+        assert teacher(normalized(pictures(side, 2 * side)), (8, 16)).patches.shape == (2, 128, 512)
+    teacher(normalized(pictures(64, 64)), (8, 8), zoom=4 / 3)  # a crop of three quarters is seen with 96
+    assert seen == [(96, 192), (96, 192), (128, 128)]
+
+
 def test_cells_are_where_the_picture_is() -> None:
     """What is bright in one corner of the picture stands out in that corner of the grid."""
     teacher = make("resnet18", {})

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from veca.images import MEAN, STD
 
-Meet: TypeAlias = Literal["input", "map"]
-"""How the teacher's grid comes to be the student's: its input is resized, or its map."""
+Meet: TypeAlias = Literal["input", "map"] | int
+"""How the teacher's grid comes to be the student's: its input is resized, or its map. A number: its input, so that the
+short side has so many pixels whatever the student sees, then its map."""
 
 
 class TeacherError(ValueError):
@@ -90,13 +91,18 @@ class Teacher(nn.Module, ABC):
         return super().train(False)
 
     @torch.no_grad()
-    def forward(self, images: Tensor, grid: tuple[int, int]) -> Targets:
-        """Targets for a student that sees `images`, normalised for the student, on `grid` = (rows, columns)."""
+    def forward(self, images: Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
+        """Targets for a student that sees `images`, normalised for the student, on `grid` = (rows, columns).
+
+        With `zoom` these are pictures of which the student sees a part, so many times smaller.
+        """
         images = images * self.scale + self.shift
         if self.meet == "input":
             size = grid[0] * self.stride, grid[1] * self.stride
         else:
-            size = cast(tuple[int, int], tuple(max(1, round(s / self.stride)) * self.stride for s in images.shape[-2:]))
+            scale = 1.0 if self.meet == "map" else self.meet * zoom / min(images.shape[-2:])
+            cells = (max(1, round(scale * side / self.stride)) for side in images.shape[-2:])
+            size = cast(tuple[int, int], tuple(self.stride * count for count in cells))
         if size != tuple(images.shape[-2:]):
             images = resized(images, size, "bicubic")
         cls, dense = self.features(images)
@@ -153,6 +159,6 @@ class Standardized(nn.Module):
         self.means.copy_(means)
         self.deviations.copy_((squares / count - means.square()).clamp_min(0).sqrt() + 1e-3)
 
-    def forward(self, images: Tensor, grid: tuple[int, int]) -> Targets:
-        cls, patches = self.teacher(images, grid)
+    def forward(self, images: Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
+        cls, patches = self.teacher(images, grid, zoom)
         return Targets((cls - self.means[0]) / self.deviations[0], (patches - self.means[1]) / self.deviations[1])

@@ -48,8 +48,8 @@ def _magnitudes() -> dict[str, tuple[Tensor, bool]]:
 _SPACE = _magnitudes()
 OPS = tuple(_SPACE)
 """Names of the operations, by number."""
-_STRENGTHS: list[list[float]] = [values.tolist() for values, _ in _SPACE.values()]
-_SIGNED = [signed for _, signed in _SPACE.values()]
+_STRENGTHS = np.stack([values.double().numpy() for values, _ in _SPACE.values()])
+_SIGNED = np.array([signed for _, signed in _SPACE.values()])
 
 _MOVES = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"})
 COLOURS = tuple(number for number, name in enumerate(OPS) if name not in _MOVES)
@@ -66,11 +66,13 @@ class Augmentation(NamedTuple):
     strengths: Tensor
 
 
-def choose(op: int, bin: int, negative: bool, among: Sequence[int] = range(len(OPS))) -> tuple[int, float]:
-    """An operation and its strength from three random numbers of any size, each evenly distributed."""
-    op = among[op % len(among)]
-    strength = _STRENGTHS[op][bin % BINS]
-    return op, -strength if negative and _SIGNED[op] else strength
+def choose(
+    op: NDArray[np.uint64], bin: NDArray[np.uint64], negative: NDArray[np.bool_], among: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """For each picture an operation and its strength, from three random numbers of any size, evenly distributed."""
+    ops = np.array(among)[op % np.uint64(len(among))]
+    strengths = _STRENGTHS[ops, bin % np.uint64(BINS)]
+    return ops, np.where(negative & _SIGNED[ops], -strengths, strengths)
 
 
 def augment_image(image: Image.Image, op: int, strength: float) -> Image.Image:

@@ -92,10 +92,13 @@ class Stream:
 
     def __call__(self, forward: int) -> tuple[list[int], list[int]]:
         """The pictures, and the epoch each belongs to."""
-        found = [divmod(at, self.count) for at in positions(forward, *self.share)]
-        kept, epochs = self._orders, dict.fromkeys(epoch for epoch, _ in found)
-        self._orders = {e: kept[e] if e in kept else order(self.count, self.seed, e) for e in epochs}
-        return [int(self._orders[epoch][at]) for epoch, at in found], [epoch for epoch, _ in found]
+        epochs, places = np.divmod(np.array(positions(forward, *self.share)), self.count)
+        kept, pictures = self._orders, np.empty_like(places)
+        present = np.unique(epochs).tolist()
+        self._orders = {e: kept[e] if e in kept else order(self.count, self.seed, e) for e in present}
+        for epoch in present:
+            pictures[epochs == epoch] = self._orders[epoch][places[epochs == epoch]]
+        return pictures.tolist(), epochs.tolist()
 
 
 class View(NamedTuple):
@@ -108,15 +111,34 @@ class View(NamedTuple):
     strength: float
 
 
-def view_of(seed: int, picture: int, epoch: int, augment: Augment = "trivial") -> View:
-    """Drawn from the seed, the picture and the epoch alone."""
+class Views(NamedTuple):
+    """The views of many pictures, each field an array."""
+
+    across: NDArray[np.float64]
+    down: NDArray[np.float64]
+    flip: NDArray[np.bool_]
+    op: NDArray[np.int64]
+    strength: NDArray[np.float64]
+
+
+def views_of(seed: int, pictures: Sequence[int], epochs: Sequence[int], augment: Augment = "trivial") -> Views:
+    """Drawn from the seed, the picture and the epoch alone, for each."""
+    count = len(pictures)
     if augment == "none":
-        return View(0.5, 0.5, False, 0, 0.0)
-    digest = hashlib.sha256(f"view {seed} {picture} {epoch}".encode()).digest()
-    across, down, op, bits = (int.from_bytes(digest[i : i + 8]) for i in (0, 8, 16, 24))
-    among = {"trivial": range(len(OPS)), "colour": COLOURS}.get(augment)
-    chosen = choose(op, bits >> 2, bool(bits & 2), among) if among else (0, 0.0)
-    return View(across / 2**64, down / 2**64, bool(bits & 1), *chosen)
+        middle, nothing = np.full(count, 0.5), np.zeros(count)
+        return Views(middle, middle, nothing.astype(bool), nothing.astype(np.int64), nothing)
+    texts = [f"view {seed} {picture} {epoch}" for picture, epoch in zip(pictures, epochs, strict=True)]
+    digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
+    across, down, op, bits = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(count, 4).T
+    among = {"trivial": range(len(OPS)), "colour": COLOURS}.get(augment, (0,))
+    chosen = choose(op, bits >> np.uint64(2), (bits & np.uint64(2)).astype(bool), among)
+    return Views(across / 2.0**64, down / 2.0**64, (bits & np.uint64(1)).astype(bool), *chosen)
+
+
+def view_of(seed: int, picture: int, epoch: int, augment: Augment = "trivial") -> View:
+    """`views_of` one picture."""
+    across, down, flip, op, strength = views_of(seed, [picture], [epoch], augment)
+    return View(float(across[0]), float(down[0]), bool(flip[0]), int(op[0]), float(strength[0]))
 
 
 def replacement(count: int, seed: int, picture: int, epoch: int, attempt: int) -> int:
@@ -144,6 +166,12 @@ def see(source: str | bytes, view: View, resolution: int, short_side: float, max
 def place(share: float, room: int) -> int:
     """Where a crop begins, in pixels, at a share of the room there is."""
     return min(int(share * (room + 1)), room) if share != 0.5 else round(room / 2)
+
+
+def places(shares: NDArray[np.float64], room: int) -> NDArray[np.int64]:
+    """`place` for each."""
+    found = np.minimum((shares * (room + 1)).astype(np.int64), room)
+    return np.where(shares == 0.5, round(room / 2), found)
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ class Trainer:
             taught = None
             if recipe.teacher.resident is not None:
                 dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
-                taught = Taught(kept, self.lessons, dtype, progress=self.world.first)
+                taught = Taught(kept, self.lessons, dtype, data.short_side, progress=self.world.first)
             return ResidentBatches(kept, compile=recipe.compile, taught=taught, **common)
         on_gpu = self.world.device.type == "cuda" and data.augment_on != "cpu"
         where: Any = "gpu" if on_gpu else "cpu"

@@ -180,13 +180,19 @@ class Plan:
         """
         if not self.teacher or self.recipe.teacher.resident:  # asked once, before the first step
             return 0.0
+        meet, stride = self.recipe.teacher.meet, self.teacher["stride"]
+
+        def seen(size: int) -> float:
+            if isinstance(meet, int):
+                return meet
+            return size * stride / self.config.patch_size if meet == "input" else size
+
+        sides = [(seen(size), share) for size, share in self.resolutions.items()]
         if per_pixel := self.teacher.get("flops_per_pixel"):
-            scale = self.teacher["stride"] / self.config.patch_size if self.recipe.teacher.meet == "input" else 1
-            return sum(per_pixel * (size * scale) ** 2 * share for size, share in self.resolutions.items())
+            return sum(per_pixel * side**2 * share for side, share in sides)
         width, weights = self.teacher["width"], self.teacher["parameters"]
         depth = self.teacher.get("depth", round(weights / (12 * width**2)))
-        # Its input is resized so that its cells are the student's patches.
-        cells = [(patches(self.config, size, size), share) for size, share in self.resolutions.items()]
+        cells = [((side / stride) ** 2, share) for side, share in sides]
         return sum((2 * weights * n + 4 * width * n**2 * depth) * share for n, share in cells)
 
     def cache_bytes(self) -> int | None:

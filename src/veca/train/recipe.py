@@ -64,13 +64,15 @@ class TeacherRecipe:
     """Let code that comes with the teacher's weights run; without it such a teacher is refused."""
     standardize: bool | None = None
     """Bring each channel of the targets to mean 0 and deviation 1. None: as the teacher needs it."""
-    meet: Literal["input", "map"] = "input"
-    """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap."""
+    meet: Literal["input", "map"] | int = "input"
+    """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap. With a
+    number it sees every view with so many pixels a side, whatever the student's resolution, and its map is resized."""
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
     resident: Literal["bfloat16", "float8"] | None = None
     """Show it every picture once and whole, keep its maps on the device, in this precision, and take from them the
-    cells of each crop: crops then lie on whole cells, and nothing else may move a pixel. With `data.resident` only."""
+    cells of each crop, resized to the student's grid: crops then begin and end with cells, and nothing else may move a
+    pixel. With `data.resident` only."""
     cache: str | None = None
     """A folder to keep its targets in, in float16, and read them from when a view comes back; runs may share it.
     `data.views` must say how many views there are. With ViT-H's width, a view at 256 pixels takes 0.66 MB."""
@@ -78,6 +80,8 @@ class TeacherRecipe:
     """At most so many GB (10⁹ bytes) of it; null: as long as the disk has 10 GB left."""
 
     def __post_init__(self) -> None:
+        fits = isinstance(self.meet, str) or 16 <= self.meet <= 8192
+        _require("teacher.meet", self.meet, fits, "'input', 'map', or from 16 to 8192 pixels")
         _require("teacher.cache", self.cache, self.cache != "", "a folder, or null")
         fine = self.cache_gb is None or self.cache_gb > 0
         _require("teacher.cache_gb", self.cache_gb, fine, "null, or above 0")
@@ -267,9 +271,6 @@ class Recipe:
             raise RecipeError(f"{asked}: data.augment='trivial' moves pixels away from their cells; take 'colour'")
         if self.teacher.cache is not None:
             raise RecipeError(f"{asked}: leave teacher.cache out, nothing is asked twice")
-        most = max(size for phase in self.resolutions for size in phase.odds)
-        if most > side:
-            raise RecipeError(f"{asked}: crops of {most} pixels do not fit in data.resident={side}")
 
     def odds_at(self, step: int) -> dict[int, float]:
         """Odds of the resolutions at a step."""

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from veca.teachers import Standardized, Targets
+from veca.teachers.protocol import resized
 from veca.train.augment import Augmentation
 from veca.train.data import (
     MOST_FAILURES,
@@ -28,10 +29,10 @@ from veca.train.data import (
     DataError,
     Stream,
     normalized,
-    place,
+    places,
     replacement,
     validation_batches,
-    view_of,
+    views_of,
 )
 from veca.train.pictures import Pictures
 from veca.train.validation import Lessons
@@ -76,14 +77,17 @@ class Resident:
 class Taught:
     """What a teacher says of all resident pictures, each seen once and whole: maps (N, G, G, D) of G × G cells.
 
-    A crop gets the cells it covers. Its global feature is their mean if the teacher's is the mean of its map, and that
-    of the whole picture if not.
+    A view is `span` × `span` of them, whatever resolution the student sees it at: its map is resampled. Its global
+    feature is the mean of its cells if the teacher's is the mean of its map, and that of the whole picture if not.
     """
 
-    def __init__(self, resident: Resident, lessons: Lessons, dtype: torch.dtype, progress: bool = True) -> None:
+    def __init__(
+        self, resident: Resident, lessons: Lessons, dtype: torch.dtype, short_side: float = 1.125, progress: bool = True
+    ) -> None:
         images, teacher = resident.images, lessons.teacher
         count, self.patch, width = len(images), lessons.patch_size, teacher.width
         self.cells = resident.side // self.patch
+        self.span = max(1, round(self.cells / short_side))
         needed = count * self.cells**2 * width * dtype.itemsize
         if images.is_cuda and needed > 0.9 * (free := torch.cuda.mem_get_info(images.device)[0]):
             raise DataError(
@@ -101,16 +105,20 @@ class Taught:
             task, together = bar.add_task("", total=count), lessons.at_once(resident.side)
             for start in range(0, count, together):
                 part = slice(start, start + together)
-                found = lessons.targets(normalized(images[part]))
+                found = lessons.targets(normalized(images[part]), zoom=self.cells / self.span)
                 most = torch.finfo(dtype).max  # beyond it an eight-bit float is no number
                 kept[part] = found.patches.unflatten(1, (self.cells, self.cells)).clamp(-most, most).to(dtype)
                 self.cls[part] = found.cls
                 bar.update(task, completed=min(start + together, count))
 
-    def of(self, index: Tensor, rows: Tensor, columns: Tensor) -> Targets:
-        """Targets of crops of the pictures `index` (B): the cells in `rows` (B, R) and `columns` (B, R)."""
+    def of(self, index: Tensor, left: Tensor, top: Tensor, flip: Tensor, side: int) -> Targets:
+        """Targets (B, side · side, D) of views of the pictures `index` (B) that begin at the cells `left` and `top`."""
+        rows, columns = span(top, self.span), span(left, self.span, flip)
         cells = self.maps[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        patches = (cells.view(self.dtype) if self.maps.dtype != self.dtype else cells).flatten(1, 2).to(torch.bfloat16)
+        cells = (cells.view(self.dtype) if self.maps.dtype != self.dtype else cells).to(torch.bfloat16)
+        patches = cells.flatten(1, 2)
+        if side != self.span:
+            patches = resized(cells.permute(0, 3, 1, 2), (side, side), "bilinear").flatten(2).mT
         if not self.pooled:
             return Targets(self.cls[index], patches)
         cls = patches.float().mean(1)
@@ -123,7 +131,7 @@ class Taught:
 class ResidentBatches:
     """The batches of `TrainBatches`, from pictures that are resident.
 
-    With what the teacher said of them, crops lie on whole cells of the squares as they are, and bring their targets.
+    With what the teacher said of them, crops begin and end with cells of the squares, and bring their targets.
     """
 
     def __init__(
@@ -160,33 +168,32 @@ class ResidentBatches:
             forward += 1
 
     def batch(self, forward: int) -> Batch:
-        resolution, images = self.resolution_of(forward), self.resident.images
+        resolution, images, taught = self.resolution_of(forward), self.resident.images, self.taught
         short = round(self.short_side * resolution)
-        room = short - resolution if self.taught is None else (self.resident.side - resolution) // self.taught.patch
+        room = short - resolution if taught is None else taught.cells - taught.span
         chosen, epochs = self.stream(forward)
         which = [epoch % self.views for epoch in epochs] if self.views else epochs
         skipped: list[tuple[str, str]] = []
         numbers = [self._usable(first, epoch, skipped) for first, epoch in zip(chosen, which, strict=True)]
-        views = [view_of(self.seed, i, epoch, self.augment) for i, epoch in zip(numbers, which, strict=True)]
-        places = [(place(view.across, room), place(view.down, room), view.flip) for view in views]
-        where = torch.tensor([numbers, *zip(*places, strict=True)])
+        views = views_of(self.seed, numbers, which, self.augment)
+        where = torch.from_numpy(np.stack([numbers, places(views.across, room), places(views.down, room), views.flip]))
         if images.is_cuda:
             where = where.pin_memory()
-        index, left, top, flip = where.to(images.device, non_blocking=True)
-        targets = None
-        if self.taught is None:
-            tables = filter_tables(self.resident.side, short, resolution, images.device)
-            seen = self.resample(images[index], left, top, flip.bool(), *tables)
+        index, left, top, flips = where.to(images.device, non_blocking=True)
+        flip, side = flips.bool(), self.resident.side
+        if taught is None:
+            targets, boxes = (
+                None,
+                tuple((at * side / short, (at + resolution) * side / short) for at in range(room + 1)),
+            )
         else:
-            patch, channels = self.taught.patch, torch.arange(3, device=images.device)[:, None, None]
-            rows, columns = span(top * patch, resolution), span(left * patch, resolution, flip.bool())
-            seen = images[index[:, None, None, None], channels, rows[:, None, :, None], columns[:, None, None, :]]
-            side = resolution // patch
-            targets = self.taught.of(index, span(top, side), span(left, side, flip.bool()))
+            targets, patch = taught.of(index, left, top, flip, resolution // taught.patch), taught.patch
+            boxes = tuple((at * patch, (at + taught.span) * patch) for at in range(room + 1))
+        tables = filter_tables(side, boxes, resolution, images.device)
+        seen = self.resample(images[index], left, top, flip, *tables)
         augmentation = None
         if self.augment in ("trivial", "colour"):
-            strengths = torch.tensor([view.strength for view in views], dtype=torch.float64)
-            augmentation = Augmentation(torch.tensor([view.op for view in views], dtype=torch.int64), strengths)
+            augmentation = Augmentation(torch.from_numpy(views.op), torch.from_numpy(views.strength))
         return Batch(seen, augmentation, torch.tensor(numbers), torch.tensor(which), skipped, targets)
 
     def _usable(self, first: int, epoch: int, skipped: list[tuple[str, str]]) -> int:
@@ -228,15 +235,13 @@ def _filtered(images: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def filter_tables(side: int, short: int, resolution: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each place of a crop in a square of `side` resized to `short`: where the taps of its pixels start (P, R)
-    int64, and their weights (P, R, T) int32, of bicubic and antialiased resizing, as Pillow reckons them.
+def filter_tables(
+    side: int, boxes: tuple[tuple[float, float], ...], resolution: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """For each of P crops of a square of `side`, from where to where: where the taps of its pixels start (P, R) int64, and
+    their weights (P, R, T) int32, of bicubic and antialiased resizing, as Pillow reckons them.
     """
-    starts, weights = zip(
-        *(_filter(side, at * side / short, (at + resolution) * side / short, resolution)
-          for at in range(short - resolution + 1)),
-        strict=True,
-    )  # fmt: skip
+    starts, weights = zip(*(_filter(side, begin, end, resolution) for begin, end in boxes), strict=True)
     return torch.from_numpy(np.stack(starts)).to(device), torch.from_numpy(np.stack(weights)).to(device)
 
 
@@ -245,6 +250,8 @@ def _filter(size: int, begin: float, end: float, out: int) -> tuple[NDArray[np.i
     scale = float(high - low) / out
     spread = max(scale, 1.0)
     support = 2.0 * spread
+    if begin == int(begin) and scale == 1.0:  # as it is
+        return int(begin) + np.arange(out), np.full((out, 1), 1 << _BITS, np.int32)
     taps = int(np.ceil(support)) * 2 + 1
     centre = float(low) + (np.arange(out) + 0.5) * scale
     first = np.trunc(centre - support + 0.5).clip(0).astype(np.int64)

@@ -41,13 +41,13 @@ class Lessons:
         return min(asked, self.recipe.batch)
 
     @torch.no_grad()
-    def targets(self, images: Tensor) -> Targets:
+    def targets(self, images: Tensor, zoom: float = 1.0) -> Targets:
         grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
         together, count = self.at_once(images.shape[-1]), len(images)
         if self.recipe.compile:  # for one number of pictures: blank ones fill the last part
             images = F.pad(images, (0, 0) * 3 + (0, -count % together))
         with self.autocast():
-            parts = [self.teacher(part, grid) for part in images.split(together)]
+            parts = [self.teacher(part, grid, zoom) for part in images.split(together)]
         return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
 
     def take_statistics(self, pictures: Pictures, validation: Pictures | None) -> None:
