@@ -550,15 +550,15 @@ def test_gpu_model_is_as_exact_as_with_sdpa(autocast: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_checkpointing_gives_the_same_gradients() -> None:
-    model, images = make_tiny().cuda().bfloat16(), torch.randn(2, 3, 80, 144, device="cuda")
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_gpu_checkpointing_gives_the_same_gradients(dtype: torch.dtype, limit: float) -> None:
+    """Up to the order of sums: what all blocks share gets its gradients from them in another one."""
+    torch.manual_seed(0)
+    model, images = make_tiny().cuda().to(dtype), torch.randn(2, 3, 80, 144, device="cuda")
     plain = learn(model, images, "triton")
     model.set_grad_checkpointing()
     for name, found in learn(model, images, "triton").items():
-        if name.startswith("blocks."):
-            assert torch.equal(found, plain[name]), name
-        else:  # what all blocks share is a sum over them, in another order
-            assert relative_error(found, plain[name]) < 2e-2, name
+        assert relative_error(found, plain[name]) < limit, name
 
 
 @pytest.mark.gpu

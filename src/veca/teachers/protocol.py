@@ -113,13 +113,14 @@ class Teacher(nn.Module, ABC):
 
 def resized(maps: Tensor, size: tuple[int, int], mode: Literal["bicubic", "bilinear"]) -> Tensor:
     """`F.interpolate(maps, size, mode=mode, antialias=True)` as two matrix products, which a GPU does sooner."""
-
-    def weights(before: int, after: int) -> Tensor:
-        unit = torch.eye(before, device=maps.device)[None, None]
-        return F.interpolate(unit, (after, before), mode=mode, antialias=True)[0, 0].to(maps.dtype)
-
-    rows, columns = map(weights, maps.shape[-2:], size)
+    rows, columns = (filters(a, b, mode, maps) for a, b in zip(maps.shape[-2:], size, strict=True))
     return rows @ maps @ columns.mT
+
+
+def filters(before: int, after: int, mode: Literal["bicubic", "bilinear"], like: Tensor) -> Tensor:
+    """The matrix (after, before) that resizes one side."""
+    unit = torch.eye(before, device=like.device)[None, None]
+    return F.interpolate(unit, (after, before), mode=mode, antialias=True)[0, 0].to(like.dtype)
 
 
 class Standardized(nn.Module):

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from veca.teachers import Standardized, Targets
-from veca.teachers.protocol import resized
+from veca.teachers.protocol import filters
 from veca.train.augment import Augmentation
 from veca.train.data import (
     MOST_FAILURES,
@@ -96,9 +96,9 @@ class Taught:
             )
         self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
         self.pooled = (teacher.teacher if isinstance(teacher, Standardized) else teacher).pooled
-        # As bytes: no indexing is defined for eight-bit floats.
         kept = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
-        self.maps = kept.view(torch.uint8) if dtype.itemsize == 1 else kept
+        # No indexing is defined for eight-bit floats, and eight bytes at a time are moved sooner than one.
+        self.maps = kept.view(torch.int64 if width * dtype.itemsize % 8 == 0 else torch.uint8)
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
         columns = TextColumn("asking the teacher"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
@@ -115,13 +115,14 @@ class Taught:
         """Targets (B, side · side, D) of views of the pictures `index` (B) that begin at the cells `left` and `top`."""
         rows, columns = span(top, self.span), span(left, self.span, flip)
         cells = self.maps[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        cells = (cells.view(self.dtype) if self.maps.dtype != self.dtype else cells).to(torch.bfloat16)
-        patches = cells.flatten(1, 2)
+        cells = cells.view(self.dtype).to(torch.bfloat16)
         if side != self.span:
-            patches = resized(cells.permute(0, 3, 1, 2), (side, side), "bilinear").flatten(2).mT
+            resize = filters(self.span, side, "bilinear", cells)
+            cells = resize @ (resize @ cells.flatten(2)).unflatten(2, cells.shape[2:])
+        patches = cells.flatten(1, 2)
         if not self.pooled:
             return Targets(self.cls[index], patches)
-        cls = patches.float().mean(1)
+        cls = patches.mean(1, dtype=torch.float32)
         if self.standardized is not None:
             means, deviations = self.standardized.means, self.standardized.deviations
             cls = (cls * deviations[1] + means[1] - means[0]) / deviations[0]
@@ -238,8 +239,8 @@ def _filtered(images: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
 def filter_tables(
     side: int, boxes: tuple[tuple[float, float], ...], resolution: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """For each of P crops of a square of `side`, from where to where: where the taps of its pixels start (P, R) int64, and
-    their weights (P, R, T) int32, of bicubic and antialiased resizing, as Pillow reckons them.
+    """For each of P crops of a square of `side`, from where to where: where the taps of its pixels start (P, R) int64,
+    and their weights (P, R, T) int32, of bicubic and antialiased resizing, as Pillow reckons them.
     """
     starts, weights = zip(*(_filter(side, begin, end, resolution) for begin, end in boxes), strict=True)
     return torch.from_numpy(np.stack(starts)).to(device), torch.from_numpy(np.stack(weights)).to(device)
