@@ -26,7 +26,7 @@ def test_every_size_has_an_entry_point() -> None:
 
 
 def test_without_weights_it_says_so() -> None:
-    with pytest.warns(UserWarning, match="veca_tiny has random weights, as none ship yet"):
+    with pytest.warns(UserWarning, match="veca_tiny has random weights"):
         model = load("veca_tiny", depth=2, num_classes=3)
     assert not model.training
     logits = model(torch.zeros(1, 3, 32, 32), 16).logits
