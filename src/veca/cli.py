@@ -35,6 +35,7 @@ from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
 from veca.terminal import Device, Model, err, load_model, out, say_if_random
+from veca.text import origin
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
 
@@ -264,10 +265,11 @@ def info(
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
-    table = Table("", source, box=None, header_style="bold")
+    table = Table("", shipped_name(source) or source, box=None, header_style="bold")
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
-    for key, value in {**config.to_dict(), **model.provenance}.items():
+    told = {"weights": phrase} if (phrase := origin(model.provenance)) else {}
+    for key, value in {**config.to_dict(), **model.provenance, **told}.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         table.add_row(key.replace("_", " "), shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)")
     for budget, gflops in facts["gflops"].items():
