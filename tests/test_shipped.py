@@ -266,7 +266,6 @@ def test_golden_features_on_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 def test_golden_features_on_a_gpu(name: str, dtype: torch.dtype, most: float) -> None:
-    """As users have it: the patch embedding is a convolution, for which cuDNN takes TF32 unless told otherwise."""
     found = golden_features(veca.load(name, "cuda", dtype))
     for key, expected in load_file(golden_path(name)).items():
         assert relative_error(found[key], expected) < most, key
