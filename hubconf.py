@@ -19,9 +19,10 @@ finally:
 def _entry(name):
     def create(weights=None, **fields):
         if weights is None:
-            _warnings.warn(
-                f"{name} has random weights, as none ship yet; pass weights=FILE for trained ones", stacklevel=2
-            )
+            ships = any(each.startswith(f"{name}.") for each in _veca.list_models(pretrained=True))
+            if ships and set(fields) <= {"num_classes"}:
+                return _veca.create_model(name, pretrained=True, **fields).eval()
+            _warnings.warn(f"{name} has random weights; pass weights=FILE for trained ones", stacklevel=2)
             return _veca.create_model(name, **fields).eval()
         if fields:
             raise ValueError(f"fields {', '.join(fields)} come from {weights}; leave them or the weights out")
@@ -36,8 +37,9 @@ def _entry(name):
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"""{name}, in eval mode: `model(images, cores=C)`.
 
-    weights: a file or folder that `veca.load` takes; None: random weights. Without weights, `fields` are those of
-    `veca.VecaConfig`, such as num_classes.
+    weights: a file or folder that `veca.load` takes, or the full name of weights that ship; None: those that ship for
+    this size, or random ones. Without weights, `fields` are those of `veca.VecaConfig`; with any but num_classes they
+    are random.
     """
     return create
 

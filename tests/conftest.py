@@ -65,6 +65,12 @@ def tiny() -> veca.Veca:
     return make_tiny()
 
 
+@pytest.fixture
+def nothing_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every named size has random weights."""
+    monkeypatch.setattr("veca.shipped.WEIGHTS", tmp_path / "no weights")
+
+
 def make_tiny(**overrides: object) -> veca.Veca:
     torch.manual_seed(0)
     model = veca.Veca(VecaConfig.from_dict({"embed_dim": 64, "depth": 3, "num_heads": 2, **overrides})).eval()

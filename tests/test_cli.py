@@ -74,6 +74,7 @@ def test_embed(folder: Path) -> None:
     assert "--overwrite" in str(again.exception)
 
 
+@pytest.mark.usefixtures("nothing_ships")
 def test_embed_with_a_named_size_says_the_weights_are_random(folder: Path) -> None:
     result = run(app, ["embed", str(folder / "photos" / "a.png"), "--out", str(folder / "f.npz"), "--size", "32"])
     assert result.exit_code == 0, result.output
@@ -81,6 +82,7 @@ def test_embed_with_a_named_size_says_the_weights_are_random(folder: Path) -> No
     assert np.load(folder / "f.npz")["cls"].shape == (1, 192)
 
 
+@pytest.mark.usefixtures("nothing_ships")
 def test_info(folder: Path) -> None:
     shown = run(app, ["info", str(folder / "model"), "--size", "64", "--cores", "24"])
     assert shown.exit_code == 0
@@ -125,7 +127,7 @@ def test_demo(folder: Path) -> None:
         (["embed", ".", "--out", "f.parquet", "--device", "warp"], "device 'warp' cannot be used"),
         (["embed", ".", "--out", "f.doc"], "f.doc"),
         (["demo", "nowhere.jpg"], "nowhere.jpg"),
-        (["convert", "veca_tiny", "x.pt"], "no weights ship"),
+        (["convert", "veca_large", "x.pt"], "no weights ship"),
     ],
 )
 def test_mistakes_are_one_line(

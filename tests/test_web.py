@@ -168,6 +168,16 @@ def test_samples_come_along(client: TestClient) -> None:
     assert about["models"][0]["budgets"] == [8, 16, 24, 32, 40, 48, 56, 64]
 
 
+def test_a_model_says_where_its_weights_come_from() -> None:
+    distilled, random = make_tiny(), make_tiny()
+    distilled.provenance = {"weights": "distilled", "teacher": {"name": "a-teacher"}}
+    random.provenance = {"weights": "random"}
+    app = create_app({"a": distilled, "b": random, "c": make_tiny()}, warm=False)
+    with TestClient(app, base_url="http://localhost:8642") as client:
+        told = [(model["random"], model["origin"]) for model in client.get("/api/about").json()["models"]]
+    assert told == [(False, "distilled from a-teacher, not the paper's weights"), (True, "random weights"), (False, "")]
+
+
 def test_without_samples_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("veca.demo.find_spec", lambda name: None)
     with connect() as client:

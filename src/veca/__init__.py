@@ -3,11 +3,12 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from veca import hub, images
-from veca.checkpoint import CheckpointError, load, save
-from veca.config import ConfigError, VecaConfig, list_models
+from veca.checkpoint import CheckpointError, create_model, load, save
+from veca.config import ConfigError, VecaConfig
 from veca.fast import optimize
 from veca.images import ImageError
-from veca.model import Veca, VecaOutput, create_model
+from veca.model import Veca, VecaOutput
+from veca.shipped import list_models
 
 try:
     __version__ = version("veca")

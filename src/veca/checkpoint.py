@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, size_name
+from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, get_config, size_name
 from veca.files import atomic_path
-from veca.model import Veca, create_model
-
-WEIGHTS = Path(str(files("veca"))) / "weights"
-"""Shipped weights: one folder per name."""
+from veca.model import Veca
+from veca.shipped import find_shipped, list_models
 
 _FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
 
@@ -45,16 +42,45 @@ class CheckpointError(ValueError):
     """A file that cannot be loaded: the message says which and what is wrong with it."""
 
 
+def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
+    """A new model of a named size with random weights; `overrides` are fields of `VecaConfig`.
+
+    With `pretrained`, the weights that ship under the name, as `load` has them; of the fields only `num_classes` can
+    then be given, for a new classifier.
+
+    >>> create_model("veca_tiny", num_classes=10).head.out_features
+    10
+    """
+    if not pretrained:
+        if name in list_models(pretrained=True):
+            size = name.partition(".")[0]
+            raise ConfigError(f"{name} names trained weights: pass pretrained=True, or {size!r} for random ones")
+        return Veca(get_config(name, **overrides))
+    if fixed := [field for field in overrides if field != "num_classes"]:
+        raise ConfigError(f"{', '.join(fixed)}: fixed by the weights of {name}; leave it out, or pass pretrained=False")
+    shipped = find_shipped(name)
+    if shipped is None:
+        raise CheckpointError(_not_shipped(name))
+    model = load(shipped).train()
+    if "num_classes" in overrides:
+        model.reset_classifier(overrides["num_classes"])
+    return model
+
+
 def load(
-    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    source: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Veca:
     """The model in `source`: a shipped name, a file or folder of ours, or a released `.pt`. It comes in eval mode.
 
+    Whatever a file is stored in, the model is float32 unless another `dtype` is asked for; None: as stored.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(create_model("veca_tiny"), folder)
-    ...     load(folder, dtype=torch.bfloat16).norm.weight.dtype
-    torch.bfloat16
+    ...     save(create_model("veca_tiny").half(), folder)
+    ...     load(folder).norm.weight.dtype, load(folder, dtype=torch.bfloat16).norm.weight.dtype
+    (torch.float32, torch.bfloat16)
     """
     path = _find(source)
     tensors, config, provenance = _read(path)
@@ -67,10 +93,12 @@ def load(
 
 
 def load_or_random(
-    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    source: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Veca:
     """`load`, but a named size whose weights do not ship gets random ones, always the same; `provenance` says so."""
-    if str(source) not in SIZES or Path(source).exists() or (WEIGHTS / str(source)).is_dir():
+    if str(source) not in SIZES or Path(source).exists() or find_shipped(source):
         return load(source, device, dtype)
     # Drawn on the CPU wherever the model goes, so that the weights are the same there; on meta nothing is drawn.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if str(device) == "meta" else "cpu"):
@@ -101,7 +129,8 @@ def save_tensors(
         write_tensors(part, tensors, {"format": "pt", "veca": json.dumps(description)})
     if file is not path:
         kind = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
-        told = {"model_type": "veca", "architectures": [kind], **config, "provenance": provenance}
+        # `dtype`: what transformers loads it as, whatever it is stored in, like `load`.
+        told = {"model_type": "veca", "architectures": [kind], "dtype": "float32", **config, "provenance": provenance}
         classes = provenance.get("classes", ())
         if classes and len(classes) == config.get("num_classes"):  # their names, where transformers looks for them
             told |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
@@ -136,17 +165,11 @@ def save_official(model: Veca, path: str | os.PathLike[str]) -> None:
 
 def _find(source: str | os.PathLike[str]) -> Path:
     path = Path(source)
-    if not path.exists() and str(source) in SIZES:
-        path = WEIGHTS / str(source)
-        if not path.is_dir():
-            raise CheckpointError(
-                f"no weights ship for {source}; veca.create_model({str(source)!r}) makes one with random weights"
-            )
     if not path.exists():
-        raise CheckpointError(
-            f"{source}: no such file or folder, and no model of that name{did_you_mean(source, SIZES)}. "
-            f"Names: {', '.join(SIZES)}"
-        )
+        shipped = find_shipped(source)
+        if shipped is None:
+            raise CheckpointError(_not_shipped(str(source)))
+        path = shipped
     if path.is_dir():
         path = path / "model.safetensors"
         if not path.is_file():
@@ -154,6 +177,14 @@ def _find(source: str | os.PathLike[str]) -> Path:
     if not path.is_file():
         raise CheckpointError(f"{source}: not a regular file")
     return path
+
+
+def _not_shipped(name: str) -> str:
+    if name in SIZES:
+        return f"no weights ship for {name}; veca.create_model({name!r}) makes one with random weights"
+    names = [*SIZES, *list_models(pretrained=True)]
+    close = did_you_mean(name, names)
+    return f"{name}: no such file or folder, and no model of that name{close}. Names: {', '.join(names)}"
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -30,9 +30,12 @@ from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
 from veca.inspect.cli import figure_app
 from veca.probe.cli import probe_app
+from veca.publish import cast, without_paths
 from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
+from veca.shipped import shipped_name
 from veca.terminal import Device, Model, err, load_model, out, say_if_random
+from veca.text import origin
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
 
@@ -55,7 +58,7 @@ def demo(
     device: Device = "auto",
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
-    path = write_demo(pictures, to, model=load_model(model, device), model_name=model, size=size)
+    path = write_demo(pictures, to, model=load_model(model, device), model_name=shipped_name(model) or model, size=size)
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
@@ -127,17 +130,16 @@ def embed(
     if engine == "plain" and (address is not None or partition is not None):
         raise ValueError("--address and --partition are for --engine ray; add it, or leave them out")
     how: dict[str, Any] = {"settings": settings, "column": column, "overwrite": overwrite, "progress": progress}
+    how["model_name"] = shipped_name(model) or model
     try:
         if engine == "ray":
             report = write_on_ray(
-                paths, to, model=load_model(model, "cpu"), model_name=model, address=address, workers=workers,
+                paths, to, model=load_model(model, "cpu"), address=address, workers=workers,
                 device=None if device == "auto" else device, partition=partition or PARTITION, **how,
             )  # fmt: skip
         else:
             workers = min(8, os.cpu_count() or 1) if workers is None else workers
-            report = write_features(
-                paths, to, model=load_model(model, device), model_name=model, workers=workers, **how
-            )
+            report = write_features(paths, to, model=load_model(model, device), workers=workers, **how)
     except KeyboardInterrupt:
         err.print("Interrupted. The same command continues where this one stopped.")
         raise typer.Exit(130) from None
@@ -245,7 +247,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a model is: sizes, budgets, provenance, parameters, and its cost at a resolution."""
-    model = load_or_random(source, device="meta")  # what it is does not depend on the numbers in it
+    model = load_or_random(source, device="meta", dtype=None)  # what it is does not depend on the numbers in it
     config = model.config
     if size < config.patch_size or size % config.patch_size:
         raise ValueError(f"size={size}: must be a positive multiple of {config.patch_size}")
@@ -263,10 +265,11 @@ def info(
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
-    table = Table("", source, box=None, header_style="bold")
+    table = Table("", shipped_name(source) or source, box=None, header_style="bold")
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
-    for key, value in {**config.to_dict(), **model.provenance}.items():
+    told = {"weights": phrase} if (phrase := origin(model.provenance)) else {}
+    for key, value in {**config.to_dict(), **model.provenance, **told}.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         table.add_row(key.replace("_", " "), shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)")
     for budget, gflops in facts["gflops"].items():
@@ -275,17 +278,29 @@ def info(
     say_if_random(model, source)
 
 
+StoredDtype = Literal["float32", "float16", "bfloat16"]
+
+
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A released .pt checkpoint, or a file or folder of ours.")],
     to: Annotated[Path, typer.Argument(help="A folder or .safetensors file of ours, or a .pt in the released format.")],
+    dtype: Annotated[StoredDtype | None, typer.Option(help="Store it so; not given: as it is, bit for bit.")] = None,
+    paths: Annotated[
+        bool, typer.Option("--paths/--no-paths", help="Keep paths of this machine in the provenance, or names only.")
+    ] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
-    """Convert released checkpoints to ours and back; tensors stay the same bit for bit."""
+    """Convert released checkpoints to ours and back; tensors stay the same bit for bit.
+
+    To hand out weights of a run: veca convert runs/mine mine --dtype float16 --no-paths
+    """
     target = to if to.suffix in (".pt", ".pth", ".safetensors") else to / "model.safetensors"
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; choose another name, or pass --overwrite")
-    model = veca.load(source)
+    model = veca.load(source, dtype=None)
+    model = cast(model, getattr(torch, dtype)) if dtype else model
+    model.provenance = model.provenance if paths else without_paths(model.provenance)
     if to.suffix in (".pt", ".pth"):
         save_official(model, to)
     else:
@@ -308,11 +323,9 @@ def export(
     chosen, pixels = form_of(to, form), parse_size(size)
     if to.exists() and not overwrite:
         raise ValueError(f"{to} exists; choose another name, or pass --overwrite")
-    model = load_model(source, "cpu")
+    model, name = load_model(source, "cpu"), shipped_name(source) or Path(source).stem
     with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):
-        checks = write_export(
-            model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=Path(source).stem, check=check
-        )
+        checks = write_export(model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=name, check=check)
     out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True, markup=False)
     if not check:
         return

@@ -132,15 +132,6 @@ SIZES: dict[str, VecaConfig] = {
 """`veca_tiny` is ours; the other four are the paper's."""
 
 
-def list_models() -> list[str]:
-    """Names that `create_model` takes.
-
-    >>> list_models()
-    ['veca_tiny', 'veca_small', 'veca_small_plus', 'veca_base', 'veca_large']
-    """
-    return list(SIZES)
-
-
 def get_config(name: str, **overrides: Any) -> VecaConfig:
     """The configuration of a named size, with fields replaced."""
     if name not in SIZES:

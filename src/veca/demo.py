@@ -33,6 +33,7 @@ from veca.files import atomic_path
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, heat, pca, to_rgb
 from veca.model import Veca
+from veca.text import origin
 
 PathLike = str | os.PathLike[str]
 
@@ -179,6 +180,8 @@ def _page(
 def _weights(provenance: Mapping[str, Any]) -> str:
     if provenance.get("weights") == "random":
         return f"random, seed {provenance['seed']}" if "seed" in provenance else "random"
+    if told := origin(provenance):
+        return told
     known = [f"{key}: {value}".replace("_", " ", key.count("_")) for key, value in provenance.items()]
     return ", ".join(entry for entry in known if len(entry) <= 80) or "of unrecorded origin"
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
-from veca.config import VecaConfig, get_config
+from veca.config import VecaConfig
 from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
@@ -380,12 +380,3 @@ def init_layer(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)  # type: ignore[arg-type]  # every layer here has one
     elif isinstance(module, nn.LayerNorm):
         module.reset_parameters()
-
-
-def create_model(name: str, **overrides: Any) -> Veca:
-    """A new model of a named size with random weights; `overrides` are fields of `VecaConfig`.
-
-    >>> create_model("veca_tiny", num_classes=10).head.out_features
-    10
-    """
-    return Veca(get_config(name, **overrides))

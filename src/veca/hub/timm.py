@@ -1,5 +1,7 @@
 """The named sizes as models of timm: `timm.create_model("veca_small_patch16")`.
 
+Weights that ship have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`.
+
 One thin subclass of `Veca` that answers as timm's models do: called, it gives logits (or the global feature), and it
 knows the few more names by which timm's tools ask. Tensors have the same names as in `Veca`, so files are the same.
 """
@@ -7,6 +9,7 @@ knows the few more names by which timm's tools ask. Tensors have the same names 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import timm.models
@@ -14,10 +17,11 @@ import torch
 from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
-from veca.checkpoint import WEIGHTS, CheckpointError, load
+from veca.checkpoint import CheckpointError, load
 from veca.config import SIZES, VecaConfig
 from veca.images import MEAN, STD
 from veca.model import Veca
+from veca.shipped import find_shipped, list_models
 
 POOLS = ("token", "avg", "")
 """The first core, the mean of the patches, or all tokens as they are."""
@@ -185,12 +189,11 @@ SIZE = (512, 512)
 """Of the pictures the paper reports on."""
 
 
-def _cfg(size: str) -> dict[str, Any]:
-    shipped = WEIGHTS / size / "model.safetensors"
+def _cfg(file: Path | None) -> dict[str, Any]:
     return {
-        "file": str(shipped) if shipped.is_file() else None,
+        "file": str(file) if file else None,
         "custom_load": True,  # by `load_pretrained`, which reads released checkpoints too
-        "num_classes": 0 if shipped.is_file() else 1000,
+        "num_classes": 0 if file else 1000,
         "input_size": (3, *SIZE),
         "pool_size": None,
         "crop_pct": 1 / 1.125,  # as in veca.images
@@ -205,7 +208,18 @@ def _cfg(size: str) -> dict[str, Any]:
     }
 
 
-default_cfgs = timm.models.generate_default_cfgs({f"{size}_patch16": _cfg(size) for size in SIZES})
+def _cfgs() -> dict[str, Any]:
+    """By name, with a tag where weights ship; the first tag of a name is the one it has without."""
+    found = {}
+    for size in SIZES:
+        tagged = [name for name in list_models(pretrained=True) if name.partition(".")[0] == size]
+        for name in tagged or [size]:
+            folder = find_shipped(name)
+            found[name.replace(size, f"{size}_patch16", 1)] = _cfg(folder and folder / "model.safetensors")
+    return found
+
+
+default_cfgs = timm.models.generate_default_cfgs(_cfgs())
 
 
 def _register(size: str) -> None:
@@ -213,11 +227,18 @@ def _register(size: str) -> None:
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         out_indices = kwargs.pop("out_indices", 3)
+        config = SIZES[size]
+        overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
+        file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
+        if file.parent == find_shipped(file.parent.name):
+            if pretrained:
+                config = load(file, device="meta").config  # its features may have the width of a teacher's
+            kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)
         return timm.models.build_model_with_cfg(
             TimmVeca,
             name,
             pretrained,
-            model_cfg=SIZES[size],
+            model_cfg=config,
             feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
             **kwargs,
         )

@@ -18,6 +18,7 @@ from veca.inspect.projections import Method as MethodName
 from veca.inspect.sheet import check_out, write_figure
 from veca.inspect.subject import Backbone
 from veca.model import Veca
+from veca.shipped import shipped_name
 from veca.terminal import Device, Model, err, load_model, out
 
 
@@ -150,7 +151,7 @@ def _write(
     with err.status("opening pictures") as status:
         if beside:
             chosen["beside"] = {name: _backbone(name, model) for name in beside}
-        name = Path(source).name or source
+        name = shipped_name(source) or Path(source).name or source
         figure = draw(model, images, name=name, say=lambda text: status.update(escape(text)), **chosen)
         status.update("writing")
         write_figure(figure, to)

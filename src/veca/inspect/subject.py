@@ -19,7 +19,7 @@ from torch import Tensor
 from veca.config import size_name
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
-from veca.text import printable
+from veca.text import origin, printable
 
 Pictures: TypeAlias = Source | Sequence[Source]
 Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
@@ -108,9 +108,10 @@ def model_label(model: Veca, name: str | None) -> str:
 
 def notice_of(model: Veca, name: str | None) -> str:
     """What must be said of the weights, if anything."""
-    if model.provenance.get("weights") != "random":
-        return ""
-    return f"{model_label(model, name)} has random weights: this shows how it works, not what a trained model sees."
+    label, told = model_label(model, name), origin(model.provenance)
+    if model.provenance.get("weights") == "random":
+        return f"{label} has {told}: this shows how it works, not what a trained model sees."
+    return f"{label}: {told}." if told else ""
 
 
 def cores_label(count: int) -> str:

@@ -20,7 +20,8 @@ class Problem(BaseModel):
 
 class ModelAbout(BaseModel):
     name: str
-    random: bool = Field(description="Whether its weights are random, because none ship for it yet.")
+    random: bool = Field(description="Whether its weights are random, because none ship for it.")
+    origin: str = Field(description="Where its weights come from, in a phrase; empty where that is not known.")
     layers: int
     width: int
     budgets: list[int]

@@ -18,6 +18,7 @@ import veca
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
 from veca.inspect import heat
 from veca.model import Veca
+from veca.text import origin
 from veca.web import analysis
 from veca.web.answers import (
     ANY,
@@ -194,6 +195,7 @@ def _about_model(name: str, model: Veca) -> ModelAbout:
     return ModelAbout(
         name=name,
         random=model.provenance.get("weights") == "random",
+        origin=origin(model.provenance),
         layers=len(model.blocks),
         width=model.config.num_features,
         budgets=sorted(model.config.budgets),

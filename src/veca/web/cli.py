@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from veca.model import Veca
+from veca.shipped import shipped_name
 from veca.terminal import Device, err, load_model, out
 from veca.web.guard import is_loopback, names_of
 
@@ -54,7 +55,7 @@ def explore(
     with _bound(host, port) as bound:
         models: dict[str, Veca] = {}
         for source in model or ["veca_tiny"]:
-            models[_name(source, models)] = load_model(source, device)
+            models[_name(shipped_name(source) or source, models)] = load_model(source, device)
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
         app = create_app(models, hosts=hosts, token=token)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host

@@ -317,7 +317,8 @@ $("figure").addEventListener("click", () => {
   });
 });
 
-$("about").textContent = `veca ${about.version}, ${about.models.map(({ name }) => name).join(", ")}, ${about.device}.`;
+const models = about.models.map(({ name, origin }) => (origin ? `${name} (${origin})` : name));
+$("about").textContent = `veca ${about.version}, ${models.join(", ")}, ${about.device}.`;
 const asked = recallAddress();
 build();
 if (asked || about.samples.length) await choose(asked ?? about.samples[0].id);

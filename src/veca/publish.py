@@ -1,0 +1,50 @@
+"""Weights as they are handed to others: in fewer bits, and without the paths of the machine that made them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from veca.model import Veca
+
+_PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
+_WHOLE = re.compile(r"(?:file://)?(?:/|~|\.\.[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.DOTALL)
+
+
+@torch.no_grad()
+def cast(model: Veca, dtype: torch.dtype) -> Veca:
+    """The model in another type, in place; `ValueError` where a value does not fit, or bfloat16 would lose less."""
+    lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite; such weights are of no use")
+        if not tensor.to(dtype).isfinite().all():
+            most, limit = float(tensor.abs().max()), torch.finfo(dtype).max
+            raise ValueError(f"{name} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead")
+        for kind in lost:
+            lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
+    half, brain = (lost[kind] ** 0.5 for kind in (torch.float16, torch.bfloat16))
+    if dtype == torch.float16 and half > brain:
+        raise ValueError(f"float16 is off by {half:.2g} in all, bfloat16 by {brain:.2g}; choose bfloat16 instead")
+    return model.to(dtype)
+
+
+def without_paths(value: Any) -> Any:
+    """Plain data in which paths of a machine are reduced to the names of files; addresses and names stay.
+
+    >>> without_paths({"train": ["/root/data/coco/*.tar", "s3://bucket/*.tar"], "teacher": "timm:vit@/opt/w.pt"})
+    {'train': ['*.tar', 's3://bucket/*.tar'], 'teacher': 'timm:vit@w.pt'}
+    """
+    if isinstance(value, dict):
+        return {without_paths(key): without_paths(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return _last(value) if _WHOLE.fullmatch(value) else _PATH.sub(lambda found: _last(found[0]), value)
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
