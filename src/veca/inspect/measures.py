@@ -52,9 +52,10 @@ class Moments:
         self._mean = self._squares = torch.zeros((), dtype=torch.float64)
 
     def add(self, values: Tensor) -> None:
-        if not len(values):
-            return
         values = values.cpu().double()
+        if not len(values):
+            self._mean, self._squares = (each.expand(values.shape[1:]) for each in (self._mean, self._squares))
+            return
         mean, total = values.mean(0), self.count + len(values)
         away, weight = mean - self._mean, self.count * len(values) / total
         self._squares = self._squares + (values - mean).square().sum(0) + weight * away.square()
