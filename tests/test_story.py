@@ -343,7 +343,7 @@ def test_a_gpu_gives_the_same(pictures, tmp_path):
         story = measure_cores(make_tiny().to(device), pictures, budgets=(8, 64), size=SIZE)
         files.append(write_story(story, tmp_path / f"{device}.json"))
     first, second = (numbers(json.loads(file.read_text())) for file in files)
-    np.testing.assert_allclose(second, first, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(second, first, rtol=1e-2, atol=5e-3)
 
 
 # The command

@@ -122,7 +122,7 @@ def draw_story(story: CoreStory) -> Figure:
     _name(maps, "layer", "overlap of maps", "dotted: one core in two pictures")
     moves.set_ylim(bottom=0)
     maps.set_ylim(0, 1.02)  # whole, or maps that are all alike would seem to differ
-    heard.set_ylim(bottom=0)
+    heard.set_ylim(0, 1.1 * heard.get_ylim()[1])
     heard.axhline(1, color=GREY, linewidth=1)
     _name(heard, "core", "× an even share")
     _draw_kept(kept, story)
