@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 import veca
+from veca.checkpoint import weights_hash
 from veca.images import fit_image, normalize, to_tensor
-from veca.probe.backbones import BackboneError, OtherBackbone, Precision, load_backbone, weights_hash
+from veca.probe.backbones import BackboneError, OtherBackbone, Precision, load_backbone
 from veca.probe.views import centre, nearest, random_part, seeded, whole
 from veca.teachers import TeacherError, timm_teacher
 

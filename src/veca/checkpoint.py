@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, get_config, size_name
 from veca.files import atomic_path
@@ -146,6 +147,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
         raise
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 of all tensors with their names, types and shapes."""
+    digest = hashlib.sha256()
+    for key, tensor in model.state_dict().items():
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
 
 
 def save_official(model: Veca, path: str | os.PathLike[str]) -> None:

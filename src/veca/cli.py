@@ -28,7 +28,9 @@ from veca.hub.export import Dtype as ExportDtype
 from veca.hub.export import Format as ExportFormat
 from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
-from veca.inspect.cli import figure_app
+from veca.inspect import draw_story, measure_cores, story_table, write_figure, write_story
+from veca.inspect.cli import figure_app, parse_budgets
+from veca.inspect.story_report import check_story
 from veca.probe.cli import probe_app
 from veca.publish import cast, without_paths
 from veca.scale import PARTITION, Engine
@@ -237,6 +239,53 @@ def report(
             raise ValueError(f"reports need {error.name}, which is not installed: pip install 'veca[train]'") from error
         path = write_report(folder)
     out.print(f"Report: {path.resolve()}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def cores(
+    model: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
+    pictures: Annotated[
+        list[str],
+        typer.Argument(help="Files, folders (recursive), quoted globs, tar shards, Parquet files; addresses too."),
+    ],
+    budgets: Annotated[
+        str | None,
+        typer.Option("--cores", help="Budgets, as 8,16,64; all: every trained one; not given: four of these."),
+    ] = None,
+    size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16: of the centre that is seen.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="So many pictures, evenly spread over all.")] = None,
+    device: Device = "auto",
+    to: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write, with all numbers.")] = Path("cores.json"),
+    chart: Annotated[
+        Path | None, typer.Option(help="Also draw them: a .png or .svg file to write.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Pictures per forward pass.  [default: by their size]", show_default=False)
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Decoding processes.  [default: one per CPU, at most 8]", show_default=False),
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Measure what the cores do, over many pictures: how far they move, where they look, who is heard, what is kept.
+
+    Bad pictures do not stop the run; the exit status is then 3.
+    """
+    check_story(to, chart)
+    loaded = load_model(model, device)
+    story = measure_cores(
+        loaded, pictures, budgets=parse_budgets(budgets, loaded), size=size, limit=limit, batch=batch,
+        workers=min(8, os.cpu_count() or 1) if workers is None else workers, name=Path(model).name or model,
+        progress=progress,
+    )  # fmt: skip
+    out.print(story_table(story))
+    out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True, markup=False)
+    if chart is not None:
+        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True, markup=False)
+    if failed := story.about["failed"]:
+        err.print(f"{failed:,} failed: see {to}", style="yellow", markup=False, soft_wrap=True)
+        raise typer.Exit(3)
 
 
 @app.command()

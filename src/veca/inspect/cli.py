@@ -143,11 +143,11 @@ def _write(
     beside: Sequence[str] | None = None, **chosen: Any,
 ) -> None:  # fmt: skip
     to = check_out(Path(f"{kind}.png") if to is None else to)
-    if "budgets" in chosen and chosen["budgets"] != "all":
-        chosen["budgets"] = _numbers(chosen["budgets"], "--cores")
+    if chosen.get("budgets") != "all":
+        _numbers(chosen.get("budgets"), "--cores")  # what is wrong is said before a model is loaded
     model = load_model(source, device)
-    if chosen.get("budgets") == "all":
-        chosen["budgets"] = model.config.budgets
+    if "budgets" in chosen:
+        chosen["budgets"] = parse_budgets(chosen["budgets"], model)
     with err.status("opening pictures") as status:
         if beside:
             chosen["beside"] = {name: _backbone(name, model) for name in beside}
@@ -156,6 +156,11 @@ def _write(
         status.update("writing")
         write_figure(figure, to)
     out.print(f"Figure: {to.resolve()}", soft_wrap=True, markup=False)
+
+
+def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
+    """What `--cores` names, as 8,16 or all: those that the model was trained at."""
+    return model.config.budgets if text == "all" else _numbers(text, "--cores")
 
 
 def _backbone(name: str, model: Veca) -> Backbone:

@@ -89,6 +89,16 @@ def contributions(attention: Tensor, values: Tensor, weight: Tensor, piece: int 
 
 def _profiles(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int) -> Tensor:
     """(B, N, C), from the arguments of attention's forward pass."""
+    return attention_and_profiles(attn, x, core_rotary, patch_rotary, piece)[1]
+
+
+def attention_and_profiles(
+    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int = PIECE
+) -> tuple[Tensor, Tensor]:
+    """From the arguments of attention's forward pass: how each core attends, and each patch's profile.
+
+    (B, C, S), the mean over heads, whose rows sum to 1, and (B, N, C).
+    """
     if type(attn.proj) is not nn.Linear:
         raise ValueError(
             f"contributions are made of the weights of the output projection, which is a {type(attn.proj).__name__} "
@@ -97,7 +107,7 @@ def _profiles(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, p
     cores, heads = core_rotary.cos.shape[-2], attn.num_heads
     better = torch.promote_types(x.dtype, torch.float32)
     qkv = attn.qkv(x).to(better).unflatten(-1, (3, heads, -1))  # rounded where the model rounds
-    patch_to_core, _ = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
+    patch_to_core, core_to_all = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
     values = qkv[:, :cores, 2].transpose(1, 2)  # (B, H, C, d)
     found = []
     for attention, value in zip(patch_to_core.unflatten(-1, (heads, cores)), values, strict=True):
@@ -108,7 +118,7 @@ def _profiles(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, p
         # Values of length 0 (a patch that hears nothing) give no shares; all cores alike is the honest answer.
         lengths = torch.where(lengths.sum(-1, keepdim=True) > 0, lengths, 1.0)
         found.append((lengths / lengths.sum(-1, keepdim=True)).to(x.device, better))
-    return torch.stack(found)
+    return core_to_all.unflatten(1, (heads, cores)).mean(1), torch.stack(found)
 
 
 def _pieces(count: int, each: int, piece: int) -> list[slice]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, rotate
+
+Seen = TypeVar("Seen")
 
 
 @torch.no_grad()
@@ -41,8 +43,8 @@ def core_maps(
 
 
 def look_into(
-    model: Veca, images: Tensor, cores: int | None, layers: Sequence[int], look: Callable[..., Tensor]
-) -> tuple[list[Tensor], VecaOutput]:
+    model: Veca, images: Tensor, cores: int | None, layers: Sequence[int], look: Callable[..., Seen]
+) -> tuple[list[Seen], VecaOutput]:
     """One forward pass, and what `look(attn, x, core_rotary, patch_rotary)` makes of each block's attention on its way.
 
     `x` (B, S, D) are the normed tokens attention is given. Nothing else of a block is kept.
@@ -58,7 +60,7 @@ def look_into(
         raise ValueError("an optimized model keeps no attention; give the model it was made from")
     wanted = [layer % depth for layer in layers]
     blocks: Any = model.blocks
-    found: dict[int, Tensor] = {}
+    found: dict[int, Seen] = {}
 
     def keep(layer: int, attn: Any, args: tuple[Any, ...]) -> None:
         found[layer] = look(attn, *args[:3])

@@ -1,4 +1,4 @@
-"""The paper that figures are drawn on: panels in rows and columns under a title and a text that explains them.
+"""The paper that figures are drawn on: panels or charts in rows and columns, under a title and a text about them.
 
 Every panel of a picture has the coordinates of the model: x and y in [-1, 1], y downwards, whatever its sides are.
 """
@@ -78,22 +78,11 @@ def sheet(
     panel = min(max((WIDTH - left - right) / len(columns) - gap, NARROWEST), WIDEST)
     width = max(left + len(columns) * (panel + gap) + right, 6.0)
     columns = [_wrapped(column, int(panel / LETTER)) for column in columns]
-    letters = int((width - 2 * MARGIN) / LETTER)
-    parts: list[tuple[str, dict[str, Any], float, float]]
-    parts = [(title, {"fontsize": 12, "fontweight": "bold"}, 0.72, 1.4)]
-    parts += [(notice, {"fontsize": 9, "fontweight": "bold", "color": NOTICE}, 0.9, 1.0)] if notice else []
-    parts += [(text, {"fontsize": 9}, 1.0, 1.0)]
-    wrapped = [(textwrap.wrap(words, int(letters * narrow)), look, tall) for words, look, narrow, tall in parts]
-    head = MARGIN + sum(len(lines) * LINE * tall + 0.07 for lines, look, tall in wrapped)
+    room = 0.15 + LINE * max(column.count("\n") + 1 for column in columns)
+    room += sum(panel * aspect + under for aspect in aspects) + below * 0.2 + MARGIN
+    figure, head = _headed(title, text, notice, width, room)
+    height = figure.get_size_inches()[1]
     head += 0.15 + LINE * max(column.count("\n") + 1 for column in columns)
-    height = head + sum(panel * aspect + under for aspect in aspects) + below * 0.2 + MARGIN
-
-    figure = _matplotlib()(figsize=(width, height), facecolor="white")
-    top = MARGIN
-    for lines, look, tall in wrapped:
-        y = 1 - top / height
-        figure.text(MARGIN / width, y, "\n".join(lines), va="top", linespacing=1.25, parse_math=False, **look)
-        top += len(lines) * LINE * tall + 0.07
     axes: list[list[Axes]] = []
     top = head
     for row, aspect in zip(rows, aspects, strict=True):
@@ -111,6 +100,43 @@ def sheet(
         figure.text((left - 0.1) / width, middle, row, ha="right", va="center", fontsize=9, parse_math=False)
         top += tall + under
     return figure, axes
+
+
+def charts(title: str, text: str, names: Sequence[str], *, notice: str = "") -> tuple[Figure, list[Axes]]:
+    """An empty figure and its charts, two in a row: axes with ticks, room for their names, and a title each."""
+    left, right, above, wide, tall, under = 0.75, 0.15, 0.35, 3.35, 2.3, 0.55
+    rows = -(-len(names) // 2)
+    width = 2 * (left + wide + right)
+    figure, head = _headed(title, text, notice, width, rows * (above + tall + under))
+    height = figure.get_size_inches()[1]
+    axes = []
+    for i, name in enumerate(names):
+        x, y = left + i % 2 * (left + wide + right), head + above + i // 2 * (above + tall + under)
+        axis = figure.add_axes((x / width, 1 - (y + tall) / height, wide / width, tall / height))
+        axis.set_title(name, fontsize=9, loc="left", pad=4, parse_math=False)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+        axes.append(axis)
+    return figure, axes
+
+
+def _headed(title: str, text: str, notice: str, width: float, room: float) -> tuple[Figure, float]:
+    """A figure with its words and `room` inches under them, and where that begins."""
+    letters = int((width - 2 * MARGIN) / LETTER)
+    parts: list[tuple[str, dict[str, Any], float, float]]
+    parts = [(title, {"fontsize": 12, "fontweight": "bold"}, 0.72, 1.4)]
+    parts += [(notice, {"fontsize": 9, "fontweight": "bold", "color": NOTICE}, 0.9, 1.0)] if notice else []
+    parts += [(text, {"fontsize": 9}, 1.0, 1.0)]
+    wrapped = [(textwrap.wrap(words, int(letters * narrow)), look, tall) for words, look, narrow, tall in parts]
+    head = MARGIN + sum(len(lines) * LINE * tall + 0.07 for lines, look, tall in wrapped)
+    height = head + room
+    figure = _matplotlib()(figsize=(width, height), facecolor="white")
+    top = MARGIN
+    for lines, look, tall in wrapped:
+        y = 1 - top / height
+        figure.text(MARGIN / width, y, "\n".join(lines), va="top", linespacing=1.25, parse_math=False, **look)
+        top += len(lines) * LINE * tall + 0.07
+    return figure, head
 
 
 def _wrapped(label: str, letters: int) -> str:

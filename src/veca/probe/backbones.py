@@ -7,7 +7,6 @@ Shapes: B images, D width of the features, rows × columns patches.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from veca.checkpoint import load_or_random
+from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES, did_you_mean
 from veca.fast import fits, optimize
 from veca.images import MEAN, STD, nearest_sizes
@@ -201,15 +200,6 @@ def _is_veca(source: str) -> bool:
         f"({', '.join(SIZES)}), file or folder, {', '.join(NAMED)}, timm:NAME, timm:NAME@FILE, or what transformers "
         "loads: OWNER/NAME on the hub, or a folder"
     )
-
-
-def weights_hash(model: nn.Module) -> str:
-    """SHA-256 of all tensors with their names, types and shapes."""
-    digest = hashlib.sha256()
-    for key, tensor in model.state_dict().items():
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
 
 
 def _config(model: nn.Module) -> dict[str, Any]:

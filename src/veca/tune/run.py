@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.checkpoint import load_or_random
+from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
 from veca.files import atomic_path
 from veca.images import normalize
-from veca.probe.backbones import weights_hash
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
 from veca.probe.features import listed, spread
