@@ -188,6 +188,17 @@ def test_a_view_is_resized_and_cropped(size: tuple[int, int], augment: data.Augm
         assert (found.int() - reference(image, view, 64).int()).abs().max() <= 2
 
 
+def test_crops_of_many_sizes(photos: Path) -> None:
+    pictures = find(photos)
+    (batch,) = batches(pictures, 1, batch=8, augment="flip", resolution_of=lambda _: 32, crops=(0.3, 0.9))
+    views = [view_of(3, *which, "flip") for which in zip(batch.indices.tolist(), batch.views.tolist(), strict=True)]
+    shares = [0.3 + 0.6 * view.size for view in views]
+    assert max(shares) - min(shares) > 0.3
+    for number, view, share, found in zip(batch.indices.tolist(), views, shares, batch.images, strict=True):
+        expected = tv.pil_to_tensor(data.see(pictures.read(number), view, 32, 1 / share, 10**8))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("size", [(1333, 1001), (1600, 1200), (601, 2000)])
 @pytest.mark.parametrize("turn", [1, 6])
 def test_large_jpegs_are_decoded_smaller_and_look_the_same(size: tuple[int, int], turn: int) -> None:

@@ -119,7 +119,8 @@ def test_targets_of_a_crop_are_cells_of_the_whole(
     tensors = (pixels.images, taught.maps, taught.cls)
     assert plan.memory().resident == sum(tensor.nbytes for tensor in tensors)
     assert plan.teacher_flops() == 0
-    batches = ResidentBatches(pixels, resolution_of=lambda f: 24, batch=16, augment="colour", taught=taught)
+    options: Any = {"resolution_of": lambda f: 24, "batch": 16, "short_side": 5 / 3, "augment": "colour"}
+    batches = ResidentBatches(pixels, taught=taught, **options)
     batch = batches.batch(0)
     assert batch.targets is not None
     exact = lessons.targets(normalized(batch.images))
@@ -145,13 +146,19 @@ def test_a_teacher_with_a_global_feature_of_its_own_gives_that_of_the_whole(squa
     lessons = Lessons(teacher, Recipe.from_dict(about), World(0, 1, CPU), 8)
     pixels = resident(squares)
     taught = Taught(pixels, lessons, torch.bfloat16, short_side=5 / 3, progress=False)
-    batch = ResidentBatches(pixels, resolution_of=lambda f: 24, batch=4, augment="flip", taught=taught).batch(0)
+    options: Any = {"resolution_of": lambda f: 24, "batch": 4, "short_side": 5 / 3, "augment": "flip"}
+    batch = ResidentBatches(pixels, taught=taught, **options).batch(0)
     assert batch.targets is not None
     assert torch.equal(batch.targets.cls, taught.cls[batch.indices])
 
 
-@pytest.mark.parametrize(("resolution", "zoomed"), [(16, 40), (64, 40), (64, 80)])
-def test_views_at_other_resolutions(squares: Pictures, resolution: int, zoomed: int) -> None:
+@pytest.mark.parametrize(
+    ("resolution", "zoomed", "crops"),
+    [(16, 40, None), (64, 40, None), (64, 80, None), (32, 40, None), (24, 40, (0.4, 1.0)), (64, 80, (0.6, 0.8))],
+)
+def test_views_of_other_sizes_and_resolutions(
+    squares: Pictures, resolution: int, zoomed: int, crops: tuple[float, float] | None
+) -> None:
     """They are what Pillow and `interpolate` make of the crop and of its cells."""
     teacher = Blurry()
     if zoomed != SIDE:
@@ -159,24 +166,24 @@ def test_views_at_other_resolutions(squares: Pictures, resolution: int, zoomed: 
     lessons = Lessons(teacher, Recipe.from_dict({"precision": "float32", "compile": False}), World(0, 1, CPU), 8)
     pixels = resident(squares)
     taught = Taught(pixels, lessons, torch.bfloat16, progress=False)
-    assert (taught.cells, taught.span) == (5, 4)
-    options: Any = {"resolution_of": lambda f: resolution, "batch": 6, "augment": "flip"}
+    options: Any = {"resolution_of": lambda f: resolution, "batch": 12, "augment": "flip", "crops": crops}
     batch = ResidentBatches(pixels, taught=taught, **options).batch(0)
     assert batch.targets is not None
     views = views_of(0, batch.indices.tolist(), batch.views.tolist(), "flip")
-    for i, (number, flip) in enumerate(zip(batch.indices.tolist(), views.flip, strict=True)):
-        left, top = (int(places(shares, 1)[i]) * 8 for shares in (views.across, views.down))
+    spans = [round(5 * (crops[0] + share * (crops[1] - crops[0]))) if crops else 4 for share in views.size.tolist()]
+    assert len(set(spans)) >= (2 if crops else 1)
+    for i, (number, span, flip) in enumerate(zip(batch.indices.tolist(), spans, views.flip, strict=True)):
+        left, top = (int(places(shares, 5 - span)[i]) for shares in (views.across, views.down))
         image = Image.fromarray(pixels.images[number].permute(1, 2, 0).numpy())
-        size = resolution, resolution
-        seen = image.resize(size, Image.Resampling.BICUBIC, box=(left, top, left + 32, top + 32))
+        box = tuple(8 * cell for cell in (left, top, left + span, top + span))
+        seen = image.resize((resolution, resolution), Image.Resampling.BICUBIC, box=box)
         expected = torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1)
         assert torch.equal(batch.images[i], expected.flip(-1) if flip else expected)
         whole = normalized(pixels.images[number][None])
         if zoomed != SIDE:
-            whole = F.interpolate(whole, (80, 80), mode="bicubic", antialias=True)
-        cells = F.avg_pool2d(whole, 8)
-        cells = F.interpolate(cells, (5, 5), mode="bilinear", antialias=True)
-        cells = cells[:, :, top // 8 : top // 8 + 4, left // 8 : left // 8 + 4]
+            whole = F.interpolate(whole, (zoomed, zoomed), mode="bicubic", antialias=True)
+        cells = F.interpolate(F.avg_pool2d(whole, 8), (5, 5), mode="bilinear", antialias=True)
+        cells = cells[:, :, top : top + span, left : left + span]
         mapped = F.interpolate(cells, (resolution // 8,) * 2, mode="bilinear", antialias=True)
         patches = (mapped.flip(-1) if flip else mapped).flatten(2).mT[0]
         torch.testing.assert_close(batch.targets.patches[i].float(), patches, rtol=2e-2, atol=2e-2)
@@ -188,6 +195,10 @@ def test_views_at_other_resolutions(squares: Pictures, resolution: int, zoomed: 
         ({"data": {"augment": "colour"}}, "data.resident=None"),
         ({"data": {"resident": 280, "augment": "colour"}}, "multiple of 16"),
         ({"data": {"resident": 288}}, "moves pixels"),
+        ({"data": {"resident": 288, "augment": "flip", "crops": [0.8]}}, "two shares"),
+        ({"data": {"resident": 288, "augment": "flip", "crops": [0.8, 0.5]}}, "the smaller first"),
+        ({"data": {"crops": [0.5, 0.8], "augment": "none"}}, "another with data.crops"),
+        ({"data": {"resident": 288, "crops": [0.5, 1]}, "teacher": {"resident": None}}, "need teacher.resident"),
         (
             {"data": {"resident": 288, "augment": "flip", "views": 1}, "teacher": {"cache": "x"}},
             "leave teacher.cache out",

@@ -104,6 +104,7 @@ def cache_about(recipe: Recipe, teacher: Teacher | Standardized, fingerprint: st
         "pictures": fingerprint,
         "seed": recipe.seed,
         "short_side": recipe.data.short_side,
+        **({"crops": list(recipe.data.crops)} if recipe.data.crops else {}),
         "augment": recipe.data.augment,
         "versions": versions,
     }

@@ -107,6 +107,8 @@ class View(NamedTuple):
     across: float
     down: float
     flip: bool
+    size: float
+    """Of the crop, where that is drawn too: as a share of the way from the smallest to the largest."""
     op: int
     strength: float
 
@@ -117,6 +119,7 @@ class Views(NamedTuple):
     across: NDArray[np.float64]
     down: NDArray[np.float64]
     flip: NDArray[np.bool_]
+    size: NDArray[np.float64]
     op: NDArray[np.int64]
     strength: NDArray[np.float64]
 
@@ -126,19 +129,19 @@ def views_of(seed: int, pictures: Sequence[int], epochs: Sequence[int], augment:
     count = len(pictures)
     if augment == "none":
         middle, nothing = np.full(count, 0.5), np.zeros(count)
-        return Views(middle, middle, nothing.astype(bool), nothing.astype(np.int64), nothing)
+        return Views(middle, middle, nothing.astype(bool), middle, nothing.astype(np.int64), nothing)
     texts = [f"view {seed} {picture} {epoch}" for picture, epoch in zip(pictures, epochs, strict=True)]
     digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
     across, down, op, bits = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(count, 4).T
     among = {"trivial": range(len(OPS)), "colour": COLOURS}.get(augment, (0,))
     chosen = choose(op, bits >> np.uint64(2), (bits & np.uint64(2)).astype(bool), among)
-    return Views(across / 2.0**64, down / 2.0**64, (bits & np.uint64(1)).astype(bool), *chosen)
+    size = (bits >> np.uint64(32)) / 2.0**32
+    return Views(across / 2.0**64, down / 2.0**64, (bits & np.uint64(1)).astype(bool), size, *chosen)
 
 
 def view_of(seed: int, picture: int, epoch: int, augment: Augment = "trivial") -> View:
     """`views_of` one picture."""
-    across, down, flip, op, strength = views_of(seed, [picture], [epoch], augment)
-    return View(float(across[0]), float(down[0]), bool(flip[0]), int(op[0]), float(strength[0]))
+    return View(*(values[0].item() for values in views_of(seed, [picture], [epoch], augment)))
 
 
 def replacement(count: int, seed: int, picture: int, epoch: int, attempt: int) -> int:
@@ -168,10 +171,11 @@ def place(share: float, room: int) -> int:
     return min(int(share * (room + 1)), room) if share != 0.5 else round(room / 2)
 
 
-def places(shares: NDArray[np.float64], room: int) -> NDArray[np.int64]:
+def places(shares: NDArray[np.float64], room: int | NDArray[np.int64]) -> NDArray[np.int64]:
     """`place` for each."""
+    room = np.asarray(room)
     found = np.minimum((shares * (room + 1)).astype(np.int64), room)
-    return np.where(shares == 0.5, round(room / 2), found)
+    return np.where(shares == 0.5, np.rint(room / 2).astype(np.int64), found)
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,7 @@ class _Seer(Dataset[_Done]):
         pictures: Pictures,
         seed: int,
         short_side: float,
+        crops: tuple[float, float] | None,
         augment: Augment,
         max_pixels: int,
         here: bool,
@@ -249,6 +254,7 @@ class _Seer(Dataset[_Done]):
         slots: int,
     ) -> None:
         self.pictures, self.seed, self.short_side, self.augment = pictures, seed, short_side, augment
+        self.crops = crops
         self.max_pixels, self.here, self.replace = max_pixels, here, replace
         # Anonymous memory that forked processes share: it is not taken from /dev/shm, of which containers have little.
         self.shared = mmap.mmap(-1, slots * _SLOT) if slots else None
@@ -288,7 +294,8 @@ class _Seer(Dataset[_Done]):
         return done
 
     def see(self, picture: int, view: View, resolution: int) -> NDArray[np.uint8]:
-        image = see(self.pictures.read(picture), view, resolution, self.short_side, self.max_pixels)
+        short_side = self.short_side if self.crops is None else 1 / np.interp(view.size, (0, 1), self.crops)
+        image = see(self.pictures.read(picture), view, resolution, float(short_side), self.max_pixels)
         return np.asarray(augment_image(image, view.op, view.strength) if self.here else image)
 
 
@@ -474,9 +481,10 @@ class TrainBatches(Batches):
     """The batches of forward passes `start`, `start` + 1, … of one process, without end; ends its workers when the
     block it is used in does.
 
-    `resolution_of` says at which resolution a forward pass is. `views` makes the random views of a picture so many and
-    no more: epochs take them in turn. With `where="gpu"` the operation of TrivialAugmentWide is left to
-    `to_model_input`, with the same pixels.
+    `resolution_of` says at which resolution a forward pass is. With `crops` the side of each crop is drawn as well, as
+    a share of the picture's short side between these two, in place of 1 / `short_side`. `views` makes the random views
+    of a picture so many and no more: epochs take them in turn. With `where="gpu"` the operation of TrivialAugmentWide
+    is left to `to_model_input`, with the same pixels.
     """
 
     def __init__(
@@ -489,6 +497,7 @@ class TrainBatches(Batches):
         world: int = 1,
         seed: int = 0,
         short_side: float = 1.125,
+        crops: tuple[float, float] | None = None,
         augment: Augment = "trivial",
         views: int | None = None,
         workers: int = 8,
@@ -507,7 +516,10 @@ class TrainBatches(Batches):
 
         stream = Stream(len(pictures), batch, rank, world, seed)
         super().__init__(
-            functools.partial(_Seer, pictures, seed, short_side, augment, max_pixels, here, True), plans, batch, workers
+            functools.partial(_Seer, pictures, seed, short_side, crops, augment, max_pixels, here, True),
+            plans,
+            batch,
+            workers,
         )
 
 
@@ -531,5 +543,5 @@ def validation_batches(
             chosen = range(start, min(start + batch, len(pictures)))
             yield _Plan(resolution, chosen, [0] * len(chosen))
 
-    seer = functools.partial(_Seer, pictures, 0, short_side, "none", max_pixels, True, False)
+    seer = functools.partial(_Seer, pictures, 0, short_side, None, "none", max_pixels, True, False)
     return Batches(seer, plans, batch, workers)

@@ -238,7 +238,7 @@ class Trainer:
         common: dict[str, Any] = {
             "resolution_of": lambda f: self.draws(f // recipe.accumulate)[1], "batch": recipe.batch,
             "rank": self.world.rank, "world": self.world.size, "seed": recipe.seed, "short_side": data.short_side,
-            "augment": data.augment, "views": data.views, "start": self.step * recipe.accumulate,
+            "crops": data.crops, "augment": data.augment, "views": data.views, "start": self.step * recipe.accumulate,
         }  # fmt: skip
         if data.resident is not None:
             side, most = data.resident, data.max_pixels

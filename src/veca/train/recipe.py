@@ -97,6 +97,9 @@ class DataRecipe:
     validation: tuple[str, ...] = ()
     short_side: float = 1.125
     """A picture is resized to this many times the resolution before a crop is taken of it."""
+    crops: tuple[float, float] | None = None
+    """For training, in place of `short_side`: the side of each crop, as a share of the picture's short side, drawn
+    evenly between these two. null: all are alike, as in the paper."""
     augment: Literal["trivial", "colour", "flip", "none"] = "trivial"
     """`trivial`: crop, flip and TrivialAugmentWide, as the paper. `colour`: the same without what moves pixels. `flip`:
     crop and flip. `none`: the centre."""
@@ -114,6 +117,10 @@ class DataRecipe:
 
     def __post_init__(self) -> None:
         _require("data.short_side", self.short_side, 1 <= self.short_side <= 4, "from 1 to 4")
+        if self.crops is not None:
+            fits = len(self.crops) == 2 and 0.1 <= self.crops[0] <= self.crops[1] <= 1
+            _require("data.crops", list(self.crops), fits, "null, or two shares from 0.1 to 1, the smaller first")
+            _require("data.augment", self.augment, self.augment != "none", "another with data.crops, which draws crops")
         fits = self.resident is None or 16 <= self.resident <= 4096
         _require("data.resident", self.resident, fits, "from 16 to 4096, or null")
         _require("data.workers", self.workers, 0 <= self.workers <= 1024, "from 0 to 1024")
@@ -241,6 +248,11 @@ class Recipe:
             )
         if self.teacher.resident is not None:
             self._check_resident(config.patch_size)
+        elif self.data.resident is not None and self.data.crops is not None:
+            raise RecipeError(
+                f"data.crops={list(self.data.crops)}: with data.resident they need teacher.resident, to lie on "
+                "whole cells. Set it, or leave one of the two out"
+            )
         _check_odds("budgets", self.budgets)
         for budget in self.budgets:
             _require("budgets", budget, 1 <= budget <= config.num_cores, f"from 1 to {config.num_cores}, the core bank")

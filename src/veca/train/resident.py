@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from veca.train.data import (
     Batch,
     DataError,
     Stream,
+    Views,
     normalized,
     places,
     replacement,
@@ -40,6 +41,8 @@ from veca.train.validation import Lessons
 _BITS = 22
 """Pillow's weights are whole numbers of so many bits after the point."""
 _AT_ONCE = 256
+Boxes: TypeAlias = tuple[tuple[float, float], ...]
+"""From where to where crops reach along a side of a square, in pixels."""
 
 
 class Resident:
@@ -77,8 +80,8 @@ class Resident:
 class Taught:
     """What a teacher says of all resident pictures, each seen once and whole: maps (N, G, G, D) of G × G cells.
 
-    A view is `span` × `span` of them, whatever resolution the student sees it at: its map is resampled. Its global
-    feature is the mean of its cells if the teacher's is the mean of its map, and that of the whole picture if not.
+    A view is a square of cells, whatever resolution the student sees it at: its map is resized. Its global feature is
+    the mean of its map if the teacher's is, and that of the whole picture if not.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Taught:
         images, teacher = resident.images, lessons.teacher
         count, self.patch, width = len(images), lessons.patch_size, teacher.width
         self.cells = resident.side // self.patch
-        self.span = max(1, round(self.cells / short_side))
+        zoom = self.cells / max(1, round(self.cells / short_side))  # of the whole over the part that is a view
         needed = count * self.cells**2 * width * dtype.itemsize
         if images.is_cuda and needed > 0.9 * (free := torch.cuda.mem_get_info(images.device)[0]):
             raise DataError(
@@ -105,21 +108,17 @@ class Taught:
             task, together = bar.add_task("", total=count), lessons.at_once(resident.side)
             for start in range(0, count, together):
                 part = slice(start, start + together)
-                found = lessons.targets(normalized(images[part]), zoom=self.cells / self.span)
+                found = lessons.targets(normalized(images[part]), zoom=zoom)
                 most = torch.finfo(dtype).max  # beyond it an eight-bit float is no number
                 kept[part] = found.patches.unflatten(1, (self.cells, self.cells)).clamp(-most, most).to(dtype)
                 self.cls[part] = found.cls
                 bar.update(task, completed=min(start + together, count))
 
-    def of(self, index: Tensor, left: Tensor, top: Tensor, flip: Tensor, side: int) -> Targets:
-        """Targets (B, side · side, D) of views of the pictures `index` (B) that begin at the cells `left` and `top`."""
-        rows, columns = span(top, self.span), span(left, self.span, flip)
-        cells = self.maps[index[:, None, None], rows[:, :, None], columns[:, None, :]]
-        cells = cells.view(self.dtype).to(torch.bfloat16)
-        if side != self.span:
-            resize = filters(self.span, side, "bilinear", cells)
-            cells = resize @ (resize @ cells.flatten(2)).unflatten(2, cells.shape[2:])
-        patches = cells.flatten(1, 2)
+    def of(self, index: Tensor, down: Tensor, across: Tensor) -> Targets:
+        """Targets (B, G · G, D) of views of pictures `index` (B), whose rows and columns are mixed so: (B, G, cells)."""
+        maps = self.maps[index].view(self.dtype).to(torch.bfloat16)
+        rows = (down @ maps.flatten(2)).unflatten(2, maps.shape[2:])
+        patches = (across[:, None] @ rows).flatten(1, 2)
         if not self.pooled:
             return Targets(self.cls[index], patches)
         cls = patches.mean(1, dtype=torch.float32)
@@ -145,6 +144,7 @@ class ResidentBatches:
         world: int = 1,
         seed: int = 0,
         short_side: float = 1.125,
+        crops: tuple[float, float] | None = None,
         augment: Augment = "trivial",
         views: int | None = None,
         start: int = 0,
@@ -153,6 +153,7 @@ class ResidentBatches:
     ) -> None:
         self.resident, self.taught, self.resolution_of, self.seed = resident, taught, resolution_of, seed
         self.short_side, self.augment, self.views, self.start = short_side, augment, views, start
+        self.crops = crops or (1 / short_side, 1 / short_side)
         self.stream = Stream(len(resident.images), batch, rank, world, seed)
         self.resample: Any = torch.compile(resampled, dynamic=True) if compile else resampled
 
@@ -169,33 +170,46 @@ class ResidentBatches:
             forward += 1
 
     def batch(self, forward: int) -> Batch:
-        resolution, images, taught = self.resolution_of(forward), self.resident.images, self.taught
-        short = round(self.short_side * resolution)
-        room = short - resolution if taught is None else taught.cells - taught.span
+        resolution, images = self.resolution_of(forward), self.resident.images
         chosen, epochs = self.stream(forward)
         which = [epoch % self.views for epoch in epochs] if self.views else epochs
         skipped: list[tuple[str, str]] = []
         numbers = [self._usable(first, epoch, skipped) for first, epoch in zip(chosen, which, strict=True)]
         views = views_of(self.seed, numbers, which, self.augment)
-        where = torch.from_numpy(np.stack([numbers, places(views.across, room), places(views.down, room), views.flip]))
+        boxes, across, down = self._boxes(views, resolution)
+        where = torch.from_numpy(np.stack([numbers, across, down, views.flip]))
         if images.is_cuda:
             where = where.pin_memory()
         index, left, top, flips = where.to(images.device, non_blocking=True)
         flip, side = flips.bool(), self.resident.side
-        if taught is None:
-            targets, boxes = (
-                None,
-                tuple((at * side / short, (at + resolution) * side / short) for at in range(room + 1)),
-            )
-        else:
-            targets, patch = taught.of(index, left, top, flip, resolution // taught.patch), taught.patch
-            boxes = tuple((at * patch, (at + taught.span) * patch) for at in range(room + 1))
         tables = filter_tables(side, boxes, resolution, images.device)
         seen = self.resample(images[index], left, top, flip, *tables)
+        targets = None
+        if self.taught is not None:
+            patch = self.taught.patch
+            matrices = cell_matrices(self.taught.cells, boxes, patch, resolution // patch, images.device)
+            columns = matrices[left]
+            targets = self.taught.of(index, matrices[top], torch.where(flip[:, None, None], columns.flip(1), columns))
         augmentation = None
         if self.augment in ("trivial", "colour"):
             augmentation = Augmentation(torch.from_numpy(views.op), torch.from_numpy(views.strength))
         return Batch(seen, augmentation, torch.tensor(numbers), torch.tensor(which), skipped, targets)
+
+    def _boxes(self, views: Views, resolution: int) -> tuple[Boxes, NDArray[np.int64], NDArray[np.int64]]:
+        """Where crops can begin and end along a side, and which of these each view has, across and down."""
+        side, taught = self.resident.side, self.taught
+        if taught is None:
+            short = round(self.short_side * resolution)
+            room = short - resolution
+            boxes = tuple((at * side / short, (at + resolution) * side / short) for at in range(room + 1))
+            return boxes, places(views.across, room), places(views.down, room)
+        count, patch = taught.cells, taught.patch
+        least, most = (min(max(1, round(count * share)), count) for share in self.crops)
+        spans = np.rint(count * np.interp(views.size, (0, 1), self.crops)).astype(np.int64).clip(least, most)
+        cells = [(at, at + span) for span in range(least, most + 1) for at in range(count - span + 1)]
+        first = np.array([cells.index((0, span)) for span in range(least, most + 1)])[spans - least]
+        across, down = (first + places(shares, count - spans) for shares in (views.across, views.down))
+        return tuple((begin * patch, end * patch) for begin, end in cells), across, down
 
     def _usable(self, first: int, epoch: int, skipped: list[tuple[str, str]]) -> int:
         """The picture, or the one that takes its place."""
@@ -209,16 +223,10 @@ class ResidentBatches:
         raise DataError(f"{MOST_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}")
 
 
-def span(start: Tensor, length: int, backwards: Tensor | None = None) -> Tensor:
-    """The numbers from each of `start` (B) on, (B, length); from the end where `backwards` (B)."""
-    forth = torch.arange(length, device=start.device)
-    return start[:, None] + (forth if backwards is None else torch.where(backwards[:, None], forth.flip(0), forth))
-
-
 def resampled(images: Tensor, left: Tensor, top: Tensor, flip: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
     """Crops (B, 3, R, R) of squares (B, 3, S, S), resized: what `Image.resize` gives for each, pixel by pixel.
 
-    `left` and `top` (B) are where the crops lie in the resized square, `flip` (B) says which are mirrored.
+    `left` and `top` (B) say which of the crops of the tables they are, `flip` (B) which are mirrored.
     """
     across = _filtered(images, starts[left], weights[left])
     down = _filtered(across.mT, starts[top], weights[top]).mT
@@ -236,14 +244,24 @@ def _filtered(images: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def filter_tables(
-    side: int, boxes: tuple[tuple[float, float], ...], resolution: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def filter_tables(side: int, boxes: Boxes, resolution: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each of P crops of a square of `side`, from where to where: where the taps of its pixels start (P, R) int64,
     and their weights (P, R, T) int32, of bicubic and antialiased resizing, as Pillow reckons them.
     """
-    starts, weights = zip(*(_filter(side, begin, end, resolution) for begin, end in boxes), strict=True)
+    starts, found = zip(*(_filter(side, begin, end, resolution) for begin, end in boxes), strict=True)
+    taps = max(weights.shape[1] for weights in found)
+    weights = [np.pad(each, ((0, 0), (0, taps - each.shape[1]))) for each in found]
     return torch.from_numpy(np.stack(starts)).to(device), torch.from_numpy(np.stack(weights)).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def cell_matrices(cells: int, boxes: Boxes, patch: int, out: int, device: torch.device) -> Tensor:
+    """For each crop, in pixels, the matrix (out, cells) that resizes its cells of a side to `out`: (P, out, cells)."""
+    found = torch.zeros(len(boxes), out, cells)
+    for matrix, (begin, end) in zip(found, boxes, strict=True):
+        first, last = int(begin) // patch, int(end) // patch
+        matrix[:, first:last] = filters(last - first, out, "bilinear", matrix)
+    return found.to(device, torch.bfloat16)
 
 
 def _filter(size: int, begin: float, end: float, out: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
