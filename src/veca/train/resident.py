@@ -115,7 +115,7 @@ class Taught:
                 bar.update(task, completed=min(start + together, count))
 
     def of(self, index: Tensor, down: Tensor, across: Tensor) -> Targets:
-        """Targets (B, G · G, D) of views of pictures `index` (B), whose rows and columns are mixed so: (B, G, cells)."""
+        """Targets (B, G · G, D) of views of the pictures `index` (B), by matrices (B, G, cells) of their two sides."""
         maps = self.maps[index].view(self.dtype).to(torch.bfloat16)
         rows = (down @ maps.flatten(2)).unflatten(2, maps.shape[2:])
         patches = (across[:, None] @ rows).flatten(1, 2)
