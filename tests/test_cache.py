@@ -21,7 +21,8 @@ from torch import Tensor
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train import cache as module
 from veca.train.cache import TargetCache, cache_about, cache_bytes
-from veca.train.data import Batch, view_of
+from veca.train.data import Batch
+from veca.train.draws import view_of
 from veca.train.objective import distillation_losses
 from veca.train.recipe import Recipe, RecipeError
 

@@ -26,8 +26,9 @@ from torchvision.transforms.v2 import functional as tv
 from veca.bench import data as bench
 from veca.images import normalize, open_image
 from veca.train import data, pictures
-from veca.train.data import Batch, DataError, Pictures, TrainBatches, order, positions, to_model_input, view_of
+from veca.train.data import Batch, DataError, Pictures, TrainBatches, to_model_input
 from veca.train.data import validation_batches as validation
+from veca.train.draws import order, positions, view_of
 
 
 def photo(seed: int = 0, width: int = 60, height: int = 44) -> Image.Image:

@@ -13,7 +13,8 @@ from torch import Tensor
 from veca.config import get_config
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Teacher
-from veca.train.data import DataError, Pictures, TrainBatches, normalized, places, views_of
+from veca.train.data import DataError, Pictures, TrainBatches, normalized
+from veca.train.draws import places, views_of
 from veca.train.parallel import World
 from veca.train.plan import Plan
 from veca.train.recipe import Recipe, RecipeError

@@ -21,7 +21,8 @@ from rich.table import Table
 from veca.bench.machine import machine_facts
 from veca.images import ImageError, open_image
 from veca.train.augment import augment_image
-from veca.train.data import Batch, Pictures, TrainBatches, see, to_model_input, view_of
+from veca.train.data import Batch, Pictures, TrainBatches, see, to_model_input
+from veca.train.draws import view_of
 
 _PIXELS = 2**26
 

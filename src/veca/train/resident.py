@@ -22,19 +22,8 @@ from torch import Tensor
 from veca.teachers import Standardized, Targets
 from veca.teachers.protocol import filters
 from veca.train.augment import Augmentation
-from veca.train.data import (
-    MOST_FAILURES,
-    Augment,
-    Batch,
-    DataError,
-    Stream,
-    Views,
-    normalized,
-    places,
-    replacement,
-    validation_batches,
-    views_of,
-)
+from veca.train.data import MOST_FAILURES, Batch, DataError, normalized, validation_batches
+from veca.train.draws import Augment, Stream, Views, places, replacement, views_of
 from veca.train.pictures import Pictures
 from veca.train.validation import Lessons
 
