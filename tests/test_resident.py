@@ -140,6 +140,41 @@ def test_targets_of_a_crop_are_cells_of_the_whole(
     assert len(places) > 5  # of 18
 
 
+@pytest.mark.parametrize("standardize", [False, True])
+def test_a_second_look_gives_the_mean_of_its_map_over_the_crop(squares: Pictures, standardize: bool) -> None:
+    own = Blurry()
+    own.meet, own.glance = 32, 24  # of crops of 32 pixels; the whole, of 40, is seen with 32 in 4 × 4 cells
+    teacher: Any = own
+    if standardize:
+        teacher = Standardized(own)
+        teacher.means.copy_(torch.tensor([[0.1, 0.2, 0.3], [-0.3, 0.2, 0.1]]))
+        teacher.deviations.copy_(torch.tensor([[1.1, 0.7, 1.3], [0.8, 1.2, 0.9]]))
+    about: dict[str, Any] = {"precision": "float32", "compile": False, "batch": 4}
+    about |= {"teacher": {"glance": 24, "meet": 32, "resident": "bfloat16"}}
+    about |= {"data": {"resident": SIDE, "augment": "flip"}, "resolutions": [{"odds": {32: 1}}]}
+    about |= {"model": {"size": "veca_tiny", "overrides": {"patch_size": 8}}}
+    recipe = Recipe.from_dict(about)
+    pixels = resident(squares)
+    taught = Taught(pixels, Lessons(teacher, recipe, World(0, 1, CPU), 8), torch.bfloat16, progress=False)
+    assert taught.glimpses is not None
+    assert taught.glimpses.shape == (len(squares), 4, 4, 3)
+    facts = {"width": 3, "stride": 8, "parameters": 1, "pooled": True}
+    plan = Plan(recipe, get_config("veca_tiny", patch_size=8), len(squares), 1, facts)
+    kept = (pixels.images, taught.maps, taught.cls, taught.glimpses)
+    assert plan.memory().resident == sum(tensor.nbytes for tensor in kept)
+    options: Any = {"resolution_of": lambda f: 32, "batch": 12, "augment": "flip", "crops": (0.4, 1.0)}
+    batch = ResidentBatches(pixels, taught=taught, **options).batch(0)
+    assert batch.targets is not None
+    views = views_of(0, batch.indices.tolist(), batch.views.tolist(), "flip")
+    spans = np.rint(5 * np.interp(views.size, (0, 1), (0.4, 1.0))).astype(np.int64)
+    left, top = (places(shares, 5 - spans) for shares in (views.across, views.down))
+    for i, number in enumerate(batch.indices.tolist()):
+        # In twentieths of a side a cell of the fine map is 4 wide, one of the coarse 5.
+        fine = taught.glimpses[number].float().repeat_interleave(5, 0).repeat_interleave(5, 1)
+        rows, columns = (slice(4 * at[i], 4 * (at[i] + spans[i])) for at in (top, left))
+        torch.testing.assert_close(batch.targets.cls[i], fine[rows, columns].mean((0, 1)), rtol=1e-2, atol=1e-2)
+
+
 def test_a_teacher_with_a_global_feature_of_its_own_gives_that_of_the_whole(squares: Pictures) -> None:
     teacher = Blurry()
     teacher.pooled = False

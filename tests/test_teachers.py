@@ -108,6 +108,21 @@ def test_a_teacher_can_see_every_picture_at_one_size() -> None:
     assert seen == [(96, 192), (96, 192), (128, 128)]
 
 
+def test_the_global_feature_can_come_from_a_second_look() -> None:
+    one, two = make("resnet18", {}, meet=128), make("resnet18", {}, meet=128)
+    two.load_state_dict(one.state_dict())
+    two.glance = 64
+    images = normalized(pictures(128, 192))
+    first, both = one(images, (8, 12)), two(images, (8, 12))
+    one.meet = 64
+    second = one(images, (8, 12))
+    assert torch.equal(both.patches, first.patches)
+    assert torch.equal(both.cls, second.cls)
+    assert not torch.allclose(both.cls, first.cls)
+    assert relative_error(two.glimpse(images).mean((2, 3)), second.cls) <= 1e-5
+    assert (two.about["glance"], "glance" in one.about) == (64, False)
+
+
 def test_cells_are_where_the_picture_is() -> None:
     """What is bright in one corner of the picture stands out in that corner of the grid."""
     teacher = make("resnet18", {})

@@ -15,6 +15,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     "facebook/dinov3-vitb16-pretrain-lvd1689m": _vit(768, 85_660_416),
     "facebook/dinov3-vitl16-pretrain-lvd1689m": _vit(1024, 303_129_600, depth=24),
     # A CNN's work goes by the pixels it sees.
-    "efficientnet-lite2": {"width": 1280, "stride": 32, "parameters": 4_782_024, "flops_per_pixel": 22_928},
+    "efficientnet-lite2": {
+        "width": 1280,
+        "stride": 32,
+        "parameters": 4_782_024,
+        "flops_per_pixel": 22_928,
+        "pooled": True,
+    },
 }
 """As `veca.train.plan.Plan` takes them."""

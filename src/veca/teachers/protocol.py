@@ -44,6 +44,8 @@ class Teacher(nn.Module, ABC):
     weights: str = "unknown"
     pooled: bool = False
     """Whether the global feature is the mean of the map."""
+    glance: int | None = None
+    """Pixels a side of a second look, which the global feature is taken from; None: there is one look."""
 
     def __init__(
         self, width: int, stride: int, mean: Sequence[float], std: Sequence[float], raw: bool, meet: Meet = "input"
@@ -85,6 +87,7 @@ class Teacher(nn.Module, ABC):
             "std": list(self.std),
             "meet": self.meet,
             "standardized": False,
+            **({"glance": self.glance} if self.glance is not None else {}),
         }
 
     def train(self, mode: bool = True) -> Teacher:
@@ -96,19 +99,32 @@ class Teacher(nn.Module, ABC):
 
         With `zoom` these are pictures of which the student sees a part, so many times smaller.
         """
-        images = images * self.scale + self.shift
         if self.meet == "input":
-            size = grid[0] * self.stride, grid[1] * self.stride
+            cls, dense = self._look(images, grid)
         else:
-            scale = 1.0 if self.meet == "map" else self.meet * zoom / min(images.shape[-2:])
-            cells = (max(1, round(scale * side / self.stride)) for side in images.shape[-2:])
-            size = cast(tuple[int, int], tuple(self.stride * count for count in cells))
-        if size != tuple(images.shape[-2:]):
-            images = resized(images, size, "bicubic")
-        cls, dense = self.features(images)
+            least = min(images.shape[-2:])
+            cls, dense = self._look(images, self._cells(images, least if self.meet == "map" else self.meet * zoom))
+        if self.glance is not None:
+            cls, _ = self._look(images, self._cells(images, self.glance * zoom))
         if tuple(dense.shape[-2:]) != tuple(grid):
             dense = resized(dense, grid, "bilinear")
         return Targets(cls, dense.flatten(2).mT)
+
+    @torch.no_grad()
+    def glimpse(self, images: Tensor, zoom: float = 1.0) -> Tensor:
+        """The map (B, D, rows, columns) of the second look, whose mean is the global feature if that is `pooled`."""
+        assert self.glance is not None
+        return self._look(images, self._cells(images, self.glance * zoom))[1]
+
+    def _cells(self, images: Tensor, short: float) -> tuple[int, int]:
+        """Of the teacher's map, if the short side of the images had so many pixels."""
+        scale = short / min(images.shape[-2:])
+        return cast(tuple[int, int], tuple(max(1, round(scale * s / self.stride)) for s in images.shape[-2:]))
+
+    def _look(self, images: Tensor, cells: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        images = images * self.scale + self.shift
+        size = cells[0] * self.stride, cells[1] * self.stride
+        return self.features(images if size == tuple(images.shape[-2:]) else resized(images, size, "bicubic"))
 
 
 def resized(maps: Tensor, size: tuple[int, int], mode: Literal["bicubic", "bilinear"]) -> Tensor:

@@ -188,6 +188,8 @@ class Plan:
             return size * stride / self.config.patch_size if meet == "input" else size
 
         sides = [(seen(size), share) for size, share in self.resolutions.items()]
+        if glance := self.recipe.teacher.glance:
+            sides.append((glance, 1.0))
         if per_pixel := self.teacher.get("flops_per_pixel"):
             return sum(per_pixel * side**2 * share for side, share in sides)
         width, weights = self.teacher["width"], self.teacher["parameters"]
@@ -240,6 +242,10 @@ class Plan:
             return 0
         width = self.teacher.get("width", 0) if kept else 0
         cells = patches(self.config, side, side)
+        if (glance := self.recipe.teacher.glance) and self.teacher.get("pooled"):  # the map of the second look
+            across = side // self.config.patch_size
+            zoom = across / max(1, round(across / self.recipe.data.short_side))
+            cells += max(1, round(glance * zoom / self.teacher["stride"])) ** 2
         return pictures * (3 * side**2 + width * (cells * (2 if kept == "bfloat16" else 1) + 2))
 
     def activations(self, n: int, cores: int) -> int:

@@ -67,6 +67,9 @@ class TeacherRecipe:
     meet: Literal["input", "map"] | int = "input"
     """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap. With a
     number it sees every view with so many pixels a side, whatever the student's resolution, and its map is resized."""
+    glance: int | None = None
+    """Take the global feature from a second look, with so many pixels a side: a CNN has its best one at the size it was
+    trained for, where its map has few cells. null: from the look that gives the map."""
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
     resident: Literal["bfloat16", "float8"] | None = None
@@ -82,6 +85,8 @@ class TeacherRecipe:
     def __post_init__(self) -> None:
         fits = isinstance(self.meet, str) or 16 <= self.meet <= 8192
         _require("teacher.meet", self.meet, fits, "'input', 'map', or from 16 to 8192 pixels")
+        fits = self.glance is None or 16 <= self.glance <= 8192
+        _require("teacher.glance", self.glance, fits, "null, or from 16 to 8192 pixels")
         _require("teacher.cache", self.cache, self.cache != "", "a folder, or null")
         fine = self.cache_gb is None or self.cache_gb > 0
         _require("teacher.cache_gb", self.cache_gb, fine, "null, or above 0")

@@ -70,7 +70,8 @@ class Taught:
     """What a teacher says of all resident pictures, each seen once and whole: maps (N, G, G, D) of G × G cells.
 
     A view is a square of cells, whatever resolution the student sees it at: its map is resized. Its global feature is
-    the mean of its map if the teacher's is, and that of the whole picture if not.
+    the mean of its map if the teacher's is (of the map of its second look, where it has one), and that of the whole
+    picture if not.
     """
 
     def __init__(
@@ -87,34 +88,68 @@ class Taught:
                 f"{images.device} has {free / 2**30:.1f} GiB free. Take float8, smaller or fewer pictures"
             )
         self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
-        self.pooled = (teacher.teacher if isinstance(teacher, Standardized) else teacher).pooled
-        kept = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
-        # No indexing is defined for eight-bit floats, and eight bytes at a time are moved sooner than one.
-        self.maps = kept.view(torch.int64 if width * dtype.itemsize % 8 == 0 else torch.uint8)
+        own = teacher.teacher if isinstance(teacher, Standardized) else teacher
+        self.pooled, second = own.pooled, own.pooled and own.glance is not None
+        self.maps = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
+        self.glimpses: Tensor | None = None
         columns = TextColumn("asking the teacher"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
             task, together = bar.add_task("", total=count), lessons.at_once(resident.side)
             for start in range(0, count, together):
                 part = slice(start, start + together)
-                found = lessons.targets(normalized(images[part]), zoom=zoom)
-                most = torch.finfo(dtype).max  # beyond it an eight-bit float is no number
-                kept[part] = found.patches.unflatten(1, (self.cells, self.cells)).clamp(-most, most).to(dtype)
+                pixels = normalized(images[part])
+                found = lessons.targets(pixels, zoom=zoom)
+                self.maps[part] = _within(found.patches.unflatten(1, (self.cells, self.cells)), dtype)
                 self.cls[part] = found.cls
+                if second:
+                    with torch.no_grad(), lessons.autocast():
+                        seen = self._like_cls(own.glimpse(pixels, zoom).permute(0, 2, 3, 1))
+                    if self.glimpses is None:
+                        self.glimpses = torch.empty(count, *seen.shape[1:], dtype=dtype, device=images.device)
+                    self.glimpses[part] = _within(seen, dtype)
                 bar.update(task, completed=min(start + together, count))
+
+    def _like_cls(self, values: Tensor) -> Tensor:
+        """The teacher's own features, standardized as its global one is."""
+        if self.standardized is None:
+            return values
+        return (values - self.standardized.means[0]) / self.standardized.deviations[0]
 
     def of(self, index: Tensor, down: Tensor, across: Tensor) -> Targets:
         """Targets (B, G · G, D) of views of the pictures `index` (B), by matrices (B, G, cells) of their two sides."""
-        maps = self.maps[index].view(self.dtype).to(torch.bfloat16)
+        maps = _taken(self.maps, index)
         rows = (down @ maps.flatten(2)).unflatten(2, maps.shape[2:])
         patches = (across[:, None] @ rows).flatten(1, 2)
         if not self.pooled:
             return Targets(self.cls[index], patches)
+        if self.glimpses is not None:
+            seen = _taken(self.glimpses, index).float()
+            top, left = (side.float().mean(1) @ _areas(side, seen.shape[1]) for side in (down, across))
+            return Targets(torch.einsum("br,bc,brcd->bd", top, left, seen), patches)
         cls = patches.mean(1, dtype=torch.float32)
         if self.standardized is not None:
-            means, deviations = self.standardized.means, self.standardized.deviations
-            cls = (cls * deviations[1] + means[1] - means[0]) / deviations[0]
+            cls = self._like_cls(cls * self.standardized.deviations[1] + self.standardized.means[1])
         return Targets(cls, patches)
+
+
+def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Beyond its largest number an eight-bit float is no number."""
+    most = torch.finfo(dtype).max
+    return values.clamp(-most, most).to(dtype)
+
+
+def _taken(maps: Tensor, index: Tensor) -> Tensor:
+    """`maps[index]` in bfloat16. Eight-bit floats have no indexing of their own, and eight bytes at once go faster."""
+    words = maps.view(torch.int64 if maps.shape[-1] * maps.dtype.itemsize % 8 == 0 else torch.uint8)
+    return words[index].view(maps.dtype).to(torch.bfloat16)
+
+
+def _areas(sides: Tensor, cells: int) -> Tensor:
+    """The share of each of K cells of a side (as in B, G, K) that lies in each of `cells` others: (K, cells)."""
+    ends = (torch.linspace(0, 1, count + 1, device=sides.device) for count in (sides.shape[-1], cells))
+    (begin, end), (low, high) = ((each[:-1], each[1:]) for each in ends)
+    return (torch.minimum(end[:, None], high) - torch.maximum(begin[:, None], low)).clamp_min(0) * sides.shape[-1]
 
 
 class ResidentBatches:

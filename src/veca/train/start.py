@@ -38,6 +38,7 @@ batch of all processes together."""
 def make_teacher(recipe: Recipe) -> Teacher | Standardized:
     asked = recipe.teacher
     teacher = load_teacher(asked.name, asked.meet, asked.trust_remote_code)
+    teacher.glance = asked.glance
     wanted = teacher.raw if asked.standardize is None else asked.standardize
     return Standardized(teacher) if wanted else teacher
 
