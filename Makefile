@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
 FORKING := tests/test_distill.py tests/test_resume.py
 
-.PHONY: demo explore test coverage lint bench docs clean
+.PHONY: demo explore test coverage lint bench docs gallery clean
 
 demo: .venv/viz.stamp
 	$(BIN)/veca demo
@@ -31,6 +31,11 @@ lint: .venv/dev.stamp
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo build/site/index.html
+
+# The pictures of the documentation, with the weights that ship; some minutes. Two of them need Chromium.
+gallery: .venv/dev.stamp
+	$(BIN)/python docs/gallery.py
+	$(BIN)/python -m veca.web.bench shot docs/images/explorer.png
 
 bench: .venv/bench.stamp
 	$(BIN)/veca bench model --out build/bench/model

@@ -41,6 +41,15 @@ def test_links_and_commands_exist(page: Path) -> None:
         assert verb in verbs
 
 
+def test_the_gallery_has_a_command_for_every_picture() -> None:
+    text = (ROOT / "docs/gallery.md").read_text()
+    shown = re.findall(r"images/gallery/(\w+)\.webp", text)
+    files = list((ROOT / "docs/images/gallery").iterdir())
+    assert shown == re.findall(r"(?:--out|--chart) (\w+)\.png$", text, re.MULTILINE)
+    assert sorted(shown) == sorted(file.stem for file in files)
+    assert sum(file.stat().st_size for file in files) < 1.2e6
+
+
 def test_the_site_builds_without_a_warning_and_needs_nothing_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -371,7 +371,7 @@ def test_command(folder, tmp_path, monkeypatch):
 def test_command_tells_of_bad_pictures_and_random_weights(folder, tmp_path):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"no picture")
-    given = ["veca_tiny", str(folder / "pictures/0.png"), str(bad), "--cores", "8", "--size", "32", "--workers", "0"]
+    given = ["veca_small", str(folder / "pictures/0.png"), str(bad), "--cores", "8", "--size", "32", "--workers", "0"]
     result = run(app, ["cores", *given, "--out", str(tmp_path / "a.json"), "--no-progress"])
     assert result.exit_code == 3
     assert "1 failed" in result.stderr

@@ -276,8 +276,8 @@ def cores(
     loaded = load_model(model, device)
     story = measure_cores(
         loaded, pictures, budgets=parse_budgets(budgets, loaded), size=size, limit=limit, batch=batch,
-        workers=min(8, os.cpu_count() or 1) if workers is None else workers, name=Path(model).name or model,
-        progress=progress,
+        workers=min(8, os.cpu_count() or 1) if workers is None else workers, progress=progress,
+        name=shipped_name(model) or Path(model).name or model,
     )  # fmt: skip
     out.print(story_table(story))
     out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True, markup=False)

@@ -6,6 +6,7 @@ Every panel of a picture has the coordinates of the model: x and y in [-1, 1], y
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,7 +141,13 @@ def _headed(title: str, text: str, notice: str, width: float, room: float) -> tu
 
 
 def _wrapped(label: str, letters: int) -> str:
-    return "\n".join(part for line in label.split("\n") for part in textwrap.wrap(line, letters))
+    """In lines of so many letters; names that are longer, as SIZE.TAG, are broken after a dot where that will do."""
+    lines = [
+        part
+        for line in label.split("\n")
+        for part in (re.split(r"(?<=\w\.)(?=\w{5})", line) if len(line) > letters else [line])
+    ]
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, letters))
 
 
 def show_photo(axis: Axes, photo: Photo, dim: bool = False, caption: str = "") -> None:

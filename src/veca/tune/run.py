@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -230,9 +231,10 @@ class Tuner:
         if self.settings.augment == "flip":  # crops and flips are done where pictures are decoded
             return pixels
         among = COLOURS if self.settings.augment == "colour" else range(len(OPS))
-        chosen = [choose(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5, among) for _ in pixels]
-        ops, strengths = zip(*chosen, strict=True)
-        return augment_batch(pixels, Augmentation(torch.tensor(ops), torch.tensor(strengths, dtype=torch.float64)))
+        drawn = [(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5) for _ in pixels]
+        op, bin, negative = zip(*drawn, strict=True)
+        chosen = choose(np.array(op, np.uint64), np.array(bin, np.uint64), np.array(negative), among)
+        return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
