@@ -48,6 +48,13 @@ def test_file_and_folder_round_trip(tmp_path: Path) -> None:
     assert description["provenance"] == model.provenance
 
 
+def test_others_may_read_what_was_saved_as_any_other_file(tmp_path: Path) -> None:
+    veca.save(make_tiny(), tmp_path / "model")
+    (tmp_path / "any").touch()
+    modes = {file.stat().st_mode for file in (*(tmp_path / "model").iterdir(), tmp_path / "any")}
+    assert len(modes) == 1
+
+
 def test_load_to_dtype_and_device(tmp_path: Path) -> None:
     veca.save(make_tiny(), tmp_path)
     model = veca.load(tmp_path, device="cpu", dtype=torch.float16)

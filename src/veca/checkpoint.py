@@ -140,9 +140,12 @@ def save_tensors(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file; where the disk does not take it, an `OSError`, as for any other file."""
+    """A safetensors file, for others to read as any other; where the disk does not take it, an `OSError`."""
     try:
+        path.touch()
+        mode = path.stat().st_mode
         save_file(dict(tensors), path, metadata=metadata)
+        path.chmod(mode)  # safetensors makes it private
     except SafetensorError as error:
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
