@@ -23,6 +23,12 @@ _INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d74
 _ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
 
 
+_SPARE = 12
+"""Directions that subspace iteration carries along: it settles as fast as the first beyond them fades."""
+_MOST_STEPS = 100
+_SETTLED = 1e-10
+
+
 def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
     """The first principal components of `features` (..., D), each in [0, 1]: (..., components), float32.
 
@@ -47,8 +53,7 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     x = like.detach().to("cpu", torch.float64).flatten(0, -2)
     mean, size = x.mean(0), x.square().mean(0)
     x = x - mean
-    variances, directions = torch.linalg.eigh(x.mT @ x / len(x))
-    variances, directions = variances.flip(0)[:components], directions.flip(1)[:, :components]
+    variances, directions = _leading(x, components)
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     directions = directions * largest.sign()
 
@@ -63,6 +68,28 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
         scaled = _spread((others @ directions).numpy(), fitted, clip)
     scaled[:, (variances <= floor).numpy()] = 0.5
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
+
+
+def _leading(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues of xᵀx / N and their vectors (D, components), x (N, D) in float64.
+
+    By subspace iteration, a tenth of the time of a whole decomposition with 1280 channels.
+    Where it does not settle, because eigenvalues are too close, the whole is taken after all.
+    """
+    width, more = x.shape[1], components + _SPARE
+    if 2 * more < width:
+        start = torch.randn(width, more, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+        basis = torch.linalg.qr(start).Q
+        for _ in range(_MOST_STEPS):
+            image = x.mT @ (x @ basis) / len(x)
+            values, turn = torch.linalg.eigh(basis.mT @ image)
+            values, turn = values.flip(0)[:components], turn.flip(1)[:, :components]
+            apart = (image @ turn - basis @ turn * values).norm(dim=0)
+            if apart.max() <= _SETTLED * values[0]:
+                return values, basis @ turn
+            basis = torch.linalg.qr(image).Q
+    values, vectors = torch.linalg.eigh(x.mT @ x / len(x))
+    return values.flip(0)[:components], vectors.flip(1)[:, :components]
 
 
 def umap(features: Tensor, components: int = 3) -> Tensor:
