@@ -221,8 +221,8 @@ def write_onnx(model: Any, path: Path, facts: dict[str, str], int8: bool = False
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     # Where cores go is never computed below float32: the layers with two outputs. Nor are the second layers of MLPs:
-    # what SwiGLU gives has outliers, and rounding it makes most of the error. Scales per channel make it larger where
-    # a CPU has no VNNI and sums of two products saturate.
+    # what SwiGLU gives has outliers, and rounding it makes most of the error. Scales per channel were worse on a CPU
+    # without VNNI, where sums of two products can saturate.
     config = json.loads(facts["config"])
     hidden = VecaConfig.from_dict(config).mlp_dim, config["embed_dim"]
     weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
