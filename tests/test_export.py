@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 import veca
 from veca.cli import app
 from veca.hub import export as module
+from veca.hub.bench import compare
 from veca.hub.export import Check, Format, Plain, Run, export, form_of, open_file, parse_size
+from veca.probe.backbones import BackboneError, OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")
 onnx = pytest.importorskip("onnx")
@@ -136,8 +138,49 @@ def test_int8(folder: Path, model: veca.Veca) -> None:
     assert worst(open_file(folder / "int8.onnx", "onnx"), model, 32, (3, 32, 64)) < 0.3
     written = onnx.load(folder / "int8.onnx")
     kinds = [node.op_type for node in written.graph.node]
-    assert kinds.count("MatMulInteger") == 2 * 4  # qkv, proj, fc1, fc2; pixels and the head of the cores are not
+    assert kinds.count("MatMulInteger") == 2 * 3  # qkv, proj, fc1; not fc2, pixels and the head of the cores
     assert {entry.key: entry.value for entry in written.metadata_props}["dtype"] == "int8"
+
+
+def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) -> None:
+    backbone = load_backbone(str(folder / "32.onnx"))
+    assert isinstance(backbone, OnnxBackbone)
+    assert (backbone.kind, backbone.patch, backbone.width, backbone.device.type) == ("onnx", 16, 64, "cpu")
+    pixels = torch.randint(256, (2, 3, 32, 48), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    images = backbone.prepare(pixels)
+    with torch.no_grad():
+        expected = model(veca.images.normalize(pixels), cores=32)
+    cls, patches = backbone.features(images, 32)
+    assert patches is not None
+    assert max(relative_error(cls, expected.cls), relative_error(patches, expected.feature_map)) < 1e-4
+    assert relative_error(backbone.global_feature(images, 32), expected.cls) < 1e-4
+    assert (backbone.budgets, backbone.cores(None), backbone.cores((32,)), backbone.side(48)) == (
+        (32,),
+        (32,),
+        (32,),
+        48,
+    )
+    assert backbone.identity != load_backbone(str(folder / "int8.onnx")).identity
+    with pytest.raises(BackboneError, match="cores 8.*is of 32; export a file for each budget"):
+        backbone.cores((8,))
+    with pytest.raises(BackboneError, match="size 50.*multiples of 16. Nearest: 48"):
+        backbone.side(50)
+    with pytest.raises(BackboneError, match="runs on the CPU, in the type it was exported in"):
+        load_backbone(str(folder / "32.onnx"), precision="bfloat16")
+    with pytest.raises(BackboneError, match="gone.onnx is not a file that `veca export` wrote"):
+        load_backbone(str(tmp_path / "gone.onnx"))
+    backbone.fixed = "64x96"
+    with pytest.raises(BackboneError, match="takes 64x96 only"):
+        backbone.side(64)
+
+
+def test_sizes_and_budgets_side_by_side(folder: Path, model: veca.Veca) -> None:
+    for name, most in (("32", 1e-4), ("int8", 0.3)):
+        images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(1))
+        errors, *seconds = compare(open_file(folder / f"{name}.onnx", "onnx"), Plain(model, 32), images, repeats=1)
+        assert max(errors.values()) < most
+        assert (max(errors.values()) > 1e-4) == (name == "int8")
+        assert min(seconds) > 0
 
 
 def test_a_file_that_is_wrong_is_not_kept(model: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import veca
 from veca.attention import use_kernel
-from veca.config import size_name
+from veca.config import VecaConfig, size_name
 from veca.fast import FastVeca
 from veca.files import atomic_path
 from veca.images import MEAN, STD, nearest_sizes
@@ -220,12 +220,15 @@ def write_onnx(model: Any, path: Path, facts: dict[str, str], int8: bool = False
         return
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    # Where cores go is never computed below float32: the layers with two outputs.
-    weights = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    heads = [
-        n.name for n in model.graph.node if n.op_type == "MatMul" and list(weights.get(n.input[1], ()))[-1:] == [2]
-    ]
-    quantize_dynamic(model, path, weight_type=QuantType.QInt8, nodes_to_exclude=heads)
+    # Where cores go is never computed below float32: the layers with two outputs. Nor are the second layers of MLPs:
+    # what SwiGLU gives has outliers, and rounding it makes most of the error. Scales per channel were worse on a CPU
+    # without VNNI, where sums of two products can saturate.
+    config = json.loads(facts["config"])
+    hidden = VecaConfig.from_dict(config).mlp_dim, config["embed_dim"]
+    weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    shapes = {n.name: weights.get(n.input[1], ()) for n in model.graph.node if n.op_type == "MatMul"}
+    kept = [name for name, shape in shapes.items() if shape[-1:] == (2,) or shape == hidden]
+    quantize_dynamic(model, path, weight_type=QuantType.QInt8, nodes_to_exclude=kept)
 
 
 def _compile(program: torch.export.ExportedProgram, path: Path, facts: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever is probed, behind one small protocol: a VECA at any of its budgets, or another frozen backbone.
+"""Whatever is probed, behind one small protocol: a VECA at any of its budgets, a file of one, another frozen backbone.
 
 Pictures come in as uint8; each backbone normalises them its own way. What comes back is float32.
 
@@ -7,6 +7,7 @@ Shapes: B images, D width of the features, rows × columns patches.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -119,10 +120,7 @@ class VecaBackbone(Backbone):
         return {**super().running, "optimized": self.optimized}
 
     def side(self, size: int) -> int:
-        if size < self.patch or size % self.patch:
-            near = nearest_sizes(size, size, self.patch)[0]
-            raise BackboneError(f"size {size}: {self.name} takes multiples of {self.patch}. Nearest: {near}")
-        return size
+        return _whole_patches(self, size)
 
     def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
         if asked is None:
@@ -134,6 +132,48 @@ class VecaBackbone(Backbone):
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
         output = self.model(images, cores=cores, cls_only=not dense)
         return output.cls, output.feature_map if dense else None
+
+
+class OnnxBackbone(Backbone):
+    """A file that `veca export` wrote, run by onnxruntime on the CPU: what int8 costs can be measured with it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise BackboneError(f"{path} needs onnxruntime: pip install 'veca[export]'") from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        try:
+            self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            facts = self.session.get_modelmeta().custom_metadata_map
+            budget, patch, mean, std = (json.loads(facts[key]) for key in ("cores", "patch_size", "mean", "std"))
+            self.fixed, about = facts["size"], {key: facts[key] for key in ("model", "dtype", "veca_version")}
+            about |= {"config": json.loads(facts["config"]), "provenance": json.loads(facts["provenance"])}
+        except Exception as error:  # those of onnxruntime have no class in common
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise BackboneError(f"{path} is not a file that `veca export` wrote: {reason}") from error
+        self.budgets = (budget,)
+        about |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "onnxruntime": onnxruntime.__version__}
+        width = next(output.shape[1] for output in self.session.get_outputs() if output.name == "cls")
+        super().__init__(str(path), "onnx", patch, width, mean, std, torch.device("cpu"), "float32", about)
+
+    def side(self, size: int) -> int:
+        if self.fixed not in ("dynamic", f"{size}x{size}"):
+            raise BackboneError(f"size {size}: {self.name} takes {self.fixed} only; export with --size dynamic for any")
+        return _whole_patches(self, size)
+
+    def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
+        assert self.budgets is not None
+        if asked and (wrong := [budget for budget in asked if budget not in self.budgets]):
+            raise BackboneError(f"cores {wrong[0]}: {self.name} is of {self.budgets[0]}; export a file for each budget")
+        return self.budgets
+
+    def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
+        found = self.session.run(["cls", "patches"] if dense else ["cls"], {"images": images.numpy()})
+        cls, *patches = (torch.from_numpy(each) for each in found)
+        grid = (images.shape[2] // self.patch, -1)
+        return cls, patches[0].mT.unflatten(-1, grid) if dense else None
 
 
 class OtherBackbone(Backbone):
@@ -159,12 +199,23 @@ class OtherBackbone(Backbone):
         return cls, patches if dense else None
 
 
+def _whole_patches(backbone: Backbone, size: int) -> int:
+    if size < backbone.patch or size % backbone.patch:
+        near = nearest_sizes(size, size, backbone.patch)[0]
+        raise BackboneError(f"size {size}: {backbone.name} takes multiples of {backbone.patch}. Nearest: {near}")
+    return size
+
+
 def load_backbone(source: str, device: str = "auto", precision: Precision | None = None) -> Backbone:
-    """A VECA (a name, a file, a folder of ours), or another backbone as `veca.teachers.load_teacher` takes it.
+    """A VECA (a name, a file, a folder of ours, an .onnx file), or another as `veca.teachers.load_teacher` takes it.
 
     precision:
-        Of the computation; None: bfloat16 on a GPU, float32 elsewhere.
+        Of the computation; None: bfloat16 on a GPU, float32 elsewhere. An .onnx file has its own, and runs on the CPU.
     """
+    if source.endswith(".onnx"):
+        if device not in ("auto", "cpu") or precision not in (None, "float32"):
+            raise BackboneError(f"{source} runs on the CPU, in the type it was exported in: leave out both options")
+        return OnnxBackbone(Path(source))
     chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
     try:
         place = torch.empty(0, device=chosen or "cpu").device

