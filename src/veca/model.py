@@ -141,7 +141,8 @@ def _summed(block: nn.Module, x: Tensor, state: Tensor, *args: Any) -> tuple[Ten
 class Veca(nn.Module):
     """The backbone: `model(images, cores=C)` → `VecaOutput`.
 
-    >>> model = create_model("veca_tiny").eval()
+    >>> import veca
+    >>> model = veca.create_model("veca_tiny").eval()
     >>> out = model(torch.zeros(1, 3, 64, 96), cores=16)
     >>> out.cls.shape, out.feature_map.shape
     (torch.Size([1, 192]), torch.Size([1, 192, 4, 6]))
