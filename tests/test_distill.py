@@ -214,10 +214,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, *calls: int, value: float = float("n
     """Have the teacher give such numbers in these of its calls, from 1."""
     forward, count = Teacher.forward, 0
 
-    def poisoned(self: Teacher, images: torch.Tensor, grid: tuple[int, int]) -> Targets:
+    def poisoned(self: Teacher, images: torch.Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
         nonlocal count
         count += 1
-        cls, patches = forward(self, images, grid)
+        cls, patches = forward(self, images, grid, zoom)
         return Targets(cls * value, patches * value) if count in calls else Targets(cls, patches)
 
     monkeypatch.setattr(Teacher, "forward", poisoned)
