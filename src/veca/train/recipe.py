@@ -68,8 +68,8 @@ class TeacherRecipe:
     """How its grid comes to be the student's: its input is resized, which is exact, or its map, which is cheap. With a
     number it sees every view with so many pixels a side, whatever the student's resolution, and its map is resized."""
     glance: int | None = None
-    """Take the global feature from a second look, with so many pixels a side: a CNN has its best one at the size it was
-    trained for, where its map has few cells. null: from the look that gives the map."""
+    """Take the global feature from a second look, with so many pixels a side: a CNN may have a better one at the size
+    it was trained for, where its map has few cells. null: from the look that gives the map."""
     micro_batch: int | dict[int, int] = 128
     """Pictures the teacher takes at a time; by resolution, if it is not the same for all."""
     resident: Literal["bfloat16", "float8"] | None = None

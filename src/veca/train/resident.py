@@ -81,15 +81,16 @@ class Taught:
         count, self.patch, width = len(images), lessons.patch_size, teacher.width
         self.cells = resident.side // self.patch
         zoom = self.cells / max(1, round(self.cells / short_side))  # of the whole over the part that is a view
-        needed = count * self.cells**2 * width * dtype.itemsize
+        self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
+        own = teacher.teacher if isinstance(teacher, Standardized) else teacher
+        self.pooled, second = own.pooled, own.pooled and own.glance is not None
+        cells = self.cells**2 + (max(1, round((own.glance or 0) * zoom / own.stride)) ** 2 if second else 0)
+        needed = count * cells * width * dtype.itemsize
         if images.is_cuda and needed > 0.9 * (free := torch.cuda.mem_get_info(images.device)[0]):
             raise DataError(
                 f"teacher.resident: its maps of {count:,} pictures take {needed / 2**30:.1f} GiB in {dtype}, and "
                 f"{images.device} has {free / 2**30:.1f} GiB free. Take float8, smaller or fewer pictures"
             )
-        self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
-        own = teacher.teacher if isinstance(teacher, Standardized) else teacher
-        self.pooled, second = own.pooled, own.pooled and own.glance is not None
         self.maps = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
         self.glimpses: Tensor | None = None
