@@ -8,16 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from veca.probe.crops import eval_crop, random_crop_and_flip, slide
-from veca.probe.dense import (
-    DenseBatch,
-    DenseHead,
-    DepthHead,
-    SegmentationHead,
-    gradient_loss,
-    resize,
-    scale_invariant_loss,
-)
+from veca.probe.dense import DenseBatch, DenseHead, DepthHead, SegmentationHead, gradient_loss, scale_invariant_loss
 from veca.probe.fit import evaluate, fit_dense, polynomial
+from veca.resize import resized
 
 WIDTH = 6
 
@@ -36,7 +29,7 @@ def scenes(seed: int, count: int, depth: bool = False) -> Callable[[], Iterator[
     def batches() -> Iterator[DenseBatch]:
         for i in range(count):
             patches, cls = features(4, seed=1000 * seed + 2 * i)
-            truth = resize(patches[:, :1] + cls[:, :1, None, None], (16, 20))[:, 0]
+            truth = resized(patches[:, :1] + cls[:, :1, None, None], (16, 20))[:, 0]
             if depth:
                 labels = (truth + 4).clamp(0, 9)
                 labels[:, :3] = 0
@@ -46,12 +39,6 @@ def scenes(seed: int, count: int, depth: bool = False) -> Callable[[], Iterator[
             yield DenseBatch(patches, cls, labels)
 
     return batches
-
-
-@pytest.mark.parametrize("size", [(16, 20), (7, 11), (4, 5), (3, 40)])
-def test_resize_is_bilinear_interpolation(size: tuple[int, int]) -> None:
-    maps, _ = features()
-    assert torch.allclose(resize(maps, size), F.interpolate(maps, size, mode="bilinear"), atol=1e-6)
 
 
 def test_a_head_is_a_linear_layer_over_patch_and_global_feature() -> None:

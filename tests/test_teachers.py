@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 import transformers
 from conftest import relative_error
 from safetensors.torch import save_file
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Teacher, TeacherError, TimmTeacher, hf_teacher, load_teacher, timm_teacher
-from veca.teachers.protocol import resized
 
 # Small, with random weights: name, options, pixels per cell, prefix tokens (None: a map, no tokens).
 SMALL: list[tuple[str, dict[str, Any], int, int | None]] = [
@@ -363,13 +361,3 @@ def test_names_say_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ("timm", "resnet18", "input", "a/file.safetensors"),
         ("hf", "facebook/dinov3-vits16-pretrain-lvd1689m", "input", False),
     ]
-
-
-@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("size", [(64, 96), (20, 17), (32, 48)])
-def test_resized_is_interpolate(size: tuple[int, int], mode: Any) -> None:
-    torch.manual_seed(0)
-    images = torch.randn(2, 3, 32, 48)
-    expected = F.interpolate(images, size, mode=mode, antialias=True)
-    torch.testing.assert_close(resized(images, size, mode), expected, rtol=1e-5, atol=1e-5)
-    assert resized(images.bfloat16(), size, mode).dtype == torch.bfloat16

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from veca.probe.metrics import Confusion, DepthErrors
+from veca.resize import resized
 
 Norm: TypeAlias = Literal["none", "batchnorm", "standardize"]
 """What comes before the Linear; the last is by statistics of the training features, taken once."""
@@ -34,19 +35,6 @@ class DenseBatch(NamedTuple):
 class Meter(Protocol):
     def update(self, predicted: Tensor, labels: Tensor) -> None: ...
     def compute(self) -> dict[str, float]: ...
-
-
-def resize(maps: Tensor, size: tuple[int, int]) -> Tensor:
-    """Maps (..., h, w) to `size`, bilinear, as `F.interpolate` does it with `align_corners=False`.
-
-    As two matrix products: the gradient of the other adds up in any order on a GPU, and no two runs are alike.
-    """
-    for side, wanted in ((-2, size[0]), (-1, size[1])):
-        if maps.shape[side] != wanted:
-            each = torch.eye(maps.shape[side], device=maps.device, dtype=maps.dtype)
-            weights = F.interpolate(each[None], wanted, mode="linear", align_corners=False)[0]  # (from, to)
-            maps = weights.mT @ maps if side == -2 else maps @ weights
-    return maps
 
 
 class DenseHead(nn.Module, ABC):
@@ -153,7 +141,7 @@ class SegmentationHead(DenseHead):
         self.classes, self.ignore = classes, ignore
 
     def forward(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
-        return resize(self.scores(patches, cls), size)
+        return resized(self.scores(patches, cls), size)
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy, the mean over the pixels that count; 0 where none does."""
@@ -229,11 +217,11 @@ class DepthHead(DenseHead):
     def forward(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
         scores = self.scores(patches, cls)
         if not self.bins:
-            return resize(self.low + (self.high - self.low) * scores[:, 0], size)
+            return resized(self.low + (self.high - self.low) * scores[:, 0], size)
         rows, columns = scores.shape[-2:]
-        weights = resize(scores, (rows * self.upsample, columns * self.upsample)).relu() + 0.1
+        weights = resized(scores, (rows * self.upsample, columns * self.upsample)).relu() + 0.1
         depth = torch.einsum("bnhw,n->bhw", weights, self.depths) / weights.sum(1)
-        return resize(depth, size)
+        return resized(depth, size)
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         valid = (labels > self.low) & (labels < self.high)

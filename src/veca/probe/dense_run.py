@@ -21,7 +21,7 @@ from torch import Tensor
 from veca.probe.backbones import Backbone
 from veca.probe.crops import slide
 from veca.probe.datasets.base import ProbeData
-from veca.probe.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead, resize
+from veca.probe.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
 from veca.probe.dense_data import DenseData, Labelled, opened
 from veca.probe.features import as_plain, content, listed
 from veca.probe.fit import DenseSweep, fit_many
@@ -30,6 +30,7 @@ from veca.probe.metrics import Confusion
 from veca.probe.progress import bar
 from veca.probe.rows import Job, ProbeTask, Row, by_class
 from veca.probe.run import Asked, Say, check_data
+from veca.resize import resized
 
 NormName: TypeAlias = Literal["none", "batch", "standard"]
 _NORMS: dict[NormName, Norm] = {"none": "none", "batch": "batchnorm", "standard": "standardize"}
@@ -203,7 +204,7 @@ class _Size:
                 lambda part: torch.stack(list(outputs(part, (part.shape[-2], part.shape[-1]))), 1),
                 images, (self.side, self.side), (_stride(self.side),) * 2,
             )  # fmt: skip
-            found: Iterator[Tensor] = (resize(each, size) for each in together.unbind(1))
+            found: Iterator[Tensor] = (resized(each, size) for each in together.unbind(1))
         else:
             found = outputs(images, size)
         return (head.predict(each) for head, each in zip(heads, found, strict=True))

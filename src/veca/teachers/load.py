@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from veca.config import SIZES, VecaConfig, did_you_mean
 from veca.model import Veca
+from veca.resize import filters
 from veca.teachers.from_timm import timm_teacher
 from veca.teachers.from_transformers import hf_teacher
 from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
@@ -82,10 +82,9 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     bias = bias + (kernel * teacher.shift.float().cpu()).sum((1, 2, 3))
     kernel = kernel * teacher.scale.float().cpu()
     if side != size:
-        # Resizing is linear: row i of its matrix is what becomes of the patch that is 1 at pixel i. No pseudo-inverse,
-        # as for a model that moves to other patches: it is the teacher's input that is resized, the student's stays.
-        single = torch.eye(side * side).view(-1, 1, side, side)
-        resized = F.interpolate(single, (size, size), mode="bicubic", antialias=True).flatten(1)
-        kernel = (kernel.flatten(2) @ resized.T).unflatten(2, (side, side))
+        # Resizing is linear, and the kernel takes on its matrix. No pseudo-inverse, as for a model that moves to other
+        # patches: it is the teacher's input that is resized, the student's stays.
+        resizing = filters(side, size, kernel, "bicubic", antialias=True)
+        kernel = resizing.mT @ kernel @ resizing
     own.weight.copy_(kernel)
     own.bias.copy_(bias)  # type: ignore[union-attr]  # a patch embedding of ours always has one

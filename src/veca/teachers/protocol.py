@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from veca.images import MEAN, STD
+from veca.resize import resized
 
 Meet: TypeAlias = Literal["input", "map"] | int
 """How the teacher's grid comes to be the student's: its input is resized, or its map. A number: its input, so that the
@@ -106,9 +106,7 @@ class Teacher(nn.Module, ABC):
             cls, dense = self._look(images, self._cells(images, least if self.meet == "map" else self.meet * zoom))
         if self.glance is not None:
             cls, _ = self._look(images, self._cells(images, self.glance * zoom))
-        if tuple(dense.shape[-2:]) != tuple(grid):
-            dense = resized(dense, grid, "bilinear")
-        return Targets(cls, dense.flatten(2).mT)
+        return Targets(cls, resized(dense, grid, antialias=True).flatten(2).mT)
 
     @torch.no_grad()
     def glimpse(self, images: Tensor, zoom: float = 1.0) -> Tensor:
@@ -122,21 +120,8 @@ class Teacher(nn.Module, ABC):
         return cast(tuple[int, int], tuple(max(1, round(scale * s / self.stride)) for s in images.shape[-2:]))
 
     def _look(self, images: Tensor, cells: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        images = images * self.scale + self.shift
         size = cells[0] * self.stride, cells[1] * self.stride
-        return self.features(images if size == tuple(images.shape[-2:]) else resized(images, size, "bicubic"))
-
-
-def resized(maps: Tensor, size: tuple[int, int], mode: Literal["bicubic", "bilinear"]) -> Tensor:
-    """`F.interpolate(maps, size, mode=mode, antialias=True)` as two matrix products, which a GPU does sooner."""
-    rows, columns = (filters(a, b, mode, maps) for a, b in zip(maps.shape[-2:], size, strict=True))
-    return rows @ maps @ columns.mT
-
-
-def filters(before: int, after: int, mode: Literal["bicubic", "bilinear"], like: Tensor) -> Tensor:
-    """The matrix (after, before) that resizes one side."""
-    unit = torch.eye(before, device=like.device)[None, None]
-    return F.interpolate(unit, (after, before), mode=mode, antialias=True)[0, 0].to(like.dtype)
+        return self.features(resized(images * self.scale + self.shift, size, "bicubic", antialias=True))
 
 
 class Standardized(nn.Module):

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from veca.resize import filters
 from veca.teachers import Standardized, Targets
-from veca.teachers.protocol import filters
 from veca.train.augment import Augmentation
 from veca.train.data import MOST_FAILURES, Batch, DataError, normalized, validation_batches
 from veca.train.draws import Augment, Stream, Views, places, replacement, views_of
@@ -285,7 +285,7 @@ def cell_matrices(cells: int, boxes: Boxes, patch: int, out: int, device: torch.
     found = torch.zeros(len(boxes), out, cells)
     for matrix, (begin, end) in zip(found, boxes, strict=True):
         first, last = int(begin) // patch, int(end) // patch
-        matrix[:, first:last] = filters(last - first, out, "bilinear", matrix)
+        matrix[:, first:last] = filters(last - first, out, matrix, antialias=True)
     return found.to(device, torch.bfloat16)
 
 
