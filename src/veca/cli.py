@@ -36,7 +36,23 @@ from veca.publish import cast, without_paths
 from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
-from veca.terminal import Device, Model, err, load_model, out, say_if_random
+from veca.terminal import (
+    AtOnce,
+    Cores,
+    Device,
+    Model,
+    Restart,
+    Size,
+    Source,
+    Workers,
+    err,
+    load_model,
+    out,
+    say_if_random,
+    stoppable,
+    warn,
+    workers_of,
+)
 from veca.text import origin
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
@@ -56,7 +72,7 @@ def demo(
     pictures: Annotated[list[Path] | None, typer.Argument(help="Your pictures; none: sample photos.")] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="The report to write.")] = Path("veca-demo/report.html"),
     model: Model = "veca_tiny",
-    size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
+    size: Size = 512,
     device: Device = "auto",
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
@@ -79,8 +95,8 @@ def embed(
         ),
     ],
     model: Model = "veca_tiny",
-    cores: Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")] = None,
-    size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
+    cores: Cores = None,
+    size: Size = 512,
     fit: Annotated[
         Fit,
         typer.Option(
@@ -140,8 +156,7 @@ def embed(
                 device=None if device == "auto" else device, partition=partition or PARTITION, **how,
             )  # fmt: skip
         else:
-            workers = min(8, os.cpu_count() or 1) if workers is None else workers
-            report = write_features(paths, to, model=load_model(model, device), workers=workers, **how)
+            report = write_features(paths, to, model=load_model(model, device), workers=workers_of(workers), **how)
     except KeyboardInterrupt:
         err.print("Interrupted. The same command continues where this one stopped.")
         raise typer.Exit(130) from None
@@ -161,7 +176,7 @@ def distill(
         list[str] | None, typer.Option("--set", help="key=value in place of the recipe's, as batch=64; repeat.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes CUDA where there is one.")] = "auto",
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")] = False,
+    restart: Restart = False,
     wandb: Annotated[str | None, typer.Option(help="A project of Weights & Biases to report to.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and leave; nothing is loaded.")] = False,
     pictures: Annotated[int | None, typer.Option(help="With --dry-run: so many, instead of counting them.")] = None,
@@ -177,7 +192,6 @@ def distill(
         from veca.train.recipe import load_recipe
         from veca.train.run import distill as train
         from veca.train.run import show_plan
-        from veca.train.stop import Interrupted
     except ImportError as error:
         raise ValueError(f"training needs {error.name}, which is not installed: pip install 'veca[train]'") from error
 
@@ -188,14 +202,8 @@ def distill(
         return
     if pictures is not None or processes != 1:
         raise ValueError("--pictures and --processes are for --dry-run; a run counts its own: leave them out")
-    try:
+    with stoppable(folder, _say):
         report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=_say)
-    except Interrupted as stop:
-        _say(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
-        raise typer.Exit(128 + stop.number) from None
-    except KeyboardInterrupt:
-        _say(f"Stopped at once. The same command continues from the last checkpoint in {folder}.")
-        raise typer.Exit(130) from None
     if report is not None:
         out.print(f"Report: {report.resolve()}", soft_wrap=True)
 
@@ -231,7 +239,7 @@ def report(
 
         path, left_out = write_results(folder)
         for problem in left_out:
-            err.print(f"left out: {problem}", style="yellow", markup=False, soft_wrap=True)
+            warn(f"left out: {problem}")
     else:
         try:
             from veca.train.report import write_report
@@ -243,7 +251,7 @@ def report(
 
 @app.command()
 def cores(
-    model: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
+    model: Source,
     pictures: Annotated[
         list[str],
         typer.Argument(help="Files, folders (recursive), quoted globs, tar shards, Parquet files; addresses too."),
@@ -259,13 +267,8 @@ def cores(
     chart: Annotated[
         Path | None, typer.Option(help="Also draw them: a .png or .svg file to write.", show_default=False)
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Pictures per forward pass.  [default: by their size]", show_default=False)
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=0, help="Decoding processes.  [default: one per CPU, at most 8]", show_default=False),
-    ] = None,
+    batch: AtOnce = None,
+    workers: Workers = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Measure what the cores do, over many pictures: how far they move, where they look, who is heard, what is kept.
@@ -276,7 +279,7 @@ def cores(
     loaded = load_model(model, device)
     story = measure_cores(
         loaded, pictures, budgets=parse_budgets(budgets, loaded), size=size, limit=limit, batch=batch,
-        workers=min(8, os.cpu_count() or 1) if workers is None else workers, progress=progress,
+        workers=workers_of(workers), progress=progress,
         name=shipped_name(model) or Path(model).name or model,
     )  # fmt: skip
     out.print(story_table(story))
@@ -284,13 +287,13 @@ def cores(
     if chart is not None:
         out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True, markup=False)
     if failed := story.about["failed"]:
-        err.print(f"{failed:,} failed: see {to}", style="yellow", markup=False, soft_wrap=True)
+        warn(f"{failed:,} failed: see {to}")
         raise typer.Exit(3)
 
 
 @app.command()
 def info(
-    source: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
+    source: Source,
     size: Annotated[int, typer.Option(help="Side in pixels at which FLOPs are counted.")] = 512,
     cores: Annotated[int | None, typer.Option(help="Budget at which FLOPs are counted; none: all trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -359,7 +362,7 @@ def convert(
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
+    source: Source,
     to: Annotated[Path, typer.Argument(help="File to write: .onnx, or .pt2 for torch.export and AOTInductor.")],
     cores: Annotated[int | None, typer.Option(help="Budget of the file, 1 to 64; not given: all.")] = None,
     size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels, as 512x768; dynamic: any.")] = "dynamic",

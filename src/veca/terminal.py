@@ -1,7 +1,11 @@
-"""What the commands share: the two consoles, the options every model takes, and the model these name."""
+"""What the commands share: the two consoles, options, the model that these name, and how a run stops."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -18,7 +22,17 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 Model = Annotated[
     str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
 ]
+Source = Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
+Cores = Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")]
+Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
+AtOnce = Annotated[
+    int | None, typer.Option(min=1, help="Pictures per forward pass.  [default: by their size]", show_default=False)
+]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Decoding processes.  [default: one per CPU, at most 8]", show_default=False)
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")]
 
 
 def load_model(source: str, device: str) -> Veca:
@@ -40,3 +54,26 @@ def say_if_random(model: Veca, source: str) -> None:
             f"The weights are random: none ship for {source} yet. Name trained ones for features that mean something.",
             style="bold yellow",
         )
+
+
+def workers_of(asked: int | None) -> int:
+    return min(8, os.cpu_count() or 1) if asked is None else asked
+
+
+def warn(text: str) -> None:
+    err.print(text, style="yellow", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def stoppable(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """While a run trains in the block: if it is stopped, how to go on is said."""
+    from veca.train.stop import Interrupted
+
+    try:
+        yield
+    except Interrupted as stop:
+        say(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
+        raise typer.Exit(128 + stop.number) from None
+    except KeyboardInterrupt:
+        say(f"Stopped at once. The same command continues from the last checkpoint in {folder}.")
+        raise typer.Exit(130) from None

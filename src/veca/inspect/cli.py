@@ -19,7 +19,7 @@ from veca.inspect.sheet import check_out, write_figure
 from veca.inspect.subject import Backbone
 from veca.model import Veca
 from veca.shipped import shipped_name
-from veca.terminal import Device, Model, err, load_model, out
+from veca.terminal import Cores, Device, Model, Size, err, load_model, out
 
 
 class _Kinds(TyperGroup):
@@ -41,10 +41,8 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", help="File to write, .png or .svg; not given: KIND.png.", show_default=False),
 ]
-Cores = Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")]
 Budgets = Annotated[str | None, typer.Option("--cores", help="Budgets, as 8,16,64; all: every trained one.")]
 Layers = Annotated[str | None, typer.Option("--layers", help="Their numbers, as 4,8,12; not given: some of all.")]
-Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
 FitOf = Annotated[Fit, typer.Option("--fit", help="crop the centre, stretch, keep the shape, or pad; as `veca embed`.")]
 Method = Annotated[
     MethodName, typer.Option(help="From features to colours: pca, at once; umap, as in the paper, in minutes.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from veca.probe.rows import Row
 from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, limited
 from veca.probe.run import classify as run_classify
 from veca.probe.run import knn as run_knn
-from veca.terminal import Device, err, out
+from veca.terminal import AtOnce, Device, Workers, out, warn, workers_of
 
 probe_app = typer.Typer(
     no_args_is_help=True,
@@ -50,12 +49,6 @@ Seed = Annotated[int, typer.Option(help="Of all that is random.")]
 PrecisionOf = Annotated[
     Precision | None,
     typer.Option(help="Of the backbone.  [default: bfloat16 on a GPU, float32 elsewhere]", show_default=False),
-]
-Workers = Annotated[
-    int | None, typer.Option(min=0, help="Decoding processes.  [default: one per CPU, at most 8]", show_default=False)
-]
-AtOnce = Annotated[
-    int | None, typer.Option(min=1, help="Pictures per forward pass.  [default: by their size]", show_default=False)
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
 ShowProgress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress bars.")]
@@ -117,7 +110,7 @@ def classify(
             standardize=standardize,
         )  # fmt: skip
         others = [limited(load_dataset(name, root, "classify"), limit) for name in also or ()]
-        _show(run_classify(found, sets, to, settings, others, _say), to)
+        _show(run_classify(found, sets, to, settings, others, warn), to)
 
 
 @probe_app.command()
@@ -148,7 +141,7 @@ def knn(
             at_once=at_once, skip_bad=skip_bad, progress=progress, ks=numbers(k, "k", int), temperature=temperature,
             feature=feature,
         )  # fmt: skip
-        _show(run_knn(found, sets, to, settings, _say), to)
+        _show(run_knn(found, sets, to, settings, warn), to)
 
 
 @probe_app.command()
@@ -182,7 +175,7 @@ def segment(
             skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
             every=every, batch=batch, norm=norm, slide=slide,
         )  # fmt: skip
-        _show(run_segment(found, sets, to, settings, _say), to)
+        _show(run_segment(found, sets, to, settings, warn), to)
 
 
 @probe_app.command()
@@ -221,7 +214,7 @@ def depth(
             skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
             every=every, batch=batch, norm=norm, slide=slide, head=head, bins=bins, loss=loss,
         )  # fmt: skip
-        _show(run_depth(found, sets, to, settings, _say), to)
+        _show(run_depth(found, sets, to, settings, warn), to)
 
 
 @contextmanager
@@ -229,14 +222,14 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say("Interrupted. The same command continues where this one stopped.")
+        warn("Interrupted. The same command continues where this one stopped.")
         raise typer.Exit(130) from None
 
 
 def _load(model: str, device: str, precision: Precision | None) -> Backbone:
     found = load_backbone(model, device, precision)
     if found.about.get("provenance", {}).get("weights") == "random":
-        _say(f"The weights are random: none ship for {model} yet. Name trained weights for scores that mean something.")
+        warn(f"The weights are random: none ship for {model} yet. Name trained weights for scores that mean something.")
     return found
 
 
@@ -257,14 +250,6 @@ def numbers(text: str, name: str, kind: Callable[[str], Any]) -> tuple[Any, ...]
         pass
     words = "whole numbers" if kind is int else "numbers"
     raise ValueError(f"--{name} is {text!r}; it takes {words} with commas between, none below 0, as 8,16")
-
-
-def workers_of(asked: int | None) -> int:
-    return min(8, os.cpu_count() or 1) if asked is None else asked
-
-
-def _say(text: str) -> None:
-    err.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def _show(rows: Sequence[Row], folder: Path) -> None:
