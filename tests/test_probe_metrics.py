@@ -157,32 +157,28 @@ def reference_depth(predicted: np.ndarray, depth: np.ndarray) -> list[float]:
     return [rmse, (abs(predicted - depth) / depth).mean(), *within, log10, np.sqrt((log**2).mean()), log.std()]
 
 
-def depth_case() -> tuple[Tensor, Tensor, Tensor]:
+def depth_case() -> tuple[Tensor, Tensor]:
     """Four pictures, the third without a reading; predictions beyond the cap."""
     depth = torch.rand(4, 8, 6, generator=draw(0)) * 12
     depth[torch.rand(4, 8, 6, generator=draw(1)) < 0.3] = 0
     depth[2] = 0
     predicted = depth * torch.randn(4, 8, 6, generator=draw(2)).mul(0.4).exp() - 0.2
-    mask = torch.rand(4, 8, 6, generator=draw(3)) < 0.8
-    return predicted, depth, mask
+    return predicted, depth
 
 
-def test_depth_errors_by_picture_and_by_pixel() -> None:
-    predicted, depth, mask = depth_case()
-    by_image, by_pixel = DepthErrors(0.1, 10), DepthErrors(0.1, 10, average="pixel")
+def test_depth_errors_are_means_over_pictures() -> None:
+    predicted, depth = depth_case()
+    meter = DepthErrors(0.1, 10)
     for part in (slice(0, 1), slice(1, 4)):
-        by_image.update(predicted[part], depth[part], mask[part])
-        by_pixel.update(predicted[part], depth[part], mask[part])
-    valid = (depth > 0.1) & (depth < 10) & mask
+        meter.update(predicted[part], depth[part])
+    valid = (depth > 0.1) & (depth < 10)
     capped = predicted.double().clamp(0.1, 10).numpy()
     pictures = [reference_depth(capped[i][valid[i]], depth[i][valid[i]].double().numpy()) for i in (0, 1, 3)]
-    assert list(by_image.compute().values()) == pytest.approx(np.mean(pictures, axis=0).tolist())
-    pixels = reference_depth(capped[valid], depth[valid].double().numpy())
-    assert list(by_pixel.compute().values()) == pytest.approx(pixels)
+    assert list(meter.compute().values()) == pytest.approx(np.mean(pictures, axis=0).tolist())
 
 
 def test_a_prediction_that_is_not_a_number_is_seen() -> None:
-    predicted, depth, _ = depth_case()
+    predicted, depth = depth_case()
     predicted[1] = torch.nan
     meter = DepthErrors(0.1, 10)
     meter.update(predicted, depth)

@@ -417,7 +417,7 @@ def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers
         batch_size=None,
         sampler=items,
         num_workers=workers,
-        collate_fn=_as_is,
+        collate_fn=as_is,
         worker_init_fn=init_worker,
         prefetch_factor=4 if workers else None,
         generator=torch.Generator(),  # so that the caller's random numbers stay as they were
@@ -447,7 +447,8 @@ def interrupts_later() -> Iterator[None]:
         before(*came[0])
 
 
-def _as_is(record: Any) -> Any:
+def as_is(record: Any) -> Any:
+    """To collate nothing: a name, which processes that are not forked can be sent."""
     return record
 
 

@@ -1,4 +1,4 @@
-"""Parts of pictures: random ones to train on, windows that slide over a large one, the rectangles benchmarks look at.
+"""Parts of pictures: random ones to train on, windows that slide over a large one.
 
 Shapes: B images of H × W pixels; `...` is any leading shape.
 """
@@ -6,13 +6,10 @@ Shapes: B images of H × W pixels; `...` is any leading shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-CropRule: TypeAlias = Literal["garg", "eigen-kitti", "eigen-nyu"]
 
 
 def random_crop_and_flip(
@@ -69,34 +66,6 @@ def slide(
     assert total is not None
     over = (_windows_over(height, rows, tops)[:, None] * _windows_over(width, columns, lefts)).to(total)
     return total / over
-
-
-def eval_crop(valid: Tensor, rule: CropRule) -> Tensor:
-    """A mask of pixels (..., H, W) without those outside the rectangle that papers on depth evaluate in.
-
-    `garg` (Garg et al. 2016) and `eigen-kitti` (Eigen et al. 2014) are shares of the height and width of a KITTI frame;
-    `eigen-nyu` are the rows and columns of a 480 × 640 frame of NYUv2 that its Kinect saw. Depths times the mask are
-    depths that only count inside: 0 is no reading.
-
-    >>> int(eval_crop(torch.ones(480, 640, dtype=torch.bool), "eigen-nyu").sum()) == (471 - 45) * (601 - 41)
-    True
-    """
-    height, width = valid.shape[-2:]
-    if rule == "eigen-nyu":
-        if (height, width) != (480, 640):
-            raise ValueError(
-                f"the mask is {height}×{width}; eigen-nyu is a rectangle of 480×640: evaluate at that size"
-            )
-        top, bottom, left, right = 45, 471, 41, 601
-    elif rule == "garg" or rule == "eigen-kitti":
-        shares = (0.40810811, 0.99189189) if rule == "garg" else (0.3324324, 0.91351351)
-        top, bottom = (int(share * height) for share in shares)
-        left, right = int(0.03594771 * width), int(0.96405229 * width)
-    else:
-        raise ValueError(f"there is no crop {rule!r}; choose garg, eigen-kitti or eigen-nyu")
-    inside = torch.zeros(height, width, dtype=torch.bool, device=valid.device)
-    inside[top:bottom, left:right] = True
-    return valid & inside
 
 
 def _starts(side: int, window: int, stride: int) -> list[int]:

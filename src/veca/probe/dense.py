@@ -7,7 +7,6 @@ Shapes: B images, D width of the features, h × w patches, H × W pixels of the 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -44,12 +43,11 @@ class DenseHead(nn.Module, ABC):
     """The one of the meter's scores to choose by."""
     higher_is_better: bool
 
-    def __init__(self, width: int, channels: int, norm: Norm, with_cls: bool, seed: int) -> None:
+    def __init__(self, width: int, channels: int, norm: Norm, seed: int) -> None:
         super().__init__()
         if norm not in ("none", "batchnorm", "standardize"):
             raise ValueError(f"norm is {norm!r}; choose none, batchnorm or standardize")
-        self.width, self.norm, self.with_cls = width, norm, with_cls
-        inputs = 2 * width if with_cls else width
+        self.width, self.norm, inputs = width, norm, 2 * width
         self.batchnorm = nn.BatchNorm2d(inputs) if norm == "batchnorm" else None
         self.mean: Tensor
         self.deviation: Tensor
@@ -60,15 +58,13 @@ class DenseHead(nn.Module, ABC):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def inputs(self, patches: Tensor, cls: Tensor) -> Tensor:
-        """What the norm gets to see: (B, D or 2 D, h, w)."""
-        if patches.shape[1] != self.width or (self.with_cls and tuple(cls.shape) != tuple(patches.shape[:2])):
+        """What the norm gets to see: (B, 2 D, h, w)."""
+        if patches.shape[1] != self.width or tuple(cls.shape) != tuple(patches.shape[:2]):
             raise ValueError(
                 f"patches are {tuple(patches.shape)}, the global feature {tuple(cls.shape)}; this head takes "
                 f"(B, {self.width}, h, w) and (B, {self.width})"
             )
         patches = patches.float()
-        if not self.with_cls:
-            return patches
         return torch.cat([patches, cls.float()[:, :, None, None].expand_as(patches)], 1)
 
     def scores(self, patches: Tensor, cls: Tensor) -> Tensor:
@@ -83,7 +79,7 @@ class DenseHead(nn.Module, ABC):
 
     @torch.no_grad()
     def moments(self, batch: DenseBatch) -> Tensor:
-        """Of a batch of features: (3, D or 2 D) the number of cells, their sums and the sums of their squares."""
+        """Of a batch of features: (3, 2 D) the number of cells, their sums and the sums of their squares."""
         x = self.inputs(batch.patches.to(self.mean.device), batch.cls.to(self.mean.device)).double()
         sums = x.sum((0, 2, 3))
         return torch.stack([torch.full_like(sums, x.numel() // x.shape[1]), sums, x.square().sum((0, 2, 3))])
@@ -127,17 +123,8 @@ class SegmentationHead(DenseHead):
 
     metric, higher_is_better = "miou", True
 
-    def __init__(
-        self,
-        width: int,
-        classes: int,
-        *,
-        norm: Norm = "none",
-        with_cls: bool = True,
-        ignore: int = 255,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(width, classes, norm, with_cls, seed)
+    def __init__(self, width: int, classes: int, *, norm: Norm = "none", ignore: int = 255, seed: int = 0) -> None:
+        super().__init__(width, classes, norm, seed)
         self.classes, self.ignore = classes, ignore
 
     def forward(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
@@ -169,8 +156,8 @@ class DepthHead(DenseHead):
 
     bins:
         As in the DINO protocol (and AdaBins before it), the Linear weighs so many depths from `low` to `high`, evenly
-        spaced or, with `log_bins`, evenly in their logarithm; the weights are its outputs above 0, plus 0.1, over their
-        sum. 0: the Linear gives the depth itself, as a share of the way from `low` to `high`.
+        spaced; the weights are its outputs above 0, plus 0.1, over their sum. 0: the Linear gives the depth itself, as
+        a share of the way from `low` to `high`.
     loss:
         `sig`, the scale-invariant one in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
     upsample:
@@ -187,16 +174,13 @@ class DepthHead(DenseHead):
         high: float,
         *,
         bins: int = 256,
-        log_bins: bool = False,
         loss: Literal["sig", "l1", "l2"] = "sig",
         gradient_weight: float = 0.5,
         upsample: int = 4,
         norm: Norm = "none",
-        with_cls: bool = True,
-        average: Literal["image", "pixel"] = "image",
         seed: int = 0,
     ) -> None:
-        super().__init__(width, bins or 1, norm, with_cls, seed)
+        super().__init__(width, bins or 1, norm, seed)
         if not 0 < low < high or bins < 0 or bins == 1:
             raise ValueError(
                 f"low is {low}, high {high}, bins {bins}; depths need 0 < low < high, in metres, and two bins or more; "
@@ -204,12 +188,10 @@ class DepthHead(DenseHead):
             )
         if loss not in ("sig", "l1", "l2"):
             raise ValueError(f"loss is {loss!r}; choose sig, l1 or l2")
-        self.low, self.high, self.bins, self.loss_name, self.average = low, high, bins, loss, average
+        self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
         self.gradient_weight, self.upsample = gradient_weight, upsample
-        ends = (math.log(low), math.log(high)) if log_bins else (low, high)
-        depths = torch.linspace(*ends, bins)
         self.depths: Tensor
-        self.register_buffer("depths", depths.exp() if log_bins else depths)
+        self.register_buffer("depths", torch.linspace(low, high, bins))
         if not bins:
             nn.init.zeros_(self.weight)  # metres away from anything, where thousands of channels have random weights
             nn.init.constant_(self.bias, 0.5)
@@ -233,7 +215,7 @@ class DepthHead(DenseHead):
         return error.sum() / valid.sum().clamp_min(1)
 
     def meter(self, device: torch.device | str = "cpu") -> DepthErrors:
-        return DepthErrors(self.low, self.high, self.average, device)
+        return DepthErrors(self.low, self.high, device)
 
 
 def scale_invariant_loss(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:

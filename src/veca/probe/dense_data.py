@@ -64,7 +64,7 @@ class DenseData:
         fill = 0 if self.data.task == "depth" else self.ignore
         squares = _Squares(split, self.side, self.data.depth, fill, self.seed, self.scales)
         order = shuffled(len(split), self.batch, range(start, steps), self.seed)
-        with decoding(squares, order, _as_is, self.workers) as batches:
+        with decoding(squares, order, self.workers) as batches:
             for found in batches:
                 good = self._good("train", found)
                 if not good:
@@ -76,7 +76,7 @@ class DenseData:
         split = self.data.splits[name]
         size = _WINDOW * self.batch
         windows = [range(start, min(start + size, len(split))) for start in range(0, len(split), size)]
-        with decoding(_Wholes(split, self.side, self.patch, self.data.depth), windows, _as_is, self.workers) as batches:
+        with decoding(_Wholes(split, self.side, self.patch, self.data.depth), windows, self.workers) as batches:
             for found in batches:
                 shapes: dict[Any, list[Any]] = {}
                 for pixels, label in self._good(name, found):
@@ -157,10 +157,6 @@ class _Wholes(Dataset[Any]):
             return whole(image, self.side, self.patch).numpy(), label
         except (ImageError, OSError) as error:
             return reason(self.split, i, error)
-
-
-def _as_is(found: Any) -> Any:
-    return found
 
 
 def _together(found: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Labelled:

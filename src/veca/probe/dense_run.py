@@ -101,7 +101,7 @@ def _probe(
         about = {"input": "each patch with the global feature", "preprocessing": seen, **asked}
         if isinstance(head, DepthHead):
             about |= {"low": head.low, "high": head.high, "gradient_weight": head.gradient_weight}
-            about |= {"upsample": head.upsample, "average": head.average}
+            about |= {"upsample": head.upsample, "average": "image"}
             about |= {"eval_crop": data.depth.crop, "input_crop": data.depth.input_crop} if data.depth else {}
         else:
             about["ignore"] = _ignore(data)

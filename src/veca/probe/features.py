@@ -33,7 +33,7 @@ from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import Places, Split
 from veca.probe.progress import bar
 from veca.probe.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
-from veca.sources import init_worker, interrupts_later
+from veca.sources import as_is, init_worker, interrupts_later
 
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
@@ -118,7 +118,7 @@ class Extraction:
         if not todo:
             return 0.0
         with (
-            decoding(Pictures(split, view), numbers, functools.partial(stack, view.side), self.workers) as batches,
+            decoding(Pictures(split, view), numbers, self.workers, functools.partial(stack, view.side)) as batches,
             bar(what, sum(map(len, todo)), "pictures", self.progress) as advance,
         ):
             for part, missing in todo.items():
@@ -187,7 +187,7 @@ def _bytes(places: Places, i: int) -> bytes:
 
 @contextmanager
 def decoding(
-    items: Dataset[Any], numbers: Iterable[Sequence[Any]], collate: Callable[[Any], Any], workers: int
+    items: Dataset[Any], numbers: Iterable[Sequence[Any]], workers: int, collate: Callable[[Any], Any] = as_is
 ) -> Iterator[Iterator[Any]]:
     """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs."""
     loader = DataLoader(

@@ -135,28 +135,21 @@ class Confusion:
 class DepthErrors:
     """Errors of depth maps over the pixels with a reading in (low, high), which are also the cap of predictions.
 
-    average:
-        `image` takes each error over the pixels of a picture, then the mean over pictures, as the benchmarks of NYUv2
-        and KITTI do; a picture without a valid pixel does not count. `pixel` treats all pixels alike.
+    Each error is taken over the pixels of a picture, then the mean over pictures, as the benchmarks of NYUv2 and KITTI
+    do; a picture without a valid pixel does not count.
     """
 
     NAMES = "rmse", "abs_rel", "delta1", "delta2", "delta3", "log10", "rmse_log", "silog"
 
-    def __init__(
-        self,
-        low: float,
-        high: float,
-        average: Literal["image", "pixel"] = "image",
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, low: float, high: float, device: torch.device | str = "cpu") -> None:
         if not 0 < low < high:
             raise ValueError(f"low is {low} and high {high}; a range of depths needs 0 < low < high, in metres")
-        self.low, self.high, self.average = low, high, average
+        self.low, self.high = low, high
         self._total = torch.zeros(9, dtype=torch.float64, device=device)
-        """Of sums of pixels (and their number), or of errors of pictures (and theirs)."""
+        """Of the errors of pictures, and their number."""
 
-    def update(self, predicted: Tensor, depth: Tensor, mask: Tensor | None = None) -> None:
-        """Add pictures (B, H, W), with the `mask` of the pixels that count, if not all that have a reading do."""
+    def update(self, predicted: Tensor, depth: Tensor) -> None:
+        """Add pictures (B, H, W)."""
         if predicted.shape != depth.shape:
             raise ValueError(
                 f"predictions are {tuple(predicted.shape)}, depths {tuple(depth.shape)}; they must have one shape: "
@@ -165,8 +158,6 @@ class DepthErrors:
         device = self._total.device
         predicted, depth = predicted.to(device).double().flatten(1), depth.to(device).double().flatten(1)
         valid = (depth > self.low) & (depth < self.high)
-        if mask is not None:
-            valid &= mask.to(device).expand(predicted.shape[0], *mask.shape[-2:]).flatten(1)
         # Pixels that do not count become perfect ones, and are not counted. What is not a number stays, and is seen.
         depth = torch.where(valid, depth, 1.0)
         predicted = torch.where(valid, predicted.clamp(self.low, self.high), 1.0)
@@ -176,19 +167,14 @@ class DepthErrors:
         terms += [((ratio < 1.25**power) & valid).double() for power in (1, 2, 3)]
         terms += [log.abs(), log.square(), log, valid.double()]
         sums = torch.stack([term.sum(1) for term in terms])
-        if self.average == "pixel":
-            self._total += sums.sum(1)
-        else:
-            counted = sums[-1] > 0
-            errors = torch.cat([_errors(sums), torch.ones_like(sums[:1])])
-            self._total += torch.where(counted, errors, 0.0).sum(1)
+        errors = torch.cat([_errors(sums), torch.ones_like(sums[:1])])
+        self._total += torch.where(sums[-1] > 0, errors, 0.0).sum(1)
 
     def compute(self) -> dict[str, float]:
         """By name: `rmse`, `abs_rel`, `delta1` (the share within a factor of 1.25), `delta2`, `delta3` (of its powers),
         `log10`, `rmse_log` and `silog` (natural logarithms; some papers print the last times 100).
         """
-        total = self._total
-        means = _errors(total[:, None])[:, 0] if self.average == "pixel" else total[:-1] / total[-1]
+        means = self._total[:-1] / self._total[-1]
         return dict(zip(self.NAMES, means.tolist(), strict=True))
 
 

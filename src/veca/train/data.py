@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from veca.images import MAX_PIXELS, MEAN, STD, ImageError, open_image, resample
-from veca.sources import as_text, init_worker, interrupts_later
+from veca.sources import as_is, as_text, init_worker, interrupts_later
 from veca.teachers import Targets
 from veca.train.augment import Augmentation, augment_batch, augment_image
 from veca.train.draws import Augment, Stream, View, place, replacement, view_of
@@ -256,7 +256,7 @@ class Batches:
             batch_size=None,
             sampler=tasks(),
             num_workers=self._workers,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             worker_init_fn=_init_worker,
             prefetch_factor=self._ahead if self._workers else None,
             multiprocessing_context=self._context,
@@ -363,10 +363,6 @@ def _init_worker(number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Memory of pictures is kept for the next ones; getting new memory is a quarter of what a JPEG takes.
     Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
-
-
-def _as_is(record: Any) -> Any:
-    return record
 
 
 class TrainBatches(Batches):

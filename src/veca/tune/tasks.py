@@ -133,7 +133,7 @@ class Classify(_Task):
 
     def _batches(self, split: str, pictures: Dataset[Any], order: Iterator[Sequence[Any]]) -> Iterator[Labelled]:
         labels = torch.from_numpy(self.data.splits[split].labels).long()
-        with decoding(pictures, order, _as_is, self.settings.workers) as batches:
+        with decoding(pictures, order, self.settings.workers) as batches:
             for found in batches:
                 bad = [pixels for _, pixels in found if isinstance(pixels, str)]
                 good = [(i, pixels) for i, pixels in found if not isinstance(pixels, str)]
@@ -273,10 +273,6 @@ class Segment(_Task):
 
     def load(self, folder: Path) -> None:
         self.network.load_state_dict(load_segmenter(folder).state_dict())
-
-
-def _as_is(found: Any) -> Any:
-    return found
 
 
 def frozen_copy(backbone: Veca, name: str, device: torch.device, precision: Any) -> VecaBackbone:
