@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from veca.config import VecaConfig
 from veca.kernels import ops
@@ -85,7 +86,7 @@ class FastVeca(Veca):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("an optimized model has no weights to save: save the model it was made from")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # torch.compiler.disable, but for loading the compiler at the first call, not now
     def _run(
         self,
         images: Tensor,

@@ -1,12 +1,14 @@
 """The kernels as PyTorch operators: what autograd, torch.compile, torch.export and the FLOP counter see of them.
 
-Triton is imported when an operator first runs, so that this module, and with it the model, loads where there is none.
+Kernels are imported when an operator first runs, so that this module, and with it the model, loads where there is no
+Triton. Nor is torch's compiler loaded, which takes nearly as long as torch itself.
 
 Shapes are those of `veca.kernels.core_attention`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -36,11 +38,18 @@ def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
     Those of the interpreter it cannot read: there the operator is called as a whole.
     """
-    register = torch.library.custom_op if INTERPRETED else torch.library.triton_op
-    return register(name, mutates_args=())
+
+    def register(function: Any) -> Any:
+        if INTERPRETED:
+            return torch.library.custom_op(name, function, mutates_args=())
+        # In the source of a function torch would look for kernels, and load its compiler to read it; none are there.
+        unread: Any = functools.partial(function)
+        unread.__globals__ = function.__globals__  # for the types of the arguments, whose names are strings
+        return torch.library.triton_op(name, unread, mutates_args=())
+
+    return register
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] = CAPABILITY) -> str:
     """Why no kernel can run on such a device and type, in words; empty when they can."""
     if find_spec("triton") is None:
@@ -52,6 +61,10 @@ def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < capability:
         return f"the GPU is of architecture {torch.cuda.get_device_capability(device)}, older than {capability}"
     return "" if dtype in DTYPES else f"the tensors are {dtype}, not bfloat16, float16 or float32"
+
+
+# All that torch.compiler.assume_constant_result does once it has loaded the compiler.
+misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @operator("veca::core_attention")
