@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import veca
 from veca.teachers import Targets
-from veca.train.loop import Interrupted, Trainer
+from veca.train.loop import Interrupted, Trainer, TrainingError
 from veca.train.parallel import World
 from veca.train.recipe import Recipe
 from veca.train.state import Ema, Watch
@@ -130,6 +130,17 @@ def test_gpu_stops_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert going_on.step == 3
     assert going_on.run().is_file()
     assert veca.load(folder).provenance["step"] == 5
+
+
+def test_no_memory_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 406 MiB, another process has 30 GiB")
+
+    recipe = small_recipe(tmp_path, steps=5, accumulate=3)
+    monkeypatch.setattr(Trainer, "train_step", full)
+    way = "no memory on cpu for batch=8 at .* px .* at step 0; set batch=4 with accumulate=6, or grad_.*another process"
+    with pytest.raises(TrainingError, match=way):
+        Trainer(recipe, tmp_path / "run", CPU).run()
 
 
 @pytest.mark.gpu

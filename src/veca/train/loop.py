@@ -194,10 +194,24 @@ class Trainer:
                     batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
                     while self.step < self.length.steps:
                         self._advance(batches, log, live)
+        except torch.OutOfMemoryError as error:
+            self._report_end()
+            raise TrainingError(self._no_room(error)) from error
         except BaseException:
             self._report_end()
             raise
         return self._finish()
+
+    def _no_room(self, error: torch.OutOfMemoryError) -> str:
+        recipe, (budget, resolution) = self.recipe, self.draws(self.step)
+        ways = [f"batch={recipe.batch // 2} with accumulate={2 * recipe.accumulate}"] * (recipe.batch > 1)
+        ways += ["grad_checkpointing=true"] * (not recipe.grad_checkpointing)
+        ways += ["teacher.resident=null"] * (recipe.teacher.resident is not None)
+        ways += ["data.resident=null"] * (recipe.data.resident is not None)
+        return (
+            f"no memory on {self.world.device} for batch={recipe.batch} at {resolution} px with {budget} cores, at "
+            f"step {self.step:,}; set {', or '.join(ways)}. Checkpoints stay. It said: {error}"
+        )
 
     def _advance(self, batches: Iterator[Batch], log: RunLog | None, live: LiveLine | None) -> None:
         """A step, and whatever is due after it."""
