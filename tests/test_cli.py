@@ -126,6 +126,13 @@ def test_demo(folder: Path) -> None:
         (["embed", "nowhere", "--out", "f.parquet"], "nowhere"),
         (["embed", ".", "--out", "f.parquet", "--device", "warp"], "device 'warp' cannot be used"),
         (["embed", ".", "--out", "f.doc"], "f.doc"),
+        (["embed", ".", "--out", "f.parquet", "--device", "warp"], "On this machine there is cpu"),
+        (["embed", "a.png", "--out", "a.png/f.parquet", "--size", "32"], "a.png/f.parquet cannot be written"),
+        (["demo", "a.png", "--out", "a.png/f.html", "--size", "32"], "a.png/f.html cannot be written"),
+        (["figure", "paths", "a.png", "--out", "a.png/f.png", "--size", "32"], "a.png/f.png cannot be written"),
+        (["cores", "veca_tiny", "a.png", "--out", "a.png/f.json", "--size", "32"], "a.png/f.json cannot be written"),
+        (["convert", "veca_tiny", "a.png/f"], "a.png/f/model.safetensors cannot be written"),
+        (["export", "veca_tiny", "a.png/f.onnx"], "a.png/f.onnx cannot be written"),
         (["demo", "nowhere.jpg"], "nowhere.jpg"),
         (["convert", "veca_large", "x.pt"], "no weights ship"),
     ],
@@ -138,6 +145,7 @@ def test_mistakes_are_one_line(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save("a.png")
     monkeypatch.setattr(sys, "argv", ["veca", *arguments])
     with pytest.raises(SystemExit) as caught:
         main()

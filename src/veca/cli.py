@@ -23,6 +23,7 @@ from veca.config import size_name
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
+from veca.files import check_writable
 from veca.hub.export import OUTPUTS, form_of, parse_size
 from veca.hub.export import Dtype as ExportDtype
 from veca.hub.export import Format as ExportFormat
@@ -347,6 +348,7 @@ def convert(
     target = to if to.suffix in (".pt", ".pth", ".safetensors") else to / "model.safetensors"
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; choose another name, or pass --overwrite")
+    check_writable(target)
     model = veca.load(source, dtype=None)
     model = cast(model, getattr(torch, dtype)) if dtype else model
     model.provenance = model.provenance if paths else without_paths(model.provenance)

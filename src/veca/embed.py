@@ -39,7 +39,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from veca.fast import fits, optimize
 from veca.features import PARQUET, WRITERS, feature_schema
-from veca.files import atomic_path
+from veca.files import atomic_path, check_writable
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, normalize
 from veca.model import Veca
 from veca.sources import SHARDS, TABLES, Item, Record, count, decoded, expand, is_remote, items_of
@@ -136,6 +136,7 @@ def embed(
     parts = _Parts(out, settings, about, sources, column)
     if out.exists() and not overwrite and not parts.unfinished:
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
+    check_writable(out)
     was_training = model.training
     new_part = partial(Part, ready(model, settings, device), settings, device)
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from veca.checkpoint import load_or_random
+from veca.device import choose_device
 from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.text import origin
@@ -23,11 +23,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto take
 
 def load_model(source: str, device: str) -> Veca:
     """The model a user named, where it was asked for; random weights and those that ship are announced."""
-    chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
-    try:
-        model = load_or_random(source, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    model = load_or_random(source, device=choose_device(device))
     say_if_random(model, source)
     if name := shipped_name(source):
         err.print(f"Weights: {name}, {origin(model.provenance)}.", markup=False, soft_wrap=True)

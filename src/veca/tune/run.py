@@ -23,7 +23,8 @@ from torch import Tensor
 
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
-from veca.files import atomic_path
+from veca.device import choose_device
+from veca.files import atomic_path, check_writable
 from veca.images import normalize
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
@@ -91,9 +92,10 @@ class Tuner:
     ) -> None:
         self.folder, self.settings, self.data, self.say, self.model = folder, settings, data, say, model
         _check_data(data, settings.task)
+        check_writable(folder, folder=True)
         for problem in data.problems:
             say(f"{data.name}: {problem}. The score is not the benchmark's.")
-        self.device = _device(device)
+        self.device = choose_device(device)
         self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         backbone = load_or_random(model)
         self.budgets = settings.budgets(backbone.config)
@@ -399,11 +401,3 @@ def _check_data(data: ProbeData, task: str) -> None:
                            "(classify) or pixel (segment)")  # fmt: skip
     if missing := [split for split in ("train", "val") if split not in data.splits]:
         raise DatasetError(f"{data.name} has no {' and no '.join(missing)}: nothing can be learned, or chosen, from it")
-
-
-def _device(name: str) -> torch.device:
-    chosen = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else name
-    try:
-        return torch.empty(0, device=chosen or "cpu").device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
