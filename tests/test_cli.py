@@ -182,3 +182,13 @@ def test_interrupt_and_continue(folder: Path) -> None:
     for out in (broken, whole):
         assert run(app, [*command, "--out", str(out)]).exit_code == 3
     assert pq.read_table(broken).equals(pq.read_table(whole))
+
+
+def test_all_cores_have_a_name(folder: Path) -> None:
+    command = ["embed", str(folder / "photos" / "a.png"), "--model", str(folder / "model"), "--size", "32"]
+    wrong = run(app, [*command, "--cores", "8,16", "--out", str(folder / "x.npz")])
+    assert wrong.exit_code == 2
+    assert "'8,16' is no budget" in wrong.stderr
+    assert run(app, [*command, "--cores", "all", "--out", str(folder / "all.npz")]).exit_code == 0
+    with np.load(folder / "all.npz") as found:
+        assert found["cores"].tolist() == [64]

@@ -37,7 +37,7 @@ from veca.publish import cast, without_paths
 from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
-from veca.terminal import Device, Model, err, load_model, out, say_if_random
+from veca.terminal import Budget, Device, Model, err, load_model, out, say_if_random
 from veca.text import origin
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
@@ -80,7 +80,7 @@ def embed(
         ),
     ],
     model: Model = "veca_tiny",
-    cores: Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")] = None,
+    cores: Budget = None,
     size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")] = 512,
     fit: Annotated[
         Fit,
@@ -363,7 +363,7 @@ def convert(
 def export(
     source: Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")],
     to: Annotated[Path, typer.Argument(help="File to write: .onnx, or .pt2 for torch.export and AOTInductor.")],
-    cores: Annotated[int | None, typer.Option(help="Budget of the file, 1 to 64; not given: all.")] = None,
+    cores: Budget = None,
     size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels, as 512x768; dynamic: any.")] = "dynamic",
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights; int8: ONNX only.")] = "float32",
     form: Annotated[ExportFormat | None, typer.Option("--format", help="Default: onnx or export, by suffix.")] = None,

@@ -18,6 +18,21 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 Model = Annotated[
     str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
 ]
+
+
+def _budget(text: str) -> int | None:
+    if text == "all":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no budget; it takes one whole number, as 32, or all") from None
+
+
+Budget = Annotated[
+    int | None,
+    typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all; not given: all."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
 
 
