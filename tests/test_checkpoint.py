@@ -282,6 +282,12 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         veca.load("veca_bose")
     with pytest.raises(CheckpointError, match="holds no model.safetensors"):
         veca.load(tmp_path)
+    veca.save(make_tiny(), tmp_path / "run" / "best")
+    with pytest.raises(CheckpointError, match=f"holds no model.safetensors; name one of {tmp_path}/run/best$"):
+        veca.load(tmp_path / "run")
+    (tmp_path / "veca.onnx").write_bytes(b"\x08\n\x12\x07pytorch")
+    with pytest.raises(CheckpointError, match="an exported file, .* name what it was made from"):
+        veca.load(tmp_path / "veca.onnx")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="not a regular file"):
         veca.load(tmp_path / "pipe")
@@ -299,3 +305,9 @@ def test_a_size_without_weights_is_random(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(rng, torch.get_rng_state()), "the caller's random numbers are left alone"
     with pytest.raises(CheckpointError, match="no such file"):
         load_or_random(tmp_path / "nothing.pt")
+
+
+def test_no_folder_is_made_where_a_pt_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.pt: weights are written as a .safetensors file or a folder"):
+        veca.save(make_tiny(), tmp_path / "model.pt")
+    assert not os.listdir(tmp_path)

@@ -126,6 +126,13 @@ def test_demo(folder: Path) -> None:
         (["embed", "nowhere", "--out", "f.parquet"], "nowhere"),
         (["embed", ".", "--out", "f.parquet", "--device", "warp"], "device 'warp' cannot be used"),
         (["embed", ".", "--out", "f.doc"], "f.doc"),
+        (["embed", ".", "--out", "f.parquet", "--device", "warp"], "On this machine there is cpu"),
+        (["embed", "a.png", "--out", "a.png/f.parquet", "--size", "32"], "a.png/f.parquet cannot be written"),
+        (["demo", "a.png", "--out", "a.png/f.html", "--size", "32"], "a.png/f.html cannot be written"),
+        (["figure", "paths", "a.png", "--out", "a.png/f.png", "--size", "32"], "a.png/f.png cannot be written"),
+        (["cores", "veca_tiny", "a.png", "--out", "a.png/f.json", "--size", "32"], "a.png/f.json cannot be written"),
+        (["convert", "veca_tiny", "a.png/f"], "a.png/f/model.safetensors cannot be written"),
+        (["export", "veca_tiny", "a.png/f.onnx"], "a.png/f.onnx cannot be written"),
         (["demo", "nowhere.jpg"], "nowhere.jpg"),
         (["convert", "veca_large", "x.pt"], "no weights ship"),
     ],
@@ -138,6 +145,7 @@ def test_mistakes_are_one_line(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save("a.png")
     monkeypatch.setattr(sys, "argv", ["veca", *arguments])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -174,3 +182,13 @@ def test_interrupt_and_continue(folder: Path) -> None:
     for out in (broken, whole):
         assert run(app, [*command, "--out", str(out)]).exit_code == 3
     assert pq.read_table(broken).equals(pq.read_table(whole))
+
+
+def test_all_cores_have_a_name(folder: Path) -> None:
+    command = ["embed", str(folder / "photos" / "a.png"), "--model", str(folder / "model"), "--size", "32"]
+    wrong = run(app, [*command, "--cores", "8,16", "--out", str(folder / "x.npz")])
+    assert wrong.exit_code == 2
+    assert "'8,16' is no budget" in wrong.stderr
+    assert run(app, [*command, "--cores", "all", "--out", str(folder / "all.npz")]).exit_code == 0
+    with np.load(folder / "all.npz") as found:
+        assert found["cores"].tolist() == [64]

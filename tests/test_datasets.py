@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_datasets as tiny
 import torchvision.datasets as tv
+from PIL import Image
 from tiny_datasets import BUILDERS, colour, picture, text
 
 from veca.images import open_image
@@ -415,3 +416,14 @@ def test_mat_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     tiny.mat(tmp_path / "other.mat", numbers=[1])
     with pytest.raises(MatError, match="has no labels"):
         load_mat(tmp_path / "other.mat", "labels")
+
+
+def test_a_folder_of_ones_own_with_the_name_of_a_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat", "dog"):
+        Path("pets", name).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (8, 8), (i, i, i)).save(f"pets/{name}/{i}.png")
+    with pytest.raises(DatasetError, match="The folder pets is taken for one of your own if you write pets/"):
+        load_dataset("pets")
+    assert load_dataset("pets/").classes == ["cat", "dog"]

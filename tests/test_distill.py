@@ -23,6 +23,7 @@ import veca.checkpoint
 from veca.teachers import Targets, Teacher, TeacherError
 from veca.train import checkpoints
 from veca.train.checkpoints import listed
+from veca.train.parallel import processes
 from veca.train.recipe import RecipeError
 from veca.train.schedule import draw
 
@@ -452,3 +453,8 @@ def test_a_second_stage_starts_from_the_first(place: Place, done: Path, tmp_path
 def test_it_does_not_start_from_another_model(place: Place, done: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model.start=.* is another model \(depth: 2, not 3\)"):
         train(place.recipe(model__start=str(done), model__overrides__depth=3), tmp_path / "run")
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"device 'warp' cannot be used: .*\. On this machine there is cpu"):
+        processes("warp").__enter__()

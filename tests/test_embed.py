@@ -589,6 +589,31 @@ def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model,
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
+@pytest.mark.parametrize("save_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_a_stopped_run_keeps_its_whole_batches(photos, tmp_path, model, monkeypatch, batches, save_dtype):
+    monkeypatch.setattr(engine, "_PART_PICTURES", 1000)
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
+    go(photos, tmp_path / "whole.parquet", model, settings)
+    interrupted(photos, tmp_path / "f.parquet", model, settings, batches)
+    interrupted(photos, tmp_path / "f.parquet", model, settings, 1)
+    report = go(photos, tmp_path / "f.parquet", model, settings)
+    assert report[:3] == (11, 1, 2 * batches + 3)  # the two of another batch; the broken picture is the third
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
+    assert not (tmp_path / "f.parquet.parts").exists()
+
+
+def test_a_run_is_kept_from_time_to_time(photos, tmp_path, model, monkeypatch):
+    monkeypatch.setattr(engine, "_PART_PICTURES", 1000)
+    monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pq, "write_table", counted(pq.write_table, 2))  # the third, and the one at the end, come too late
+        with pytest.raises(Stop):
+            go(photos, tmp_path / "f.parquet", model)
+    assert go(photos, tmp_path / "f.parquet", model).resumed == 3  # a batch, and the broken picture after it
+
+
 @pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("written", [False, True])
 def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, suffix, written):
@@ -757,7 +782,7 @@ def test_an_existing_file_is_only_replaced_on_request(photos, tmp_path, model):
     interrupted(photos, out, model, other, overwrite=True)
     assert out.read_bytes() == before
     report = go(photos, out, model, other)
-    assert report[:3] == (11, 0, 8)
+    assert report[:3] == (11, 0, 10)
     assert json.loads(pq.read_schema(out).metadata[b"veca"])["size"] == 48
     assert not Path(f"{out}.failures.csv").exists()
     interrupted(photos, tmp_path / "g.parquet", model)

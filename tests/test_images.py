@@ -345,7 +345,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
         open_image(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
+@pytest.mark.parametrize("data", [b"text", b"<svg></svg>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"])
 def test_other_formats_are_refused_by_name(data: bytes) -> None:
     with pytest.raises(ImageError, match="<bytes>: not one of JPEG, PNG"):
         open_image(data)
@@ -693,6 +693,8 @@ def test_to_tensor_and_normalize_match_torchvision(image: Image.Image) -> None:
     torch.testing.assert_close(normalize(batch)[1, 4], expected)
     with pytest.raises(ValueError, match="int64"):
         normalize(x.long())
+    with pytest.raises(ValueError, match=r"values up to 2\d\d; floats must lie in \[0, 1\]. Divide by 255"):
+        normalize(x.float())
     with pytest.raises(ValueError, match="3, H, W"):
         normalize(x[:1])
 
@@ -839,3 +841,9 @@ def test_values_are_refused_as_pictures_are(image: Image.Image) -> None:
         open_values(b"no picture at all")
     with pytest.raises(ImageError, match="<bytes>: damaged or truncated"):
         open_values(encode(image.convert("L"), "PNG")[:-400])
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").touch()
+    with pytest.raises(ImageError, match=r"a.jpg: empty, 0 bytes; fetch or save it again"):
+        open_image(tmp_path / "a.jpg")

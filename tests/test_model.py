@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -192,6 +193,18 @@ def test_wrong_sizes_name_the_nearest(tiny: veca.Veca) -> None:
         tiny(torch.zeros(1, 3, 0, 32))
 
 
+def test_what_is_no_batch_of_images_is_told_how_to_become_one(tiny: veca.Veca) -> None:
+    with pytest.raises(ValueError, match=r"\(3, 32, 32\); .*: images\[None\] makes a batch"):
+        tiny(torch.zeros(3, 32, 32))
+    with pytest.raises(ValueError, match=r"\(1, 32, 32, 3\); .*: images.permute\(0, 3, 1, 2\)"):
+        tiny(torch.zeros(1, 32, 32, 3))
+    with pytest.raises(ValueError, match=r": images\[None\].permute\(0, 3, 1, 2\)"):
+        tiny(torch.zeros(32, 32, 3))
+    for images in ([torch.zeros(3, 32, 32)], "photo.jpg", pictures().numpy()):
+        with pytest.raises(TypeError, match=f"images are {type(images).__name__}; .* veca.images.load_image"):
+            tiny(images)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("cores", [0, -1, 65, 10**9])
 def test_budgets_out_of_range_are_named(tiny: veca.Veca, cores: int) -> None:
     with pytest.raises(ValueError, match=f"cores={cores}; a budget is an integer from 1 to 64"):
@@ -199,8 +212,9 @@ def test_budgets_out_of_range_are_named(tiny: veca.Veca, cores: int) -> None:
 
 
 def test_a_budget_that_is_no_integer(tiny: veca.Veca) -> None:
-    with pytest.raises(TypeError):
-        tiny(pictures(), 8.0)  # type: ignore[arg-type]
+    for cores in (8.0, "all"):
+        with pytest.raises(TypeError, match=f"cores={cores!r}; a budget is an integer from 1 to 64, or None"):
+            tiny(pictures(), cores)  # type: ignore[arg-type]
 
 
 def test_untrained_budget_warns_once(tiny: veca.Veca) -> None:
@@ -304,6 +318,8 @@ def test_get_intermediate_layers_follows_dinov3(tiny: veca.Veca) -> None:
     torch.testing.assert_close(feature_map, out.feature_map)
     torch.testing.assert_close(cls, out.cls)
     assert len(tiny.get_intermediate_layers(images, n=3)) == 3
+    for n in (np.int64(2), np.arange(2), range(2)):
+        assert len(tiny.get_intermediate_layers(images, n=n)) == 2
     raw = tiny.get_intermediate_layers(images, n=[0, 2], norm=False)
     normed = tiny.get_intermediate_layers(images, n=[0, 2])
     assert isinstance(raw, tuple)

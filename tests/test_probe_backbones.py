@@ -111,7 +111,7 @@ def test_wrong_names(name: str, error: type[ValueError], says: str) -> None:
 
 
 def test_a_wrong_device() -> None:
-    with pytest.raises(BackboneError, match="device 'nonsense' cannot be used"):
+    with pytest.raises(ValueError, match="device 'nonsense' cannot be used"):
         load_backbone("veca_tiny", "nonsense")
 
 

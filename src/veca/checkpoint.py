@@ -124,6 +124,11 @@ def save_tensors(
 ) -> None:
     """`save` for what is no model at hand: its tensors, on the CPU, and what describes them."""
     path = Path(path)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        raise ValueError(
+            f"{path}: weights are written as a .safetensors file or a folder; for a .pt as the authors release it, "
+            "veca convert"
+        )
     description = {"config": config, "provenance": provenance}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     with atomic_path(file) as part:
@@ -186,10 +191,16 @@ def _find(source: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         path = path / "model.safetensors"
         if not path.is_file():
-            raise CheckpointError(f"{source}: the folder holds no model.safetensors")
+            raise CheckpointError(f"{source}: the folder holds no model.safetensors{_below(path.parent)}")
     if not path.is_file():
         raise CheckpointError(f"{source}: not a regular file")
     return path
+
+
+def _below(folder: Path) -> str:
+    """Where below a folder there are weights: of a run that is under way or died, or of several runs."""
+    found = [path.parent for place in ("", "checkpoints/") for path in folder.glob(f"{place}*/model.safetensors")]
+    return f"; name one of {', '.join(map(str, sorted(found)[:4]))}" if found else ""
 
 
 def _not_shipped(name: str) -> str:
@@ -203,6 +214,8 @@ def _not_shipped(name: str) -> str:
 def _read(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
     with open(path, "rb") as file:
         start = file.read(64)
+    if path.suffix in (".onnx", ".pt2"):
+        raise CheckpointError(f"{path}: an exported file, which holds no weights to load; name what it was made from")
     try:
         if start[8:9] == b"{":
             return _read_safetensors(path)

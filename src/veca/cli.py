@@ -23,6 +23,7 @@ from veca.config import size_name
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
+from veca.files import check_writable
 from veca.hub.export import OUTPUTS, form_of, parse_size
 from veca.hub.export import Dtype as ExportDtype
 from veca.hub.export import Format as ExportFormat
@@ -350,6 +351,7 @@ def convert(
     target = to if to.suffix in (".pt", ".pth", ".safetensors") else to / "model.safetensors"
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; choose another name, or pass --overwrite")
+    check_writable(target)
     model = veca.load(source, dtype=None)
     model = cast(model, getattr(torch, dtype)) if dtype else model
     model.provenance = model.provenance if paths else without_paths(model.provenance)
@@ -364,7 +366,7 @@ def convert(
 def export(
     source: Source,
     to: Annotated[Path, typer.Argument(help="File to write: .onnx, or .pt2 for torch.export and AOTInductor.")],
-    cores: Annotated[int | None, typer.Option(help="Budget of the file, 1 to 64; not given: all.")] = None,
+    cores: Cores = None,
     size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels, as 512x768; dynamic: any.")] = "dynamic",
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights; int8: ONNX only.")] = "float32",
     form: Annotated[ExportFormat | None, typer.Option("--format", help="Default: onnx or export, by suffix.")] = None,

@@ -89,6 +89,8 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
         if size > max_bytes:
             rule = f"at most {max_bytes:,} are read for {max_pixels:,} pixels"
             raise ImageTooLargeError(f"{size:,} bytes; {rule}. Shrink it or raise max_pixels")
+        if not size:
+            raise ImageError("empty, 0 bytes; fetch or save it again")
         stream.seek(0)
         passes = 1
         if stream.read(3) == b"\xff\xd8\xff":

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from veca.bench.flops import model_flops
 from veca.bench.latency import measure
-from veca.files import atomic_path
+from veca.files import atomic_path, check_writable
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, heat, pca, to_rgb
 from veca.model import Veca
@@ -81,6 +81,7 @@ def demo(
     out = Path(out)
     if out.is_dir():
         raise ValueError(f"{out} is a folder; name the file to write, such as {out / 'veca-demo.html'}")
+    check_writable(out)
     paths = [Path(picture) for picture in pictures or sample_pictures()]
     photos = [fit_image(open_image(path), size, "crop") for path in paths]
     model = model if device is None else model.to(device)

@@ -2,10 +2,11 @@
 
     sources → one walk over all names → decoding processes → batches of one shape → parts → one file
 
-A run keeps its finished *parts* in `<out>.parts/` and merges them at the end: however it stops, it loses at most one
-part. What a part holds follows from the settings and the order of the pictures alone, and none holds pictures of two
-shards. So a continued run, or one that many machines share (`veca.scale`), forms the same batches and gives the same
-bits as one that was never interrupted.
+A run keeps its finished *parts* in `<out>.parts/` and merges them at the end. The part at hand is kept there too, as
+far as its batches are whole: when the run is stopped, and every minute in case it is killed. What a part holds follows
+from the settings and the order of the pictures alone, and none holds pictures of two shards. So a continued run, or one
+that many machines share (`veca.scale`), forms the same batches and gives the same bits as one that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from veca.fast import fits, optimize
 from veca.features import PARQUET, WRITERS, feature_schema
-from veca.files import atomic_path
+from veca.files import atomic_path, check_writable
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit, normalize
 from veca.model import Veca
 from veca.sources import SHARDS, TABLES, Item, Record, count, decoded, expand, is_remote, items_of
@@ -49,6 +50,7 @@ SaveDtype = Literal["float32", "float16"]
 
 _PART_BYTES = 256 << 20
 _PART_PICTURES = 1024
+_KEEP_SECONDS = 60.0
 
 
 class EmbedError(ValueError):
@@ -136,6 +138,7 @@ def embed(
     parts = _Parts(out, settings, about, sources, column)
     if out.exists() and not overwrite and not parts.unfinished:
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
+    check_writable(out)
     was_training = model.training
     new_part = partial(Part, ready(model, settings, device), settings, device)
     try:
@@ -249,33 +252,53 @@ def _run(
     items = items_of(sources, column)
     parts.skip(items)
     s = new_part().settings
+    part = new_part()
+    parts.restore(part)
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
         decoded(items, s.size, s.fit, s.max_pixels, workers) as records,
         progress_line("{task.completed}/{task.total}", shown=progress) as bar,
     ):
-        task = bar.add_task("embedding", total=total, completed=parts.items, rate="", failed=parts.failed)
+        task = bar.add_task("embedding", total=total, completed=parts.resumed, rate="", failed=parts.failed)
 
         def watched() -> Iterator[Record]:
-            began, failed = time.perf_counter(), parts.failed
+            began, failed = time.perf_counter(), parts.failed + len(part.failures)
             for done, record in enumerate(records, 1):
                 parts.last = record.name
                 failed += record.pixels is None
                 yield record
                 rate = f"{done / (time.perf_counter() - began):.1f} pictures/s"
                 bar.update(task, advance=1, rate=rate, failed=failed)
+                if time.monotonic() - parts.kept_at > _KEEP_SECONDS:
+                    parts.keep(part)
 
-        for part in cut(watched(), new_part, new_part().most):
-            parts.store(part)
-            del part  # or it would be in memory beside the next one
+        def next_part() -> Part:
+            nonlocal part
+            part = new_part()
+            return part
+
+        try:
+            for whole in cut(watched(), next_part, part.most, part):
+                parts.store(whole)
+                del whole  # or it would be in memory beside the next one
+            next_part()
+        except BaseException:
+            with suppress(OSError):  # what stopped the run is to be told
+                parts.keep(part)
+            raise
         bar.update(task, description="merging")
         parts.merge()
         bar.update(task, description="embedded")
 
 
-def cut(records: Iterable[Record], new_part: Callable[[], Part], most: int) -> Iterator[Part]:
-    """The records as parts: one ends with every `most`-th picture of a shard or a run of files, or when it is full."""
-    part = new_part()
+def cut(
+    records: Iterable[Record], new_part: Callable[[], Part], most: int, begun: Part | None = None
+) -> Iterator[Part]:
+    """The records as parts: one ends with every `most`-th picture of a shard or a run of files, or when it is full.
+
+    The first of them go to the part that was `begun`, if there is one.
+    """
+    part = begun or new_part()
     for record in records:
         if part.names and record.number == 0:
             yield part
@@ -299,6 +322,8 @@ class Part:
         self._features: dict[str, dict[int, NDArray[Any]]] = {"cls": {}, "patches": {}}
         self._waiting: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
         self._waiting_bytes = self._feature_bytes = 0
+        self.settled = (0, 0)
+        """Of names and rows, how many there were when last no picture waited for its batch."""
         picture = self._bytes_of(settings.size, settings.size)
         self._most_bytes = max(_PART_BYTES, settings.batch * picture)
         self.most = max(1, min(_PART_PICTURES, self._most_bytes // picture) // settings.batch) * settings.batch
@@ -315,6 +340,22 @@ class Part:
         return self._feature_bytes > self._most_bytes
 
     def add(self, record: Record) -> None:
+        self._add(record)
+        if not self._waiting:
+            self.settled = (len(self.names), len(self.rows))
+
+    def restore(self, names: list[str], failures: Iterable[Sequence[str]], table: pa.Table) -> None:
+        """Begin with what another part had settled."""
+        patch = self.model.config.patch_size
+        columns: list[list[Any]] = [table[i].to_pylist() for i in range(6)]
+        self.names, self.rows = names, list(zip(*columns, strict=True))
+        self.failures = [(name, error) for name, error in failures]
+        self._feature_bytes = sum(self._bytes_of(row[3] * patch, row[4] * patch) for row in self.rows)
+        for name in table.schema.names[6:]:
+            self._features[name] = {i: row.values.to_numpy() for i, row in enumerate(table[name])}
+        self.settled = (len(self.names), len(self.rows))
+
+    def _add(self, record: Record) -> None:
         self.names.append(record.name)
         if record.pixels is None:
             self.failures.append((record.name, record.error))
@@ -346,11 +387,14 @@ class Part:
                     indices = (index for index, _ in group)
                     self._features[name].update(zip(indices, features.flatten(1).numpy(), strict=True))
 
-    def table(self, schema: pa.Schema) -> pa.Table:
-        self._embed(*self._waiting)
-        columns: dict[str, Any] = {name: [row[i] for row in self.rows] for i, name in enumerate(schema.names[:6])}
+    def table(self, schema: pa.Schema, count: int | None = None) -> pa.Table:
+        """All rows, or the first `count`, which must be settled."""
+        if count is None:
+            self._embed(*self._waiting)
+            count = len(self.rows)
+        columns: dict[str, Any] = {n: [row[i] for row in self.rows[:count]] for i, n in enumerate(schema.names[:6])}
         for name in schema.names[6:]:
-            rows = [np.empty(0, self.settings.save_dtype), *(self._features[name][i] for i in range(len(self.rows)))]
+            rows = [np.empty(0, self.settings.save_dtype), *(self._features[name][i] for i in range(count))]
             ends, values = pa.array(np.cumsum([row.size for row in rows])), pa.array(np.concatenate(rows))
             columns[name] = pa.LargeListArray.from_arrays(ends, values).cast(schema.field(name).type)
         return pa.table(columns, schema)
@@ -369,25 +413,30 @@ class _Parts:
         self.folder = out.with_name(f"{out.name}.parts")
         self.job = {**about, "inputs": describe_inputs(sources, column)}
         self.schema = feature_schema(about["dim"], settings.save_dtype, settings.with_global, settings.dense)
-        self.count = self.items = self.pictures = self.failed = self.resumed = 0
+        self.count = self.items = self.pictures = self.failed = self.resumed = self.rows = 0
         self.digest = self.last = ""
+        self.begun = self.folder / "begun.parquet"
+        self.names: list[str] = []
+        """What `begun` holds of the part at hand, and `rows` how many of them are pictures."""
+        self.kept_at = time.monotonic()
 
     @property
     def unfinished(self) -> bool:
-        return (self.folder / "job.json").exists() and self._file(0).exists()
+        return (self.folder / "job.json").exists() and (self._file(0).exists() or self.begun.exists())
 
     @property
     def kept(self) -> str:
-        return f"{self.pictures:,} finished pictures are kept in {self.folder}; the same call continues after them."
+        done = self.pictures + self.rows
+        return f"{done:,} finished pictures are kept in {self.folder}; the same call continues after them."
 
     def _file(self, index: int) -> Path:
         return self.folder / f"{index:06d}.parquet"
 
-    def _state(self, index: int) -> dict[str, Any]:
+    def _state(self, file: Path) -> dict[str, Any]:
         try:
-            return dict(json.loads(pq.read_schema(self._file(index)).metadata[b"veca"]))
+            return dict(json.loads(pq.read_schema(file).metadata[b"veca"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise EmbedError(f"{self._file(index)} is damaged ({error}); start anew with --overwrite") from error
+            raise EmbedError(f"{file} is damaged ({error}); start anew with --overwrite") from error
 
     def resume(self, overwrite: bool) -> None:
         """Take over the parts of an earlier run of the same job; refuse those of another."""
@@ -402,9 +451,14 @@ class _Parts:
         same_job(self.folder, old, self.job)
         while self._file(self.count).exists():
             self.count += 1
-        state = self._state(self.count - 1)
-        self.resumed = self.items = state["items"]
-        self.pictures, self.failed, self.digest = state["pictures"], state["failed"], state["digest"]
+        if self.count:
+            state = self._state(self._file(self.count - 1))
+            self.items, self.pictures, self.failed = state["items"], state["pictures"], state["failed"]
+            self.digest = state["digest"]
+        if self.begun.exists() and (state := self._state(self.begun))["part"] == self.count:
+            self.names = state["names"]
+            self.rows = len(self.names) - len(state["failures"])
+        self.resumed = self.items + len(self.names)
 
     def _follow(self, names: Iterable[str]) -> None:
         for name in names:
@@ -414,11 +468,28 @@ class _Parts:
         """Pass over what is done, if it is still the same."""
         expected, self.digest = self.digest, ""
         self._follow(item.name for item in islice(items, self.items))
-        if self.digest != expected:
+        if self.digest != expected or [item.name for item in islice(items, len(self.names))] != self.names:
             raise EmbedError(
-                f"the inputs have changed: their first {self.items:,} pictures are not those already embedded in "
+                f"the inputs have changed: their first {self.resumed:,} pictures are not those already embedded in "
                 f"{self.folder}. Restore them, or start anew with --overwrite (overwrite=True)"
             )
+
+    def restore(self, part: Part) -> None:
+        """What an earlier run had of the part at hand."""
+        if self.names:
+            with pq.ParquetFile(self.begun) as file:
+                part.restore(list(self.names), self._state(self.begun)["failures"], file.read())
+
+    def keep(self, part: Part) -> None:
+        """The part at hand, as far as it is settled."""
+        self.kept_at, (names, rows) = time.monotonic(), part.settled
+        if not rows or names <= len(self.names):
+            return
+        state = {"part": self.count, "names": part.names[:names], "failures": part.failures[: names - rows]}
+        table = part.table(self.schema, rows).replace_schema_metadata({"veca": json.dumps(state)})
+        with atomic_path(self.begun) as path:
+            pq.write_table(table, path, **PARQUET)
+        self.names, self.rows = part.names[:names], rows
 
     def store(self, part: Part) -> None:
         self._follow(part.names)
@@ -430,16 +501,17 @@ class _Parts:
             pq.write_table(table.replace_schema_metadata({"veca": json.dumps(state)}), path, **PARQUET)
         self.count += 1
         self.items, self.pictures, self.failed = totals
+        self.names, self.rows = [], 0
 
     def merge(self) -> None:
         """The parts as one file, and nothing else left; whenever it stops, doing it again gives the same."""
         failures = self.out.with_name(f"{self.out.name}.failures.csv")
+        files = [self._file(index) for index in range(self.count)]
         if self.failed:
             with atomic_path(failures) as path:
-                write_failures(path, (self._state(index)["failures"] for index in range(self.count)))
+                write_failures(path, (self._state(file)["failures"] for file in files))
         else:
             failures.unlink(missing_ok=True)
-        files = [self._file(index) for index in range(self.count)]
         with atomic_path(self.out) as path:
             WRITERS[self.out.suffix](path, files, self.schema, self.about)
         self._clear()
@@ -453,6 +525,7 @@ class _Parts:
         temporary = self.out.parent.glob(f".{glob.escape(self.out.name)}.*.part")
         for file in chain(self.folder.glob("[0-9]*.parquet"), self.folder.glob(".*.part"), temporary):
             file.unlink()
+        self.begun.unlink(missing_ok=True)
 
 
 def same_job(folder: object, old: dict[str, Any], new: dict[str, Any]) -> None:

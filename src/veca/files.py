@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
+    """Raise, before any work is done for it, if the file `path` could not be written, or with `folder`, files in it.
+
+    Folders on the way are made, as they would be later.
+    """
+    place = Path(path) if folder else Path(path).parent
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        reason = "not a folder" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        raise ValueError(f"{path} cannot be written ({place}: {reason}); choose another place") from error
 
 
 @contextmanager

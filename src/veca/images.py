@@ -241,6 +241,10 @@ def normalize(x: Tensor) -> Tensor:
     tensor(0.)
     """
     _check_tensor(x, x.is_floating_point() or x.dtype == torch.uint8, "uint8 or float in [0, 1]")
+    # On the CPU, where it costs no waiting. Resizing may leave values a little above 1.
+    looked_at = x.is_floating_point() and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looked_at and x.numel() and (top := float(x.detach().max())) > 2:
+        raise ValueError(f"tensor has values up to {top:g}; floats must lie in [0, 1]. Divide by 255, or pass uint8")
     mean, std = (torch.tensor(value, device=x.device).view(3, 1, 1) for value in (MEAN, STD))
     unit = x.float() if x.is_floating_point() else x.float() / 255
     return (unit - mean) / std

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -249,8 +249,18 @@ class Veca(nn.Module):
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
         chans, patch = self.config.in_chans, self.config.patch_size
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                f"images are {type(images).__name__}; expected a tensor (batch, {chans}, height, width). "
+                "veca.images.load_image opens a picture, torch.stack makes a batch of several"
+            )
         if images.ndim != 4 or images.shape[1] != chans:
-            raise ValueError(f"images have shape {tuple(images.shape)}; expected (batch, {chans}, height, width)")
+            shape, way = tuple(images.shape), ""
+            if len(shape) == 3 and shape[0] == chans:
+                way = ": images[None] makes a batch of one"
+            elif len(shape) in (3, 4) and shape[-1] == chans:
+                way = f": images{'[None]' * (len(shape) == 3)}.permute(0, 3, 1, 2) puts channels first"
+            raise ValueError(f"images have shape {shape}; expected (batch, {chans}, height, width){way}")
         if not images.is_floating_point():
             raise ValueError(f"images are {images.dtype}; make them float with veca.images.normalize(images)")
         height, width = images.shape[-2:]
@@ -265,7 +275,11 @@ class Veca(nn.Module):
     def _budget(self, cores: int | None) -> int:
         most = self.config.num_cores
         # A budget that is traced is a symbol, which `index` would pin to one value.
-        budget = most if cores is None else cores if torch.compiler.is_compiling() else operator.index(cores)
+        budget = most if cores is None else cores
+        if not torch.compiler.is_compiling():
+            if not hasattr(budget, "__index__"):
+                raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
+            budget = operator.index(budget)
         if not 1 <= budget <= most:
             raise ValueError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
         if not torch.compiler.is_compiling() and budget not in self.config.budgets and budget not in self._warned:
@@ -339,10 +353,11 @@ class Veca(nn.Module):
         depth = len(self.blocks)
         if indices is None:
             return list(range(depth))
-        if isinstance(indices, int):
-            if not 1 <= indices <= depth:
+        if not isinstance(indices, Iterable):
+            if not 1 <= operator.index(indices) <= depth:
                 raise ValueError(f"asked for the last {indices} blocks; the model has {depth}")
             return list(range(depth - indices, depth))
+        indices = list(map(operator.index, indices))
         for i in indices:
             if not -depth <= i < depth:
                 raise ValueError(f"asked for block {i}; the model has blocks 0 to {depth - 1}")

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from veca.checkpoint import load_or_random
+from veca.device import choose_device
 from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.text import origin
@@ -23,8 +23,22 @@ Model = Annotated[
     str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
 ]
 Source = Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")]
+
+
+def _budget(text: str) -> int | None:
+    if text == "all":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no budget; it takes one whole number, as 32, or all") from None
+
+
+Cores = Annotated[
+    int | None,
+    typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all; not given: all."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
-Cores = Annotated[int | None, typer.Option(help="Budget: how many cores, 1 to 64; not given: all.")]
 Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
 AtOnce = Annotated[
     int | None, typer.Option(min=1, help="Pictures per forward pass.  [default: by their size]", show_default=False)
@@ -37,11 +51,7 @@ Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever t
 
 def load_model(source: str, device: str) -> Veca:
     """The model a user named, where it was asked for; random weights and those that ship are announced."""
-    chosen = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else device
-    try:
-        model = load_or_random(source, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    model = load_or_random(source, device=choose_device(device))
     say_if_random(model, source)
     if name := shipped_name(source):
         err.print(f"Weights: {name}, {origin(model.provenance)}.", markup=False, soft_wrap=True)

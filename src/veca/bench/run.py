@@ -31,6 +31,7 @@ from veca.bench.machine import (
     where_the_time_goes,
 )
 from veca.bench.report import Results, Row, baseline
+from veca.device import choose_device
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -77,10 +78,7 @@ def pick_setting(device: str = "auto", dtype: Dtype | None = None, cls_only: boo
     """The device, CUDA where there is one, and the precision people use on it."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.empty(1, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # events are recorded on the current device
     dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")

@@ -27,7 +27,7 @@ import veca
 from veca.attention import use_kernel
 from veca.config import VecaConfig, size_name
 from veca.fast import FastVeca
-from veca.files import atomic_path
+from veca.files import atomic_path, check_writable
 from veca.images import MEAN, STD, nearest_sizes
 from veca.model import Veca
 
@@ -96,6 +96,7 @@ def export(
     cores = model.config.num_cores if cores is None else cores
     _check_request(model, cores, size, form, dtype)
     _check_installed(form)
+    check_writable(path)
     original = Plain(copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False), cores)
     kept = torch.float32 if dtype == "int8" else getattr(torch, dtype)
     plain = original if kept == torch.float32 else copy.deepcopy(original).to(kept)

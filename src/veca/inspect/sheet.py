@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from veca.files import atomic_path
+from veca.files import atomic_path, check_writable
 from veca.inspect.subject import Photo
 
 if TYPE_CHECKING:
@@ -266,6 +266,7 @@ def check_out(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{path}: a figure is written as {' or '.join(SUFFIXES)}; end its name so")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file to write, such as {path / 'figure.png'}")
+    check_writable(path)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from veca.files import atomic_path
+from veca.files import atomic_path, check_writable
 from veca.inspect.sheet import charts, check_out, check_sheet, look_of
 from veca.inspect.story import AtBudget, CoreStory, Layers, Spread
 from veca.inspect.subject import cores_label
@@ -32,6 +32,7 @@ def check_story(path: str | os.PathLike[str], chart: str | os.PathLike[str] | No
         raise ValueError(f"{path}: numbers are written as .json; end its name so")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file to write, such as {path / 'cores.json'}")
+    check_writable(path)
     if chart is not None:
         check_out(chart)
         check_sheet(2, 2)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES, did_you_mean
+from veca.device import choose_device
 from veca.fast import fits, optimize
 from veca.images import MEAN, STD, nearest_sizes
 from veca.model import Veca
@@ -216,7 +217,7 @@ def load_backbone(source: str, device: str = "auto", precision: Precision | None
         if device not in ("auto", "cpu") or precision not in (None, "float32"):
             raise BackboneError(f"{source} runs on the CPU, in the type it was exported in: leave out both options")
         return OnnxBackbone(Path(source))
-    place = find_device(device)
+    place = choose_device(device)
     precision = precision or ("bfloat16" if place.type == "cuda" else "float32")
     if _is_veca(source):
         return VecaBackbone(load_or_random(source, device=place), source, place, precision)
@@ -228,14 +229,6 @@ def load_backbone(source: str, device: str = "auto", precision: Precision | None
         raise BackboneError(
             f"{source} needs {error.name}, which is not installed: pip install 'veca[train]'"
         ) from error
-
-
-def find_device(name: str) -> torch.device:
-    chosen = torch.accelerator.current_accelerator(check_available=True) if name == "auto" else name
-    try:
-        return torch.empty(0, device=chosen or "cpu").device
-    except (RuntimeError, AssertionError) as error:
-        raise BackboneError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _is_veca(source: str) -> bool:

@@ -222,7 +222,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        warn("Interrupted. The same command continues where this one stopped.")
+        warn("Interrupted. The same command continues after the rows and the parts of features that are finished.")
         raise typer.Exit(130) from None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veca.files import check_writable
 from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import DatasetError, ProbeData
 from veca.probe.features import Extraction, View, as_plain, listed, spread, without_bad
@@ -115,6 +116,7 @@ def classify(
     `also` are further sets with the same classes, such as ImageNetV2 for ImageNet, scored with the same head.
     """
     check_data(data, ("classify", "multilabel"), say)
+    check_writable(out, folder=True)
     for other in also:
         if len(other.classes) != len(data.classes):
             raise DatasetError(
@@ -140,6 +142,7 @@ def knn(backbone: Backbone, data: ProbeData, out: Path, settings: KnnSettings, s
             f"{data.name} has several labels for a picture, which neighbours do not vote on: classify it"
         )
     check_data(data, ("classify",), say)
+    check_writable(out, folder=True)
     rows = []
 
     def protocol(side: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from veca.device import choose_device
 from veca.model import Veca
 
 SILENCE = datetime.timedelta(minutes=20)
@@ -42,7 +43,7 @@ def processes(device: str = "auto") -> Iterator[World]:
     rank, size, local = (int(os.environ.get(name, default)) for name, default in _FROM_TORCHRUN)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    own = torch.device(device, local) if device == "cuda" else torch.device(device)
+    own = torch.device("cuda", local) if device == "cuda" and torch.cuda.is_available() else choose_device(device)
     if own.type == "cuda":
         if own.index >= torch.cuda.device_count():
             raise ValueError(

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
+from veca.files import check_writable
 from veca.teachers.known import KNOWN
 from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
@@ -31,6 +32,8 @@ def distill(
     What the folder holds of the same run is continued, unless it is to `restart`.
     """
     with processes(device) as world:
+        if world.first:
+            check_writable(folder, folder=True)
         report = Trainer(recipe, folder, world, restart=restart, wandb=wandb, say=say).run()
         return report if world.first else None
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
-from veca.files import atomic_path
+from veca.device import choose_device
+from veca.files import atomic_path, check_writable
 from veca.images import normalize
-from veca.probe.backbones import find_device
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
 from veca.probe.features import listed, spread
@@ -92,9 +92,10 @@ class Tuner:
     ) -> None:
         self.folder, self.settings, self.data, self.say, self.model = folder, settings, data, say, model
         _check_data(data, settings.task)
+        check_writable(folder, folder=True)
         for problem in data.problems:
             say(f"{data.name}: {problem}. The score is not the benchmark's.")
-        self.device = find_device(device)
+        self.device = choose_device(device)
         self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         backbone = load_or_random(model)
         self.budgets = settings.budgets(backbone.config)

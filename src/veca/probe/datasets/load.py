@@ -33,7 +33,12 @@ def load_dataset(
         if task is not None and {"multilabel": "classify"}.get(spec.task, spec.task) != task:
             fit = ", ".join(s.name for s in SPECS.values() if s.task.replace("multilabel", "classify") == task)
             raise DatasetError(f"{spec.name} has no labels to {task}; these have: {fit}")
-        return _published(spec, Path(root or os.environ.get("VECA_DATA") or "data"))
+        try:
+            return _published(spec, Path(root or os.environ.get("VECA_DATA") or "data"))
+        except DatasetError as error:
+            own = Path(root or ".", name_or_path)
+            hint = f"\nThe folder {own} is taken for one of your own if you write {name_or_path}/"
+            raise DatasetError(f"{error}{hint * own.is_dir()}") from error
     source = str(Path(root, name_or_path)) if root is not None and "," not in name_or_path else name_or_path
     if shards := find_shards(source):
         if missing := next((path for path in shards if not os.path.isfile(path)), None):
