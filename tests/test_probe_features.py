@@ -80,7 +80,7 @@ def test_all_budgets_come_from_one_pass(data: ProbeData, tmp_path: Path, workers
 
 
 def test_an_interrupted_pass_goes_on(data: ProbeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "PART", 6)
+    monkeypatch.setattr(features, "PART_ON_CPU", 6)
     split, model = data.splits["train"], counted()
     whole = extraction(backbone(), tmp_path / "whole")
     whole.run(split, VIEW, (8, 64), "")

@@ -1,6 +1,6 @@
 """Global features of a split, extracted once and kept: one pass over the pictures for all budgets of a backbone.
 
-A file holds those of up to `PART` pictures at one budget. Its name is a hash of all that decides them, so a changed
+A file holds those of so many pictures at one budget. Its name is a hash of all that decides them, so a changed
 model, picture or view finds no file, and an interrupted run goes on after its last whole part.
 
 Shapes: N pictures, B of them at once, D width of the features.
@@ -37,7 +37,8 @@ from veca.sources import as_is, init_worker, interrupts_later
 
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
-PART = 8192
+PART, PART_ON_CPU = 8192, 512
+"""Pictures in a file: what a run that is killed loses, minutes of a CPU's work."""
 AT_ONCE, AT_ONCE_ON_CPU = 128 * 256 * 256, 8 * 256 * 256
 """Pixels per forward pass, unless told."""
 _SAMPLED = 64
@@ -96,6 +97,11 @@ class Extraction:
         pixels = AT_ONCE_ON_CPU if self.backbone.device.type == "cpu" else AT_ONCE
         return self.at_once or max(1, pixels // side**2)
 
+    def parts(self, split: Split) -> list[range]:
+        """The pictures of each file."""
+        most = PART_ON_CPU if self.backbone.device.type == "cpu" else PART
+        return [range(start, min(start + most, len(split))) for start in range(0, len(split), most)]
+
     def key(self, split: Split, view: View, cores: int | None) -> str:
         """A hash of everything the features depend on."""
         return digest_of(
@@ -107,21 +113,20 @@ class Extraction:
         """See to it that the features of `split` at all `budgets` are on disk; the seconds it took."""
         began = time.perf_counter()
         keys = {cores: self.key(split, view, cores) for cores in budgets}
-        parts = [range(start, min(start + PART, len(split))) for start in range(0, len(split), PART)]
         todo = {
-            part: missing
-            for number, part in enumerate(parts)
+            (number, part): missing
+            for number, part in enumerate(self.parts(split))
             if (missing := [c for c in budgets if _read(self._file(keys[c], number), len(part)) is None])
         }
         step = self.batch(view.side)
-        numbers = [part[start : start + step] for part in todo for start in range(0, len(part), step)]
+        numbers = [part[start : start + step] for _, part in todo for start in range(0, len(part), step)]
         if not todo:
             return 0.0
         with (
             decoding(Pictures(split, view), numbers, self.workers, functools.partial(stack, view.side)) as batches,
-            bar(what, sum(map(len, todo)), "pictures", self.progress) as advance,
+            bar(what, sum(len(part) for _, part in todo), "pictures", self.progress) as advance,
         ):
-            for part, missing in todo.items():
+            for (number, part), missing in todo.items():
                 found: dict[int | None, list[Tensor]] = {cores: [] for cores in missing}
                 bad: dict[int, str] = {}
                 for start in range(0, len(part), step):
@@ -134,7 +139,7 @@ class Extraction:
                 for cores in missing:
                     values = torch.cat(found[cores])
                     values[[i - part.start for i in bad]] = 0
-                    _write(self._file(keys[cores], part.start // PART), values, bad)
+                    _write(self._file(keys[cores], number), values, bad)
         return time.perf_counter() - began
 
     def load(self, split: Split, view: View, cores: int | None) -> Features:
@@ -142,12 +147,12 @@ class Extraction:
         key = self.key(split, view, cores)
         values: list[Tensor] = []
         bad: dict[int, str] = {}
-        for number, start in enumerate(range(0, len(split), PART)):
-            part = _read(self._file(key, number), min(PART, len(split) - start))
-            if part is None:
+        for number, part in enumerate(self.parts(split)):
+            kept = _read(self._file(key, number), len(part))
+            if kept is None:
                 raise ValueError(f"{self._file(key, number)} is damaged or gone since it was written; run it again")
-            values.append(part.values)
-            bad |= part.bad
+            values.append(kept.values)
+            bad |= kept.bad
         return Features(torch.cat(values), bad)
 
     def _file(self, key: str, part: int) -> Path:
