@@ -328,7 +328,9 @@ def fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
 def optimize(
     model: Veca, *, dtype: torch.dtype | None = None, weights: Weights | None = None, cuda_graphs: bool = True
 ) -> Veca:
-    """A copy of `model` for fast inference, called like the model itself; the model is left as it is.
+    """A copy of `model` for fast inference, called like the model itself, at any budget: `fast(images, cores=32)`.
+
+    The model is left as it is. What the copy is depends on where the model is:
 
     - On NVIDIA GPUs from Hopper on: fused kernels in `dtype` (default bfloat16, or float16). They are compiled when
       they first run, seconds for all, kept on disk by Triton, and serve every batch, resolution and budget. With
