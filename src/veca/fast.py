@@ -338,7 +338,7 @@ def optimize(
       16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster, less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with
       dynamic shapes: the first call takes a minute or two. Another batch, resolution or budget does not compile again,
-      but for a few turns of the code: a batch of one, a budget small enough for the few-cores path, `cls_only`.
+      except for a few special cases: a batch of one, a budget small enough for the few-cores path, `cls_only`.
 
     >>> import veca
     >>> model = veca.create_model("veca_tiny")
