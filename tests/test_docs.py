@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from PIL import Image
 
 import veca
 from veca.cli import app
+from veca.train.recipe import Recipe
+from veca.tune.settings import ClassifySettings, SegmentSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / name for name in ("RESULTS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+CARDS = sorted((ROOT / "src/veca/weights").glob("*/README.md"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 BLOCKS = [(page, block) for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
@@ -30,15 +40,103 @@ def test_the_readme_has_an_example() -> None:
     assert any(page.name == "README.md" for page, _ in BLOCKS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_links_and_commands_exist(page: Path) -> None:
+def _commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield from _commands(command, f"{above}{name} ") if hasattr(command, "commands") else [(above + name, command)]
+
+
+COMMANDS = dict(_commands(typer.main.get_command(app)))
+OPTIONS = {name: {o for p in each.params for o in (*p.opts, *p.secondary_opts)} for name, each in COMMANDS.items()}
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist_and_take_their_options(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    groups = {name.split()[0] for name in COMMANDS if " " in name}
+    for verb, kind, rest in re.findall(r"(?:^|`|-m |  )veca ([a-z]+)\b ?([a-z]*)([^`\n]*)", text, re.MULTILINE):
+        if verb in groups:
+            names = [f"{verb} {kind}"] if f"{verb} {kind}" in COMMANDS else [n for n in COMMANDS if n.startswith(verb)]
+        else:
+            assert verb in COMMANDS, verb
+            names = [verb]
+        known = set().union(*(OPTIONS[name] for name in names))
+        assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest.partition("#")[0])) <= known, f"veca {verb} {kind}{rest}"
+
+
+HOMES = {
+    "demo": (), "embed": ("embed", "scale"), "distill": ("training",), "report": ("reports",), "cores": ("figures",),
+    "info": ("weights",), "convert": ("weights",), "export": ("export",), "explore": ("explore",), "bench": ("speed",),
+    "figure": ("figures",), "probe": ("evaluation",), "finetune": ("finetune",),
+}  # fmt: skip
+"""Where each command is explained; of `veca demo` there is nothing to explain."""
+PLAIN = {"--device", "--help", "--model", "--out", "--overwrite", "--progress", "--seed", "--workers"}
+"""Options whose help says all there is."""
+
+
+def _told_of(option: str, text: str) -> bool:
+    """As an option, or as the setting of the same name."""
+    return re.search(rf"{option}\b|`{option[2:].replace('-', '_')}`", text) is not None
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help_and_is_on_its_page(name: str) -> None:
+    pages = [ROOT / f"docs/{page}.md" for page in HOMES[name.split()[0]]]
+    text = "".join(page.read_text() for page in pages)
+    for parameter in COMMANDS[name].params:
+        assert parameter.name == "help" or parameter.help, parameter.name
+        assert "[default" not in (parameter.help or "")  # rich takes it for markup and drops it
+        names = {option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")}
+        assert not pages or not names or names & PLAIN or any(_told_of(option, text) for option in names), names
+
+
+def _recipe_keys() -> Iterator[tuple[str, Any]]:
+    for name, value in Recipe().to_dict().items():
+        section = dataclasses.is_dataclass(getattr(Recipe(), name))
+        yield from ((f"{name}.{key}", each) for key, each in value.items()) if section else [(name, value)]
+
+
+KEYS = dict(_recipe_keys())
+"""Every key of a recipe with its default."""
+TUNED = {field.name for kind in (ClassifySettings, SegmentSettings) for field in dataclasses.fields(kind)}
+
+
+def test_every_key_of_a_recipe_is_on_its_page_with_its_default() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    told: dict[str, str] = {}  # a row is | `a`, `b` | 1, 2 | … |
+    for keys, values in re.findall(r"^\| (`.+?`) \| (.+?) \|", text[text.index("## Every key") :], re.MULTILINE):
+        names = re.findall(r"[\w.]+", keys)
+        told |= zip(names, values.split(", ") if len(names) > 1 else [values], strict=True)
+    assert sorted(told) == sorted(KEYS)
+    for key, value in KEYS.items():
+        said = yaml.safe_load(told[key])
+        assert (float(said) if isinstance(value, float) else said) == value, key
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_keys_exist(page: Path) -> None:
     text = page.read_text()
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (page.parent / link).exists(), link
-    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    verbs |= {group.name for group in app.registered_groups}
-    for verb in re.findall(r"^veca (\w+)", text, re.MULTILINE):
-        assert verb in verbs
+    sections = "|".join({key.partition(".")[0] for key in KEYS if "." in key} - {"model", "data"})  # variables, too
+    found = re.findall(r"--set '?([a-z][\w.]*)=", text)
+    found += re.findall(rf"(?<![\w./])(?:{sections})\.(?!py\b|csv\b)[a-z_]+\b(?![./(])", text)
+    assert set(found) <= KEYS.keys() | TUNED
+
+
+def test_every_setting_of_a_fine_tune_is_on_its_page() -> None:
+    text = (ROOT / "docs/finetune.md").read_text()
+    assert {name for name in TUNED if f"`{name}`" not in text} == {"workers", "skip_bad", "progress"}  # options alone
 
 
 def test_the_gallery_has_a_command_for_every_picture() -> None:

@@ -66,11 +66,15 @@ app = typer.Typer(
     epilog="Start with `veca demo`. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done but some pictures failed, "
     "130 interrupted.",
 )
+# Where a command stands in `veca --help`.
+LOOK, USE, TRAIN, MEASURE = "Look", "Use", "Train", "Measure"
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def demo(
-    pictures: Annotated[list[Path] | None, typer.Argument(help="Your pictures; none: sample photos.")] = None,
+    pictures: Annotated[
+        list[Path] | None, typer.Argument(help="Your pictures.", show_default="four sample photos")
+    ] = None,
     to: Annotated[Path, typer.Option("--out", "-o", help="The report to write.")] = Path("veca-demo/report.html"),
     model: Model = "veca_tiny",
     size: Size = 512,
@@ -81,7 +85,7 @@ def demo(
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def embed(
     paths: Annotated[
         list[str],
@@ -113,22 +117,24 @@ def embed(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Decoding processes; with Ray, of each model.  [default: one per CPU, at most 8; with Ray: the CPUs "
-            "there are for each GPU, 0 without GPUs]"
+            help="Decoding processes; with Ray, of each model.",
+            show_default="one per CPU, at most 8; with Ray: the CPUs there are for each GPU, 0 without GPUs",
         ),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="Of Parquet files, where the pictures are.  [default: image, or the only one]")
+        str | None,
+        typer.Option(help="Of Parquet files, where the pictures are.", show_default="image, or the only one"),
     ] = None,
     engine: Annotated[
         Engine, typer.Option(help="plain: this machine, one model; ray: all GPUs or CPUs of a machine or a cluster.")
     ] = "plain",
     address: Annotated[
         str | None,
-        typer.Option(help="Of a Ray cluster, HOST:PORT or auto.  [default: $RAY_ADDRESS, or this machine alone]"),
+        typer.Option(help="Of a Ray cluster, HOST:PORT or auto.", show_default="$RAY_ADDRESS, or this machine alone"),
     ] = None,
     partition: Annotated[
-        int | None, typer.Option(help="With Ray: pictures that are files, to a file of features.  [default: 4096]")
+        int | None,
+        typer.Option(help="With Ray: pictures that are files, to a file of features.", show_default=str(PARTITION)),
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Of the computation (autocast).")] = "float32",
     save_dtype: Annotated[SaveDtype, typer.Option(help="Of the saved features.")] = "float32",
@@ -137,6 +143,8 @@ def embed(
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Write features of many pictures to one file, or with Ray to a folder of files.
+
+    Example: veca embed photos/ --out features.parquet --cores 32
 
     Bad pictures are listed in OUT.failures.csv and do not stop the run; the exit status is then 3.
 
@@ -169,10 +177,12 @@ def embed(
         raise typer.Exit(3)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def distill(
     recipe: Annotated[Path, typer.Argument(help="A recipe, as recipes/small-stage1.yaml.")],
-    to: Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder.  [default: runs/RECIPE]")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default="runs/RECIPE")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="key=value in place of the recipe's, as batch=64; repeat.")
     ] = None,
@@ -184,6 +194,8 @@ def distill(
     processes: Annotated[int, typer.Option(help="With --dry-run: as many as torchrun will start.")] = 1,
 ) -> None:
     """Train a VECA to give its teacher's features, as a recipe says.
+
+    Example: veca distill recipes/quick.yaml --set data.train=photos/ --set data.validation=others/
 
     Several GPUs or machines: torchrun --nproc-per-node=gpu -m veca distill …
 
@@ -209,11 +221,11 @@ def distill(
         out.print(f"Report: {report.resolve()}", soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run or of probes: runs/small-stage1, results/small.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or of probes, as runs/small-stage1 or results.")],
 ) -> None:
-    """Write report.html anew from what a folder holds: one that `veca distill`, `finetune` or `probe` wrote to.
+    """Write report.html anew, of what `veca distill`, `veca finetune` or `veca probe` left in a folder.
 
     Of probes also report.md, rows.csv and the curves.
     """
@@ -250,7 +262,7 @@ def report(
     out.print(f"Report: {path.resolve()}", soft_wrap=True, markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def cores(
     model: Source,
     pictures: Annotated[
@@ -259,10 +271,12 @@ def cores(
     ],
     budgets: Annotated[
         str | None,
-        typer.Option("--cores", help="Budgets, as 8,16,64; all: every trained one; not given: four of these."),
+        typer.Option("--cores", help="Budgets, as 8,16,64; all: every trained one.", show_default="four of these"),
     ] = None,
     size: Annotated[int, typer.Option(help="Side in pixels, a multiple of 16: of the centre that is seen.")] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, help="So many pictures, evenly spread over all.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="So many pictures, evenly spread over all.", show_default="all")
+    ] = None,
     device: Device = "auto",
     to: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write, with all numbers.")] = Path("cores.json"),
     chart: Annotated[
@@ -273,6 +287,8 @@ def cores(
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Measure what the cores do, over many pictures: how far they move, where they look, who is heard, what is kept.
+
+    Example: veca cores veca_tiny photos/ --limit 600 --chart cores.png
 
     Bad pictures do not stop the run; the exit status is then 3.
     """
@@ -292,14 +308,19 @@ def cores(
         raise typer.Exit(3)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def info(
     source: Source,
     size: Annotated[int, typer.Option(help="Side in pixels at which FLOPs are counted.")] = 512,
-    cores: Annotated[int | None, typer.Option(help="Budget at which FLOPs are counted; none: all trained.")] = None,
+    cores: Annotated[
+        int | None, typer.Option(help="Budget at which FLOPs are counted.", show_default="every trained one")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a model is: sizes, budgets, provenance, parameters, and its cost at a resolution."""
+    """Show what a model is: sizes, budgets, provenance, parameters, and its cost at a resolution.
+
+    Example: veca info veca_base --size 1024
+    """
     model = load_or_random(source, device="meta", dtype=None)  # what it is does not depend on the numbers in it
     config = model.config
     if size < config.patch_size or size % config.patch_size:
@@ -334,17 +355,21 @@ def info(
 StoredDtype = Literal["float32", "float16", "bfloat16"]
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def convert(
     source: Annotated[str, typer.Argument(help="A released .pt checkpoint, or a file or folder of ours.")],
     to: Annotated[Path, typer.Argument(help="A folder or .safetensors file of ours, or a .pt in the released format.")],
-    dtype: Annotated[StoredDtype | None, typer.Option(help="Store it so; not given: as it is, bit for bit.")] = None,
+    dtype: Annotated[
+        StoredDtype | None, typer.Option(help="Of the weights in the file.", show_default="as it is, bit for bit")
+    ] = None,
     paths: Annotated[
         bool, typer.Option("--paths/--no-paths", help="Keep paths of this machine in the provenance, or names only.")
     ] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Convert released checkpoints to ours and back; tensors stay the same bit for bit.
+
+    Example: veca convert released.pt my-model/
 
     To hand out weights of a run: veca convert runs/mine mine --dtype float16 --no-paths
     """
@@ -362,18 +387,23 @@ def convert(
     out.print(f"Wrote {to}", soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def export(
     source: Source,
     to: Annotated[Path, typer.Argument(help="File to write: .onnx, or .pt2 for torch.export and AOTInductor.")],
     cores: Cores = None,
     size: Annotated[str, typer.Option(help="HEIGHTxWIDTH in pixels, as 512x768; dynamic: any.")] = "dynamic",
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights; int8: ONNX only.")] = "float32",
-    form: Annotated[ExportFormat | None, typer.Option("--format", help="Default: onnx or export, by suffix.")] = None,
+    form: Annotated[
+        ExportFormat | None, typer.Option("--format", help="Of the file.", show_default="onnx or export, by its name")
+    ] = None,
     check: Annotated[bool, typer.Option(help="Run the file beside PyTorch; one that is wrong is not kept.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
-    """Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor."""
+    """Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor.
+
+    Example: veca export veca_tiny veca.onnx --cores 32
+    """
     chosen, pixels = form_of(to, form), parse_size(size)
     if to.exists() and not overwrite:
         raise ValueError(f"{to} exists; choose another name, or pass --overwrite")
@@ -395,22 +425,29 @@ def export(
 
 bench_app = typer.Typer(
     no_args_is_help=True,
-    help="Measure VECA beside the dense ViT of the same size, and against the floor of this machine.",
+    help="Measure speed and memory beside the dense ViT of the same size, and against the floor of this machine.\n\n"
+    "Example: veca bench model --case base:1024:16",
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(figure_app, name="figure")
+app.add_typer(figure_app, name="figure", rich_help_panel=LOOK)
 
-Cases = Annotated[list[str] | None, typer.Option("--case", help="MODEL:PIXELS:BATCH[:CORES], as base:1024:16; repeat.")]
+Cases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--case", help="MODEL:PIXELS:BATCH[:CORES], as base:1024:16; repeat.", show_default="those of our targets"
+    ),
+]
 Models = Annotated[list[str] | None, typer.Option("--model", help="small, small_plus, base, large, tiny; repeat.")]
 Sizes = Annotated[list[int] | None, typer.Option("--size", help="Side in pixels, a multiple of 16; repeat.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Images at a time; repeat.")]
 Budgets = Annotated[list[int] | None, typer.Option("--cores", help="Budget, 1 to 64; repeat.")]
 Contenders = Annotated[
     list[str] | None,
-    typer.Option("--contender", help="Who takes part, as veca-eager; repeat. None: all that apply."),
+    typer.Option("--contender", help="Who takes part, as veca-eager; repeat.", show_default="all that apply"),
 ]
 BenchDevice = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes CUDA where there is one.")]
-BenchDtype = Annotated[Dtype | None, typer.Option(help="Default: bfloat16 on CUDA, float32 elsewhere.")]
+BenchDtype = Annotated[
+    Dtype | None, typer.Option(help="Of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere")
+]
 Repeats = Annotated[int, typer.Option(help="Rounds that count; every contender has a turn in each.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of each contender goes.")]
 Errors = Annotated[bool, typer.Option("--errors/--no-errors", help="Also how far results are from float64.")]
@@ -475,9 +512,10 @@ def _bench(
         out.print(f"Results: {to}", soft_wrap=True)
 
 
-app.add_typer(probe_app, name="probe")
-app.add_typer(finetune_app, name="finetune")
-app.command()(explore)
+app.add_typer(probe_app, name="probe", rich_help_panel=MEASURE)
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+app.add_typer(finetune_app, name="finetune", rich_help_panel=TRAIN)
+app.command(rich_help_panel=LOOK)(explore)
 
 
 @app.callback(invoke_without_command=True)

@@ -125,6 +125,16 @@ def embed(
     processes decode pictures, with 0 this one does; it alone unpacks compressed shards, once more when `progress` has
     to count. Called again after an interruption, with the same arguments, it continues; `overwrite` starts anew and
     replaces an earlier `out`.
+
+    >>> import tempfile, veca
+    >>> from PIL import Image
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Image.new("RGB", (80, 60)).save(f"{folder}/photo.png")
+    ...     settings = EmbedSettings(cores=8, size=64)
+    ...     model = veca.load("veca_tiny")
+    ...     out = f"{folder}/features.parquet"
+    ...     embed(folder, out, model=model, model_name="veca_tiny", settings=settings, progress=False).pictures
+    1
     """
     began = time.perf_counter()
     if is_remote(os.fspath(out)):

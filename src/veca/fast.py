@@ -328,7 +328,9 @@ def fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
 def optimize(
     model: Veca, *, dtype: torch.dtype | None = None, weights: Weights | None = None, cuda_graphs: bool = True
 ) -> Veca:
-    """A copy of `model` for fast inference, called like the model itself; the model is left as it is.
+    """A copy of `model` for fast inference, called like the model itself, at any budget: `fast(images, cores=32)`.
+
+    The model is left as it is. What the copy is depends on where the model is:
 
     - On NVIDIA GPUs from Hopper on: fused kernels in `dtype` (default bfloat16, or float16). They are compiled when
       they first run, seconds for all, kept on disk by Triton, and serve every batch, resolution and budget. With
@@ -336,7 +338,7 @@ def optimize(
       16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster, less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with
       dynamic shapes: the first call takes a minute or two. Another batch, resolution or budget does not compile again,
-      but for a few turns of the code: a batch of one, a budget small enough for the few-cores path, `cls_only`.
+      except for a few special cases: a batch of one, a budget small enough for the few-cores path, `cls_only`.
 
     >>> import veca
     >>> model = veca.create_model("veca_tiny")

@@ -32,7 +32,13 @@ from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_c
 
 
 class VecaOutput(NamedTuple):
-    """What a forward pass gives. D is the output width: the model's, or `output_dim` where it has one."""
+    """What a forward pass gives. D is the output width: the model's, or `output_dim` where it has one.
+
+    >>> import veca
+    >>> out = veca.create_model("veca_tiny").eval()(torch.zeros(1, 3, 64, 96), cores=16)
+    >>> out.cores.shape, out.patches.shape, out.coordinates.shape, out.grid
+    (torch.Size([1, 16, 192]), torch.Size([1, 24, 192]), torch.Size([12, 1, 16, 2]), (4, 6))
+    """
 
     cores: Tensor
     """(B, C, D); the first is the global feature."""
@@ -188,9 +194,18 @@ class Veca(nn.Module):
         nn.init.constant_(self.coordinate_alpha, 0.01)
 
     def forward(self, images: Tensor, cores: int | None = None, cls_only: bool = False) -> VecaOutput:
-        """Features of normalised images (B, 3, height, width) with a budget of `cores` (default: all).
+        """Features of normalised images (B, 3, height, width), sides in multiples of 16.
 
+        `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. One that was not trained warns once.
         `cls_only` skips all that the global feature does not need: the output has one core and no patches.
+
+        >>> import veca
+        >>> model, images = veca.create_model("veca_tiny").eval(), torch.zeros(2, 3, 64, 64)
+        >>> model(images).cores.shape, model(images, cores=8).cores.shape
+        (torch.Size([2, 64, 192]), torch.Size([2, 8, 192]))
+        >>> out = model(images, cores=8, cls_only=True)
+        >>> out.cls.shape, out.patches.shape
+        (torch.Size([2, 192]), torch.Size([2, 0, 192]))
         """
         x, coordinates, _ = self._run(images, cores, cls_only=cls_only)
         x = self.output_proj(x)
@@ -291,11 +306,11 @@ class Veca(nn.Module):
     # The names timm and DINOv3 users know.
 
     def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
-        """The final tokens (B, C + N, D), normalised, cores first."""
+        """The final tokens (B, C + N, D), normalised, the C = `cores` cores first."""
         return self.output_proj(self._run(images, cores)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """The classifier on the tokens `forward_features` gives; `pre_logits` stops at the global feature."""
+        """Logits (B, num_classes) of the tokens `forward_features` gives; `pre_logits` stops at the global feature."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def forward_intermediates(
@@ -315,6 +330,12 @@ class Veca(nn.Module):
         `indices`: the last n blocks, or their numbers (negative from the end); None: all. Prefix tokens are the
         cores. Intermediates have the model's width: they are taken before `output_proj`. `stop_early` runs no block
         after the last one asked for; the final tokens are then that block's.
+
+        >>> import veca
+        >>> model = veca.create_model("veca_tiny").eval()
+        >>> tokens, maps = model.forward_intermediates(torch.zeros(1, 3, 64, 96), indices=[5, 11], cores=16)
+        >>> tokens.shape, [tuple(m.shape) for m in maps]
+        (torch.Size([1, 40, 192]), [(1, 192, 4, 6), (1, 192, 4, 6)])
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
@@ -343,7 +364,16 @@ class Veca(nn.Module):
         norm: bool = True,
         cores: int | None = None,
     ) -> tuple[Any, ...]:
-        """Features of the last `n` blocks (or the blocks numbered), as in DINOv3: patches, or (patches, cls) pairs."""
+        """Features of the last `n` blocks (or the blocks numbered), as in DINOv3: patches, or (patches, cls) pairs.
+
+        Patches are (B, N, D), or with `reshape` (B, D, rows, columns); D is the model's width, before `output_proj`.
+
+        >>> import veca
+        >>> model = veca.create_model("veca_tiny").eval()
+        >>> layers = model.get_intermediate_layers(torch.zeros(1, 3, 64, 96), n=4, reshape=True, cores=16)
+        >>> len(layers), layers[-1].shape
+        (4, torch.Size([1, 192, 4, 6]))
+        """
         found = self.forward_intermediates(
             x, n, True, norm, True, "NCHW" if reshape else "NLC", intermediates_only=True, cores=cores
         )

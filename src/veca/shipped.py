@@ -20,6 +20,8 @@ def list_models(pretrained: bool = False) -> list[str]:
 
     >>> list_models()
     ['veca_tiny', 'veca_small', 'veca_small_plus', 'veca_base', 'veca_large']
+    >>> list_models(pretrained=True)
+    ['veca_tiny.effnetlite2_coco']
     """
     if not pretrained:
         return list(SIZES)

@@ -19,10 +19,10 @@ from veca.text import origin
 
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
-Model = Annotated[
-    str, typer.Option(help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint.")
-]
-Source = Annotated[str, typer.Argument(help="A name, a .safetensors file or folder, or a released .pt checkpoint.")]
+_NAMED = "A name, a .safetensors file or folder, or a released .pt checkpoint."
+Model = Annotated[str, typer.Option(help=_NAMED)]
+Source = Annotated[str, typer.Argument(help=_NAMED)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
 
 
 def _budget(text: str) -> int | None:
@@ -36,16 +36,11 @@ def _budget(text: str) -> int | None:
 
 Cores = Annotated[
     int | None,
-    typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all; not given: all."),
+    typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all.", show_default="all"),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
 Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
-AtOnce = Annotated[
-    int | None, typer.Option(min=1, help="Pictures per forward pass.  [default: by their size]", show_default=False)
-]
-Workers = Annotated[
-    int | None, typer.Option(min=0, help="Decoding processes.  [default: one per CPU, at most 8]", show_default=False)
-]
+AtOnce = Annotated[int | None, typer.Option(min=1, help="Pictures per forward pass.", show_default="by their size")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Decoding processes.", show_default="one per CPU, at most 8")]
 Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")]
 
 

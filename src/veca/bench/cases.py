@@ -108,7 +108,7 @@ TARGETS: dict[Bench, dict[str, float]] = {
     "train": {"small:256:384": 48, "small:512:96": 42, "base:256:128": 48, "base:512:32": 42},
     "attention": {"base:1024:16": 0.18},
 }
-"""Milliseconds aimed at on one H200 in bfloat16 with 64 cores; source: the project's specification, performance.md.
+"""Milliseconds aimed at on one H200 in bfloat16 with 64 cores.
 
 Of attention it is the forward pass; its backward pass is to take at most `BACKWARD_TARGET` times the forward pass.
 """

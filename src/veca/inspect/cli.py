@@ -33,16 +33,17 @@ class _Kinds(TyperGroup):
 figure_app = typer.Typer(
     no_args_is_help=True,
     cls=_Kinds,
-    help="Draw what a model does with pictures. Layers, cores and patches are numbered from 1.",
+    help="Draw what a model does with pictures.\n\nLayers, cores and patches are numbered from 1.\n\n"
+    "Example: veca figure similarity photo.jpg --patch 8,5",
 )
 
 Images = Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Your pictures.", show_default=False)]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="File to write, .png or .svg; not given: KIND.png.", show_default=False),
+    typer.Option("--out", "-o", help="File to write, .png or .svg.", show_default="KIND.png"),
 ]
 Budgets = Annotated[str | None, typer.Option("--cores", help="Budgets, as 8,16,64; all: every trained one.")]
-Layers = Annotated[str | None, typer.Option("--layers", help="Their numbers, as 4,8,12; not given: some of all.")]
+Layers = Annotated[str | None, typer.Option("--layers", help="Their numbers, as 4,8,12.", show_default="some of all")]
 FitOf = Annotated[Fit, typer.Option("--fit", help="crop the centre, stretch, keep the shape, or pad; as `veca embed`.")]
 Method = Annotated[
     MethodName, typer.Option(help="From features to colours: pca, at once; umap, as in the paper, in minutes.")
@@ -69,7 +70,7 @@ def layers(
 @figure_app.command()
 def cores(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None,
-    show: Annotated[str | None, typer.Option(help="Numbers of cores, as 1,5,9; not given: the first 6.")] = None,
+    show: Annotated[str | None, typer.Option(help="Numbers of cores, as 1,5,9.", show_default="the first 6")] = None,
     layers: Layers = None, size: Size = 512, fit: FitOf = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
     """Where chosen cores look, and where they stand."""
@@ -106,7 +107,7 @@ def features(
 def similarity(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None,
     patch: Annotated[
-        list[str] | None, typer.Option(help="ROW,COLUMN from the top left, as 8,5; repeat. Not given: the middle.")
+        list[str] | None, typer.Option(help="ROW,COLUMN from the top left, as 8,5; repeat.", show_default="the middle")
     ] = None,
     with_global: Annotated[bool, typer.Option("--global/--no-global", help="Also to the global feature.")] = True,
     beside: Beside = None, size: Size = 512, fit: FitOf = "crop", device: Device = "auto",

@@ -24,7 +24,8 @@ from veca.terminal import AtOnce, Device, Workers, out, warn, workers_of
 
 probe_app = typer.Typer(
     no_args_is_help=True,
-    help="Measure what the features of a frozen model are worth, at all budgets and sizes; rows collect in a folder. "
+    help="Measure what the features of a frozen model are worth, at all budgets and sizes; rows collect in a folder."
+    "\n\nExample: veca probe knn veca_tiny --data pets --cores 8,64. Then `veca report results`.\n\n"
     "Interrupted or killed? Run the same command again: it continues, and the result is the same.",
 )
 Model = Annotated[
@@ -36,11 +37,10 @@ Model = Annotated[
 ]
 Data = Annotated[str, typer.Option("--data", help="A benchmark by name, or a folder or shards of your own.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; may hold those of other runs.")]
-Root = Annotated[
-    Path | None, typer.Option(help="Where the benchmarks lie.  [default: $VECA_DATA, else data]", show_default=False)
-]
+Root = Annotated[Path | None, typer.Option(help="Where the benchmarks lie.", show_default="$VECA_DATA, or else data")]
 Cores = Annotated[
-    str | None, typer.Option(help="Budgets, as 8,16,32; all: every one the model was trained at; not given: its most.")
+    str | None,
+    typer.Option(help="Budgets, as 8,16,32; all: every one the model was trained at.", show_default="the largest"),
 ]
 Sizes = Annotated[str, typer.Option(help="Sides in pixels, as 256,384: of the centre that is seen.")]
 ShortSides = Annotated[str, typer.Option(help="Short sides in pixels, as 512,768; a head is trained for each.")]
@@ -48,7 +48,7 @@ Limit = Annotated[int | None, typer.Option(min=1, help="At most so many pictures
 Seed = Annotated[int, typer.Option(help="Of all that is random.")]
 PrecisionOf = Annotated[
     Precision | None,
-    typer.Option(help="Of the backbone.  [default: bfloat16 on a GPU, float32 elsewhere]", show_default=False),
+    typer.Option(help="Of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
 ShowProgress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress bars.")]
@@ -57,8 +57,7 @@ Decay = Annotated[float, typer.Option(min=0, help="Weight decay.")]
 Rates = Annotated[str, typer.Option(help="Learning rates; a head is trained for each.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Every = Annotated[
-    int | None,
-    typer.Option(min=1, help="Score on val after so many steps.  [default: a tenth of all]", show_default=False),
+    int | None, typer.Option(min=1, help="Score on val after so many steps.", show_default="a tenth of all")
 ]
 DenseBatchSize = Annotated[int, typer.Option(min=1, help="Pictures in a batch.")]
 NormOf = Annotated[NormName, typer.Option(help="Of the features, before the head.")]

@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from veca.probe.cli import Data, Limit, Root, SkipBad, numbers
-from veca.terminal import Device, Restart, Size, Workers, out, stoppable, warn, workers_of
+from veca.terminal import Device, Restart, Size, Source, Workers, out, stoppable, warn, workers_of
 from veca.tune.settings import ClassifySettings, Head, SegmentSettings
 
 finetune_app = typer.Typer(
     no_args_is_help=True,
-    help="Fine-tune a VECA on labelled pictures of your own; what comes out is a model and a report. "
+    help="Fine-tune a VECA on labelled pictures of your own; what comes out is a model and a report.\n\n"
+    "Example: veca finetune classify veca_tiny --data photos/ --out runs/photos\n\n"
     "Interrupted or killed? Run the same command again: it continues, and the result is the same.",
 )
-Model = Annotated[str, typer.Argument(help="A VECA by name, .safetensors file or folder, or a released .pt file.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The run's folder: the model, the log and the report.")]
 Cores = Annotated[
     str, typer.Option(help="Budgets, as 8,16,32: a step draws one. all: every one the model was trained at.")
@@ -34,7 +34,7 @@ Changes = Annotated[
 def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
     @finetune_app.command(kind.task, help=about)
     def command(
-        model: Model, data: Data, to: Out, size: Size = kind.size, cores: Cores = "all",
+        model: Source, data: Data, to: Out, size: Size = kind.size, cores: Cores = "all",
         epochs: Epochs = kind.epochs, batch: Batch = kind.batch, rate: Rate = kind.rate,
         layer_decay: LayerDecay = kind.layer_decay, head: HeadOf = kind.head, changes: Changes = None,
         root: Root = None, limit: Limit = None, device: Device = "auto", workers: Workers = None,

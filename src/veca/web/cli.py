@@ -20,18 +20,17 @@ def explore(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="A shipped name, a .safetensors file or folder, or a released .pt checkpoint; repeat to compare.  "
-            "[default: veca_tiny]",
-            show_default=False,
+            help="A name, a .safetensors file or folder, or a released .pt checkpoint; repeat to compare.",
+            show_default="veca_tiny",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to answer at; 0: any that is free.")] = 8642,
     host: Annotated[str, typer.Option(help="Address to answer at; one that others can reach demands a token.")] = (
         "127.0.0.1"
     ),
     token: Annotated[
         str | None,
-        typer.Option(help="What clients must know; not given: made up where one is needed.", show_default=False),
+        typer.Option(help="What clients must know.", show_default="made up where one is needed"),
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Another name this server is asked by, as behind a proxy; repeat.")
