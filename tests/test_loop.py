@@ -158,15 +158,17 @@ def test_no_memory_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Trainer(recipe, tmp_path / "run", CPU).run()
 
 
-def test_a_signal_while_pictures_are_decoded_does_not_wait_for_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["see", "to_model_input"])
+def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     more: dict[str, Any] = {"teacher": {"name": "efficientnet-lite2", "standardize": False}}
     recipe = small_recipe(
         tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0, "resident": 64, "augment": "flip"}
     )
-    monkeypatch.setattr("veca.train.data.see", lambda *_: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(Trainer, "train_step", lambda *_: pytest.fail("went on to train"))
+    place = "veca.train.data.see" if where == "see" else "veca.train.loop.to_model_input"
+    monkeypatch.setattr(place, lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(Lessons, "targets", lambda *_: pytest.fail("went on to train"))
     with pytest.raises(Interrupted):
         Trainer(recipe, tmp_path / "run", CPU).run()
 

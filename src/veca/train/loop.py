@@ -192,7 +192,6 @@ class Trainer:
                 if not self.step and self.validation is not None:  # what there is to gain
                     self._validate(log, live)
                 with self.batches() as stream, self._caching(log, live):
-                    self.preparing = False
                     if self.stop:
                         raise Interrupted(self.stop)
                     batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
@@ -226,6 +225,7 @@ class Trainer:
             if self.world.size == 1:
                 self._save(log, live, must=False)
             raise
+        self.preparing = False
         last = self.step == self.length.steps
         if last or self.step % recipe.log_every == 0:
             self._log(log, live)
@@ -286,7 +286,7 @@ class Trainer:
 
     def _note(self, number: int) -> None:
         first, self.stop = not self.stop, number
-        if self.preparing and first:  # pictures and the teacher may take minutes, and nothing is learnt yet to be saved
+        if self.preparing and first:  # to decode, ask and compile takes minutes, and nothing is learnt yet to be saved
             raise Interrupted(number)
 
     # What it leaves behind
