@@ -246,6 +246,9 @@ def test_whatever_changes_a_target_changes_its_description(tmp_path: Path) -> No
         key(precision="float32"),
         key(data={"short_side": 1.5}),
         key(data={"augment": "flip"}),
+        key(data={"crops": [0.5, 1]}),
+        key(data={"resident": 256}),  # what is beyond the square in the middle is lost
+        key(data={"resident": 288}),
     ]
     assert len({key(), *others}) == 1 + len(others)
     same = [

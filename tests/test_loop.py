@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
 import veca
-from veca.teachers import Targets
+from veca.images import MEAN, STD
+from veca.teachers import Standardized, Targets, Teacher
+from veca.train.data import DataError, Pictures
 from veca.train.loop import Interrupted, Trainer, TrainingError
 from veca.train.parallel import World
 from veca.train.recipe import Recipe
@@ -58,7 +61,7 @@ def test_no_ema_is_the_model_itself() -> None:
 
 def test_a_signal_that_comes_twice_is_one_and_a_later_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer.__new__(Trainer)
-    trainer.stop = 0
+    trainer.stop, trainer.preparing = 0, False
     with signals(trainer._note):
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -67,6 +70,18 @@ def test_a_signal_that_comes_twice_is_one_and_a_later_one_another(monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class Colours(Teacher):
+    """The mean colour, of so many pictures at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 16, MEAN, STD, raw=True)
+        self.seen: list[int] = []
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen.append(len(images))
+        return images.mean((2, 3)), F.avg_pool2d(images, 16)
 
 
 class Counting(nn.Module):
@@ -141,6 +156,49 @@ def test_no_memory_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     way = "no memory on cpu for batch=8 at .* px .* at step 0; set batch=4 with accumulate=6, or grad_.*another process"
     with pytest.raises(TrainingError, match=way):
         Trainer(recipe, tmp_path / "run", CPU).run()
+
+
+@pytest.mark.parametrize("where", ["see", "to_model_input"])
+def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    more: dict[str, Any] = {"teacher": {"name": "efficientnet-lite2", "standardize": False}}
+    recipe = small_recipe(
+        tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0, "resident": 64, "augment": "flip"}
+    )
+    place = "veca.train.data.see" if where == "see" else "veca.train.loop.to_model_input"
+    monkeypatch.setattr(place, lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(Lessons, "targets", lambda *_: pytest.fail("went on to train"))
+    with pytest.raises(Interrupted):
+        Trainer(recipe, tmp_path / "run", CPU).run()
+
+
+def test_validation_pictures_that_cannot_be_used_are_not_the_best_there_is(tmp_path: Path) -> None:
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation/x.png").write_bytes(b"no picture")
+    pictures = {"train": [str(tmp_path / "*.png")], "validation": [str(tmp_path / "validation")], "workers": 0}
+    recipe = small_recipe(
+        tmp_path, steps=5, data=pictures, teacher={"name": "efficientnet-lite2", "standardize": False}
+    )
+    with pytest.raises(DataError, match="none of its 1 pictures can be used: .*x.png, not one of"):
+        Trainer(recipe, tmp_path / "run", CPU).run()
+    assert not (tmp_path / "run/best").exists()
+
+
+@pytest.mark.parametrize(
+    ("few", "validation", "seen"), [(4, 0, [3, 3, 3, 3, 3, 1]), (4, 3, [3, 3, 3, 3, 3, 3, 1]), (4, 4, [3, 1])]
+)
+def test_statistics_are_of_enough_pictures_and_the_teacher_sees_as_many_at_a_time_as_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: int, validation: int, seen: list[int]
+) -> None:
+    monkeypatch.setattr("veca.train.validation.FEW_PICTURES", few)
+    more: dict[str, Any] = {"teacher": {"name": "efficientnet-lite2", "micro_batch": 3}}
+    recipe = small_recipe(tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0})
+    pictures, own = Pictures.find([str(tmp_path)], None, progress=False), Colours()
+    chosen = [str(tmp_path / f"{i}.png") for i in range(validation)]
+    held_out = Pictures.find(chosen, None, progress=False) if validation else None
+    Lessons(Standardized(own), recipe, CPU, 16).take_statistics(pictures, held_out)
+    assert own.seen == seen
 
 
 @pytest.mark.gpu

@@ -198,6 +198,21 @@ def test_tables_say_what_the_run_would_be() -> None:
     assert "measured after the first steps" in shown
 
 
+def test_says_which_resident_memory_is_not_in_the_sum() -> None:
+    about = {"data": {"resident": 288, "augment": "flip"}, "teacher": {"resident": "float8"}}
+    about |= {"schedule": {"epochs": None, "steps": 9, "warmup": 0}}
+    recipe, config = Recipe.from_dict(about), get_config("veca_tiny")
+    whole = text(recipe, config, 1000, teacher=TEACHER)
+    assert row(whole, "resident")[1] == f"{1000 * (3 * 288**2 + 384 * (18**2 + 2)) / 2**30:.3f}"
+    assert "the teacher said" in whole
+    assert "not known" not in whole
+    unknown = text(recipe, config, 1000)
+    assert "the teacher said" not in unknown
+    assert "resident maps (their width is not known), the teacher's own pass and workspaces come on top" in unknown
+    uncounted = text(recipe, config, None, teacher=TEACHER)
+    assert "resident pictures (not counted), the teacher's own pass and workspaces come on top" in uncounted
+
+
 def test_time_follows_from_what_was_measured() -> None:
     config = get_config("veca_small")
     by_rate = plan(STAGE_2, config, images_per_s=1000.0)

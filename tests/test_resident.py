@@ -172,7 +172,34 @@ def test_a_second_look_gives_the_mean_of_its_map_over_the_crop(squares: Pictures
         # In twentieths of a side a cell of the fine map is 4 wide, one of the coarse 5.
         fine = taught.glimpses[number].float().repeat_interleave(5, 0).repeat_interleave(5, 1)
         rows, columns = (slice(4 * at[i], 4 * (at[i] + spans[i])) for at in (top, left))
-        torch.testing.assert_close(batch.targets.cls[i], fine[rows, columns].mean((0, 1)), rtol=1e-2, atol=1e-2)
+        mean = fine[rows, columns].mean((0, 1))
+        if standardize:
+            mean = (mean - teacher.means[0]) / teacher.deviations[0]
+        torch.testing.assert_close(batch.targets.cls[i], mean, rtol=1e-2, atol=1e-2)
+
+
+class Sparse(Blurry):
+    """Silent in most cells, as a CNN."""
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        found = 5.0 * (super().features(images)[1] > 0.2)
+        return found.mean((2, 3)), found
+
+
+def test_a_second_look_loses_nothing_in_eight_bits_where_the_teacher_is_silent(squares: Pictures) -> None:
+    own = Sparse()
+    own.meet, own.glance = 32, 24
+    teacher = Standardized(own)
+    teacher.means[0], teacher.deviations[0] = 1.37, 0.11  # -12.45 is no number of eight bits
+    lessons = Lessons(teacher, Recipe.from_dict({"precision": "float32", "compile": False}), World(0, 1, CPU), 8)
+    pixels, found = resident(squares), []
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        taught = Taught(pixels, lessons, dtype, progress=False)
+        batch = ResidentBatches(pixels, taught=taught, resolution_of=lambda f: 32, batch=12, augment="flip").batch(0)
+        assert batch.targets is not None
+        found.append(batch.targets.cls)
+    assert found[0].std(0).min() > 1
+    assert torch.equal(*found)
 
 
 def test_a_teacher_with_a_global_feature_of_its_own_gives_that_of_the_whole(squares: Pictures) -> None:

@@ -105,6 +105,7 @@ def cache_about(recipe: Recipe, teacher: Teacher | Standardized, fingerprint: st
         "seed": recipe.seed,
         "short_side": recipe.data.short_side,
         **({"crops": list(recipe.data.crops)} if recipe.data.crops else {}),
+        **({"resident": recipe.data.resident} if recipe.data.resident else {}),
         "augment": recipe.data.augment,
         "versions": versions,
     }

@@ -126,7 +126,7 @@ class Trainer:
             self.teacher.compile(dynamic=False)
         self.student = replicate(Student(self.model, recipe), world, recipe.parallel)
         self.cache: TargetCache | None = None
-        self.stop = 0
+        self.stop, self.preparing = 0, False
         self.named: set[str] = set()
 
     # A step
@@ -184,6 +184,7 @@ class Trainer:
                 signals(self._note),
                 torch._dynamo.config.patch(recompile_limit=GRAPHS),
             ):
+                self.preparing = True
                 for notice in self.notices:
                     self._event(log, live, notice)
                 if self.recipe.compile:
@@ -191,6 +192,8 @@ class Trainer:
                 if not self.step and self.validation is not None:  # what there is to gain
                     self._validate(log, live)
                 with self.batches() as stream, self._caching(log, live):
+                    if self.stop:
+                        raise Interrupted(self.stop)
                     batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
                     while self.step < self.length.steps:
                         self._advance(batches, log, live)
@@ -222,6 +225,7 @@ class Trainer:
             if self.world.size == 1:
                 self._save(log, live, must=False)
             raise
+        self.preparing = False
         last = self.step == self.length.steps
         if last or self.step % recipe.log_every == 0:
             self._log(log, live)
@@ -281,7 +285,9 @@ class Trainer:
         return bool(self.stop)
 
     def _note(self, number: int) -> None:
-        self.stop = number
+        first, self.stop = not self.stop, number
+        if self.preparing and first:  # to decode, ask and compile takes minutes, and nothing is learnt yet to be saved
+            raise Interrupted(number)
 
     # What it leaves behind
 

@@ -393,7 +393,7 @@ def _giga(flops: float) -> str:
 
 
 def _memory_table(plan: Plan) -> Table:
-    memory = plan.memory()
+    memory, maps = plan.memory(), plan.recipe.teacher.resident
     size, cores = max((size, cores) for size, cores, share in plan.cases() if share)
     about = {
         "weights": "float32",
@@ -403,13 +403,19 @@ def _memory_table(plan: Plan) -> Table:
         "ema": "running mean of the weights",
         "teacher": "weights, float32",
         "activations": f"about: {plan.recipe.batch} × {size} px with {cores} cores, as autograd keeps them",
-        "resident": "pictures, and what the teacher said of them" if plan.recipe.teacher.resident else "pictures",
+        "resident": "pictures, and what the teacher said of them" if maps and plan.teacher else "pictures",
     }
     table = _table("Memory of one process", "", "GiB", "")
     for name, count in memory._asdict().items():
         if count:
             table.add_row(name, f"{count / 2**30:,.3f}", about[name])
-    table.add_row("in all", f"{sum(memory) / 2**30:,.3f}", "the teacher's own pass and workspaces come on top")
+    more = ""
+    if plan.recipe.data.resident and plan.pictures is None:
+        more = "resident pictures (not counted), "
+    elif maps and not plan.teacher:
+        more = "resident maps (their width is not known), "
+    more += "the teacher's own pass and workspaces come on top"
+    table.add_row("in all", f"{sum(memory) / 2**30:,.3f}", more)
     if plan.recipe.parallel == "fsdp" and plan.world_size > 1:
         kept = sum(memory) - memory.teacher - memory.activations - memory.resident
         shared = sum(memory) - kept + kept // plan.world_size

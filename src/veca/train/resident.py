@@ -93,6 +93,7 @@ class Taught:
             )
         self.maps = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
+        # As the teacher has them: zeros, most of a CNN's map, are exact in eight bits, and so no mean is off by them.
         self.glimpses: Tensor | None = None
         columns = TextColumn("asking the teacher"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
@@ -105,7 +106,7 @@ class Taught:
                 self.cls[part] = found.cls
                 if second:
                     with torch.no_grad(), lessons.autocast():
-                        seen = self._like_cls(own.glimpse(pixels, zoom).permute(0, 2, 3, 1))
+                        seen = own.glimpse(pixels, zoom).permute(0, 2, 3, 1)
                     if self.glimpses is None:
                         self.glimpses = torch.empty(count, *seen.shape[1:], dtype=dtype, device=images.device)
                     self.glimpses[part] = _within(seen, dtype)
@@ -127,7 +128,7 @@ class Taught:
         if self.glimpses is not None:
             seen = _taken(self.glimpses, index).float()
             top, left = (side.float().mean(1) @ _areas(side, seen.shape[1]) for side in (down, across))
-            return Targets(torch.einsum("br,bc,brcd->bd", top, left, seen), patches)
+            return Targets(self._like_cls(torch.einsum("br,bc,brcd->bd", top, left, seen)), patches)
         cls = patches.mean(1, dtype=torch.float32)
         if self.standardized is not None:
             cls = self._like_cls(cls * self.standardized.deviations[1] + self.standardized.means[1])

@@ -14,8 +14,11 @@ IMPATIENT = 1.0
 """Seconds within which a signal is the same one: `timeout` and torchrun send it to a process and to its group."""
 
 
-class Interrupted(Exception):
-    """Asked to stop, and did: everything is saved."""
+class Interrupted(BaseException):
+    """Asked to stop, and did: everything is saved.
+
+    No `Exception`, as KeyboardInterrupt is none: whoever goes on after a bad picture shall not go on after this.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number

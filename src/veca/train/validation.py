@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import cast
 
 import torch
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
-from veca.train.data import Batch, Pictures, to_model_input, validation_batches
+from veca.train.data import Batch, DataError, Pictures, to_model_input, validation_batches
 from veca.train.objective import Losses, distillation_losses
 from veca.train.parallel import World, any_of, broadcast, share_again, sum_of
 from veca.train.recipe import Recipe
 from veca.train.tables import Grid
 
 STATISTICS_PICTURES = 1024
-"""At most so many training pictures make a teacher's statistics, where there are none for validation."""
+"""At most so many make a teacher's statistics, where training pictures are among them."""
+FEW_PICTURES = 256
+"""Fewer for validation do not make them alone: a channel that happens to be silent in all would be divided by next to
+nothing, and outweigh the others."""
 
 
 class Lessons:
@@ -51,14 +55,18 @@ class Lessons:
         return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
 
     def take_statistics(self, pictures: Pictures, validation: Pictures | None) -> None:
-        """Those a standardized teacher needs, over the validation pictures if there are any; alike in every process."""
+        """Those a standardized teacher needs, alike in every process: over the validation pictures, and training ones
+        where those are few.
+        """
         if not isinstance(self.teacher, Standardized):
             return
         resolution = self.recipe.grid()[0][0]
         side = resolution // self.patch_size
         if self.world.first:
-            found = self.centres(validation or pictures, resolution, self.recipe.batch, alone=True)
-            self.teacher.fit(found if validation else _some(found, STATISTICS_PICTURES), (side, side))
+            together, enough = self.at_once(resolution), validation is not None and len(validation) >= FEW_PICTURES
+            chosen = [validation] if enough else [validation, pictures]
+            found = chain.from_iterable(self.centres(p, resolution, together, alone=True) for p in chosen if p)
+            self.teacher.fit(found if enough else _some(found, STATISTICS_PICTURES), (side, side))
         broadcast([self.teacher.means, self.teacher.deviations], self.world)
 
     def centres(self, pictures: Pictures, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
@@ -97,7 +105,10 @@ def validate(model: Veca, lessons: Lessons, pictures: Pictures) -> Grid:
                     row += number * torch.stack(list(losses)).double()
                 count += number
             *totals, counted = sum_of([*sums.flatten().tolist(), float(count)], world)
-            means = torch.tensor(totals, dtype=torch.float64).view(sums.shape) / max(1.0, counted)
+            if not counted:  # a mean of nothing would be the best there is
+                why = "".join(f": {name}, {reason}" for name, reason in lessons.skipped[-1:])
+                raise DataError(f"data.validation: none of its {len(pictures):,} pictures can be used{why}")
+            means = torch.tensor(totals, dtype=torch.float64).view(sums.shape) / counted
             for budget, row in zip(budgets, means.tolist(), strict=True):
                 found[resolution, budget] = dict(zip(Losses._fields, row, strict=True))
     finally:
