@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = [ROOT / name for name in ("RESULTS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 CARDS = sorted((ROOT / "src/veca/weights").glob("*/README.md"))
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").iterdir())
 BLOCKS = [(page, block) for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
