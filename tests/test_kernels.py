@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -314,6 +316,17 @@ def check_operator(device: str, dtype: torch.dtype, case: Case) -> None:
 @interpreted
 def test_operators_keep_to_the_rules() -> None:
     check_operator("cpu", torch.float32, Case(8, 2, (1, 3), 32, heads=1))
+
+
+def test_graphs_compiled_with_other_kernels_are_not_found(tmp_path: Path) -> None:
+    """Torch's cache on disk does not look into operators: what is in them must be in its key."""
+    here = Path(ops.__file__).parent
+    assert torch.compiler.config.cache_key_tag.endswith(f"veca-{ops.source_digest(here)}")
+    shutil.copytree(here, tmp_path / "kernels")
+    assert ops.source_digest(tmp_path / "kernels") == ops.source_digest(here)
+    with open(tmp_path / "kernels" / "swiglu.py", "a") as file:
+        file.write("# another\n")
+    assert ops.source_digest(tmp_path / "kernels") != ops.source_digest(here)
 
 
 @interpreted

@@ -9,13 +9,16 @@ Shapes are those of `veca.kernels.core_attention`.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -31,6 +34,19 @@ ROW = 8
 """Rows of pixels are filled up to multiples of so many numbers: whole 16 bytes, as the copy engine wants them."""
 CAPABILITY = (8, 0)
 """The oldest NVIDIA architecture with bfloat16 products: Ampere."""
+
+
+def source_digest(folder: Path) -> str:
+    """A hash of the kernels and of how they are launched."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# Compiled graphs are kept on disk. torch looks them up without looking into our operators, so that those of another
+# version would be run with its kernels.
+torch.compiler.config.cache_key_tag += f"veca-{source_digest(Path(__file__).parent)}"
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
