@@ -31,7 +31,7 @@ from fsspec.implementations.memory import MemoryFile
 from PIL import Image
 from safetensors import safe_open
 
-from veca import Veca, VecaConfig, images, sources
+from veca import Veca, VecaConfig, images, parts, sources
 from veca import embed as engine
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, embed
 from veca.features import WRITERS
@@ -51,7 +51,7 @@ def _model(seed: int = 0) -> Veca:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(engine, "_PART_PICTURES", 4)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
 
 
 def picture(seed: int = 0, width: int = 48, height: int = 32) -> Image.Image:
@@ -569,7 +569,7 @@ def counted(real, calls: int):
 
 def interrupted(photos, out, model, settings=SETTINGS, batches: int = 5, **options) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "normalize", counted(engine.normalize, batches))
+        patch.setattr(parts, "normalize", counted(parts.normalize, batches))
         with pytest.raises(Stop):
             go(photos, out, model, settings, **options)
 
@@ -592,7 +592,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model,
 @pytest.mark.parametrize("save_dtype", ["float32", "float16"])
 @pytest.mark.parametrize("batches", [1, 2, 4])
 def test_a_stopped_run_keeps_its_whole_batches(photos, tmp_path, model, monkeypatch, batches, save_dtype):
-    monkeypatch.setattr(engine, "_PART_PICTURES", 1000)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
     settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
     go(photos, tmp_path / "whole.parquet", model, settings)
     interrupted(photos, tmp_path / "f.parquet", model, settings, batches)
@@ -605,7 +605,7 @@ def test_a_stopped_run_keeps_its_whole_batches(photos, tmp_path, model, monkeypa
 
 
 def test_a_run_is_kept_from_time_to_time(photos, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(engine, "_PART_PICTURES", 1000)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
     monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(pq, "write_table", counted(pq.write_table, 2))  # the third, and the one at the end, come too late
@@ -621,8 +621,8 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
     out = tmp_path / f"f{suffix}"
     with pytest.MonkeyPatch.context() as patch:
         if written:
-            real = engine._Parts._clear
-            patch.setattr(engine._Parts, "_clear", lambda parts: counted(real, not out.exists())(parts))
+            real = parts.Parts._clear
+            patch.setattr(parts.Parts, "_clear", lambda kept: counted(real, not out.exists())(kept))
         else:
             patch.setattr(pq, "ParquetFile", counted(pq.ParquetFile, 2))
         with pytest.raises(Stop):
@@ -636,11 +636,10 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
 
 SCRIPT = """
 import sys, time, torch
-from veca import Veca, VecaConfig, sources
-from veca import embed as engine
+from veca import Veca, VecaConfig, parts, sources
 from veca.embed import EmbedSettings, embed
 
-engine._PART_PICTURES = 4
+parts._PART_PICTURES = 4
 torch.set_num_threads(1)
 real = sources.open_image
 def slow(*args, **kwargs):
@@ -805,7 +804,7 @@ def test_a_folder_is_not_replaced(photos, tmp_path, model):
 
 
 def test_workers_end_with_the_run(photos, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(engine, "normalize", counted(engine.normalize, 1))
+    monkeypatch.setattr(parts, "normalize", counted(parts.normalize, 1))
     with pytest.raises(Stop) as stopped:
         go(photos, tmp_path / "f.parquet", model, workers=2)
     assert stopped.traceback  # which refers to the frames, and they to the processes
@@ -823,8 +822,8 @@ def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
     for i in range(8):
         (tmp_path / f"{i}.png").write_bytes(encoded(i, 192, 48))
     seen = []
-    real = engine.normalize
-    monkeypatch.setattr(engine, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
+    real = parts.normalize
+    monkeypatch.setattr(parts, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
     go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=48, batch=8, fit="keep"))
     assert seen == [2, 2, 2, 2]
 
@@ -832,16 +831,16 @@ def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
 def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
     for i in range(12):
         (tmp_path / f"{i:02}.png").write_bytes(encoded(i, 64 + 16 * i, 64))
-    monkeypatch.setattr(engine, "_PART_PICTURES", 64)
-    monkeypatch.setattr(engine, "_PART_BYTES", 1000)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 64)
+    monkeypatch.setattr(parts, "_PART_BYTES", 1000)
     waiting = []
-    real = engine.Part.add
+    real = parts.Part.add
 
     def add(part, record):
         real(part, record)
         waiting.append(sum(pixels.nbytes for group in part._waiting.values() for _, pixels in group))
 
-    monkeypatch.setattr(engine.Part, "add", add)
+    monkeypatch.setattr(parts.Part, "add", add)
     assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
     assert 3 * 14 * 64**2 < max(waiting) <= 3 * 16 * 64**2
     assert waiting.count(0) == 1
@@ -851,7 +850,7 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
-    part = engine.Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
+    part = parts.Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
     with sources.decoded(sources.expand(str(tmp_path / "a.png")), 32, "crop", images.MAX_PIXELS, 0) as records:
         part.add(next(records))
     kept = part._features["cls"][0]
@@ -861,7 +860,7 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
 
 @pytest.mark.parametrize("kind", ["folders", "shard"])
 def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path, model, monkeypatch, kind):
-    monkeypatch.setattr(engine, "_PART_PICTURES", 64)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 64)
     settings, data = EmbedSettings(cores=8, size=32, batch=32), encoded(0, 32, 32)
 
     def sources(n: int) -> Path:

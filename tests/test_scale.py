@@ -24,9 +24,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import veca
-from veca import Veca, VecaConfig, scale, sources
+from veca import Veca, VecaConfig, parts, scale, sources
 from veca import embed as engine
 from veca.cli import app
+from veca.cluster import Slots
 from veca.embed import EmbedError, EmbedSettings, embed
 from veca.scale import embed_on_ray
 from veca.sources import Item, files_of
@@ -80,8 +81,8 @@ def at_hand(
 ) -> dict[str, Any]:
     """The plan of a run, and a worker in this process."""
     about = engine.describe(model, name, settings, torch.device("cpu"))
-    most = engine.Part(model, settings, torch.device("cpu")).most
-    slots = scale._Slots(1, "cpu", 0)
+    most = parts.Part(model, settings, torch.device("cpu")).most
+    slots = Slots(1, "cpu", 0)
     job = scale._Job(str(out), os.getcwd(), about, settings, model.config.to_dict(), slots, None, most)
     worker = scale._Embedder(job, [], None)
     worker.model = model
@@ -90,8 +91,8 @@ def at_hand(
 
 @pytest.mark.parametrize("partition", [1, 8])
 def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, monkeypatch, partition):
-    monkeypatch.setattr(engine, "_PART_PICTURES", 4)
-    monkeypatch.setattr(engine, "_PART_BYTES", 12_000)  # so that large pictures fill a part before its time
+    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
+    monkeypatch.setattr(parts, "_PART_BYTES", 12_000)  # so that large pictures fill a part before its time
     settings = EmbedSettings(cores=8, size=48, batch=2, dense=True, fit="keep", save_dtype="float16")
     inputs = [inputs[0], inputs[1].replace("0*", "0[01]"), inputs[2].replace("1*", "11"), inputs[3]]
     embed(inputs, tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
@@ -106,8 +107,8 @@ def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, m
 
 def test_pictures_of_two_shards_never_share_a_batch(inputs, tmp_path, model, monkeypatch):
     seen = []
-    real = engine.normalize
-    monkeypatch.setattr(engine, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
+    real = parts.normalize
+    monkeypatch.setattr(parts, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
     settings = EmbedSettings(cores=8, size=48, batch=5)
     embed(inputs[1], tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
     assert seen == [5, 4] * 10
@@ -170,7 +171,7 @@ class Killer(threading.Thread):
 
 
 def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(engine, "_PART_PICTURES", 4)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
     plain, out = tmp_path / "plain.parquet", tmp_path / "out"
     weights = tmp_path / "weights"
     veca.save(model, weights)

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,25 +31,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from veca.cluster import Slots, find_slots, quiet, session
 from veca.config import VecaConfig
-from veca.embed import (
-    EmbedError,
-    EmbedReport,
-    EmbedSettings,
-    Part,
-    check,
-    cut,
-    describe,
-    describe_inputs,
-    listed,
-    progress_line,
-    ready,
-    same_job,
-    write_failures,
-)
+from veca.embed import EmbedReport, check, describe, describe_inputs, listed, progress_line, ready
 from veca.features import PARQUET, feature_schema
 from veca.files import atomic_path
 from veca.model import Veca
+from veca.parts import EmbedError, EmbedSettings, Part, cut, same_job, write_failures
 from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
 
 Engine = Literal["plain", "ray"]
@@ -92,8 +77,8 @@ def embed_on_ray(
     if partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
     folder = _Folder(out if is_remote(out) else os.path.abspath(out))
-    with _session(address):
-        slots = _slots(device, workers)
+    with session(address):
+        slots = find_slots(device, workers)
         about = describe(model, model_name, settings, torch.device(slots.device))
         most = Part(model, settings, torch.device("cpu")).most
         partition = max(1, partition // most) * most  # parts are never divided
@@ -133,30 +118,6 @@ def _plan(sources: list[str], size: int) -> Iterator[_Partition]:
         yield _Partition.of(pictures)
 
 
-class _Slots(NamedTuple):
-    """Where models run: how many, on what, with how many decoding processes each."""
-
-    models: int
-    device: str
-    workers: int
-
-
-def _slots(device: str | torch.device | None, workers: int | None) -> _Slots:
-    import ray
-
-    have = ray.cluster_resources()
-    cpus, gpus = int(have.get("CPU", 0)), int(have.get("GPU", 0))
-    kind = torch.device(device).type if device is not None else "cuda" if gpus else "cpu"
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not gpus):
-        raise EmbedError(f"device {str(device)!r}: the cluster has {cpus} CPUs and {gpus} GPUs; choose cpu or cuda")
-    if workers is None:
-        workers = max(1, cpus // gpus) if kind == "cuda" else 0
-    count = gpus if kind == "cuda" else cpus // max(1, workers)
-    if not count or cpus < workers:
-        raise EmbedError(f"workers={workers}: the cluster has {cpus} CPUs; ask for no more, or wait for its machines")
-    return _Slots(count, kind, workers)
-
-
 @dataclass(frozen=True)
 class _Job:
     """What a worker has to know, beside the weights."""
@@ -166,7 +127,7 @@ class _Job:
     about: dict[str, Any]
     settings: EmbedSettings
     config: dict[str, Any]
-    slots: _Slots
+    slots: Slots
     column: str | None
     most: int
 
@@ -274,7 +235,7 @@ def _run(plan: list[_Partition], job: _Job, weights: NDArray[np.uint8], progress
     ]
     slots, done = job.slots, dict[int, _Done]()
     with (
-        _quiet(),
+        quiet(),
         progress_line(
             "{task.completed}/{task.total} partitions", "{task.fields[pictures]} pictures", shown=progress
         ) as bar,
@@ -454,69 +415,3 @@ def _changed(folder: _Folder) -> EmbedError:
         f"the inputs have changed: {folder.address} holds partitions of other pictures. Restore them, or start anew "
         "with --overwrite (overwrite=True)"
     )
-
-
-@contextmanager
-def _session(address: str | None) -> Iterator[None]:
-    """A connection to Ray; one that is there is used, and left."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise EmbedError(
-            f"--engine ray needs {error.name}, which is not installed: pip install 'veca[scale]'"
-        ) from error
-    if ray.is_initialized():
-        yield
-        return
-    if address is not None:
-        _reach(address)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise EmbedError(f"Ray cannot be had at {address or 'this machine'}: {reason}") from error
-        yield
-    finally:
-        ray.shutdown()
-        if threading.current_thread() is threading.main_thread():  # Ray put its own there, and leaves it
-            signal.signal(signal.SIGTERM, before)
-
-
-def _reach(address: str) -> None:
-    """Ray itself would try for a minute."""
-    if address.startswith("ray://"):
-        raise EmbedError(
-            f"--address {address}: Ray Data does not run through a Ray Client. Start this on a machine of the cluster "
-            "with --address auto, or hand it in: ray job submit --address http://HEAD:8265 -- veca embed …"
-        )
-    if address in ("auto", "local"):
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise EmbedError(f"--address {address}: must be HOST:PORT, auto (a cluster on this machine) or local")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise EmbedError(
-            f"--address {address}: nothing answers there ({error}). `ray start --head --port {port}` on {host} starts "
-            "a cluster; `ray status` there shows one"
-        ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray Data without its bars and messages."""
-    import ray
-
-    context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
-    bars, level = context.enable_progress_bars, logger.level
-    context.enable_progress_bars = False
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        context.enable_progress_bars = bars
-        logger.setLevel(level)

@@ -1,0 +1,346 @@
+"""The parts of a run: pictures as they become features, and the folder that keeps what is finished.
+
+What a part holds follows from the settings and the order of the pictures alone, and none holds pictures of two shards.
+So a continued run, or one that many machines share (`veca.scale`), forms the same batches and gives the same bits as
+one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from veca.features import PARQUET, WRITERS, feature_schema
+from veca.files import atomic_path
+from veca.images import MAX_PIXELS, Fit, normalize
+from veca.model import Veca
+from veca.sources import Item, Record
+
+Precision = Literal["float32", "bfloat16", "float16"]
+SaveDtype = Literal["float32", "float16"]
+
+_PART_BYTES = 256 << 20
+_PART_PICTURES = 1024
+
+
+class EmbedError(ValueError):
+    """A run that cannot start, go on or end: the message says why and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedSettings:
+    """Everything beside the model and the pictures that the numbers depend on."""
+
+    cores: int | None = None
+    """Budget; None: all the model has."""
+    size: int = 512
+    """Side in pixels, as `veca.images.fit_image` takes it."""
+    fit: Fit = "crop"
+    dense: bool = False
+    """Save the patches."""
+    with_global: bool = True
+    """Save the global feature."""
+    batch: int = 32
+    """Pictures of size × size per step; of larger ones, as many as have no more pixels together."""
+    precision: Precision = "float32"
+    """Of the computation: other than float32, autocast."""
+    save_dtype: SaveDtype = "float32"
+    max_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        for name in ("size", "batch", "max_pixels"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise EmbedError(f"{name}={value!r}: must be an integer, at least 1")
+        for name, kind in (("fit", Fit), ("precision", Precision), ("save_dtype", SaveDtype)):
+            known = get_args(kind)
+            if (value := getattr(self, name)) not in known:
+                raise EmbedError(f"{name}={value!r}: must be one of {', '.join(known)}")
+        if not self.dense and not self.with_global:
+            raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
+
+
+class Part:
+    """Pictures on their way to one file of features, in input order. Batches take them as they come, by shape."""
+
+    def __init__(self, model: Veca, settings: EmbedSettings, device: torch.device) -> None:
+        self.model, self.settings, self.device = model, settings, device
+        self.names: list[str] = []
+        self.rows: list[tuple[str, int, int, int, int, int | None]] = []
+        self.failures: list[tuple[str, str]] = []
+        self._features: dict[str, dict[int, NDArray[Any]]] = {"cls": {}, "patches": {}}
+        self._waiting: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
+        self._waiting_bytes = self._feature_bytes = 0
+        self.settled = (0, 0)
+        """Of names and rows, how many there were when last no picture waited for its batch."""
+        picture = self._bytes_of(settings.size, settings.size)
+        self._most_bytes = max(_PART_BYTES, settings.batch * picture)
+        self.most = max(1, min(_PART_PICTURES, self._most_bytes // picture) // settings.batch) * settings.batch
+
+    def _bytes_of(self, height: int, width: int) -> int:
+        """Size of the features of a picture."""
+        s, config = self.settings, self.model.config
+        vectors = s.with_global + s.dense * (height * width // config.patch_size**2)
+        return vectors * config.num_features * np.dtype(s.save_dtype).itemsize
+
+    @property
+    def full(self) -> bool:
+        """Whether pictures larger than size × size have filled it before it had `most` of them."""
+        return self._feature_bytes > self._most_bytes
+
+    def add(self, record: Record) -> None:
+        self._add(record)
+        if not self._waiting:
+            self.settled = (len(self.names), len(self.rows))
+
+    def restore(self, names: list[str], failures: Iterable[Sequence[str]], table: pa.Table) -> None:
+        """Begin with what another part had settled."""
+        patch = self.model.config.patch_size
+        columns: list[list[Any]] = [table[i].to_pylist() for i in range(6)]
+        self.names, self.rows = names, list(zip(*columns, strict=True))
+        self.failures = [(name, error) for name, error in failures]
+        self._feature_bytes = sum(self._bytes_of(row[3] * patch, row[4] * patch) for row in self.rows)
+        for name in table.schema.names[6:]:
+            self._features[name] = {i: row.values.to_numpy() for i, row in enumerate(table[name])}
+        self.settled = (len(self.names), len(self.rows))
+
+    def _add(self, record: Record) -> None:
+        self.names.append(record.name)
+        if record.pixels is None:
+            self.failures.append((record.name, record.error))
+            return
+        height, width = shape = record.pixels.shape[1:]
+        s, patch, area = self.settings, self.model.config.patch_size, self.settings.batch * self.settings.size**2
+        group = self._waiting.setdefault(shape, [])
+        group.append((len(self.rows), record.pixels))
+        self.rows.append((record.name, *record.size, height // patch, width // patch, s.cores))
+        self._waiting_bytes += record.pixels.nbytes
+        self._feature_bytes += self._bytes_of(height, width)
+        if len(group) >= min(s.batch, max(1, area // (height * width))):
+            self._embed(shape)
+        elif self._waiting_bytes > max(_PART_BYTES, 3 * area):
+            self._embed(*self._waiting)
+
+    def _embed(self, *shapes: tuple[int, int]) -> None:
+        s = self.settings
+        precision = torch.autocast(self.device.type, getattr(torch, s.precision), enabled=s.precision != "float32")
+        for group in map(self._waiting.pop, shapes):
+            pixels = torch.from_numpy(np.stack([pixels for _, pixels in group]))
+            self._waiting_bytes -= pixels.nbytes
+            with torch.inference_mode(), precision:
+                output = self.model(normalize(pixels.to(self.device)), cores=s.cores, cls_only=not s.dense)
+            for name, wanted in (("cls", s.with_global), ("patches", s.dense)):
+                if wanted:
+                    # A copy always: a view of one token would keep all tokens in memory.
+                    features = getattr(output, name).to("cpu", getattr(torch, s.save_dtype), copy=True)
+                    indices = (index for index, _ in group)
+                    self._features[name].update(zip(indices, features.flatten(1).numpy(), strict=True))
+
+    def table(self, schema: pa.Schema, count: int | None = None) -> pa.Table:
+        """All rows, or the first `count`, which must be settled."""
+        if count is None:
+            self._embed(*self._waiting)
+            count = len(self.rows)
+        columns: dict[str, Any] = {n: [row[i] for row in self.rows[:count]] for i, n in enumerate(schema.names[:6])}
+        for name in schema.names[6:]:
+            rows = [np.empty(0, self.settings.save_dtype), *(self._features[name][i] for i in range(count))]
+            ends, values = pa.array(np.cumsum([row.size for row in rows])), pa.array(np.concatenate(rows))
+            columns[name] = pa.LargeListArray.from_arrays(ends, values).cast(schema.field(name).type)
+        return pa.table(columns, schema)
+
+
+def cut(
+    records: Iterable[Record], new_part: Callable[[], Part], most: int, begun: Part | None = None
+) -> Iterator[Part]:
+    """The records as parts: one ends with every `most`-th picture of a shard or a run of files, or when it is full.
+
+    The first of them go to the part that was `begun`, if there is one.
+    """
+    part = begun or new_part()
+    for record in records:
+        if part.names and record.number == 0:
+            yield part
+            part = new_part()
+        part.add(record)
+        if part.full or (record.number + 1) % most == 0:
+            yield part
+            part = new_part()
+    if part.names:
+        yield part
+
+
+class Parts:
+    """The finished parts of a run, in a folder beside `out`, and what they become.
+
+    Each part knows the totals up to its end and a digest of all names so far, so the last tells where to go on.
+    """
+
+    def __init__(self, out: Path, settings: EmbedSettings, about: dict[str, Any], inputs: str) -> None:
+        self.out, self.about = out, about
+        self.folder = out.with_name(f"{out.name}.parts")
+        self.job = {**about, "inputs": inputs}
+        self.schema = feature_schema(about["dim"], settings.save_dtype, settings.with_global, settings.dense)
+        self.count = self.items = self.pictures = self.failed = self.resumed = self.rows = 0
+        self.digest = self.last = ""
+        self.begun = self.folder / "begun.parquet"
+        self.names: list[str] = []
+        """What `begun` holds of the part at hand, and `rows` how many of them are pictures."""
+        self.kept_at = time.monotonic()
+
+    @property
+    def unfinished(self) -> bool:
+        return (self.folder / "job.json").exists() and (self._file(0).exists() or self.begun.exists())
+
+    @property
+    def kept(self) -> str:
+        done = self.pictures + self.rows
+        return f"{done:,} finished pictures are kept in {self.folder}; the same call continues after them."
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f"{index:06d}.parquet"
+
+    def _state(self, file: Path) -> dict[str, Any]:
+        try:
+            return dict(json.loads(pq.read_schema(file).metadata[b"veca"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise EmbedError(f"{file} is damaged ({error}); start anew with --overwrite") from error
+
+    def resume(self, overwrite: bool) -> None:
+        """Take over the parts of an earlier run of the same job; refuse those of another."""
+        old = None
+        with suppress(OSError, ValueError):
+            old = json.loads((self.folder / "job.json").read_text())
+        if overwrite or old is None or not self.unfinished:
+            self._clear()
+            with atomic_path(self.folder / "job.json") as path:
+                path.write_text(json.dumps(self.job, indent=2))
+            return
+        same_job(self.folder, old, self.job)
+        while self._file(self.count).exists():
+            self.count += 1
+        if self.count:
+            state = self._state(self._file(self.count - 1))
+            self.items, self.pictures, self.failed = state["items"], state["pictures"], state["failed"]
+            self.digest = state["digest"]
+        if self.begun.exists() and (state := self._state(self.begun))["part"] == self.count:
+            self.names = state["names"]
+            self.rows = len(self.names) - len(state["failures"])
+        self.resumed = self.items + len(self.names)
+
+    def _follow(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.digest = hashlib.sha256(f"{self.digest}{name}".encode()).hexdigest()
+
+    def skip(self, items: Iterator[Item]) -> None:
+        """Pass over what is done, if it is still the same."""
+        expected, self.digest = self.digest, ""
+        self._follow(item.name for item in islice(items, self.items))
+        if self.digest != expected or [item.name for item in islice(items, len(self.names))] != self.names:
+            raise EmbedError(
+                f"the inputs have changed: their first {self.resumed:,} pictures are not those already embedded in "
+                f"{self.folder}. Restore them, or start anew with --overwrite (overwrite=True)"
+            )
+
+    def restore(self, part: Part) -> None:
+        """What an earlier run had of the part at hand."""
+        if self.names:
+            with pq.ParquetFile(self.begun) as file:
+                part.restore(list(self.names), self._state(self.begun)["failures"], file.read())
+
+    def keep(self, part: Part) -> None:
+        """The part at hand, as far as it is settled."""
+        self.kept_at, (names, rows) = time.monotonic(), part.settled
+        if not rows or names <= len(self.names):
+            return
+        state = {"part": self.count, "names": part.names[:names], "failures": part.failures[: names - rows]}
+        table = part.table(self.schema, rows).replace_schema_metadata({"veca": json.dumps(state)})
+        with atomic_path(self.begun) as path:
+            pq.write_table(table, path, **PARQUET)
+        self.names, self.rows = part.names[:names], rows
+
+    def store(self, part: Part) -> None:
+        self._follow(part.names)
+        table, pictures, failed = part.table(self.schema), len(part.rows), len(part.failures)
+        totals = (self.items + pictures + failed, self.pictures + pictures, self.failed + failed)
+        state: dict[str, Any] = dict(zip(("items", "pictures", "failed"), totals, strict=True))
+        state |= {"digest": self.digest, "failures": part.failures}
+        with atomic_path(self._file(self.count)) as path:
+            pq.write_table(table.replace_schema_metadata({"veca": json.dumps(state)}), path, **PARQUET)
+        self.count += 1
+        self.items, self.pictures, self.failed = totals
+        self.names, self.rows = [], 0
+
+    def merge(self) -> None:
+        """The parts as one file, and nothing else left; whenever it stops, doing it again gives the same."""
+        failures = self.out.with_name(f"{self.out.name}.failures.csv")
+        files = [self._file(index) for index in range(self.count)]
+        if self.failed:
+            with atomic_path(failures) as path:
+                write_failures(path, (self._state(file)["failures"] for file in files))
+        else:
+            failures.unlink(missing_ok=True)
+        with atomic_path(self.out) as path:
+            WRITERS[self.out.suffix](path, files, self.schema, self.about)
+        self._clear()
+        with suppress(OSError):  # not empty, if someone keeps a file of their own in it
+            (self.folder / "lock").unlink()
+            self.folder.rmdir()
+
+    def _clear(self) -> None:
+        # The description goes first: parts without one are no run to continue.
+        (self.folder / "job.json").unlink(missing_ok=True)
+        temporary = self.out.parent.glob(f".{glob.escape(self.out.name)}.*.part")
+        for file in chain(self.folder.glob("[0-9]*.parquet"), self.folder.glob(".*.part"), temporary):
+            file.unlink()
+        self.begun.unlink(missing_ok=True)
+
+
+def same_job(folder: object, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse to continue a run by another."""
+    pairs = {key: (old.get(key), new.get(key)) for key in new | old}
+    changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
+    if changed:
+        raise EmbedError(
+            f"{folder} holds an unfinished run that differs: {'; '.join(changed)}. "
+            "Repeat that run to finish it, or start anew with --overwrite (overwrite=True)"
+        )
+
+
+def write_failures(path: Path, parts: Iterable[Iterable[Sequence[str]]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(("path", "error"))
+        for failures in parts:
+            rows.writerows(failures)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One run at a time; the system takes the lock from a process that dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "wb") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise EmbedError(f"another run is at work in {folder}; wait for it, or choose another name") from None
+            except OSError:
+                pass  # a file system without locks
+        yield
