@@ -36,6 +36,7 @@ from runs import (
 
 from veca.train import checkpoints
 from veca.train.checkpoints import DamagedError, listed
+from veca.train.loop import Trainer
 from veca.train.recipe import RecipeError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up in /proc")
@@ -189,10 +190,14 @@ def test_between_two_rows_of_the_log(place: Place, tmp_path: Path, standardize: 
         assert not any("statistics" in text for text in said)
 
 
-def test_a_run_that_is_over_stays_as_it_is(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_over_stays_as_it_is(
+    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = copy_run(alone, tmp_path / "run")
-    train(place.recipe(checkpoints__keep=99), folder)
+    monkeypatch.setattr(Trainer, "batches", lambda self: pytest.fail("no picture is needed any more"))
+    said = train(place.recipe(checkpoints__keep=99), folder)
     assert_same_run(folder, alone)
+    assert any(text.startswith("All 32 steps are done") for text in said)
 
 
 # Damaged

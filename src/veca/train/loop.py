@@ -187,16 +187,10 @@ class Trainer:
                 self.preparing = True
                 for notice in self.notices:
                     self._event(log, live, notice)
-                if self.recipe.compile:
-                    self.say("The first steps compile the model, which takes a minute or so.")
-                if not self.step and self.validation is not None:  # what there is to gain
-                    self._validate(log, live)
-                with self.batches() as stream, self._caching(log, live):
-                    if self.stop:
-                        raise Interrupted(self.stop)
-                    batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
-                    while self.step < self.length.steps:
-                        self._advance(batches, log, live)
+                if self.step < self.length.steps:
+                    self._train(log, live)
+                else:
+                    self.say(f"All {self.step:,} steps are done: the model and the report are written again.")
         except torch.OutOfMemoryError as error:
             self._report_end()
             raise TrainingError(self._no_room(error)) from error
@@ -204,6 +198,18 @@ class Trainer:
             self._report_end()
             raise
         return self._finish()
+
+    def _train(self, log: RunLog | None, live: LiveLine | None) -> None:
+        if self.recipe.compile:
+            self.say("The first steps compile the model, which takes a minute or so.")
+        if not self.step and self.validation is not None:  # what there is to gain
+            self._validate(log, live)
+        with self.batches() as stream, self._caching(log, live):
+            if self.stop:
+                raise Interrupted(self.stop)
+            batches = iter(stream) if self.cache is None else self.cache.ahead(iter(stream))
+            while self.step < self.length.steps:
+                self._advance(batches, log, live)
 
     def _no_room(self, error: torch.OutOfMemoryError) -> str:
         recipe, (budget, resolution) = self.recipe, self.draws(self.step)
