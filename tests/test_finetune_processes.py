@@ -13,9 +13,11 @@ import pytest
 import torch
 from conftest import make_tiny
 from PIL import Image
-from runs import finish, reached, start_all, table, tensors, wait_for
+from runs import Process, finish, reached, start_all, table, tensors, wait_for
+from typer.testing import CliRunner
 
 import veca
+from veca.cli import app
 from veca.train.checkpoints import listed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -57,10 +59,20 @@ CLASSIFY = "--batch", 4, "--epochs", 2, "--set", "augment=trivial", "--set", "mi
 SEGMENT = "--batch", 2, "--epochs", 2, "--set", "augment=colour"  # 12 steps: one picture for each process
 
 
+def in_one(arguments: list[object]) -> None:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.exception
+
+
+def in_two(arguments: list[object], folder: Path) -> list[Process]:
+    run = start_all(arguments, folder, 2)
+    assert finish(run) == [0, 0], [process.text() for process in run]
+    return run
+
+
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Path:
-    """A run of one process."""
-    assert finish(start_all(command(place, "classify", place / "alone", *CLASSIFY), place / "alone", 1)) == [0]
+    in_one(command(place, "classify", place / "alone", *CLASSIFY))
     return place / "alone"
 
 
@@ -86,8 +98,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 def test_classes(place: Path, alone: Path, tmp_path: Path) -> None:
-    run = start_all(command(place, "classify", tmp_path / "run", *CLASSIFY), tmp_path / "run", 2)
-    assert finish(run) == [0, 0], [process.text() for process in run]
+    run = in_two(command(place, "classify", tmp_path / "run", *CLASSIFY), tmp_path / "run")
     assert_same_run(tmp_path / "run", alone)
     said = [[word in process.text() for word in ("val at step", "Report: ")] for process in run]
     assert said == [[True, True], [False, False]], "the first speaks for all"
@@ -95,9 +106,8 @@ def test_classes(place: Path, alone: Path, tmp_path: Path) -> None:
 
 def test_pixels(place: Path, tmp_path: Path) -> None:
     """A mean over the pixels that count in both processes, of which one has more, and sometimes no picture at all."""
-    for count, name in ((1, "one"), (2, "two")):
-        run = start_all(command(place, "segment", tmp_path / name, *SEGMENT), tmp_path / name, count)
-        assert finish(run) == [0] * count, [process.text() for process in run]
+    in_one(command(place, "segment", tmp_path / "one", *SEGMENT))
+    in_two(command(place, "segment", tmp_path / "two", *SEGMENT), tmp_path / "two")
     assert_same_run(tmp_path / "two", tmp_path / "one")
     assert json.loads((tmp_path / "two/result.json").read_text())["problems"]
 
@@ -110,7 +120,7 @@ def test_stopped_and_continued_by_one(place: Path, alone: Path, tmp_path: Path) 
     assert finish(run) == [143, 143], [process.text() for process in run]
     assert ["Stopped, and saved" in process.text() for process in run] == [True, False]
     assert 4 < reached(folder) < 12
-    assert finish(start_all(command(place, "classify", folder, *CLASSIFY), folder, 1)) == [0]
+    in_one(command(place, "classify", folder, *CLASSIFY))
     assert_same_run(folder, alone)
 
 
@@ -118,8 +128,7 @@ def test_killed_and_continued_by_two(place: Path, alone: Path, tmp_path: Path) -
     folder = shutil.copytree(alone, tmp_path / "run")
     shutil.rmtree(listed(folder / "checkpoints")[-1])  # as if it had been killed before it was written
     (folder / "result.json").unlink()
-    run = start_all(command(place, "classify", folder, *CLASSIFY), folder, 2)
-    assert finish(run) == [0, 0], [process.text() for process in run]
+    in_two(command(place, "classify", folder, *CLASSIFY), folder)
     assert "resumed: from step 8" in (folder / "events.txt").read_text()
     assert_same_run(folder, alone)
 

@@ -169,7 +169,7 @@ class Tuner:
                     for batch in self.task.training(self.step, self.steps, self.world.rank, self.world.size):
                         self._advance(batch, log, live)
                 except (RuntimeError, ValueError):
-                    if self.stop:  # a signal to all processes ends those that decode at once
+                    if self.stop:  # a signal to all processes ends those that decode, when they have just been started
                         raise Interrupted(self.stop) from None
                     raise
             return self._finish(log)
