@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 import veca
 from veca.cli import app
 from veca.train.checkpoints import listed
+from veca.tune.run import finetune
+from veca.tune.settings import ClassifySettings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
@@ -139,3 +141,9 @@ def test_a_batch_that_cannot_be_shared(place: Path, tmp_path: Path) -> None:
     assert finish(run) == [1, 1]
     assert "batch=5: must be a multiple of 2, the number of processes" in run[0].text()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="device 'cuda:1' for 2 processes: each takes its own, so name cpu"):
+        finetune("no model", "no data", Path("run"), ClassifySettings(), device="cuda:1")
