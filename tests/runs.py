@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +191,16 @@ class Process:
 def start(
     recipe: Recipe, folder: Path, processes: int = 1, before: Callable[[], object] | None = None
 ) -> list[Process]:
-    """`veca distill` in so many processes, as torchrun would start them."""
+    """`veca distill` in so many processes."""
     file = folder.with_suffix(".yaml")
     file.write_text(recipe.to_yaml())
+    return start_all(["distill", file, "--out", folder, "--device", "cpu"], folder, processes, before)
+
+
+def start_all(
+    arguments: Sequence[object], folder: Path, processes: int, before: Callable[[], object] | None = None
+) -> list[Process]:
+    """`veca ARGUMENTS` in so many processes, as torchrun would start them; what each says is beside the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -201,7 +208,6 @@ def start(
     for rank in range(processes):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        arguments = "distill", file, "--out", folder, "--device", "cpu"
         log = folder.with_suffix(f".{rank}.log")
         started.append(Process(*arguments, log=log, environment=environment, before=before if rank == 0 else None))
     return started

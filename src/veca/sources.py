@@ -455,3 +455,9 @@ def as_is(record: Any) -> Any:
 def init_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process gets it too, and ends its workers
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+
+
+def init_steady_worker(number: int) -> None:
+    init_worker(number)
+    # torchrun and timeout send it to all processes: those that train finish their step first, and need pictures for it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -58,24 +58,28 @@ class DenseData:
     def ignore(self) -> int:
         return IGNORE if self.data.ignore is None else self.data.ignore
 
-    def training(self, steps: int, start: int = 0) -> Iterator[Labelled]:
-        """Batches of random squares from step `start` to `steps`; each follows from the seed and its step alone."""
+    def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+        """Batches of random squares from step `start` to `steps`; each follows from the seed and its step alone.
+
+        Of `size` processes each has its share of a batch, in which there may be no picture that can be read.
+        """
         split = self.data.splits["train"]
         fill = 0 if self.data.task == "depth" else self.ignore
         squares = _Squares(split, self.side, self.data.depth, fill, self.seed, self.scales)
-        order = shuffled(len(split), self.batch, range(start, steps), self.seed)
+        order = shuffled(len(split), self.batch, range(start, steps), self.seed, rank, size)
         with decoding(squares, order, self.workers) as batches:
             for found in batches:
                 good = self._good("train", found)
-                if not good:
+                if not good and size == 1:
                     raise PictureError(f"a whole batch of {self.data.name} train cannot be read: {found[0]}")
-                yield _together(good)
+                none = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8)
+                yield _together(good) if good else Labelled(none, none[:, 0].int())
 
-    def scoring(self, name: str) -> Iterator[Labelled]:
-        """All pictures of a split once, in batches of one shape."""
+    def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+        """All pictures of a split once, in batches of one shape; of `size` processes each has some of the batches."""
         split = self.data.splits[name]
-        size = _WINDOW * self.batch
-        windows = [range(start, min(start + size, len(split))) for start in range(0, len(split), size)]
+        most = _WINDOW * self.batch
+        windows = [range(start, min(start + most, len(split))) for start in range(0, len(split), most)][rank::size]
         with decoding(_Wholes(split, self.side, self.patch, self.data.depth), windows, self.workers) as batches:
             for found in batches:
                 shapes: dict[Any, list[Any]] = {}

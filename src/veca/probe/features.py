@@ -33,7 +33,7 @@ from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import Places, Split
 from veca.probe.progress import bar
 from veca.probe.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
-from veca.sources import as_is, init_worker, interrupts_later
+from veca.sources import as_is, init_steady_worker, interrupts_later
 
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
@@ -196,8 +196,8 @@ def decoding(
 ) -> Iterator[Iterator[Any]]:
     """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs."""
     loader = DataLoader(
-        items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate, worker_init_fn=init_worker,
-        prefetch_factor=2 if workers else None, generator=torch.Generator(),
+        items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate,
+        worker_init_fn=init_steady_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
     )  # fmt: skip
     with interrupts_later():
         batches = iter(loader)
@@ -215,12 +215,19 @@ def decoding(
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def shuffled(count: int, batch: int, steps: range, seed: int) -> Iterator[list[tuple[int, int]]]:
-    """For each step its places in the endless row of epochs, each with its picture, one of `count`."""
+def shuffled(
+    count: int, batch: int, steps: range, seed: int, rank: int = 0, size: int = 1
+) -> Iterator[list[tuple[int, int]]]:
+    """For each step its places in the endless row of epochs, each with its picture, one of `count`.
+
+    Of a batch for `size` processes these are the places of one of them.
+    """
     epoch, order = -1, np.arange(count)
+    own = batch // size
     for step in steps:
         chosen = []
-        for place in range(step * batch, (step + 1) * batch):
+        first = step * batch + rank * own
+        for place in range(first, first + own):
             if place // count != epoch:
                 epoch = place // count
                 order = np.random.default_rng([seed, epoch]).permutation(count)

@@ -85,7 +85,7 @@ class Confusion:
     def __init__(self, classes: int, ignore: int = 255, device: torch.device | str = "cpu") -> None:
         self.classes, self.ignore = classes, ignore
         # The last two take the pixels that do not count, and those whose label is no class: an error that can wait.
-        self._bins = torch.zeros(classes * classes + 2, dtype=torch.int64, device=device)
+        self.bins = torch.zeros(classes * classes + 2, dtype=torch.int64, device=device)
 
     def update(self, predicted: Tensor, labels: Tensor) -> None:
         """Add pixels: two tensors of one shape, each with class numbers; a label may be `ignore`."""
@@ -94,21 +94,21 @@ class Confusion:
                 f"predictions are {tuple(predicted.shape)}, labels {tuple(labels.shape)}; they must have one shape: "
                 "resize the scores to the labels before taking the best class"
             )
-        predicted, labels = (tensor.to(self._bins.device).flatten().long() for tensor in (predicted, labels))
+        predicted, labels = (tensor.to(self.bins.device).flatten().long() for tensor in (predicted, labels))
         inside = (labels >= 0) & (labels < self.classes) & (predicted >= 0) & (predicted < self.classes)
         bins = torch.where(inside, labels * self.classes + predicted, self.classes**2 + 1)
         bins = torch.where(labels == self.ignore, self.classes**2, bins)
-        self._bins.scatter_add_(0, bins, torch.ones_like(bins))  # whole numbers: the order does not matter
+        self.bins.scatter_add_(0, bins, torch.ones_like(bins))  # whole numbers: the order does not matter
 
     @property
     def counts(self) -> Tensor:
-        wrong = int(self._bins[-1])
+        wrong = int(self.bins[-1])
         if wrong:
             raise ValueError(
                 f"{wrong} pixels have a class outside 0…{self.classes - 1} that is not the ignored {self.ignore}: "
                 "give the number of classes the labels have, or the label to ignore"
             )
-        return self._bins[:-2].view(self.classes, self.classes)
+        return self.bins[:-2].view(self.classes, self.classes)
 
     def iou(self) -> Tensor:
         """Intersection over union of each class (C); nan for one neither labelled nor predicted anywhere."""

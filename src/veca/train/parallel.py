@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from veca.device import choose_device
 from veca.model import Veca
 
-SILENCE = datetime.timedelta(minutes=20)
-"""How long a process waits for the others before it takes one for lost."""
+SILENCE, PATIENCE = datetime.timedelta(minutes=20), datetime.timedelta(days=7)
+"""How long a process waits for the others before it takes one for lost; the same where one works for all."""
 
 
 class World(NamedTuple):
@@ -41,6 +41,8 @@ def processes(device: str = "auto") -> Iterator[World]:
     `device` is "cpu", "cuda" (each process takes its own), or "auto".
     """
     rank, size, local = (int(os.environ.get(name, default)) for name, default in _FROM_TORCHRUN)
+    if size > 1 and device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device {device!r} for {size} processes: each takes its own, so name cpu, cuda or auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     own = torch.device("cuda", local) if device == "cuda" and torch.cuda.is_available() else choose_device(device)
@@ -64,6 +66,21 @@ def processes(device: str = "auto") -> Iterator[World]:
 
 
 _FROM_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+@contextlib.contextmanager
+def first_alone(world: World) -> Iterator[None]:
+    """No process leaves the block before the first is through, which may take it longer than SILENCE."""
+    if world.size == 1:
+        yield
+        return
+    patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
+    yield
+    try:
+        dist.all_reduce(torch.zeros(1), group=patient)
+    except RuntimeError as error:
+        raise ValueError("another process has ended; what it said is the reason") from error
+    dist.destroy_process_group(patient)
 
 
 def shard(model: Veca, world: World) -> None:
@@ -119,6 +136,13 @@ def largest(value: Tensor, world: World) -> Tensor:
     return value
 
 
+def summed(value: Tensor, world: World) -> Tensor:
+    """The sum over all processes, in place, on the device; the host does not wait for it."""
+    if world.size > 1:
+        dist.all_reduce(value)
+    return value
+
+
 def gathered(thing: Any, world: World) -> list[Any]:
     """What every process has, in order of rank; plain data."""
     if world.size == 1:
@@ -133,6 +157,16 @@ def broadcast(tensors: list[Tensor], world: World) -> None:
     if world.size > 1:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
+
+
+def all_rows(rows: Tensor, counts: Sequence[int], world: World) -> Tensor:
+    """Those of all processes, in order of rank; `counts` says how many each has."""
+    if world.size == 1:
+        return rows
+    parts = [rows if rank == world.rank else rows.new_empty(n, *rows.shape[1:]) for rank, n in enumerate(counts)]
+    for rank, part in enumerate(parts):
+        dist.broadcast(part, src=rank)
+    return torch.cat(parts)
 
 
 def whole(tensor: Tensor) -> Tensor:

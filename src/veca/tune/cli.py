@@ -15,6 +15,7 @@ finetune_app = typer.Typer(
     no_args_is_help=True,
     help="Fine-tune a VECA on labelled pictures of your own; what comes out is a model and a report.\n\n"
     "Example: veca finetune classify veca_tiny --data photos/ --out runs/photos\n\n"
+    "Several GPUs or machines: torchrun --nproc-per-node=gpu -m veca finetune classify …\n\n"
     "Interrupted or killed? Run the same command again: it continues, and the result is the same.",
 )
 Out = Annotated[Path, typer.Option("--out", "-o", help="The run's folder: the model, the log and the report.")]
@@ -22,7 +23,7 @@ Cores = Annotated[
     str, typer.Option(help="Budgets, as 8,16,32: a step draws one. all: every one the model was trained at.")
 ]
 Epochs = Annotated[float, typer.Option(help="Passes over train.")]
-Batch = Annotated[int, typer.Option(help="Pictures in a step.")]
+Batch = Annotated[int, typer.Option(help="Pictures in a step, of all processes together.")]
 Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
 LayerDecay = Annotated[float, typer.Option(help="The rate of a layer over that of the one above it; 1: one for all.")]
 HeadOf = Annotated[Head, typer.Option(help="Start it from a linear probe of the frozen features, or from new weights.")]
@@ -55,7 +56,8 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
             report = finetune(
                 model, data, to, settings, root=root, limit=limit, device=device, restart=restart, say=warn
             )
-        out.print(f"Report: {report.resolve()}", soft_wrap=True, markup=False)
+        if report is not None:
+            out.print(f"Report: {report.resolve()}", soft_wrap=True, markup=False)
 
 
 _add(

@@ -1,19 +1,20 @@
 """A fine-tune as a whole: the head first, on frozen features, then all of the network, a budget per step.
 
 What is drawn is a function of the seed and the step, what is kept is in the checkpoint: a run that was killed goes on
-as if it had not been. The folder has the best weights so far (`model.safetensors`, `config.json`), the tables of a
-run, `checkpoints/`, and in the end `result.json` and `report.html`.
+as if it had not been, and several processes do together what one would. The folder has the best weights so far
+(`model.safetensors`, `config.json`), the tables of a run, `checkpoints/`, and in the end `result.json` and
+`report.html`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from veca.files import atomic_path, check_writable
 from veca.images import normalize
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
-from veca.probe.features import listed, spread
+from veca.probe.features import PictureError, listed, spread
 from veca.probe.gallery import save_picture
 from veca.probe.metrics import Confusion
 from veca.probe.rows import by_class, versions
@@ -37,7 +38,18 @@ from veca.probe.views import seeded
 from veca.train.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
-from veca.train.parallel import whole
+from veca.train.parallel import (
+    World,
+    all_rows,
+    broadcast,
+    first_alone,
+    gathered,
+    processes,
+    replicate,
+    sum_of,
+    summed,
+    whole,
+)
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.state import Ema
 from veca.train.stop import Interrupted, signals
@@ -70,32 +82,42 @@ def finetune(
     device: str = "auto",
     restart: bool = False,
     say: Say = print,
-) -> Path:
-    """Fine-tune `model` on `data` (as `load_dataset` takes it) and leave everything in `folder`; the report's path."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("`veca finetune` is one process on one device: start it without torchrun")
-    sets = limited(load_dataset(data, root, settings.task), limit)
-    return Tuner(model, sets, Path(folder), settings, device=device, restart=restart, say=say).run()
+) -> Path | None:
+    """Fine-tune `model` on `data` (as `load_dataset` takes it) and leave everything in `folder`.
+
+    The path of the report comes back, in the first process.
+    """
+    with processes(device) as world:
+        rule = f"a multiple of {world.size}, the number of processes that share it out"
+        settings.require("batch", settings.batch % world.size == 0, rule)
+        if world.size == 1:  # alone it runs on any kind of device
+            world = world._replace(device=choose_device(device))
+        sets = limited(load_dataset(data, root, settings.task), limit)
+        return Tuner(model, sets, Path(folder), settings, world, restart=restart, say=say).run()
 
 
 class Tuner:
+    """One process of a run."""
+
     def __init__(
         self,
         model: str,
         data: ProbeData,
         folder: Path,
         settings: Settings,
+        world: World,
         *,
-        device: str = "auto",
         restart: bool = False,
         say: Say = print,
     ) -> None:
-        self.folder, self.settings, self.data, self.say, self.model = folder, settings, data, say, model
+        self.folder, self.settings, self.data, self.model, self.world = folder, settings, data, model, world
+        self.say = say = say if world.first else lambda text: None
         _check_data(data, settings.task)
-        check_writable(folder, folder=True)
+        if world.first:
+            check_writable(folder, folder=True)
         for problem in data.problems:
             say(f"{data.name}: {problem}. The score is not the benchmark's.")
-        self.device = choose_device(device)
+        self.device = world.device
         self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         backbone = load_or_random(model)
         self.budgets = settings.budgets(backbone.config)
@@ -120,36 +142,34 @@ class Tuner:
         self.before: dict[int, dict[str, float]] = {}
         self.meter = Meter(self.budgets)
         self.notices: list[str] = []
-        if restart:
+        if restart and world.first:
             for name in ("checkpoints", "features", "gallery"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             (folder / "result.json").unlink(missing_ok=True)
-        self._resume()
+        if not restart:
+            self._resume()
+        self.learner = replicate(self.network, world, "ddp")
 
     # The run
 
-    def run(self) -> Path:
+    def run(self) -> Path | None:
         if self.step == self.steps and (self.folder / "result.json").is_file():
             self.say(f"{self.folder} is done; --restart begins anew in it.")
-            return write_report(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.folder / "finetune.json") as part:
-            part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
-        first = self.step + 1 if self.step else 0
-        with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
+            return write_report(self.folder) if self.world.first else None
+        with self._logging() as log:
             if not self.resumed:
                 self._start_head()
-            with LiveLine(self.steps, start=self.step) as live, signals(self._note):
+            with self._shown() as live, signals(self._note):
                 for notice in self.notices:
                     self._event(log, live, notice)
                 if not self.resumed:
                     self._validate(log, live)
                     self._save()
                 try:
-                    for batch in self.task.training(self.step, self.steps):
+                    for batch in self.task.training(self.step, self.steps, self.world.rank, self.world.size):
                         self._advance(batch, log, live)
                 except (RuntimeError, ValueError):
-                    if self.stop:  # a signal to all processes ends those that decode at once
+                    if self.stop:  # a signal to all processes ends those that decode, when they have just been started
                         raise Interrupted(self.stop) from None
                     raise
             return self._finish(log)
@@ -157,60 +177,91 @@ class Tuner:
     def _note(self, number: int) -> None:
         self.stop = number
 
-    def _event(self, log: RunLog, live: LiveLine, text: str) -> None:
-        log.event(self.step, text)
-        live.say(text)
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[RunLog | None]:
+        if not self.world.first:
+            yield None
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_path(self.folder / "finetune.json") as part:
+            part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
+        first = self.step + 1 if self.step else 0
+        with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
+            yield log
+
+    def _shown(self) -> LiveLine | contextlib.nullcontext[None]:
+        return LiveLine(self.steps, start=self.step) if self.world.first else contextlib.nullcontext()
+
+    def _event(self, log: RunLog | None, live: LiveLine | None, text: str) -> None:
+        if log and live:
+            log.event(self.step, text)
+            live.say(text)
 
     def _start_head(self) -> None:
         if self.settings.head == "new":
             return
         place = self.folder / "features"
         cores = max(self.budgets)
-        self.task.probe(frozen_copy(self.backbone, self.model, self.device, self.precision), cores, place)
-        shutil.rmtree(place, ignore_errors=True)
+        with first_alone(self.world):
+            if self.world.first:
+                self.task.probe(frozen_copy(self.backbone, self.model, self.device, self.precision), cores, place)
+                shutil.rmtree(place, ignore_errors=True)
+        broadcast(list(self.network.state_dict().values()), self.world)
         self.ema = Ema(self.network, self.settings.ema)
         scored = self.score(self.data.report, self._some())
         self.before = {cores: self.task.metrics(meter) for cores, (meter, _) in scored.items()}
 
-    def _advance(self, batch: Labelled, log: RunLog, live: LiveLine) -> None:
+    def _advance(self, batch: Labelled, log: RunLog | None, live: LiveLine | None) -> None:
         """A step, and whatever is due after it."""
         self._learn(batch)
-        last = self.step == self.steps
+        last, stop = self.step == self.steps, max(gathered(self.stop, self.world))
         if last or self.step % LOG_EVERY == 0:
             values = self.meter.values()
             values |= {"learning_rate": self._rate(self.step - 1), "memory_gib": memory_gib(self.device)}
-            log.train(self.step, values)
-            live.update(self.step, values)
+            if log and live:
+                log.train(self.step, values)
+                live.update(self.step, values)
         due = last or self.step % self.every == 0
         if due:
             self._validate(log, live)
-        if due or self.stop or self.step % SAVE_EVERY == 0:
+        if due or stop or self.step % SAVE_EVERY == 0:
             with self.meter.pause():
-                log.flush()  # a run that goes on from here does not write these rows again
+                if log:
+                    log.flush()  # a run that goes on from here does not write these rows again
                 self._save()
-        if self.stop and not last:
-            self._event(log, live, f"stopped: by {signal.Signals(self.stop).name}, at step {self.step:,}")
-            raise Interrupted(self.stop)
+        if stop and not last:
+            self._event(log, live, f"stopped: by {signal.Signals(stop).name}, at step {self.step:,}")
+            gathered(None, self.world)  # torchrun ends the others when one leaves: not before all is saved
+            raise Interrupted(stop)
 
     def _rate(self, step: int) -> float:
         return learning_rate(step, self.steps, round(WARMUP * self.steps), self.settings.rate, 0.0)
 
     def _learn(self, batch: Labelled) -> None:
-        settings, step = self.settings, self.step
+        """A step of all processes. The loss is a mean over what counts in the batch of all, pictures or pixels: the
+        mean over the own share has that share's weight in it.
+        """
+        settings, step, world = self.settings, self.step, self.world
+        own = len(batch.labels), int((batch.labels != self.task.ignore).sum())
+        counts, valid = zip(*gathered(own, world), strict=True)
+        if not sum(counts):
+            raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
+        place = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
         chance = seeded(seed_of("augment", settings.seed, step))
-        images = normalize(self._augmented(batch.pixels.to(self.device, non_blocking=True), chance))
+        pixels = batch.pixels.to(self.device, non_blocking=True)
+        images = normalize(self._augmented(pixels, chance, sum(counts), place))
         labels = batch.labels.to(self.device, non_blocking=True)
-        mixed = settings.mixup if isinstance(settings, ClassifySettings) else 0.0
-        share = chance.betavariate(mixed, mixed) if mixed else 1.0
-        if mixed:
-            images = share * images + (1 - share) * images.flip(0)
+        parts = [(1.0, labels)]
+        if mixed := settings.mixup if isinstance(settings, ClassifySettings) else 0.0:
+            share = chance.betavariate(mixed, mixed)
+            others, theirs = (all_rows(rows, counts, world).flip(0)[place] for rows in (images, labels))
+            images, parts = share * images + (1 - share) * others, [(share, labels), (1 - share, theirs)]
         torch.manual_seed(seed_of("model", settings.seed, step))
         with self._autocast():
-            scores = self.network(images, budget, labels.shape[1:])
-        loss = self.task.loss(scores, labels)
-        if mixed:
-            loss = share * loss + (1 - share) * self.task.loss(scores, labels.flip(0))
+            scores = self.learner(_not_empty(images), budget, labels.shape[1:])
+        loss = sum(part * self.task.loss(scores, _not_empty(each)) for part, each in parts)
+        loss = loss * (world.size * valid[world.rank] / max(1, sum(valid)))  # DDP takes the mean of the gradients
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         fine = bool(norm.isfinite())
@@ -226,16 +277,18 @@ class Tuner:
                 f"{MOST_BAD} steps in a row had no finite gradient, the last at step {step:,}: lower --rate, or take "
                 "--set precision=float32, in another --out"
             )
-        self.meter.update({"total": loss, "gradient_norm": norm}, len(images), budget, settings.size)
+        total = summed(loss.detach() / world.size, world)
+        self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
 
-    def _augmented(self, pixels: Tensor, chance: Any) -> Tensor:
+    def _augmented(self, pixels: Tensor, chance: Any, count: int, place: slice) -> Tensor:
+        """`pixels` are those at `place` in a batch of `count`; what is drawn for a picture follows from its place."""
         if self.settings.augment == "flip":  # crops and flips are done where pictures are decoded
             return pixels
         among = COLOURS if self.settings.augment == "colour" else range(len(OPS))
-        drawn = [(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5) for _ in pixels]
-        op, bin, negative = zip(*drawn, strict=True)
-        chosen = choose(np.array(op, np.uint64), np.array(bin, np.uint64), np.array(negative), among)
+        drawn = [(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5) for _ in range(count)]
+        op, bin, negative = np.array(drawn, np.uint64)[place].T
+        chosen = choose(op, bin, negative.astype(np.bool_), among)
         return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
     def _autocast(self) -> torch.autocast:
@@ -250,14 +303,17 @@ class Tuner:
 
     @torch.no_grad()
     def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
-        """What was taken for what in a split, and the mean loss, at each budget; the weights are those of the EMA."""
+        """What was taken for what in a split, and the mean loss, at each budget; the weights are those of the EMA.
+
+        Processes share the batches out; all have the sums.
+        """
         classes = len(self.data.classes)
         meters = {cores: Confusion(classes, self.task.ignore, self.device) for cores in budgets}
         losses = dict.fromkeys(meters, 0.0)
         count = 0
         self.network.eval()
         with self.ema.in_place():
-            for pixels, labels in self.task.scoring(split):
+            for pixels, labels in self.task.scoring(split, self.world.rank, self.world.size):
                 images, labels = normalize(pixels.to(self.device)), labels.to(self.device).long()
                 count += len(images)
                 for cores, meter in meters.items():
@@ -266,22 +322,27 @@ class Tuner:
                     losses[cores] += len(images) * float(self.task.loss(scores, labels))
                     meter.update(scores.argmax(1), labels)
         self.network.train()
-        return {cores: (meter, losses[cores] / max(1, count)) for cores, meter in meters.items()}
+        seen, *totals = sum_of([count, *losses.values()], self.world)
+        for meter in meters.values():
+            summed(meter.bins, self.world)
+        return {cores: (meters[cores], total / max(1, seen)) for cores, total in zip(meters, totals, strict=True)}
 
-    def _validate(self, log: RunLog, live: LiveLine) -> None:
+    def _validate(self, log: RunLog | None, live: LiveLine | None) -> None:
         with self.meter.pause():
             scored = self.score("val", self._some())
             found = {c: {**self.task.metrics(meter), "loss": loss} for c, (meter, loss) in scored.items()}
-            log.validation(self.step, {(self.settings.size, cores): values for cores, values in found.items()})
             name = self.task.metric
             mean, loss = (math.fsum(v[key] for v in found.values()) / len(found) for key in (name, "loss"))
             said = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in found.items())
-            live.say(f"val at step {self.step:,}: {name} {mean:.2f} ({said}), loss {loss:.4f}")
+            if log and live:
+                log.validation(self.step, {(self.settings.size, cores): values for cores, values in found.items()})
+                live.say(f"val at step {self.step:,}: {name} {mean:.2f} ({said}), loss {loss:.4f}")
             # A probe is no candidate: its head was chosen on val, and looks better there than it is.
             if self.step and (not self.best or [mean, -loss] > self.best[:2]):
                 self.best = [mean, -loss, self.step]
-                with self.ema.in_place():
-                    self.task.save(self.folder, self._provenance())
+                if self.world.first:
+                    with self.ema.in_place():
+                        self.task.save(self.folder, self._provenance())
 
     # What it leaves
 
@@ -296,6 +357,8 @@ class Tuner:
         return {"weights": "fine-tuned", "classes": self.data.classes, **score, "finetune": asked}
 
     def _save(self) -> None:
+        if not self.world.first:
+            return
         state = self.optimizer.state
         kept = {
             f"{name}/{key}": whole(value)
@@ -315,6 +378,11 @@ class Tuner:
 
     def _resume(self) -> None:
         saved = newest_checkpoint(self.folder / "checkpoints", self.notices.append)
+        steps = gathered(saved and saved.step, self.world)
+        if any(step != steps[0] for step in steps):
+            raise ValueError(
+                f"processes find different checkpoints in {self.folder} ({steps}): they must share the folder"
+            )
         if saved is None:
             return
         facts = saved.facts
@@ -332,15 +400,22 @@ class Tuner:
         self.meter.take_up([facts["under_way"]], 0, 1, self.device)
         self.notices.append(f"resumed: from step {self.step:,}")
 
-    def _finish(self, log: RunLog) -> Path:
+    def _finish(self, log: RunLog | None) -> Path | None:
         """The best weights on the pictures that count, at all budgets, and the report."""
         began = time.perf_counter()
-        self.task.load(self.folder)
+        if self.world.first:
+            self.task.load(self.folder)
+        broadcast(list(self.network.state_dict().values()), self.world)
         self.ema = Ema(self.network, None)
         task, report = self.task, self.data.report
         scored = self.score(report, self.budgets)
         most = max(self.budgets)
         meter = scored[most][0]
+        for each in gathered(task.skipped, self.world):
+            for split, names in each.items():
+                task.skipped.setdefault(split, set()).update(names)
+        if log is None:
+            return None
         bad = {split: sorted(names) for split, names in task.skipped.items() if names}
         problems = [f"{len(names):,} of {split} cannot be read: {listed(names)}" for split, names in bad.items()]
         for problem in problems:
@@ -381,6 +456,11 @@ class Tuner:
                 }
             )
         return found
+
+
+def _not_empty(rows: Tensor) -> Tensor:
+    """Where no picture of a process's share could be read, a black one: it weighs nothing."""
+    return rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
 
 
 def _file(i: int, key: str) -> str:

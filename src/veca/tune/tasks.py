@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,32 +119,38 @@ class Classify(_Task):
             backbone.reset_classifier(len(data.classes))
         self.network = Classifier(backbone)
 
-    def training(self, start: int, steps: int) -> Iterator[Labelled]:
-        """Batches of the steps from `start`; each follows from the seed and its step alone."""
-        split, asked = self.data.splits["train"], self.settings
-        order = shuffled(len(split), asked.batch, range(start, steps), asked.seed)
-        return self._batches("train", _Parts(self.data, asked), order)
+    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+        """Batches of the steps from `start`; each follows from the seed and its step alone.
 
-    def scoring(self, split: str) -> Iterator[Labelled]:
-        """All pictures of a split once."""
+        Of `size` processes each has its share of a batch, in which there may be no picture that can be read.
+        """
+        split, asked = self.data.splits["train"], self.settings
+        order = shuffled(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
+        return self._batches("train", _Parts(self.data, asked), order, shared=size > 1)
+
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+        """All pictures of a split once; of `size` processes each has some of the batches."""
         count, batch = len(self.data.splits[split]), 2 * self.settings.batch
-        order = (range(first, min(first + batch, count)) for first in range(0, count, batch))
+        order = [range(first, min(first + batch, count)) for first in range(0, count, batch)][rank::size]
         return self._batches(split, Pictures(self.data.splits[split], View(self.settings.size)), order)
 
-    def _batches(self, split: str, pictures: Dataset[Any], order: Iterator[Sequence[Any]]) -> Iterator[Labelled]:
+    def _batches(
+        self, split: str, pictures: Dataset[Any], order: Iterable[Sequence[Any]], shared: bool = False
+    ) -> Iterator[Labelled]:
+        side = self.settings.size
         labels = torch.from_numpy(self.data.splits[split].labels).long()
         with decoding(pictures, order, self.settings.workers) as batches:
             for found in batches:
                 bad = [pixels for _, pixels in found if isinstance(pixels, str)]
                 good = [(i, pixels) for i, pixels in found if not isinstance(pixels, str)]
-                if bad and not (self.settings.skip_bad and good):
+                if bad and not (self.settings.skip_bad and (good or shared)):
                     raise PictureError(
                         f"pictures of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or leave such "
                         "out with --skip-bad"
                     )
                 self.skipped.setdefault(split, set()).update(bad)
-                numbers, pixels = zip(*good, strict=True)
-                yield Labelled(torch.from_numpy(np.stack(pixels)), labels[list(numbers)])
+                pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
+                yield Labelled(torch.from_numpy(pixels), labels[[i for i, _ in good]])
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores, labels, label_smoothing=self.settings.smoothing)
@@ -223,11 +229,11 @@ class Segment(_Task):
         backbone.reset_classifier(0)
         self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
 
-    def training(self, start: int, steps: int) -> Iterator[Labelled]:
-        return self.pictures.training(steps, start)
+    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+        return self.pictures.training(steps, start, rank, size)
 
-    def scoring(self, split: str) -> Iterator[Labelled]:
-        return self.pictures.scoring(split)
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+        return self.pictures.scoring(split, rank, size)
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return self.network.head.loss(scores, labels)
