@@ -157,6 +157,7 @@ def test_mistakes_are_one_line(
     assert not list(tmp_path.glob("f.*"))
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_warnings_are_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
