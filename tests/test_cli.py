@@ -157,6 +157,23 @@ def test_mistakes_are_one_line(
     assert not list(tmp_path.glob("f.*"))
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_warnings_are_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(3):
+        (folder / f"photos/IMG_{i}.{('HEIC', 'heif', 'cr3')[i]}").write_bytes(b"no matter what")
+    options = ["--model", str(folder / "model"), "--size", "32", "--workers", "0"]
+    embed = ["veca", "embed", str(folder / "photos"), "--out", str(folder / "f.npz"), *options]
+    monkeypatch.setattr(sys, "argv", embed)
+    with pytest.raises(SystemExit):
+        main()
+    told = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: 3 files were left out: ")
+    assert told[0].endswith(" to JPEG or PNG first")
+
+
 def test_interrupt_and_continue(folder: Path) -> None:
     """Ctrl-C in the middle: status 130 and a hint; the same command then gives what an uninterrupted one gives."""
     rng = np.random.default_rng(1)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -391,6 +392,22 @@ def test_names_that_are_not_text(tmp_path: Path) -> None:
     found = find(tmp_path, cache=tmp_path / "index.parquet")
     assert found.name(0) == f"{tmp_path}/caf\\udce9.png"
     assert open_image(found.read(0)).size == (60, 44)
+
+
+def test_pictures_in_formats_that_are_not_read_are_told_by_the_first_process(tmp_path: Path, photos: Path) -> None:
+    names = ("raw/1.CR2", "raw/2.dng", "raw/deep/3.dng", "mixed/4.heic", "mixed/5.png", "mixed/6.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encoded(photo()))
+    index = tmp_path / "index"
+    with pytest.warns(UserWarning, match=r"^4 files were left out: .dng \(2\), .heic \(1\), .cr2 \(1\)"):
+        found = find(tmp_path, cache=index, progress=True)
+    assert [found.name(i) for i in range(len(found))] == [str(tmp_path / "mixed/5.png")]
+    with warnings.catch_warnings(action="error"):
+        find(tmp_path, cache=index)  # as the other processes do
+        find(photos, progress=True)
+    with pytest.raises(DataError, match=r"raw: no pictures found.*\. 3 files were left out: .dng \(2\), .cr2 \(1\)"):
+        find(tmp_path / "mixed", tmp_path / "raw")
 
 
 def test_nothing_found_is_an_error(tmp_path: Path, members: dict[str, bytes]) -> None:

@@ -427,3 +427,17 @@ def test_a_folder_of_ones_own_with_the_name_of_a_benchmark(tmp_path: Path, monke
     with pytest.raises(DatasetError, match="The folder pets is taken for one of your own if you write pets/"):
         load_dataset("pets")
     assert load_dataset("pets/").classes == ["cat", "dog"]
+
+
+def test_pictures_in_formats_that_are_not_read_are_told_of_folders_of_ones_own(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "IMG_1.HEIC").write_bytes(b"no matter what")
+    with pytest.raises(DatasetError, match=r"no pictures in folders of classes. 2 files were left out: .heic \(2\)"):
+        load_dataset(str(tmp_path))
+    for i in range(20):
+        Image.new("RGB", (8, 8)).save(tmp_path / ("cat", "dog")[i % 2] / f"{i}.png")
+    with pytest.warns(UserWarning, match=r"^2 files were left out: .heic \(2\)\.") as said:
+        data = load_dataset(str(tmp_path))
+    assert len(said) == 1
+    assert sum(map(len, data.splits.values())) == 20

@@ -166,6 +166,24 @@ def test_folders_come_sorted_without_hidden_and_foreign_files(tmp_path, model):
     assert paths(tmp_path / "f.parquet") == [str(tmp_path / "p" / name) for name in wanted]
 
 
+@pytest.mark.parametrize(("workers", "progress"), [(0, False), (2, True)])
+def test_pictures_in_formats_that_are_not_read_are_counted_once(photos, tmp_path, model, workers, progress):
+    go(photos, tmp_path / "before.parquet", model)
+    for name in ("a.HEIC", "class0/b.heic", "class0/00.nef", "class1/.hidden.heic", "README.txt", "about.json"):
+        (photos / name).write_bytes(b"no matter what")
+    with pytest.warns(UserWarning, match="left out") as said:
+        go(photos, tmp_path / "f.parquet", model, workers=workers, progress=progress)
+    assert [str(each.message) for each in said] == [
+        "3 files were left out: .heic (2), .nef (1). Such formats are not read: convert to JPEG or PNG first"
+    ]
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "before.parquet").read_bytes()
+    with pytest.warns(UserWarning, match=r"^5 files were left out: .heic \(3\), .nef \(2\)"):
+        go([photos / "class*/*", f"file://{photos}"], tmp_path / "g.parquet", model)
+    for pattern in (f"{photos}/*.[hH]*", f"file://{photos}/*.HEIC"):
+        with pytest.raises(EmbedError, match=r"no pictures there.*1 file was left out: .heic \(1\)"):
+            go(pattern, tmp_path / "h.parquet", model)
+
+
 def test_inputs_keep_their_order_and_named_files_are_always_tried(tmp_path, model):
     (tmp_path / "z.data").write_bytes(encoded())
     (tmp_path / "a.png").write_bytes(encoded())

@@ -351,6 +351,19 @@ def test_other_formats_are_refused_by_name(data: bytes) -> None:
         open_image(data)
 
 
+def test_formats_that_are_known_but_not_read(tmp_path: Path) -> None:
+    image = Image.new("RGB", (16, 12))
+    (tmp_path / "a.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200))
+    image.save(tmp_path / "b.NEF", "tiff", tiffinfo={254: 1})  # as a camera's raw file begins: with a thumbnail
+    for path, suffix in ((tmp_path / "a.HEIC", ".heic"), (tmp_path / "b.NEF", ".nef")):
+        with pytest.raises(ImageError, match=f"{path.name}: {suffix} is not read, only JPEG, PNG.*; save it as PNG"):
+            open_image(path)
+        with path.open("rb") as stream, pytest.raises(ImageError, match=f"{suffix} is not read"):
+            open_image(stream)
+    image.save(tmp_path / "c.heic", "jpeg")  # some programs convert pictures and leave their names
+    assert open_image(tmp_path / "c.heic").size == (16, 12)
+
+
 @pytest.mark.parametrize(
     "raised",
     [

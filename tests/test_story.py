@@ -379,6 +379,16 @@ def test_command_tells_of_bad_pictures_and_random_weights(folder, tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["failures"][0][0] == str(bad)
 
 
+def test_pictures_in_formats_that_are_not_read_are_told(pictures, tmp_path):
+    (tmp_path / "0.png").write_bytes((pictures / "0.png").read_bytes())
+    (tmp_path / "1.jxl").write_bytes(b"no matter what")
+    with pytest.warns(UserWarning, match=r"^1 file was left out: .jxl \(1\)"):
+        measure_cores(make_tiny(), tmp_path, budgets=(8,), size=32, limit=1)
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(ValueError, match=r"no pictures there.*1 file was left out: .jxl \(1\)"):
+        measure_cores(make_tiny(), tmp_path, budgets=(8,), size=32)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -443,7 +443,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """Run the command line; what a user can mend is one line, not a traceback."""
-    warnings.showwarning = lambda message, *_: err.print(f"warning: {message}", style="yellow", markup=False)
+    warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
     try:
         app()
     except (ValueError, OSError) as error:

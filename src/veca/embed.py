@@ -33,7 +33,7 @@ from veca.files import check_writable
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut, locked
-from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of
+from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of, noting_left_out
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]
 
@@ -103,7 +103,7 @@ def embed(
     was_training = model.training
     new_part = partial(Part, ready(model, settings, device), settings, device)
     try:
-        with locked(parts.folder):
+        with locked(parts.folder), noting_left_out() as left_out:
             parts.resume(overwrite)
             _run(sources, column, parts, new_part, workers, progress)
     except torch.OutOfMemoryError as error:
@@ -120,6 +120,7 @@ def embed(
         raise EmbedError(f"the run stopped: {error}.{hint} {parts.kept}") from error
     finally:
         model.train(was_training)
+    left_out.warn()
     return EmbedReport(parts.pictures, parts.failed, parts.resumed, time.perf_counter() - began, out)
 
 
@@ -166,12 +167,14 @@ def check(
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        if next(expand(source, column), None) is None:
+        with noting_left_out() as left_out:
+            first = next(expand(source, column), None)
+        if first is None:
             names = os.listdir(source) if os.path.isdir(source) else []
             kinds = ((SHARDS, "tar shards", "*.tar"), (TABLES, "Parquet files", "*.parquet"))
             found = ((what, stars) for ends, what, stars in kinds if any(name.endswith(ends) for name in names))
             hint = "".join(f". Its {what} can be named: '{os.path.join(source, stars)}'" for what, stars in found)
-            raise EmbedError(f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}){hint}")
+            raise EmbedError(left_out.after(f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}){hint}"))
     return dataclasses.replace(settings, cores=budget)
 
 

@@ -26,7 +26,16 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, orientation, strict_pillow
+from veca.decode import (
+    FORMATS,
+    ImageError,
+    ImageTooLargeError,
+    Source,
+    decode,
+    orientation,
+    strict_pillow,
+    unread_suffix,
+)
 
 __all__ = [
     "EXTENSIONS",
@@ -166,7 +175,9 @@ def _reasons(source: Source, max_pixels: int) -> Iterator[None]:
         rule = f"more than {4 * max_pixels:,} pixels; at most {max_pixels:,} are opened"
         raise ImageTooLargeError(f"{name}: {rule}. Shrink it or raise max_pixels") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"{name}: not one of {', '.join(FORMATS)}; save it as PNG") from error
+        kind = unread_suffix(source)
+        rule = f"{kind} is not read, only" if kind else "not one of"
+        raise ImageError(f"{name}: {rule} {', '.join(FORMATS)}; save it as PNG") from error
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error

@@ -38,7 +38,18 @@ from veca.features import PARQUET, feature_schema
 from veca.files import atomic_path
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, cut, same_job, write_failures
-from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
+from veca.sources import (
+    SHARDS,
+    TABLES,
+    Item,
+    SourceError,
+    decoded,
+    files_of,
+    is_container,
+    is_remote,
+    noting_left_out,
+    unpacked,
+)
 
 Engine = Literal["plain", "ray"]
 
@@ -84,7 +95,9 @@ def embed_on_ray(
         partition = max(1, partition // most) * most  # parts are never divided
         job = _Job(folder.address, os.getcwd(), about, settings, model.config.to_dict(), slots, column, most)
         found = folder.start({**about, "inputs": describe_inputs(sources, column), "partition": partition}, overwrite)
-        plan = list(_plan(sources, partition))
+        with noting_left_out() as left_out:
+            plan = list(_plan(sources, partition))
+        left_out.warn()
         if any(number >= len(plan) for number in found):
             raise _changed(folder)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}

@@ -36,7 +36,7 @@ from veca.inspect.maps import look_into
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
 from veca.inspect.subject import choose_budgets, looking, spread
 from veca.model import Veca, VecaOutput
-from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of
+from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of, noting_left_out
 
 BATCH_PIXELS = 2**20
 """A batch has about so many, unless told otherwise: 16 pictures of 256 px."""
@@ -198,6 +198,7 @@ def measure_cores(
     device = model.norm.weight.device
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
+        noting_left_out() as left_out,
         decoded(items, size, "crop", MAX_PIXELS, workers) as records,
         progress_line("{task.completed}/{task.total}", shown=progress) as bar,
         looking(model),
@@ -214,6 +215,7 @@ def measure_cores(
                     raise ValueError(f"no memory on {device} for {batch} pictures at once: lower --batch") from error
             rate = f"{teller.pictures / (time.perf_counter() - began):.1f} pictures/s"
             bar.update(task, advance=len(group), rate=rate, failed=failed)
+    left_out.warn()
     if not teller.pictures:
         why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])
         raise SourceError(f"none of the {failed} pictures could be read{why}")
@@ -234,11 +236,11 @@ def _checked(sources: list[str], size: int, limit: int | None, batch: int | None
     if not sources:
         raise ValueError("no pictures given; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        if next(expand(source), None) is None:
-            raise SourceError(
-                f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
-                f"'{os.path.join(source, '*.tar')}'"
-            )
+        with noting_left_out() as left_out:
+            first = next(expand(source), None)
+        if first is None:
+            none = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
+            raise SourceError(left_out.after(f"{none}'{os.path.join(source, '*.tar')}'"))
     return sources
 
 

@@ -29,11 +29,13 @@ from veca.files import atomic_path
 from veca.images import ImageError
 from veca.sources import (
     SHARDS,
+    LeftOut,
     SourceError,
     as_text,
     files_of,
     fixed_part,
     is_remote,
+    noting_left_out,
     open_remote,
     read_span,
     remote_bytes,
@@ -94,11 +96,13 @@ class Pictures:
     def find(cls, sources: Sequence[str], cache: Path | None = None, progress: bool = True) -> Pictures:
         """The pictures of all sources, in order. `cache` is a file for the index, made or brought up to date.
 
+        With `progress` it is shown, and a warning tells of pictures in formats that are not read.
         Names and sizes are always listed anew; a shard of the same name, size and date is not read again.
         """
         sources = [sources] if isinstance(sources, str) else list(sources)
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
+        left_out = LeftOut()
         old, index = _Index.load(cache) if cache is not None else _Index(), _Index()
         columns = [TextColumn("{task.description}"), TextColumn("{task.fields[found]}"), TimeElapsedColumn()]
         with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
@@ -111,9 +115,14 @@ class Pictures:
 
             for source in sources:
                 before = index.count
-                index.add(source, old, show)
+                with noting_left_out() as left_here:
+                    index.add(source, old, show)
                 if index.count == before:
-                    raise DataError(_nothing(source, [p for place in index.places for p in place.problems]))
+                    problems = [p for place in index.places for p in place.problems]
+                    raise DataError(left_here.after(_nothing(source, problems)))
+                left_out |= left_here
+        if progress:
+            left_out.warn()
         if cache is not None and index.places != old.places:
             index.save(cache)
         return cls(index.places, index.table())

@@ -12,6 +12,7 @@ from veca.probe.datasets.base import HELD_OUT, IGNORE, DatasetError, DepthRules,
 from veca.probe.datasets.folders import LAYOUT, read_folder, with_classes
 from veca.probe.datasets.layout import Found, Spec, read_lines
 from veca.probe.datasets.shards import find_shards, name_of, read_shards
+from veca.sources import noting_left_out
 
 SPECS = {spec.name: spec for spec in (*imagenet.SPECS, *published.SPECS, *published_dense.SPECS)}
 """The published datasets by name."""
@@ -117,7 +118,12 @@ def _own_shards(paths: list[str], task: str | None) -> ProbeData:
 
 
 def _own_folder(root: Path, task: str | None) -> ProbeData:
-    task, splits, classes = read_folder(root, task)
+    with noting_left_out() as left_out:
+        try:
+            task, splits, classes = read_folder(root, task)
+        except DatasetError as error:
+            raise DatasetError(left_out.after(str(error))) from error
+    left_out.warn()
     return _own(root.resolve().name, task, splits, classes)
 
 
