@@ -18,17 +18,13 @@ from typing import BinaryIO
 
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
+from veca.unread import unread_suffix
+
 Source = str | os.PathLike[str] | bytes | BinaryIO | Image.Image
 
 _MAX_SIDE = 2**20
 # MPO has no opener of its own in Pillow: the JPEG one recognises it.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM")
-UNREAD = frozenset(
-    {".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".jxr", ".svg", ".psd", ".psb", ".xcf", ".tga", ".exr"}
-    | {".3fr", ".arw", ".cr2", ".cr3", ".crw", ".dng", ".erf", ".iiq", ".kdc", ".mrw", ".nef", ".nrw", ".orf", ".pef"}
-    | {".raf", ".rw2", ".rwl", ".sr2", ".srf", ".srw", ".x3f"}
-)
-"""Suffixes of pictures in other formats, the second half of them raw ones of cameras."""
 # Pillow reads these in Python; more than this many bytes would take seconds.
 _SLOW_CODECS = {"ppm_plain": 2**18, "ppm": 2**21, "bmp_rle": 2**22}
 
@@ -119,13 +115,6 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
                 image.load()
             image.info["extent"] = extent  # whatever the file may have under this name
             return image
-
-
-def unread_suffix(source: Source) -> str:
-    """The suffix of a file that is one of `UNREAD`, or nothing."""
-    name = getattr(source, "name", source)
-    suffix = os.path.splitext(os.fspath(name))[1].lower() if isinstance(name, str | os.PathLike) else ""
-    return suffix if suffix in UNREAD else ""
 
 
 def orientation(image: Image.Image) -> int:

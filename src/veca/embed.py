@@ -33,7 +33,8 @@ from veca.files import check_writable
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut, locked
-from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of, noting_left_out
+from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of
+from veca.unread import noting_left_out
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]
 

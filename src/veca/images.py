@@ -26,16 +26,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
-from veca.decode import (
-    FORMATS,
-    ImageError,
-    ImageTooLargeError,
-    Source,
-    decode,
-    orientation,
-    strict_pillow,
-    unread_suffix,
-)
+from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, orientation, strict_pillow
+from veca.unread import unread_suffix
 
 __all__ = [
     "EXTENSIONS",

@@ -38,18 +38,8 @@ from veca.features import PARQUET, feature_schema
 from veca.files import atomic_path
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, cut, same_job, write_failures
-from veca.sources import (
-    SHARDS,
-    TABLES,
-    Item,
-    SourceError,
-    decoded,
-    files_of,
-    is_container,
-    is_remote,
-    noting_left_out,
-    unpacked,
-)
+from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
+from veca.unread import noting_left_out
 
 Engine = Literal["plain", "ray"]
 

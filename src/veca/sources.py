@@ -15,11 +15,9 @@ import signal
 import tarfile
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -35,8 +33,8 @@ from numpy.typing import NDArray
 from PIL import AvifImagePlugin
 from torch.utils.data import DataLoader, Dataset
 
-from veca.decode import UNREAD
 from veca.images import EXTENSIONS, Fit, ImageError, fit_image, open_image, to_tensor
+from veca.unread import UNREAD, note_left_out
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
 TABLES = (".parquet",)
@@ -67,46 +65,6 @@ class Item(NamedTuple):
     data: bytes | None = None
     error: str = ""
     number: int = 0
-
-
-class LeftOut(dict[tuple[str, ...], Counter[str]]):
-    """Pictures that walks passed by because their format is not read: how many of each suffix, by walk.
-
-    As text it is a sentence that says so, or nothing.
-    """
-
-    def __str__(self) -> str:
-        kinds = sum(self.values(), Counter[str]())
-        found = ", ".join(f"{suffix} ({number:,})" for suffix, number in kinds.most_common())
-        number = f"{kinds.total():,} file{'s were' if kinds.total() != 1 else ' was'} left out"
-        return f"{number}: {found}. Such formats are not read: convert to JPEG or PNG first" if kinds else ""
-
-    def after(self, text: str) -> str:
-        """`text`, and then the sentence."""
-        return f"{text}. {self}" if str(self) else text
-
-    def warn(self) -> None:
-        if text := str(self):
-            warnings.warn(text, stacklevel=3)
-
-
-_left_out: ContextVar[LeftOut | None] = ContextVar("left_out", default=None)
-
-
-@contextmanager
-def noting_left_out() -> Iterator[LeftOut]:
-    """What the walks that come to their end in the block leave out; one that is made twice counts once."""
-    noted = LeftOut()
-    token = _left_out.set(noted)
-    try:
-        yield noted
-    finally:
-        _left_out.reset(token)
-
-
-def _note_left_out(walk: tuple[str, ...], kinds: Counter[str]) -> None:
-    if (noted := _left_out.get()) is not None:
-        noted[walk] = kinds
 
 
 def items_of(sources: Sequence[str], column: str | None = None) -> Iterator[Item]:
@@ -213,7 +171,7 @@ def remote_files(source: str, containers: tuple[str, ...]) -> Iterator[tuple[str
             yield base, where, about
         elif shown and (suffix := os.path.splitext(name)[1].lower()) in UNREAD:
             kinds[suffix] += 1
-    _note_left_out((source,), kinds)
+    note_left_out((source,), kinds)
 
 
 def fixed_part(path: str) -> str:
@@ -296,7 +254,7 @@ def _walk(root: str, pattern: Sequence[str], containers: tuple[str, ...]) -> Ite
                 yield Item(as_text(path), path)
             elif suffix in UNREAD:
                 kinds[suffix] += 1
-    _note_left_out((root, *pattern), kinds)
+    note_left_out((root, *pattern), kinds)
     yield from (Item(as_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
 
 

@@ -36,7 +36,8 @@ from veca.inspect.maps import look_into
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
 from veca.inspect.subject import choose_budgets, looking, spread
 from veca.model import Veca, VecaOutput
-from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of, noting_left_out
+from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of
+from veca.unread import noting_left_out
 
 BATCH_PIXELS = 2**20
 """A batch has about so many, unless told otherwise: 16 pictures of 256 px."""

@@ -29,19 +29,18 @@ from veca.files import atomic_path
 from veca.images import ImageError
 from veca.sources import (
     SHARDS,
-    LeftOut,
     SourceError,
     as_text,
     files_of,
     fixed_part,
     is_remote,
-    noting_left_out,
     open_remote,
     read_span,
     remote_bytes,
     remote_files,
     shard_items,
 )
+from veca.unread import LeftOut, noting_left_out
 
 _FORMAT = 1
 _ROWS = 1 << 16

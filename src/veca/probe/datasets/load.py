@@ -12,7 +12,7 @@ from veca.probe.datasets.base import HELD_OUT, IGNORE, DatasetError, DepthRules,
 from veca.probe.datasets.folders import LAYOUT, read_folder, with_classes
 from veca.probe.datasets.layout import Found, Spec, read_lines
 from veca.probe.datasets.shards import find_shards, name_of, read_shards
-from veca.sources import noting_left_out
+from veca.unread import noting_left_out
 
 SPECS = {spec.name: spec for spec in (*imagenet.SPECS, *published.SPECS, *published_dense.SPECS)}
 """The published datasets by name."""
