@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import sys
+import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,18 @@ def test_pictures_that_cannot_be_read_are_named_once_and_counted(done: Path) -> 
     events = (done / "events.txt").read_text()
     assert len(re.findall(r"corrupt: .*17.png, damaged", events)) == 1
     assert json.loads((done / "summary.json").read_text())["corrupt"] == 7  # once in each of the seven epochs begun
+
+
+def test_a_damaged_shard_is_named_at_the_start(place: Place, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for path in sorted((place.folder / "photos").iterdir())[:8]:
+            tar.add(path, path.name)
+    whole = (tmp_path / "s.tar").read_bytes()
+    (tmp_path / "s.tar").write_bytes(whole[: len(whole) // 3])
+    recipe = place.recipe(data__train=[str(tmp_path / "s.tar")], schedule__steps=2, schedule__warmup=1, batch=2)
+    train(recipe, tmp_path / "run")
+    events = (tmp_path / "run/events.txt").read_text()
+    assert events.count(f"unusable: {tmp_path / 's.tar'}, damaged archive") == 1
 
 
 # Steps that are no good

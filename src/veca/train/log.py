@@ -107,7 +107,7 @@ class RunLog:
 
     def event(self, step: int, text: str) -> None:
         """A line of events.txt: time, step, text. The report counts events by their first word: `skipped: …`,
-        `corrupt: NAME, why`, `resumed: …`, `checkpoint: …`.
+        `corrupt: NAME, why`, `unusable: NAME, why`, `resumed: …`, `checkpoint: …`.
         """
         self._events.add(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\t{step}\t{printable(text)}\n")
 

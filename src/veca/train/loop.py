@@ -97,6 +97,8 @@ class Trainer:
         if saved is not None:
             check_recipe(saved.facts["recipe"], recipe.to_dict(), folder)
         self.pictures, self.validation = find_pictures(recipe, folder, world)
+        for found in filter(None, (self.pictures, self.validation)):
+            self.notices += found.complaints()
         self.teacher = make_teacher(recipe).to(world.device)
         self.model = make_student(recipe, self.teacher).to(world.device)
         if recipe.parallel == "fsdp":

@@ -129,6 +129,12 @@ class Pictures:
     def __len__(self) -> int:
         return len(self._offsets)
 
+    def complaints(self, most: int = 20) -> list[str]:
+        """A line for each of the problems; of many, for the first."""
+        lines = [f"unusable: {name}, {reason}" for name, reason in self.problems[:most]]
+        more = len(self.problems) - most
+        return [*lines, f"unusable: {more:,} more"] if more > 0 else lines
+
     def name(self, i: int) -> str:
         """What to call picture `i`: its path or address, then the member of the shard or the row of the dataset."""
         place, path, offset, _ = self._at(i)
