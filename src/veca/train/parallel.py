@@ -163,6 +163,7 @@ def all_rows(rows: Tensor, counts: Sequence[int], world: World) -> Tensor:
     """Those of all processes, in order of rank; `counts` says how many each has."""
     if world.size == 1:
         return rows
+    rows = rows.contiguous()
     parts = [rows if rank == world.rank else rows.new_empty(n, *rows.shape[1:]) for rank, n in enumerate(counts)]
     for rank, part in enumerate(parts):
         dist.broadcast(part, src=rank)
