@@ -7,6 +7,9 @@
 #   roomdepth-{train,val}.tar. With START, weights that a first stage left, the second begins from those.
 #   Interrupted or killed, the same command goes on from where it was.
 #
+# Cost
+#   that of tiny-h200.yaml and tiny-h200-stage2.yaml; the probes have not been timed yet
+#
 # Result
 #   OUT/model       the weights in float16, as they ship
 #   OUT/stage2      their run: report.html has the losses by budget and resolution
