@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import veca
 from veca import VecaConfig
 
 torch.set_num_threads(1)  # the models here are small: threads would mostly wait for each other
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # the tests report to nobody
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -27,7 +27,7 @@ import veca
 from veca import Veca, VecaConfig, parts, scale, sources
 from veca import embed as engine
 from veca.cli import app
-from veca.cluster import Slots
+from veca.cluster import Slots, session
 from veca.embed import EmbedError, EmbedSettings, embed
 from veca.scale import embed_on_ray
 from veca.sources import Item, files_of
@@ -322,6 +322,22 @@ def test_addresses_that_cannot_work_are_refused_at_once(inputs, tmp_path, model,
     with pytest.raises(EmbedError, match=message):
         go(inputs, tmp_path / "out", model, address=address)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("wish", [None, "1"])
+def test_ray_reports_to_nobody_unless_told_to(monkeypatch, wish):
+    ray = pytest.importorskip("ray")
+    asked = []
+    for name in ("is_initialized", "shutdown"):
+        monkeypatch.setattr(ray, name, lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(os.environ["RAY_USAGE_STATS_ENABLED"]))
+    if wish is None:
+        monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    else:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", wish)
+    with session(None):
+        pass
+    assert asked == [wish or "0"]
 
 
 def test_what_the_cluster_does_not_have_is_refused(cluster, inputs, tmp_path, model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -31,6 +32,7 @@ def session(address: str | None) -> Iterator[None]:
     if address is not None:
         _reach(address)
     before = signal.getsignal(signal.SIGTERM)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers, and a thread stays for it
     try:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
