@@ -57,7 +57,7 @@ class Visit:
         self.page, self.address = page, address
         self.complaints: list[str] = []
         self.elsewhere: list[str] = []
-        page.set_default_timeout(15000)
+        page.set_default_timeout(60000)
         page.on("console", lambda message: self._heard(message.type, message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self._went(request.url))
@@ -87,16 +87,24 @@ class Visit:
 
     def until(self, truth: str) -> None:
         """Waits for an expression to hold; Playwright's own way would need eval, which the page forbids."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not self.page.evaluate(truth):
             assert time.monotonic() < deadline, truth
             time.sleep(0.03)
+
+    def changed(self, selector: str, before: str) -> str:
+        """Waits until a canvas shows something else, and gives that."""
+        deadline = time.monotonic() + 60
+        while (now := self.pixels(selector)) == before:
+            assert time.monotonic() < deadline, f"{selector} stayed as it was"
+            time.sleep(0.03)
+        return now
 
     def value(self, name: str) -> str | None:
         return self.page.evaluate("(name) => new URLSearchParams(location.hash.slice(1)).get(name)", name)
 
     def remembered(self, name: str, value: str | None) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while self.value(name) != value and time.monotonic() < deadline:
             time.sleep(0.03)
         assert self.value(name) == value
@@ -139,8 +147,7 @@ def test_load_pick_a_sample_and_move_the_sliders(visit: Visit) -> None:
     visit.slide("#opacity", 0)
     plain = visit.pixels(FEATURES)
     visit.slide("#opacity", 100)
-    visit.page.wait_for_timeout(50)
-    assert visit.pixels(FEATURES) != plain
+    visit.changed(FEATURES, plain)
     visit.slide("#layer", 3)
     visit.shown("chelsea 8 128 3")
     rows = visit.page.locator(".numbers tbody tr")
@@ -158,17 +165,15 @@ def test_hover_hold_and_pick_a_core(visit: Visit) -> None:
     box = visit.page.locator(FEATURES).bounding_box()
     visit.page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.4)
     visit.until("document.querySelector('.similar span').textContent.includes(' to ')")
-    here = visit.pixels(SIMILAR), visit.pixels(BARS)
+    here = visit.pixels(SIMILAR)
     heard = visit.page.inner_text(".listens figcaption span")
     assert heard.count("%") == 3
     strongest = heard.split()[0]
     assert visit.page.inner_text(".looks b") == f"Where core {strongest} looks"
     visit.page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * 0.7)
-    visit.page.wait_for_timeout(100)
-    assert (visit.pixels(SIMILAR), visit.pixels(BARS)) != here
+    there = visit.changed(SIMILAR, here)
     visit.page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.5)
-    visit.page.wait_for_timeout(100)
-    held = visit.pixels(SIMILAR)
+    held = visit.changed(SIMILAR, there)
     visit.page.mouse.move(box["x"] + 5, box["y"] + 5)
     visit.page.wait_for_timeout(100)
     assert visit.pixels(SIMILAR) == held, "a patch that was clicked is held"

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,9 +254,7 @@ def test_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_golden_features_on_the_cpu(name: str) -> None:
-    start = time.perf_counter()
     model = veca.load(name, "cpu")
-    assert time.perf_counter() - start < 5, "a second, on a machine that does nothing else"
     for key, expected in load_file(golden_path(name)).items():
         assert relative_error(golden_features(model)[key], expected) < 1e-4, key
 
