@@ -360,6 +360,12 @@ def test_formats_that_are_known_but_not_read(tmp_path: Path) -> None:
             open_image(path)
         with path.open("rb") as stream, pytest.raises(ImageError, match=f"{suffix} is not read"):
             open_image(stream)
+    for tags in ({254: 1}, {50706: b"\1\4\0\0"}):  # nothing but their content tells: from an address or a table
+        image.save(tmp_path / "d.tif", "tiff", tiffinfo=tags)
+        with pytest.raises(ImageError, match="<bytes>: raw from a camera: its first page is a small preview; save it"):
+            open_image((tmp_path / "d.tif").read_bytes())
+    image.save(tmp_path / "e.tif", "tiff", tiffinfo={254: 2})  # a page of several, as scanners write
+    assert open_image(tmp_path / "e.tif").size == (16, 12)
     image.save(tmp_path / "c.heic", "jpeg")  # some programs convert pictures and leave their names
     assert open_image(tmp_path / "c.heic").size == (16, 12)
 
