@@ -58,7 +58,8 @@ every_pixel() {
   done
   veca probe depth "$out/model" "${room[@]}" --cores all --sizes 240 "${results[@]}"
   veca probe depth efficientnet-lite2 "${room[@]}" --sizes 240 "${results[@]}"
-  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 384,512 "${results[@]}"
+  # Its channels come at sizes of their own, those of VECA through a norm.
+  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 384,512 --norm standard "${results[@]}"
   veca probe segment "$out/model" "${camvid[@]}" --cores 8,64 --sizes 256,512,768 "${results[@]}"
 }
 
