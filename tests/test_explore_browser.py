@@ -32,6 +32,7 @@ DESKTOP = {"width": 1280, "height": 900}
 def address() -> Iterator[str]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
+        bound.listen()  # so that the first page waits for the server
         app = create_app({"tiny": make_tiny(), "other": make_tiny(num_cores=32, budgets=(8, 32))})
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -63,7 +64,7 @@ class Visit:
         page.on("request", lambda request: self._went(request.url))
 
     def _heard(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning"):
+        if kind in ("error", "warning") and "409 (Conflict)" not in text:  # the page asks again
             self.complaints.append(text)
 
     def _went(self, url: str) -> None:
@@ -99,6 +100,10 @@ class Visit:
             assert time.monotonic() < deadline, f"{selector} stayed as it was"
             time.sleep(0.03)
         return now
+
+    def drawn(self) -> None:
+        """Waits until what has happened so far is on the page."""
+        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def value(self, name: str) -> str | None:
         return self.page.evaluate("(name) => new URLSearchParams(location.hash.slice(1)).get(name)", name)
@@ -173,9 +178,12 @@ def test_hover_hold_and_pick_a_core(visit: Visit) -> None:
     visit.page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * 0.7)
     there = visit.changed(SIMILAR, here)
     visit.page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.5)
-    held = visit.changed(SIMILAR, there)
+    visit.until("document.querySelector('#spoken').textContent")
+    visit.drawn()
+    held = visit.pixels(SIMILAR)
+    assert held != there
     visit.page.mouse.move(box["x"] + 5, box["y"] + 5)
-    visit.page.wait_for_timeout(100)
+    visit.drawn()
     assert visit.pixels(SIMILAR) == held, "a patch that was clicked is held"
     looks = visit.pixels(LOOKS)
     bars = visit.page.locator(BARS).bounding_box()
@@ -314,6 +322,22 @@ def test_a_phone(visit: Visit) -> None:
     assert max(red, green, blue) < 64, "dark where dark is wished for"
 
 
+def test_a_question_that_was_overtaken_is_asked_again(visit: Visit) -> None:
+    asked: list[str] = []
+
+    def overtake(route: Any) -> None:
+        asked.append(route.request.url)
+        if asked.count(route.request.url) == 1:
+            route.fulfill(status=409, json={"problem": "This pane asked for something else meanwhile."})
+        else:
+            route.continue_()
+
+    visit.page.route("**/api/view*", overtake)
+    visit.open("picture=rocket&size=128&cores=8")
+    visit.shown("rocket 8 128 2")
+    assert len(asked) == 2
+
+
 def test_dragging_asks_no_more_than_it_must(visit: Visit) -> None:
     visit.open("picture=rocket&size=256")
     asked: list[str] = []
@@ -328,7 +352,7 @@ def test_dragging_asks_no_more_than_it_must(visit: Visit) -> None:
         }"""
     )
     visit.shown("rocket 64 1024 2")
-    assert 1 <= len(asked) <= 3, "what was passed over while dragging is not asked for"
+    assert 1 <= len(set(asked)) <= 3, "what was passed over while dragging is not asked for"
     count = len(asked)
     visit.slide(".size", 2)
     visit.shown("rocket 64 256 2")

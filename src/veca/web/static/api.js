@@ -1,4 +1,5 @@
-// Questions to the server: answers are kept, stale questions are withdrawn, a busy server is asked again.
+// Questions to the server: answers are kept, stale questions are withdrawn, others are asked again where the server is busy
+// or took an older question for a newer one.
 
 const KEPT = 96 * 2 ** 20; // bytes of answers
 const GRACE = 150; // ms an answer on its way is waited for before a newer question withdraws it
@@ -30,8 +31,11 @@ export async function ask(path, options = {}) {
     }
     if (response.ok) return response;
     const { problem } = await response.json().catch(() => ({ problem: response.statusText }));
-    if (response.status !== 503 || attempt === 8) throw new Problem(response.status, problem);
-    await sleep(1000 * Number(response.headers.get("Retry-After") ?? 1) * (0.5 + Math.random()), options.signal);
+    // An older question that was withdrawn can come to the server after the newer one, and put it aside.
+    const overtaken = response.status === 409;
+    if (!(overtaken || response.status === 503) || attempt === 8) throw new Problem(response.status, problem);
+    const wait = overtaken ? 50 : 1000 * Number(response.headers.get("Retry-After") ?? 1);
+    await sleep(wait * (0.5 + Math.random()), options.signal);
   }
 }
 
@@ -101,7 +105,7 @@ export class Latest {
     try {
       return await question(controller.signal);
     } catch (error) {
-      if (error.name === "AbortError" || controller.signal.aborted || error.status === 409) return undefined;
+      if (error.name === "AbortError" || controller.signal.aborted) return undefined;
       throw error;
     } finally {
       finish();
