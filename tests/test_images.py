@@ -362,7 +362,7 @@ def test_formats_that_are_known_but_not_read(tmp_path: Path) -> None:
             open_image(stream)
     for tags in ({254: 1}, {50706: b"\1\4\0\0"}):  # nothing but their content tells: from an address or a table
         image.save(tmp_path / "d.tif", "tiff", tiffinfo=tags)
-        with pytest.raises(ImageError, match="<bytes>: raw from a camera: its first page is a small preview; save it"):
+        with pytest.raises(ImageError, match="<bytes>: its first page is a small preview, as in raws of cameras; save"):
             open_image((tmp_path / "d.tif").read_bytes())
     image.save(tmp_path / "e.tif", "tiff", tiffinfo={254: 2})  # a page of several, as scanners write
     assert open_image(tmp_path / "e.tif").size == (16, 12)

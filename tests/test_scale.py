@@ -338,6 +338,7 @@ def test_ray_reports_to_nobody_unless_told_to(monkeypatch, wish):
     with session(None):
         pass
     assert asked == [wish or "0"]
+    assert os.environ.get("RAY_USAGE_STATS_ENABLED") == wish, "and the caller's environment is as it was"
 
 
 def test_what_the_cluster_does_not_have_is_refused(cluster, inputs, tmp_path, model):

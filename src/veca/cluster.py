@@ -15,6 +15,8 @@ import torch
 
 from veca.parts import EmbedError
 
+REPORTS = "RAY_USAGE_STATS_ENABLED"
+
 
 @contextmanager
 def session(address: str | None) -> Iterator[None]:
@@ -31,8 +33,8 @@ def session(address: str | None) -> Iterator[None]:
         return
     if address is not None:
         _reach(address)
-    before = signal.getsignal(signal.SIGTERM)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers, and a thread stays for it
+    before, wish = signal.getsignal(signal.SIGTERM), os.environ.get(REPORTS)
+    os.environ.setdefault(REPORTS, "0")  # else Ray reports to its makers, and a thread stays for it
     try:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -42,6 +44,8 @@ def session(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        if wish is None:
+            os.environ.pop(REPORTS, None)
         if threading.current_thread() is threading.main_thread():  # Ray put its own there, and leaves it
             signal.signal(signal.SIGTERM, before)
 

@@ -103,8 +103,10 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
             # Many raw files of cameras are TIFF inside, and their first page is a thumbnail.
             if image.format == "TIFF" and unread_suffix(source):
                 raise UnidentifiedImageError
-            if isinstance(image, TiffImagePlugin.TiffImageFile) and _is_raw(image):
-                raise ImageError("raw from a camera: its first page is a small preview; save it as PNG")
+            if isinstance(image, TiffImagePlugin.TiffImageFile) and _is_preview(image):
+                raise ImageError(
+                    "its first page is a small preview, as in raws of cameras; save the picture itself as PNG"
+                )
             _check_header(image, size, passes, max_pixels)
             extent: tuple[float, float] = image.size
             # Turned, a picture would begin with the pixels it fills in part; no extent tells that.
@@ -209,7 +211,7 @@ def _check_pixels(image: Image.Image, max_pixels: int) -> None:
         raise ImageTooLargeError(f"{height}×{width}; a side may have {_MAX_SIDE:,}. Cut it up")
 
 
-def _is_raw(image: TiffImagePlugin.TiffImageFile) -> bool:
+def _is_preview(image: TiffImagePlugin.TiffImageFile) -> bool:
     """Whether the page says that it is a small copy of another, or that the file is a digital negative."""
     kind = image.tag_v2.get(254, 0)
     return (isinstance(kind, int) and kind & 1 == 1) or 50706 in image.tag_v2
