@@ -382,3 +382,28 @@ def test_with_another_batch_of_all(place: Place, alone: Path, tmp_path: Path) ->
     folder = back_to(12, alone, tmp_path / "run")
     with pytest.raises(RecipeError, match="batch=4 × 1 processes: .* 8 pictures .*Set batch=8"):
         train(place.recipe(batch=4), folder)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.* is gone", "ignore:the log waits", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)
+def test_a_folder_that_is_cleared_under_a_run_costs_what_was_in_it_and_no_more(
+    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_step = Trainer.train_step
+
+    def then_cleared(self: Trainer, batches: Any) -> None:
+        one_step(self, batches)
+        if self.step == STEPS - 6:
+            assert (folder / "metrics.csv").is_file()
+            shutil.rmtree(folder)
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(Trainer, "train_step", then_cleared)
+    train(place.recipe(), folder)
+    assert different(tensors(folder), tensors(alone)) == []
+    assert [path.name for path in listed(folder / "checkpoints")] == [f"step-{STEPS - 4:08}", f"step-{STEPS:08}"]
+    steps = [row["step"] for row in table(folder / "metrics.csv")]
+    assert steps == [row["step"] for row in table(alone / "metrics.csv")][-len(steps) :]
+    assert set(steps) >= {str(STEPS - 2), str(STEPS)}
+    assert (folder / "report.html").is_file()

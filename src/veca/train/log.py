@@ -69,7 +69,7 @@ class RunLog:
         self._new_board = lambda step: tensorboard(str(self.folder / "tensorboard"), "", step, 10_000, 10)
         self._board: Any = self._new_board(resume_step)
         self._online = None if online is None else _join(online, str(wandb), self.folder, dict(config or {}))
-        self._trouble: Exception | None = None
+        self._trouble = ""
         self._end = threading.Event()
         self._writer = threading.Thread(target=self._write, args=(flush_seconds,), name="veca-log", daemon=True)
         self._writer.start()
@@ -103,7 +103,7 @@ class RunLog:
             for name, value in values.items():
                 self._board.add_scalar(name, float(value), step)
         except OSError as error:
-            self._board, self._trouble = None, error
+            self._board, self._trouble = None, _waits(error)
 
     def event(self, step: int, text: str) -> None:
         """A line of events.txt: time, step, text. The report counts events by their first word: `skipped: …`,
@@ -114,7 +114,8 @@ class RunLog:
     def flush(self) -> None:
         """Write out what waits, now."""
         for file in (self._metrics, self._validation, self._events):
-            file.flush()
+            if file.flush():
+                self._trouble = f"{file.path} is gone; it begins again, without what was in it"
 
     def close(self, failed: bool = False) -> None:
         if self._end.is_set():
@@ -153,13 +154,17 @@ class RunLog:
             try:
                 self.flush()
             except (OSError, ValueError) as error:  # the thread must live to try again
-                self._trouble = error
+                self._trouble = _waits(error)
 
     def _warn(self) -> None:
         """A full disk does not end a run: its rows wait, and are tried again."""
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            warnings.warn(f"the log waits, its files cannot be written: {trouble}", stacklevel=3)
+        if self._trouble:
+            trouble, self._trouble = self._trouble, ""
+            warnings.warn(trouble, stacklevel=3)
+
+
+def _waits(error: Exception) -> str:
+    return f"the log waits, its files cannot be written: {error}"
 
 
 def _tensorboard() -> Any:

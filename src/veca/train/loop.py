@@ -392,9 +392,10 @@ class Trainer:
                 return
             folder = self.folder / "checkpoints"
             metadata = {"model": {"format": "pt", "veca": json.dumps(self._about({}))}}
-            try:
-                if log is not None:  # a run that goes on from here does not write these rows again
+            if log is not None:  # a run that goes on from here does not write these rows again
+                with contextlib.suppress(OSError):  # the log tells; what was learnt is worth more than its rows
                     log.flush()
+            try:
                 write_checkpoint(folder, self.step, self._facts() | {"under_way": under_way}, tensors, metadata)
             except OSError as error:
                 if must:

@@ -42,12 +42,18 @@ class Lines:
     def add(self, line: Any) -> None:
         self._waiting.append(line)
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
+        """Write what waits. True if the file was there before and is gone: it begins again then, with its folder."""
         with self._lock:
             count = len(self._waiting)
+            gone = bool(self.size and count) and not self.path.exists()
+            if gone:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.size = 0
             if count:
                 self._append(self._text(self._waiting[:count]).encode())
                 del self._waiting[:count]
+            return gone
 
     def _text(self, waiting: Sequence[Any]) -> str:
         return "".join(waiting)
@@ -73,13 +79,12 @@ class Table(Lines):
         rows: Sequence[dict[str, str]] = waiting
         fresh = {name for row in rows for name in row}.difference(self.columns, self.keys)
         added = [name for name in PARTS if name in fresh] + sorted(fresh.difference(PARTS))
-        if self.columns and added:
+        if self.columns and self.size and added:
             self._rewrite(added)
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        if not self.columns:
-            self.columns = [*self.keys, *added]
         if not self.size:
+            self.columns = [*(self.columns or self.keys), *added]
             writer.writerow(self.columns)
         writer.writerows([row.get(name, "") for name in self.columns] for row in rows)
         return text.getvalue()
