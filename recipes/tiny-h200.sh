@@ -48,25 +48,32 @@ whole_pictures() {
   done
 }
 
-every_pixel() {
-  local camvid=(--data 'camvid-*.tar' --steps 2000 --no-progress)
-  local room=(--data 'roomdepth-*.tar' --steps 500 --no-progress)
-  local results=(--out "$out/results") seed
-  veca probe segment "$out/model" "${camvid[@]}" --cores all --sizes 384 "${results[@]}"
+scenes() {
+  local camvid=(--data 'camvid-*.tar' --steps 2000 --no-progress) seed
+  veca probe segment "$out/model" "${camvid[@]}" --cores all --sizes 384 --out "$out/results"
   for seed in 1 2; do
     veca probe segment "$out/model" "${camvid[@]}" --cores 8,64 --sizes 384 --seed $seed --out "$out/seeds"
   done
-  veca probe depth "$out/model" "${room[@]}" --cores all --sizes 240 "${results[@]}"
-  veca probe depth efficientnet-lite2 "${room[@]}" --sizes 240 "${results[@]}"
-  # Its channels come at sizes of their own, those of VECA through a norm.
-  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 384,512 --norm standard "${results[@]}"
-  veca probe segment "$out/model" "${camvid[@]}" --cores 8,64 --sizes 256,512,768 "${results[@]}"
+  veca probe segment "$out/model" "${camvid[@]}" --cores 8,64 --sizes 256,512,768 --out "$out/results"
 }
 
-# Side by side: neither keeps a GPU busy.
+rooms_and_teacher() {
+  local room=(--data 'roomdepth-*.tar' --steps 500 --sizes 240 --no-progress --out "$out/results")
+  veca probe depth "$out/model" "${room[@]}" --cores all
+  veca probe depth efficientnet-lite2 "${room[@]}"
+  # Its channels come at sizes of their own, those of VECA through a norm.
+  veca probe segment efficientnet-lite2 --data 'camvid-*.tar' --steps 2000 --sizes 384,512 --norm standard \
+    --no-progress --out "$out/results"
+}
+
+# Side by side: none keeps a GPU busy.
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 whole_pictures &
-every_pixel
-wait $!
+pictures=$!
+scenes &
+scenes=$!
+rooms_and_teacher
+wait $pictures
+wait $scenes
 veca report "$out/results"
 veca report "$out/seeds"
