@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from runs import (
     BOUND,
     STEPS,
@@ -34,10 +35,13 @@ from runs import (
     wait_until,
 )
 
-from veca.train import checkpoints
-from veca.train.checkpoints import DamagedError, listed
+import veca
+from veca.terminal import stoppable
+from veca.train import checkpoints, loop
+from veca.train.checkpoints import DamagedError, listed, read_checkpoint
 from veca.train.loop import Trainer
 from veca.train.recipe import RecipeError
+from veca.train.stop import Interrupted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up in /proc")
 
@@ -407,3 +411,92 @@ def test_a_folder_that_is_cleared_under_a_run_costs_what_was_in_it_and_no_more(
     assert steps == [row["step"] for row in table(alone / "metrics.csv")][-len(steps) :]
     assert set(steps) >= {str(STEPS - 2), str(STEPS)}
     assert (folder / "report.html").is_file()
+
+
+def begun(alone: Path, folder: Path) -> Path:
+    """A copy of the run as it was after 16 steps."""
+    copy_run(alone, folder)
+    for path in listed(folder / "checkpoints"):
+        if int(path.name.removeprefix("step-")) > 16:
+            shutil.rmtree(path)
+    for name in ("model.safetensors", "config.json", "summary.json", "report.html"):
+        (folder / name).unlink()
+    return folder
+
+
+def test_pictures_may_move(place: Place, alone: Path, tmp_path: Path) -> None:
+    folder, moved = begun(alone, tmp_path / "run"), tmp_path / "elsewhere"
+    shutil.copytree(place.folder / "photos", moved / "photos")
+    shutil.copytree(place.folder / "validation", moved / "validation")
+    recipe = place.recipe(data__train=[str(moved / "photos")], data__validation=[str(moved / "validation")])
+    train(recipe, folder)
+    assert "resumed: from step 16" in (folder / "events.txt").read_text()
+    assert different(tensors(folder), tensors(alone)) == []
+
+
+def test_processes_agree_to_stop_before_torchrun_loses_patience(place: Place, tmp_path: Path) -> None:
+    """Steps that take long are not waited for by the ten."""
+
+    def slow() -> None:
+        one_step = Trainer.train_step
+
+        def step(self: Trainer, batches: Any) -> None:
+            time.sleep(1.2)
+            one_step(self, batches)
+
+        Trainer.train_step = step
+
+    folder = tmp_path / "run"
+    run = start(place.recipe(batch=4, checkpoints__every=1000, log_every=1), folder, 2, slow)
+    wait_until(lambda: (folder / "metrics.csv").exists(), run)
+    for process in run:
+        process.send(signal.SIGTERM)
+    assert [process.wait() for process in run] == [128 + signal.SIGTERM] * 2
+    assert 0 < reached(folder) < loop.AGREE_STEPS
+
+
+def test_begun_anew_a_folder_has_nothing_of_the_old_run(
+    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(self: Trainer, batches: Any) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    folder = copy_run(alone, tmp_path / "run")
+    monkeypatch.setattr(Trainer, "train_step", ends)
+    with pytest.raises(Interrupted):
+        train(place.recipe(), folder, restart=True)
+    assert not listed(folder / "checkpoints")
+    left = {path.name for path in folder.iterdir()}
+    assert left.isdisjoint({"model.safetensors", "config.json", "summary.json"})
+    with pytest.raises(ValueError, match="model"):
+        veca.load(folder)
+
+
+def test_weights_are_told_their_own_loss_and_the_best_are_compared_with_their_like(
+    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rising = iter(range(7, 99))
+    monkeypatch.setattr("veca.train.loop.validate", lambda *_: {(32, 8): {"total": float(next(rising))}})
+    train(place.recipe(), folder := begun(alone, tmp_path / "same"))
+    best = read_checkpoint(listed(alone / "checkpoints")[3]).facts["best"]
+    assert veca.load(folder).provenance["validation"] == 8
+    assert read_checkpoint(listed(folder / "checkpoints")[-1]).facts["best"] == best < 7
+    train(place.recipe(validation__budgets=[16]), folder := begun(alone, tmp_path / "other"))
+    assert "changed: validation" in (folder / "events.txt").read_text()
+    assert veca.load(folder / "best").provenance["validation"] == 9
+    assert veca.load(folder).provenance["validation"] == 10
+
+
+def test_a_run_of_another_kind_is_named(place: Place, tmp_path: Path) -> None:
+    checkpoints.write_checkpoint(tmp_path / "checkpoints", 1, {"asked": {}}, {})
+    with pytest.raises(RecipeError, match="holds a run of `veca finetune`: take another --out"):
+        train(place.recipe(), tmp_path)
+
+
+@pytest.mark.parametrize("stop", [Interrupted(signal.SIGTERM), KeyboardInterrupt()])
+@pytest.mark.parametrize(("restart", "way"), [(False, "The same command continues"), (True, "without --restart cont")])
+def test_how_to_go_on_is_said(tmp_path: Path, stop: BaseException, restart: bool, way: str) -> None:
+    said: list[str] = []
+    with pytest.raises(typer.Exit), stoppable(tmp_path, said.append, restart):
+        raise stop
+    assert way in said[0]

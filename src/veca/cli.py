@@ -213,7 +213,7 @@ def distill(
         return
     if pictures is not None or processes != 1:
         raise ValueError("--pictures and --processes are for --dry-run; a run counts its own: leave them out")
-    with stoppable(folder, _say):
+    with stoppable(folder, _say, restart):
         report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=_say)
     if report is not None:
         out.print(f"Report: {report.resolve()}", soft_wrap=True)

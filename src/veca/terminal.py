@@ -70,18 +70,19 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def stoppable(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def stoppable(folder: Path, say: Callable[[str], None], restart: bool = False) -> Iterator[None]:
     """While a run trains in the block: if it is stopped, how to go on is said, by the first process."""
     from veca.train.stop import Interrupted
 
     first = os.environ.get("RANK", "0") == "0"  # of those torchrun started
+    command = "The same command without --restart" if restart else "The same command"
     try:
         yield
     except Interrupted as stop:
         if first:
-            say(f"Stopped, and saved in {folder}. The same command continues where this one stopped.")
+            say(f"Stopped, and saved in {folder}. {command} continues where this one stopped.")
         raise typer.Exit(128 + stop.number) from None
     except KeyboardInterrupt:
         if first:
-            say(f"Stopped at once. The same command continues from the last checkpoint in {folder}.")
+            say(f"Stopped at once. {command} continues from the last checkpoint in {folder}.")
         raise typer.Exit(130) from None

@@ -14,6 +14,7 @@ import contextlib
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -52,8 +53,8 @@ MOST_BAD = 3
 GRAPHS = 64
 """Ways to compile one function that are all wanted: the first block and the others, with gradients and without, few
 cores and many; a teacher at each resolution."""
-AGREE_EVERY = 10
-"""Steps after which several processes ask each other whether to stop."""
+AGREE_STEPS, AGREE_SECONDS = 10, 3.0
+"""After so many steps, or so long, several processes ask each other whether to stop; torchrun waits for 30 s."""
 
 
 class TrainingError(ValueError):
@@ -95,7 +96,7 @@ class Trainer:
         if any(step != steps[0] for step in steps):
             raise RecipeError(f"processes find different checkpoints in {folder} ({steps}): they must share the folder")
         if saved is not None:
-            check_recipe(saved.facts["recipe"], recipe.to_dict(), folder)
+            check_recipe(saved.facts, recipe, folder)
         self.pictures, self.validation = find_pictures(recipe, folder, world)
         for found in filter(None, (self.pictures, self.validation)):
             self.notices += found.complaints()
@@ -108,6 +109,7 @@ class Trainer:
         self.ema = Ema(self.model, recipe.ema)
         self.lessons = Lessons(self.teacher, recipe, world, self.model.config.patch_size)
         self.length = run_length(recipe, len(self.pictures), world.size)
+        self.last: float | None = None  # the mean of the last validation
         if saved is None:
             self.step, self.best, self.corrupt, images, seconds, skipped = 0, float("inf"), 0, 0, 0.0, 0
             self.lessons.take_statistics(self.pictures, self.validation)
@@ -115,7 +117,7 @@ class Trainer:
             self._check_data(saved)
             restore(saved.tensors, self.model, self.optimizers, self.ema, self.teacher)
             self.step, self.corrupt = saved.step, saved.facts["corrupt"]
-            self.best = float("inf") if saved.facts["best"] is None else saved.facts["best"]
+            self._take_best(saved)
             images, seconds, skipped = (saved.facts[name] for name in ("images", "seconds", "skipped"))
             self.notices.append(f"resumed: from step {self.step:,}")
         self.meter = Meter(recipe.budgets, recipe.grid()[0], images=images, seconds=seconds)
@@ -129,6 +131,7 @@ class Trainer:
         self.student = replicate(Student(self.model, recipe), world, recipe.parallel)
         self.cache: TargetCache | None = None
         self.stop, self.preparing = 0, False
+        self.agreed, self.agree_at = (self.step, time.monotonic()), self.step + 1
         self.named: set[str] = set()
 
     # A step
@@ -287,9 +290,13 @@ class Trainer:
             )
         if self.world.size == 1:
             return bool(self.stop)
-        if self.step % AGREE_EVERY:
+        if self.step < self.agree_at:
             return False
-        self.stop = max(gathered(self.stop, self.world))
+        before, then = self.agreed
+        self.agreed = self.step, time.monotonic()
+        pace = (self.agreed[1] - then) / (self.step - before)
+        stops, paces = zip(*gathered((self.stop, pace), self.world), strict=True)
+        self.stop, self.agree_at = max(stops), self.step + max(1, min(AGREE_STEPS, int(AGREE_SECONDS / max(paces))))
         return bool(self.stop)
 
     def _note(self, number: int) -> None:
@@ -363,7 +370,7 @@ class Trainer:
         assert self.validation is not None
         with self.meter.pause(), self.ema.in_place():
             grid = validate(self.model, self.lessons, self.validation)
-        mean = grid_means(grid)["total"]
+        self.last = mean = grid_means(grid)["total"]
         if log is not None and live is not None:
             log.validation(self.step, grid)
             live.say(f"validation at step {self.step:,}: {mean:.4f} ({_shown(grid)})")
@@ -419,6 +426,17 @@ class Trainer:
                 f"forward pass. Set batch={before / self.world.size:g} to go on"
             )
 
+    def _take_best(self, saved: Saved) -> None:
+        """What a run that goes on has to beat; losses of other pictures, sizes or budgets cannot be compared."""
+        best, self.last = saved.facts["best"], saved.facts.get("validation")
+        self.best = float("inf") if best is None else best
+        if saved.facts.get("validated_on", self._validated_on()) != self._validated_on():
+            self.best = float("inf")
+            self.notices.append("changed: validation has other pictures, sizes or budgets; best/ is chosen anew")
+
+    def _validated_on(self) -> list[Any]:
+        return [None if self.validation is None else self.validation.fingerprint, *map(list, self.recipe.grid())]
+
     def _facts(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe.to_dict(),
@@ -426,6 +444,8 @@ class Trainer:
             "batch": self.recipe.batch * self.world.size,
             "teacher": self.teacher.about,
             "best": self.best if self.best < float("inf") else None,
+            "validation": self.last,
+            "validated_on": self._validated_on(),
             "images": self.meter.images,
             "seconds": self.meter.seconds,
             "skipped": self.watch.seen()[0],
@@ -457,6 +477,9 @@ class Trainer:
         if self.restart:
             for name in ("checkpoints", "best"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
+        if self.step < self.length.steps:  # what an end has left is not of this run, or not of its end
+            for name in ("summary.json", *(["model.safetensors", "config.json", "report.html"] * self.restart)):
+                (self.folder / name).unlink(missing_ok=True)
         split = split_parameters(self.model)
         with atomic_path(self.folder / "recipe.yaml") as part:
             part.write_text(self.recipe.to_yaml(), encoding="utf-8")
@@ -470,7 +493,7 @@ class Trainer:
 
     def _finish(self) -> Path:
         with self.ema.in_place():
-            self._write_weights(self.folder, {"validation": self.best if self.best < float("inf") else None})
+            self._write_weights(self.folder, {"validation": self.last})
         if self.world.first:
             facts = self._facts() | {"total_steps": self.length.steps, "model": self.recipe.model.size}
             with atomic_path(self.folder / "summary.json") as part:

@@ -78,12 +78,14 @@ def find_pictures(recipe: Recipe, folder: Path, world: World) -> tuple[Pictures,
     return found or find()
 
 
-def check_recipe(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
+def check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     """A run goes on with the recipe it began with, but for what does not change what it learns."""
+    if "recipe" not in facts:
+        raise RecipeError(f"{folder} holds a run of `veca finetune`: take another --out")
     different = [
         f"{key}: {before!r}, now {now!r}"
-        for key, before, now in _differences(old, new)
-        if not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+        for key, before, now in _differences(facts["recipe"], recipe.to_dict())
+        if not any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in _FREE)
     ]
     if different:
         raise RecipeError(

@@ -52,7 +52,7 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
             "skip_bad": skip_bad,
         }  # fmt: skip
         settings = build(kind, asked, changes or [])
-        with stoppable(to, warn):
+        with stoppable(to, warn, restart):
             report = finetune(
                 model, data, to, settings, root=root, limit=limit, device=device, restart=restart, say=warn
             )
