@@ -136,6 +136,19 @@ def test_bad_pictures_are_named(tmp_path: Path, workers: int) -> None:
     assert values.norm(dim=1).min() > 0
 
 
+def test_a_picture_that_was_mended_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not it is among those whose bytes are part of the key."""
+    monkeypatch.setattr(features, "_SAMPLED", 2)
+    folder = make_folder(tmp_path / "mine", 7)
+    whole = (folder / "val/red/3.png").read_bytes()
+    run = extraction(backbone(), tmp_path / "f")
+    for text, bad in ((whole[:99], [10]), (whole, [])):
+        (folder / "val/red/3.png").write_bytes(text)
+        split = load_dataset(str(folder)).splits["val"]
+        run.run(split, VIEW, (8,), "")
+        assert sorted(run.load(split, VIEW, 8).bad) == bad
+
+
 def test_keys_differ_where_features_do(data: ProbeData, tmp_path: Path) -> None:
     split, run = data.splits["train"], extraction(backbone(), tmp_path)
     other = make_tiny()

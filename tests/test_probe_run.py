@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def test_classify_writes_a_row_for_every_budget_and_size(data: ProbeData, tmp_pa
     assert len(files) == 4
     assert files[0].name.startswith("classify-tiny-mine-c64-s32-")
     assert rows[0] == read_row(next(path for path in files if "c8-s32" in path.name))
+
+
+@pytest.mark.parametrize("change", [{"metrics": None}, {"metrics": {}}, {"schema": 2}, {"size": "32"}, {"digest": ""}])
+def test_a_row_that_was_touched_is_computed_again(data: ProbeData, tmp_path: Path, change: dict[str, Any]) -> None:
+    first = knn(backbone(), data, tmp_path, ask(NEAR, cores=(8,)))
+    (path,) = (tmp_path / "rows").iterdir()
+    path.write_text(json.dumps(first[0] | change))
+    again = knn(backbone(), data, tmp_path, ask(NEAR, cores=(8,)))
+    assert again[0]["metrics"] == first[0]["metrics"]
+    assert read_row(path) == again[0]
 
 
 def test_the_same_again_is_the_same_and_costs_nothing(

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from conftest import GOLDEN, make_tiny
+from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import FeatureInfo, group_parameters
 from timm.optim import create_optimizer_v2
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import veca
 from veca.config import get_config
 from veca.hub.timm import TimmVeca
-from veca.inspect import core_maps
+from veca.inspect import core_maps, draw_budgets, draw_features, draw_paths, measure_cores
 
 SMALL = {"embed_dim": 64, "depth": 3, "num_heads": 2}
 NAMES = [f"{size}_patch16" for size in veca.list_models()]
@@ -290,9 +291,14 @@ def test_a_folder_of_timm_comes_back(tmp_path: Path) -> None:
     torch.testing.assert_close(again(pictures()), model(pictures()), rtol=0, atol=0)
 
 
-def test_tools_of_veca_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_of_veca_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = create(cores=16)
     assert core_maps(model, pictures()).shape == (1, 2, 16, 3, 5)
+    Image.new("RGB", (48, 32), "orange").save(tmp_path / "a.png")
+    draw_budgets(model, tmp_path / "a.png", size=32)
+    draw_features(model, tmp_path / "a.png", sizes=(32,))
+    draw_paths(model, tmp_path / "a.png", size=32)
+    measure_cores(model, tmp_path / "a.png", budgets=(8,), size=32)
     monkeypatch.setattr("veca.fast.fits", lambda *_: True)
     with pytest.raises(ValueError, match="a TimmVeca is not called as a Veca is"):
         veca.optimize(model)

@@ -144,7 +144,7 @@ def draw_cores(
         with looking(model):
             images = input_of(model, photo)
             maps = core_maps(model, images, budget, [layer - 1 for layer in layers])[:, 0].float().cpu()
-            places = model(images, cores=budget).coordinates[:, 0].float().cpu()
+            places = Veca.forward(model, images, budget).coordinates[:, 0].float().cpu()
         rows = axes[i * len(layers) : (i + 1) * len(layers)]
         for row, layer, attention in zip(rows, layers, maps, strict=True):
             if row is rows[0]:
@@ -185,7 +185,10 @@ def draw_paths(
     check_sheet(len(budgets), len(photos))
     say("running the model")
     with looking(model):
-        ways = [[model(input_of(model, p), cores=c).coordinates[:, 0].float().cpu() for p in photos] for c in budgets]
+        ways = [
+            [Veca.forward(model, input_of(model, photo), c).coordinates[:, 0].float().cpu() for photo in photos]
+            for c in budgets
+        ]
     lengths = [(way[-1] - way[0]).norm(dim=-1) / 2 for row in ways for way in row]  # in sides of the picture
     longest = max(float(length.max()) for length in lengths)
     scale = next((times for times in (200, 100, 50, 20, 10, 5, 2) if times * longest <= 0.1), 1)

@@ -307,7 +307,7 @@ class _Teller:
     def add(self, images: Tensor) -> None:
         """Pictures (B, 3, height, width), normalised. The next batch is compared with the last of them."""
         most, layers = self.model.config.num_cores, range(len(self.model.blocks))
-        whole = None if most in self.budgets else _features(self.model(images, cores=most))
+        whole = None if most in self.budgets else _features(Veca.forward(self.model, images, most))
         for budget in sorted(self.budgets, reverse=True):  # the whole bank comes first
             seen, out = look_into(self.model, images, budget, layers, attention_and_profiles)
             features = _features(out)

@@ -166,12 +166,13 @@ def digest_of(**parts: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def content(split: Split) -> str:
-    """A hash of the names of pictures (and masks or depths), and of the bytes of up to 64 of them spread over all.
+    """A hash of the names and sizes of pictures (and masks or depths), and of the bytes of up to 64 spread over all.
 
-    So pictures that were replaced under the same names are noticed, without all of them being read.
+    So pictures that were replaced or mended under the same names are noticed, without all of them being read.
     """
     digest = hashlib.sha256(split.digest())
     for places in (split.images, *([split.maps.places] if split.maps else [])):
+        digest.update(np.ascontiguousarray(places.sizes(), "<i8").data)
         for i in spread(len(places), _SAMPLED):
             digest.update(hashlib.sha256(_bytes(places, i)).digest())
     return digest.hexdigest()

@@ -117,19 +117,21 @@ class Job:
         }
         if problems := data.problems:
             row["protocol"]["problems"] = problems
-        text = json.dumps(row, indent=1, default=str)
+        row = json.loads(json.dumps(row, default=str))  # as it will be read
+        row["digest"] = digest_of(**row)
         with atomic_path(self.path(folder)) as part:
-            part.write_text(text)
-        return dict(json.loads(text))  # as it will be read
+            part.write_text(json.dumps(row, indent=1))
+        return row
 
 
 def read_row(path: Path) -> Row | None:
-    """A row file; None where there is none, or it is damaged."""
+    """A row file; None where there is none, or it is not as it was written."""
     try:
-        row = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        row: Row = json.loads(path.read_text())
+        said = {name: value for name, value in row.items() if name != "digest"}
+        return row if row.get("digest") == digest_of(**said) else None
+    except (OSError, ValueError, RecursionError, AttributeError):
         return None
-    return row if isinstance(row, dict) and {"task", "metric", "metrics", "model", "data"} <= row.keys() else None
 
 
 def by_class(classes: Sequence[str], values: Iterable[float]) -> dict[str, float]:

@@ -71,11 +71,24 @@ class Places:
         spans = None if self._spans is None else self._spans[which]
         return type(self)(self.root, [self.text(i) for i in which], spans)
 
+    def sizes(self) -> NDArray[np.int64]:
+        """In bytes, of each item; -1 where it is not to be found."""
+        if self._spans is not None:
+            return self._spans[:, 1]
+        return np.array([_size(self.path(i)) for i in range(len(self))], np.int64)
+
     def digest(self) -> bytes:
         """A hash of the names, not of where the folder lies."""
         blob = hashlib.sha256(np.ascontiguousarray(self._ends, "<i8").data)
         blob.update(self._names)
         return blob.digest()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
 
 
 class Maps:
