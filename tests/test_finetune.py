@@ -29,6 +29,7 @@ from veca.probe.backbones import load_backbone
 from veca.probe.datasets import DatasetError, load_dataset
 from veca.probe.run import ClassifySettings as ProbeSettings
 from veca.probe.run import classify as probe_classify
+from veca.train.checkpoints import write_checkpoint
 from veca.train.stop import Interrupted
 from veca.tune.groups import parameter_groups
 from veca.tune.run import Tuner, finetune
@@ -223,6 +224,42 @@ def test_a_finished_run_is_left_as_it_is(tuned: Path, place: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"asked otherwise \(epochs: 5, now 6\). Take another --out, or --restart"):
         tune(place, folder, settings(epochs=6))
     assert tune(place, folder, settings(epochs=0.5), restart=True)["steps"] == 3
+
+
+def test_a_restart_that_was_stopped_leaves_nothing_of_the_old_run(
+    tuned: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tuned, tmp_path / "tuned")
+    (folder / "head.safetensors").touch()  # as if it had been one of pixels
+    (folder / "notes.txt").write_text("mine")
+
+    def stopped(*_: object) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(Tuner, "_learn", stopped)
+    with pytest.raises(Interrupted):
+        tune(place, folder, settings(epochs=6), restart=True)
+    with pytest.raises(veca.CheckpointError, match="holds no model.safetensors"):
+        veca.load(folder)
+    left = {path.name for path in folder.iterdir() if path.is_file()}
+    assert left == {"finetune.json", "metrics.csv", "validation.csv", "notes.txt"}
+    assert not rows(folder / "metrics.csv")
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_folders_that_are_not_to_be_written_over(place: Path, tmp_path: Path, restart: bool) -> None:
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "link").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for source, folder in ((model, model), (model / "model.safetensors", model), (model, tmp_path / "link")):
+        with pytest.raises(ValueError, match=f"--out {folder} is the model's own folder, .*; take another --out"):
+            finetune(str(source), str(place / "classes"), folder, settings(), device="cpu", restart=restart)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    write_checkpoint(tmp_path / "distilled/checkpoints", 7, {"recipe": {}}, {"model": {"weight": torch.zeros(2)}})
+    (tmp_path / "distilled/recipe.yaml").touch()
+    with pytest.raises(ValueError, match="distilled holds a run of `veca distill`; take another --out"):
+        tune(place, tmp_path / "distilled", settings(), restart=restart)
+    assert (tmp_path / "distilled/checkpoints/step-00000007/state.json").is_file()
 
 
 # Pixels
