@@ -27,6 +27,7 @@ from veca.cli import app
 from veca.hub.transformers import VecaForImageClassification, VecaModel
 from veca.probe.backbones import load_backbone
 from veca.probe.datasets import DatasetError, load_dataset
+from veca.probe.features import PictureError
 from veca.probe.run import ClassifySettings as ProbeSettings
 from veca.probe.run import classify as probe_classify
 from veca.train.checkpoints import write_checkpoint
@@ -260,6 +261,29 @@ def test_folders_that_are_not_to_be_written_over(place: Path, tmp_path: Path, re
     with pytest.raises(ValueError, match="distilled holds a run of `veca distill`; take another --out"):
         tune(place, tmp_path / "distilled", settings(), restart=restart)
     assert (tmp_path / "distilled/checkpoints/step-00000007/state.json").is_file()
+
+
+def test_batches_without_a_picture_that_can_be_read(place: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(place / "classes", tmp_path / "classes")
+    shutil.copytree(place / "model", tmp_path / "model")
+    asked = settings(epochs=0.1, batch=3, skip_bad=True)  # six at once are scored: all of a class
+
+    def tear(split: str) -> None:
+        for file in data.glob(split):
+            file.write_bytes(b"torn")
+
+    tear("val/red/*")
+    result = tune(tmp_path, tmp_path / "out", asked)
+    assert ["6 of val cannot be read" in problem for problem in result["problems"]] == [True]
+    tear("val/*/*")
+    with pytest.raises(PictureError, match="no picture of classes val can be read; mend them"):
+        tune(tmp_path, tmp_path / "none", asked)
+    shutil.copytree(place / "classes/val", data / "val", dirs_exist_ok=True)
+    tear("train/*/*")
+    with pytest.raises(PictureError, match="a whole batch of classes train cannot be read: ") as failed:
+        tune(tmp_path, tmp_path / "batch", asked)
+    assert "--skip-bad" not in str(failed.value)
+    assert "larger --batch" in str(failed.value)
 
 
 # Pixels

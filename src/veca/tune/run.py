@@ -330,9 +330,11 @@ class Tuner:
                     meter.update(scores.argmax(1), labels)
         self.network.train()
         seen, *totals = sum_of([count, *losses.values()], self.world)
+        if not seen:  # nothing could be chosen, or said, by such a score
+            raise PictureError(f"no picture of {self.data.name} {split} can be read; mend them")
         for meter in meters.values():
             summed(meter.bins, self.world)
-        return {cores: (meters[cores], total / max(1, seen)) for cores, total in zip(meters, totals, strict=True)}
+        return {cores: (meters[cores], total / seen) for cores, total in zip(meters, totals, strict=True)}
 
     def _validate(self, log: RunLog | None, live: LiveLine | None) -> None:
         with self.meter.pause():
