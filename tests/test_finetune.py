@@ -35,7 +35,7 @@ from veca.train.stop import Interrupted
 from veca.tune.groups import parameter_groups
 from veca.tune.run import Tuner, finetune
 from veca.tune.settings import ClassifySettings, SegmentSettings
-from veca.tune.tasks import Classifier, Segmenter, load_segmenter
+from veca.tune.tasks import Classifier, Segment, Segmenter, load_segmenter
 
 COLOURS = {"blue": (60, 70, 160), "green": (70, 140, 80), "red": (170, 70, 60)}
 TIMES = {"time", "seconds", "images_per_s", "memory_gib"}
@@ -318,6 +318,28 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
     (tmp_path / "head.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(veca.CheckpointError, match="damaged, or no head"):
         load_segmenter(tmp_path)
+
+
+def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
+    source, asked = tmp_path / "tuned", SegmentSettings(size=64)
+    Segment(veca.load(place / "model"), load_dataset(str(place / "masks"), task="segment"), asked).save(source, {})
+    whole = load_segmenter(source).state_dict()
+
+    def convert(name: str, *more: str) -> Any:
+        return CliRunner().invoke(app, ["convert", str(source), str(tmp_path / name), *more])
+
+    assert convert("same").exit_code == 0
+    assert (tmp_path / "same/head.safetensors").read_bytes() == (source / "head.safetensors").read_bytes()
+    assert convert("half", "--dtype", "float16").exit_code == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half/head.safetensors").values()} == {torch.float16}
+    half = load_segmenter(tmp_path / "half")
+    assert half.classes == ["ground", "box"]
+    assert all(torch.equal(value, whole[name].half().float()) for name, value in half.state_dict().items())
+    assert "head.safetensors stays behind" in convert("file.safetensors").stderr
+    assert not (tmp_path / "head.safetensors").exists()
+    (source / "head.safetensors").write_bytes(b"no tensors at all")
+    assert "damaged, or no head" in str(convert("damaged").exception)
+    assert not (tmp_path / "damaged/model.safetensors").exists()
 
 
 # The command
