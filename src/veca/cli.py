@@ -412,6 +412,8 @@ def export(
     if to.exists() and not overwrite:
         raise ValueError(f"{to} exists; choose another name, or pass --overwrite")
     model, name = load_model(source, "cpu"), shipped_name(source) or Path(source).stem
+    if classes := model.config.num_classes:
+        warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):
         checks = write_export(model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=name, check=check)
     out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True, markup=False)
