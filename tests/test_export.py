@@ -131,6 +131,17 @@ def test_the_command_says_how_far_and_how_fast(folder: Path) -> None:
     assert "--overwrite" in str(again.exception)
 
 
+def test_the_command_says_that_classes_stay_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("veca.cli.write_export", lambda model, to, **_: to.touch())
+    for classes in (0, 3):
+        veca.save(make_tiny(num_classes=classes), tmp_path / str(classes))
+        done = CliRunner().invoke(
+            app, ["export", str(tmp_path / str(classes)), str(tmp_path / f"{classes}.onnx"), "--no-check"]
+        )
+        assert done.exit_code == 0, done.exception
+        assert ("classifier of 3 classes will not be in the file" in done.stderr) == bool(classes)
+
+
 def test_int8(folder: Path, model: veca.Veca) -> None:
     checks = [Check(*each) for each in json.loads((folder / "int8.json").read_text())]
     assert [each.batch for each in checks] == [1, 2]

@@ -27,13 +27,15 @@ from veca.cli import app
 from veca.hub.transformers import VecaForImageClassification, VecaModel
 from veca.probe.backbones import load_backbone
 from veca.probe.datasets import DatasetError, load_dataset
+from veca.probe.features import PictureError
 from veca.probe.run import ClassifySettings as ProbeSettings
 from veca.probe.run import classify as probe_classify
+from veca.train.checkpoints import write_checkpoint
 from veca.train.stop import Interrupted
 from veca.tune.groups import parameter_groups
 from veca.tune.run import Tuner, finetune
 from veca.tune.settings import ClassifySettings, SegmentSettings
-from veca.tune.tasks import Classifier, Segmenter, load_segmenter
+from veca.tune.tasks import Classifier, Segment, Segmenter, load_segmenter
 
 COLOURS = {"blue": (60, 70, 160), "green": (70, 140, 80), "red": (170, 70, 60)}
 TIMES = {"time", "seconds", "images_per_s", "memory_gib"}
@@ -225,6 +227,65 @@ def test_a_finished_run_is_left_as_it_is(tuned: Path, place: Path, tmp_path: Pat
     assert tune(place, folder, settings(epochs=0.5), restart=True)["steps"] == 3
 
 
+def test_a_restart_that_was_stopped_leaves_nothing_of_the_old_run(
+    tuned: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tuned, tmp_path / "tuned")
+    (folder / "head.safetensors").touch()  # as if it had been one of pixels
+    (folder / "notes.txt").write_text("mine")
+
+    def stopped(*_: object) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(Tuner, "_learn", stopped)
+    with pytest.raises(Interrupted):
+        tune(place, folder, settings(epochs=6), restart=True)
+    with pytest.raises(veca.CheckpointError, match="holds no model.safetensors"):
+        veca.load(folder)
+    left = {path.name for path in folder.iterdir() if path.is_file()}
+    assert left == {"finetune.json", "metrics.csv", "validation.csv", "notes.txt"}
+    assert not rows(folder / "metrics.csv")
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_folders_that_are_not_to_be_written_over(place: Path, tmp_path: Path, restart: bool) -> None:
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "link").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for source, folder in ((model, model), (model / "model.safetensors", model), (model, tmp_path / "link")):
+        with pytest.raises(ValueError, match=f"--out {folder} is the model's own folder, .*; take another --out"):
+            finetune(str(source), str(place / "classes"), folder, settings(), device="cpu", restart=restart)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    write_checkpoint(tmp_path / "distilled/checkpoints", 7, {"recipe": {}}, {"model": {"weight": torch.zeros(2)}})
+    (tmp_path / "distilled/recipe.yaml").touch()
+    with pytest.raises(ValueError, match="distilled holds a run of `veca distill`; take another --out"):
+        tune(place, tmp_path / "distilled", settings(), restart=restart)
+    assert (tmp_path / "distilled/checkpoints/step-00000007/state.json").is_file()
+
+
+def test_batches_without_a_picture_that_can_be_read(place: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(place / "classes", tmp_path / "classes")
+    shutil.copytree(place / "model", tmp_path / "model")
+    asked = settings(epochs=0.1, batch=3, skip_bad=True)  # six at once are scored: all of a class
+
+    def tear(split: str) -> None:
+        for file in data.glob(split):
+            file.write_bytes(b"torn")
+
+    tear("val/red/*")
+    result = tune(tmp_path, tmp_path / "out", asked)
+    assert ["6 of val cannot be read" in problem for problem in result["problems"]] == [True]
+    tear("val/*/*")
+    with pytest.raises(PictureError, match="no picture of classes val can be read; mend them"):
+        tune(tmp_path, tmp_path / "none", asked)
+    shutil.copytree(place / "classes/val", data / "val", dirs_exist_ok=True)
+    tear("train/*/*")
+    with pytest.raises(PictureError, match="a whole batch of classes train cannot be read: ") as failed:
+        tune(tmp_path, tmp_path / "batch", asked)
+    assert "--skip-bad" not in str(failed.value)
+    assert "larger --batch" in str(failed.value)
+
+
 # Pixels
 
 
@@ -257,6 +318,28 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
     (tmp_path / "head.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(veca.CheckpointError, match="damaged, or no head"):
         load_segmenter(tmp_path)
+
+
+def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
+    source, asked = tmp_path / "tuned", SegmentSettings(size=64)
+    Segment(veca.load(place / "model"), load_dataset(str(place / "masks"), task="segment"), asked).save(source, {})
+    whole = load_segmenter(source).state_dict()
+
+    def convert(name: str, *more: str) -> Any:
+        return CliRunner().invoke(app, ["convert", str(source), str(tmp_path / name), *more])
+
+    assert convert("same").exit_code == 0
+    assert (tmp_path / "same/head.safetensors").read_bytes() == (source / "head.safetensors").read_bytes()
+    assert convert("half", "--dtype", "float16").exit_code == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half/head.safetensors").values()} == {torch.float16}
+    half = load_segmenter(tmp_path / "half")
+    assert half.classes == ["ground", "box"]
+    assert all(torch.equal(value, whole[name].half().float()) for name, value in half.state_dict().items())
+    assert "head.safetensors stays behind" in convert("file.safetensors").stderr
+    assert not (tmp_path / "head.safetensors").exists()
+    (source / "head.safetensors").write_bytes(b"no tensors at all")
+    assert "damaged, or no head" in str(convert("damaged").exception)
+    assert not (tmp_path / "damaged/model.safetensors").exists()
 
 
 # The command

@@ -31,7 +31,7 @@ from veca.inspect import draw_story, measure_cores, story_table, write_figure, w
 from veca.inspect.cli import figure_app, parse_budgets
 from veca.inspect.story_report import check_story
 from veca.probe.cli import probe_app
-from veca.publish import cast, without_paths
+from veca.publish import carry_head, cast, without_paths
 from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
@@ -376,8 +376,14 @@ def convert(
         raise ValueError(f"{target} exists; choose another name, or pass --overwrite")
     check_writable(target)
     model = veca.load(source, dtype=None)
-    model = cast(model, getattr(torch, dtype)) if dtype else model
+    stored = getattr(torch, dtype) if dtype else None
+    model = cast(model, stored) if stored else model
     model.provenance = model.provenance if paths else without_paths(model.provenance)
+    head = (Path(source).parent if Path(source).is_file() else Path(source)) / "head.safetensors"
+    if head.is_file() and Path(source).is_dir() and target != to:
+        carry_head(head, to / head.name, stored)
+    elif head.is_file():
+        warn(f"{head} stays behind: it is taken along from folder to folder")
     if to.suffix in (".pt", ".pth"):
         save_official(model, to)
     else:
@@ -406,6 +412,8 @@ def export(
     if to.exists() and not overwrite:
         raise ValueError(f"{to} exists; choose another name, or pass --overwrite")
     model, name = load_model(source, "cpu"), shipped_name(source) or Path(source).stem
+    if classes := model.config.num_classes:
+        warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):
         checks = write_export(model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=name, check=check)
     out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True, markup=False)

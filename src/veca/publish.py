@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from veca.checkpoint import CheckpointError, write_tensors
+from veca.files import atomic_path
 from veca.model import Veca
 
 _PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
@@ -16,8 +22,28 @@ _WHOLE = re.compile(r"(?:file://)?(?:/|~|\.\.[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.D
 @torch.no_grad()
 def cast(model: Veca, dtype: torch.dtype) -> Veca:
     """The model in another type, in place; `ValueError` where a value does not fit, or bfloat16 would lose less."""
+    _check_fit(model.state_dict(), dtype)
+    return model.to(dtype)
+
+
+def carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
+    """Write the head that `veca finetune segment` left in `file` to another, in another type as `cast` has it."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            told = opened.metadata()
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: damaged, or no head of `veca finetune segment`: {error}") from error
+    if dtype:
+        _check_fit(tensors, dtype)
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    with atomic_path(to) as part:
+        write_tensors(part, tensors, told)
+
+
+def _check_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{name} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
@@ -28,7 +54,6 @@ def cast(model: Veca, dtype: torch.dtype) -> Veca:
     half, brain = (lost[kind] ** 0.5 for kind in (torch.float16, torch.bfloat16))
     if dtype == torch.float16 and half > brain:
         raise ValueError(f"float16 is off by {half:.2g} in all, bfloat16 by {brain:.2g}; choose bfloat16 instead")
-    return model.to(dtype)
 
 
 def without_paths(value: Any) -> Any:

@@ -35,6 +35,7 @@ from veca.probe.metrics import Confusion
 from veca.probe.rows import by_class, versions
 from veca.probe.run import limited
 from veca.probe.views import seeded
+from veca.shipped import find_shipped
 from veca.train.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
@@ -54,7 +55,7 @@ from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.state import Ema
 from veca.train.stop import Interrupted, signals
 from veca.tune.groups import parameter_groups
-from veca.tune.report import write_report
+from veca.tune.report import is_tuned, write_report
 from veca.tune.settings import ClassifySettings, Settings, check_same
 from veca.tune.tasks import frozen_copy, make_task
 
@@ -68,6 +69,10 @@ MOST_BAD = 3
 """So many steps in a row without a finite gradient are no accident."""
 GALLERY, MOST_CONFUSIONS, MATRIX = 12, 30, 40
 """Pictures in the report; pairs of classes taken for each other; up to so many classes have a whole matrix."""
+MADE = (
+    "model.safetensors", "config.json", "preprocessor_config.json", "head.safetensors", "result.json", "report.html"
+)  # fmt: skip
+"""Files of a model that was scored, and of a run that came to its end; tables begin anew by themselves."""
 Say = Callable[[str], None]
 
 
@@ -113,6 +118,7 @@ class Tuner:
         self.folder, self.settings, self.data, self.model, self.world = folder, settings, data, model, world
         self.say = say = say if world.first else lambda text: None
         _check_data(data, settings.task)
+        _check_folder(folder, model)
         if world.first:
             check_writable(folder, folder=True)
         for problem in data.problems:
@@ -145,7 +151,8 @@ class Tuner:
         if restart and world.first:
             for name in ("checkpoints", "features", "gallery"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / "result.json").unlink(missing_ok=True)
+            for name in MADE if is_tuned(folder) else ():  # what others put there is not an old run's
+                (folder / name).unlink(missing_ok=True)
         if not restart:
             self._resume()
         self.learner = replicate(self.network, world, "ddp")
@@ -323,9 +330,11 @@ class Tuner:
                     meter.update(scores.argmax(1), labels)
         self.network.train()
         seen, *totals = sum_of([count, *losses.values()], self.world)
+        if not seen:  # nothing could be chosen, or said, by such a score
+            raise PictureError(f"no picture of {self.data.name} {split} can be read; mend them")
         for meter in meters.values():
             summed(meter.bins, self.world)
-        return {cores: (meters[cores], total / max(1, seen)) for cores, total in zip(meters, totals, strict=True)}
+        return {cores: (meters[cores], total / seen) for cores, total in zip(meters, totals, strict=True)}
 
     def _validate(self, log: RunLog | None, live: LiveLine | None) -> None:
         with self.meter.pause():
@@ -386,7 +395,7 @@ class Tuner:
         if saved is None:
             return
         facts = saved.facts
-        check_same(facts["asked"], self._asked(), self.folder)
+        check_same(facts.get("asked", {}), self._asked(), self.folder)
         self.network.load_state_dict(saved.tensors["network"])
         parameters = dict(self.network.named_parameters())
         for key, value in saved.tensors["optimizer"].items():
@@ -473,6 +482,15 @@ def _confusions(counts: Tensor) -> list[list[int]]:
     most = wrong.topk(min(MOST_CONFUSIONS, len(wrong)))
     pairs: Sequence[tuple[int, int]] = list(zip(most.indices.tolist(), most.values.tolist(), strict=True))
     return [[place // len(counts), place % len(counts), count] for place, count in pairs if count]
+
+
+def _check_folder(folder: Path, model: str) -> None:
+    """What is there stays whole, --restart or not: the weights to start from, and runs that are none of ours."""
+    source = Path(model) if Path(model).exists() else find_shipped(model)
+    if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
+        raise ValueError(f"--out {folder} is the model's own folder, which would be written over; take another --out")
+    if (folder / "recipe.yaml").is_file() and not is_tuned(folder):
+        raise ValueError(f"{folder} holds a run of `veca distill`; take another --out")
 
 
 def _check_data(data: ProbeData, task: str) -> None:

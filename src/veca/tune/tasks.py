@@ -126,27 +126,34 @@ class Classify(_Task):
         """
         split, asked = self.data.splits["train"], self.settings
         order = shuffled(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
-        return self._batches("train", _Parts(self.data, asked), order, shared=size > 1)
+        return self._batches("train", _Parts(self.data, asked), order, empty=size > 1)
 
     def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
         """All pictures of a split once; of `size` processes each has some of the batches."""
         count, batch = len(self.data.splits[split]), 2 * self.settings.batch
         order = [range(first, min(first + batch, count)) for first in range(0, count, batch)][rank::size]
-        return self._batches(split, Pictures(self.data.splits[split], View(self.settings.size)), order)
+        pictures = Pictures(self.data.splits[split], View(self.settings.size))
+        return (found for found in self._batches(split, pictures, order, empty=True) if len(found.labels))
 
     def _batches(
-        self, split: str, pictures: Dataset[Any], order: Iterable[Sequence[Any]], shared: bool = False
+        self, split: str, pictures: Dataset[Any], order: Iterable[Sequence[Any]], empty: bool
     ) -> Iterator[Labelled]:
+        """`empty`: there may be batches in which no picture can be read."""
         side = self.settings.size
         labels = torch.from_numpy(self.data.splits[split].labels).long()
         with decoding(pictures, order, self.settings.workers) as batches:
             for found in batches:
                 bad = [pixels for _, pixels in found if isinstance(pixels, str)]
                 good = [(i, pixels) for i, pixels in found if not isinstance(pixels, str)]
-                if bad and not (self.settings.skip_bad and (good or shared)):
+                if bad and not self.settings.skip_bad:
                     raise PictureError(
                         f"pictures of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or leave such "
                         "out with --skip-bad"
+                    )
+                if not (good or empty):
+                    raise PictureError(
+                        f"a whole batch of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or take "
+                        "a larger --batch"
                     )
                 self.skipped.setdefault(split, set()).update(bad)
                 pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
