@@ -337,6 +337,13 @@ def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name].half().float()) for name, value in half.state_dict().items())
     assert "head.safetensors stays behind" in convert("file.safetensors").stderr
     assert not (tmp_path / "head.safetensors").exists()
+    assert convert("tuned", "--overwrite").exit_code == 0  # onto itself
+    assert (tmp_path / "same/head.safetensors").read_bytes() == (source / "head.safetensors").read_bytes()
+    (source / "preprocessor_config.json").write_text("{}")
+    (source / "head.safetensors").rename(tmp_path / "kept")
+    assert convert("same", "--overwrite").exit_code == 0  # as the source is: without a head
+    assert not (tmp_path / "same/head.safetensors").exists()
+    assert (tmp_path / "same/preprocessor_config.json").read_text() == "{}"
     (source / "head.safetensors").write_bytes(b"no tensors at all")
     assert "damaged, or no head" in str(convert("damaged").exception)
     assert not (tmp_path / "damaged/model.safetensors").exists()

@@ -31,7 +31,7 @@ from veca.inspect import draw_story, measure_cores, story_table, write_figure, w
 from veca.inspect.cli import figure_app, parse_budgets
 from veca.inspect.story_report import check_story
 from veca.probe.cli import probe_app
-from veca.publish import carry_head, cast, without_paths
+from veca.publish import HEAD, carry_along, cast, without_paths
 from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
@@ -379,10 +379,9 @@ def convert(
     stored = getattr(torch, dtype) if dtype else None
     model = cast(model, stored) if stored else model
     model.provenance = model.provenance if paths else without_paths(model.provenance)
-    head = (Path(source).parent if Path(source).is_file() else Path(source)) / "head.safetensors"
-    if head.is_file() and Path(source).is_dir() and target != to:
-        carry_head(head, to / head.name, stored)
-    elif head.is_file():
+    if (folder := Path(source)).is_dir() and target != to:
+        carry_along(folder, to, stored)
+    elif (head := (folder if folder.is_dir() else folder.parent) / HEAD).is_file():
         warn(f"{head} stays behind: it is taken along from folder to folder")
     if to.suffix in (".pt", ".pth"):
         save_official(model, to)

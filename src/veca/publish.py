@@ -15,6 +15,7 @@ from veca.checkpoint import CheckpointError, write_tensors
 from veca.files import atomic_path
 from veca.model import Veca
 
+HEAD, PREPARED = "head.safetensors", "preprocessor_config.json"
 _PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
 _WHOLE = re.compile(r"(?:file://)?(?:/|~|\.\.[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.DOTALL)
 
@@ -26,8 +27,21 @@ def cast(model: Veca, dtype: torch.dtype) -> Veca:
     return model.to(dtype)
 
 
-def carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
-    """Write the head that `veca finetune segment` left in `file` to another, in another type as `cast` has it."""
+def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
+    """What `veca finetune` left beside the weights, into another folder in place of what that has: how pictures are
+    prepared, and a segmenter's head, in another type as `cast` has it.
+    """
+    if (source / HEAD).is_file():
+        _carry_head(source / HEAD, to / HEAD, dtype)
+    if (source / PREPARED).is_file():
+        with atomic_path(to / PREPARED) as part:
+            part.write_bytes((source / PREPARED).read_bytes())
+    for name in (HEAD, PREPARED):
+        if not (source / name).is_file():
+            (to / name).unlink(missing_ok=True)
+
+
+def _carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
     try:
         with safe_open(file, framework="pt") as opened:
             told = opened.metadata()
