@@ -493,6 +493,15 @@ def test_a_run_of_another_kind_is_named(place: Place, tmp_path: Path) -> None:
         train(place.recipe(), tmp_path)
 
 
+@pytest.mark.parametrize("start_from", ["", "model.safetensors", "best", f"checkpoints/step-{STEPS:08}"])
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_a_run_starts_from_is_not_written_over(place: Place, alone: Path, start_from: str, restart: bool) -> None:
+    before = tensors(alone / "best")
+    with pytest.raises(RecipeError, match=r"model\.start=.* would be written over: take another --out"):
+        train(place.recipe(model__start=str(alone / start_from)), alone, restart=restart)
+    assert different(tensors(alone / "best"), before) == []
+
+
 @pytest.mark.parametrize("stop", [Interrupted(signal.SIGTERM), KeyboardInterrupt()])
 @pytest.mark.parametrize(("restart", "way"), [(False, "The same command continues"), (True, "without --restart cont")])
 def test_how_to_go_on_is_said(tmp_path: Path, stop: BaseException, restart: bool, way: str) -> None:

@@ -42,7 +42,7 @@ from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
 from veca.train.resident import Resident, ResidentBatches, Taught
 from veca.train.schedule import draw, learning_rate, seed_of
-from veca.train.start import check_recipe, find_pictures, make_student, make_teacher
+from veca.train.start import check_recipe, check_start, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
 from veca.train.stop import Interrupted, signals
 from veca.train.tables import Grid, grid_means
@@ -91,6 +91,7 @@ class Trainer:
         self.recipe, self.folder, self.world, self.wandb, self.restart = recipe, folder, world, wandb, restart
         self.say = say if world.first else lambda text: None
         self.notices: list[str] = []
+        check_start(recipe, folder)
         saved = None if restart else newest_checkpoint(folder / "checkpoints", self.notices.append)
         steps = gathered(saved and saved.step, world)
         if any(step != steps[0] for step in steps):

@@ -61,6 +61,15 @@ def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
     return model.train()
 
 
+def check_start(recipe: Recipe, folder: Path) -> None:
+    """Weights to start from are not where the run will write its own."""
+    if recipe.model.start is None or not (start := Path(recipe.model.start)).exists():
+        return
+    place, folder = (start if start.is_dir() else start.parent).resolve(), folder.resolve()
+    if place in (folder, folder / "best") or place.parent == folder / "checkpoints":
+        raise RecipeError(f"model.start={start} is in {folder}, where it would be written over: take another --out")
+
+
 def find_pictures(recipe: Recipe, folder: Path, world: World) -> tuple[Pictures, Pictures | None]:
     """Training and validation pictures; the first process makes the index, the others read it."""
     if not recipe.data.train:
