@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import veca
+from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
 from veca.files import atomic_path
-from veca.flops import model_flops
 from veca.model import Veca
 from veca.teachers import Targets
 from veca.train.cache import TargetCache, open_cache
@@ -37,7 +37,7 @@ from veca.train.log import LiveLine, Meter, RunLog, memory_gib
 from veca.train.objective import Losses, distillation_losses
 from veca.train.optimizers import make_optimizers, split_parameters
 from veca.train.parallel import World, any_of, gathered, largest, replicate, shard, sum_of, unsynced
-from veca.train.plan import PASSES, run_length
+from veca.train.plan import flops_at, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
 from veca.train.resident import Resident, ResidentBatches, Taught
@@ -318,13 +318,14 @@ class Trainer:
             yield log, live
 
     def _log(self, log: RunLog | None, live: LiveLine | None) -> None:
-        values = self.meter.values()
+        values, recipe = self.meter.values(), self.recipe
         names = [*Losses._fields]
         for name, total in zip(names, sum_of([values[n] for n in names], self.world), strict=True):
             values[name] = total / self.world.size
         values["learning_rate"] = self.optimizers.adamw.param_groups[0]["lr"]
         values["memory_gib"] = memory_gib(self.world.device)
-        values["floor_share"] = values["images_per_s"] / self.world.size * self._work() / self._floor
+        work = flops_at(self.step - 1, self.model.config, recipe)
+        values["floor_share"] = values["images_per_s"] / self.world.size * work / self._floor
         self._note_corrupt(log, live)
         if values["nonfinite"]:
             self._event(log, live, f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
@@ -340,27 +341,12 @@ class Trainer:
                 self.named.add(name)
                 self._event(log, live, f"corrupt: {name}, {reason}")
 
-    def _work(self) -> float:
-        """FLOPs of the student per picture, at the budgets and resolutions that come on average."""
-        odds = self.recipe.odds_at(self.step - 1)
-        pairs = [(r, c, a * b) for r, a in odds.items() for c, b in self.recipe.budgets.items()]
-        work = sum(share * model_flops(self.model.config, r, r, c) for r, c, share in pairs)
-        return PASSES * work / sum(share for *_, share in pairs)
-
     @cached_property
     def _floor(self) -> float:
         """FLOP/s of a large matrix product here; nan where it is not known to matter."""
         if self.world.device.type != "cuda":
             return float("nan")
-        a, b = (torch.randn(8192, 8192, device=self.world.device, dtype=_products(self.recipe)) for _ in range(2))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a @ b
-        start.record()
-        for _ in range(4):
-            a @ b
-        end.record()
-        end.synchronize()
-        return 4 * 2 * 8192**3 / (start.elapsed_time(end) / 1e3)
+        return matrix_rate(self.world.device, _products(self.recipe))
 
     def _event(self, log: RunLog | None, live: LiveLine | None, text: str) -> None:
         if log is not None and live is not None:

@@ -98,6 +98,12 @@ def resolution_odds(recipe: Recipe, steps: float) -> dict[int, float]:
     return found
 
 
+def flops_at(step: int, config: VecaConfig, recipe: Recipe) -> float:
+    """FLOPs of the student per picture in a training step, at the budgets and resolutions that come at `step`."""
+    sizes, budgets = shares(recipe.odds_at(step)), shares(recipe.budgets)
+    return PASSES * sum(a * b * model_flops(config, r, r, c) for r, a in sizes.items() for c, b in budgets.items())
+
+
 class Memory(NamedTuple):
     """Bytes on the device of one process."""
 
