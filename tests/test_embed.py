@@ -622,6 +622,15 @@ def test_a_stopped_run_keeps_its_whole_batches(photos, tmp_path, model, monkeypa
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
+def test_a_run_stopped_right_after_a_part_continues(photos, tmp_path, model, monkeypatch):
+    with monkeypatch.context() as patch:
+        real = parts.Parts.store
+        patch.setattr(parts.Parts, "store", lambda kept, part: (real(kept, part), counted(real, 0)()))
+        with pytest.raises(Stop):
+            go(photos, tmp_path / "f.parquet", model)
+    assert go(photos, tmp_path / "f.parquet", model).resumed == 4
+
+
 def test_a_run_is_kept_from_time_to_time(photos, tmp_path, model, monkeypatch):
     monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
     monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.0)

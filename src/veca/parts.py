@@ -307,6 +307,7 @@ class Parts:
         state |= {"digest": self.digest, "failures": part.failures}
         with atomic_path(self._file(self.count)) as path:
             write_part(path, table, state)
+        part.settled = (0, 0)  # or a run stopped just now would keep it once more, as the next part
         self.count += 1
         self.items, self.pictures, self.failed = totals
         self.names, self.rows = [], 0
