@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -621,6 +622,15 @@ def test_a_stopped_run_keeps_its_whole_batches(photos, tmp_path, model, monkeypa
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
+def test_a_run_stopped_right_after_a_part_continues(photos, tmp_path, model, monkeypatch):
+    with monkeypatch.context() as patch:
+        real = parts.Parts.store
+        patch.setattr(parts.Parts, "store", lambda kept, part: (real(kept, part), counted(real, 0)()))
+        with pytest.raises(Stop):
+            go(photos, tmp_path / "f.parquet", model)
+    assert go(photos, tmp_path / "f.parquet", model).resumed == 4
+
+
 def test_a_run_is_kept_from_time_to_time(photos, tmp_path, model, monkeypatch):
     monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
     monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.0)
@@ -810,6 +820,97 @@ def test_a_damaged_part_is_not_continued(photos, tmp_path, model):
     with pytest.raises(EmbedError, match=r"\.parquet is damaged.*--overwrite"):
         go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model, overwrite=True).pictures == 11
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("place", ["page", "footer"])
+def test_damage_is_named_wherever_it_is(photos, tmp_path, model, suffix, place):
+    out = tmp_path / f"f{suffix}"
+    go(photos, tmp_path / f"whole{suffix}", model)
+    interrupted(photos, out, model)
+    overwritten(tmp_path / f"{out.name}.parts" / "000000.parquet", place)
+    for _ in range(2):
+        with pytest.raises(EmbedError, match=r"000000\.parquet is damaged.*--overwrite"):
+            go(photos, out, model)
+    assert not out.exists()
+    assert go(photos, out, model, overwrite=True).pictures == 11
+    assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("place", ["page", "footer"])
+def test_a_damaged_beginning_is_computed_again(photos, tmp_path, model, monkeypatch, place):
+    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
+    go(photos, tmp_path / "whole.parquet", model)
+    interrupted(photos, tmp_path / "f.parquet", model, batches=4)
+    overwritten(tmp_path / "f.parquet.parts" / "begun.parquet", place)
+    assert go(photos, tmp_path / "f.parquet", model)[:3] == (11, 1, 0)
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+def overwritten(file: Path, place: str) -> None:
+    data = bytearray(file.read_bytes())
+    at = 400 if place == "page" else len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    data[at : at + 32] = b"\xff" * 32
+    file.write_bytes(data)
+
+
+def test_a_missing_part_is_no_damage(photos, tmp_path, model):
+    interrupted(photos, tmp_path / "f.parquet", model)
+    with pytest.MonkeyPatch.context() as patch:
+        real = parts.Parts.merge
+        patch.setattr(parts.Parts, "merge", lambda kept: (kept._file(0).unlink(), real(kept)))
+        with pytest.raises(EmbedError, match=r"No such file.*Not all that was finished is in .*f\.parquet\.parts"):
+            go(photos, tmp_path / "f.parquet", model)
+    assert go(photos, tmp_path / "f.parquet", model).pictures == 11
+
+
+def removing(folder: Path, batches: int):
+    """A `normalize` that removes the folder in batch number `batches`."""
+    numbers = itertools.count(1)
+
+    def call(pixels):
+        if next(numbers) == batches:
+            shutil.rmtree(folder)
+        return images.normalize(pixels)
+
+    return call
+
+
+@pytest.mark.parametrize("of", ["parts", "all"])
+def test_a_folder_removed_before_a_part_is_stored_is_made_again(photos, tmp_path, model, monkeypatch, of):
+    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
+    go(photos, tmp_path / "whole.parquet", model)
+    out = tmp_path / "results" / "f.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_KEEP_SECONDS", 0.0)  # so that what was kept before is gone too
+        removed = removing(out.with_name("f.parquet.parts") if of == "parts" else out.parent, 3)
+        patch.setattr(parts, "normalize", counted(removed, 4))
+        with pytest.raises(Stop):
+            go(photos, out, model)
+    assert go(photos, out, model).resumed == 9  # four batches, and the broken picture
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("batches", [3, 5, 6])
+def test_a_folder_removed_with_finished_parts_ends_the_run(photos, tmp_path, model, monkeypatch, batches):
+    folder = tmp_path / "f.parquet.parts"
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "normalize", removing(folder, batches))
+        with pytest.raises(EmbedError, match=r"f\.parquet\.parts was removed while the run was at work.*again"):
+            go(photos, tmp_path / "f.parquet", model)
+    assert not folder.exists()
+    assert go(photos, tmp_path / "f.parquet", model)[:3] == (11, 1, 0)
+
+
+def test_nothing_is_called_kept_that_is_not_there(photos, tmp_path, model, monkeypatch):
+    def fail(pixels):
+        shutil.rmtree(tmp_path / "f.parquet.parts")
+        raise torch.OutOfMemoryError
+
+    interrupted(photos, tmp_path / "f.parquet", model)
+    monkeypatch.setattr(parts, "normalize", fail)
+    with pytest.raises(EmbedError, match=r"lower it\. Not all that was finished is in .*f\.parquet\.parts"):
+        go(photos, tmp_path / "f.parquet", model)
 
 
 def test_a_folder_is_not_replaced(photos, tmp_path, model):

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from veca.fast import fits, optimize
-from veca.features import WRITERS
+from veca.features import WRITERS, DamagedPart
 from veca.files import check_writable
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
@@ -107,6 +107,8 @@ def embed(
         with locked(parts.folder), noting_left_out() as left_out:
             parts.resume(overwrite)
             _run(sources, column, parts, new_part, workers, progress)
+    except DamagedPart as error:
+        raise EmbedError(f"{error}; start anew with --overwrite (overwrite=True)") from error
     except torch.OutOfMemoryError as error:
         raise EmbedError(f"no memory on {device} for batch={settings.batch}: lower it. {parts.kept}") from error
     except RuntimeError as error:
@@ -248,7 +250,7 @@ def _run(
                 del whole  # or it would be in memory beside the next one
             next_part()
         except BaseException:
-            with suppress(OSError):  # what stopped the run is to be told
+            with suppress(OSError, EmbedError):  # what stopped the run is to be told
                 parts.keep(part)
             raise
         bar.update(task, description="merging")

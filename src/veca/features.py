@@ -15,6 +15,7 @@ import math
 import struct
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,35 @@ from numpy.typing import NDArray
 
 PARQUET: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 """Features neither compress nor repeat, and nobody filters by their extremes."""
+
+
+class DamagedPart(ValueError):
+    """A part that is not as it was written."""
+
+
+@contextmanager
+def reading(part: Path) -> Iterator[None]:
+    """What pyarrow raises for a damaged file becomes `DamagedPart`."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the system's, of a missing file or a bad disk: pyarrow's own have no number
+        said = str(error).partition("\n")[0]  # and quoted below: it may hold bytes of the damage
+        raise DamagedPart(f"{part} is damaged ({said!r})") from error
+
+
+def write_part(path: Path, table: pa.Table, state: dict[str, Any]) -> None:
+    # Checksums, for damage among the features would otherwise be features.
+    table = table.replace_schema_metadata({"veca": json.dumps(state)})
+    pq.write_table(table, path, write_page_checksum=True, **PARQUET)
+
+
+def read_part(file: Path, schema: pa.Schema) -> pa.Table:
+    """The columns that `schema` names."""
+    with reading(file), pq.ParquetFile(file, page_checksum_verification=True) as part:
+        table = part.read(schema.names).cast(schema)
+    return table
 
 
 def feature_schema(dim: int, dtype: str, with_global: bool, dense: bool) -> pa.Schema:
@@ -40,8 +70,7 @@ def feature_schema(dim: int, dtype: str, with_global: bool, dense: bool) -> pa.S
 def write_parquet(path: Path, files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> None:
     with pq.ParquetWriter(path, schema.with_metadata({"veca": json.dumps(about)}), **PARQUET) as writer:
         for file in files:
-            with pq.ParquetFile(file) as part:
-                writer.write_table(part.read())
+            writer.write_table(read_part(file, schema))
 
 
 class _Array(NamedTuple):
@@ -51,26 +80,28 @@ class _Array(NamedTuple):
     chunks: Iterator[NDArray[Any]]
 
 
-def _chunks(files: list[Path], name: str) -> Iterator[NDArray[Any]]:
+def _chunks(files: list[Path], schema: pa.Schema, name: str) -> Iterator[NDArray[Any]]:
     for file in files:
-        with pq.ParquetFile(file) as part:
-            column: Any = part.read([name])[name].combine_chunks()
+        column: Any = read_part(file, pa.schema([schema.field(name)]))[name].combine_chunks()
         yield (column.flatten() if pa.types.is_nested(column.type) else column).to_numpy(zero_copy_only=False)
 
 
 def _arrays(files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> Iterator[_Array]:
     """All columns but `path`, which each format writes its own way."""
-    n, dim = sum(pq.read_metadata(file).num_rows for file in files), about["dim"]
+    n, dim = 0, about["dim"]
+    for file in files:
+        with reading(file):
+            n += pq.read_metadata(file).num_rows
     shapes = {"cls": (n, dim), "patches": (n, (about["size"] // about["patch_size"]) ** 2, dim)}
     for name in schema.names[1:]:
         dtype = np.dtype(about["save_dtype"] if name in shapes else np.int32).newbyteorder("<")
-        yield _Array(name, dtype, shapes.get(name, (n,)), _chunks(files, name))
+        yield _Array(name, dtype, shapes.get(name, (n,)), _chunks(files, schema, name))
 
 
 def write_npz(path: Path, files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> None:
     arrays, described = list(_arrays(files, schema, about)), np.array(json.dumps(about))
-    longest = max((len(name) for names in _chunks(files, "path") for name in names), default=1)
-    names = _Array("path", np.dtype(f"<U{longest}"), arrays[0].shape, _chunks(files, "path"))
+    longest = max((len(name) for names in _chunks(files, schema, "path") for name in names), default=1)
+    names = _Array("path", np.dtype(f"<U{longest}"), arrays[0].shape, _chunks(files, schema, "path"))
     with zipfile.ZipFile(path, "w") as archive:
         for array in (names, *arrays, _Array("veca", described.dtype, (), iter([described]))):
             info = zipfile.ZipInfo(f"{array.name}.npy")
@@ -85,7 +116,7 @@ def write_npz(path: Path, files: list[Path], schema: pa.Schema, about: dict[str,
 
 def write_safetensors(path: Path, files: list[Path], schema: pa.Schema, about: dict[str, Any]) -> None:
     def lengths() -> Iterator[NDArray[np.int64]]:
-        return (np.array([len(name.encode()) for name in names], np.int64) for names in _chunks(files, "path"))
+        return (np.array([len(name.encode()) for name in names], np.int64) for names in _chunks(files, schema, "path"))
 
     def offsets() -> Iterator[NDArray[np.int64]]:
         yield np.zeros(1, np.int64)
@@ -96,7 +127,7 @@ def write_safetensors(path: Path, files: list[Path], schema: pa.Schema, about: d
 
     columns = list(_arrays(files, schema, about))
     starts = _Array("path_offsets", np.dtype("<i8"), (columns[0].shape[0] + 1,), offsets())
-    characters = (np.frombuffer("".join(names).encode(), np.uint8) for names in _chunks(files, "path"))
+    characters = (np.frombuffer("".join(names).encode(), np.uint8) for names in _chunks(files, schema, "path"))
     names = _Array("path", np.dtype(np.uint8), (sum(int(part.sum()) for part in lengths()),), characters)
     arrays = (starts, *columns, names)  # wide numbers before narrow ones: so every array is aligned
     kinds, end = {"<i8": "I64", "<i4": "I32", "<f4": "F32", "<f2": "F16", "|u1": "U8"}, 0

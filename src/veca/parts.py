@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from veca.features import PARQUET, WRITERS, feature_schema
+from veca.features import WRITERS, DamagedPart, feature_schema, read_part, reading, write_part
 from veca.files import atomic_path
 from veca.images import MAX_PIXELS, Fit, normalize
 from veca.model import Veca
@@ -198,6 +198,8 @@ class Parts:
         self.count = self.items = self.pictures = self.failed = self.resumed = self.rows = 0
         self.digest = self.last = ""
         self.begun = self.folder / "begun.parquet"
+        self.taken_over: tuple[list[str], list[Sequence[str]], pa.Table] | None = None
+        """Names, failures and pictures of `begun`, for the part that goes on with them."""
         self.names: list[str] = []
         """What `begun` holds of the part at hand, and `rows` how many of them are pictures."""
         self.kept_at = time.monotonic()
@@ -208,17 +210,37 @@ class Parts:
 
     @property
     def kept(self) -> str:
-        done = self.pictures + self.rows
+        there = (self.folder / "job.json").exists() and all(self._file(i).exists() for i in range(self.count))
+        if not there:
+            return f"Not all that was finished is in {self.folder}; the same call computes what is missing."
+        done = self.pictures + self.rows * self.begun.exists()
         return f"{done:,} finished pictures are kept in {self.folder}; the same call continues after them."
 
     def _file(self, index: int) -> Path:
         return self.folder / f"{index:06d}.parquet"
 
-    def _state(self, file: Path) -> dict[str, Any]:
-        try:
-            return dict(json.loads(pq.read_schema(file).metadata[b"veca"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise EmbedError(f"{file} is damaged ({error}); start anew with --overwrite") from error
+    def _state(self, file: Path, *keys: str) -> list[Any]:
+        with reading(file):
+            state = json.loads(pq.read_schema(file).metadata[b"veca"])
+            values = [state[key] for key in keys]
+        return values
+
+    def _describe(self) -> None:
+        with atomic_path(self.folder / "job.json") as path:
+            path.write_text(json.dumps(self.job, indent=2))
+
+    def _still_there(self) -> None:
+        """Before anything is written: the folder may have been removed meanwhile, and parts with it."""
+        described = (self.folder / "job.json").exists()
+        if self.count and not (described and self._file(self.count - 1).exists()):
+            raise EmbedError(
+                f"{self.folder} was removed while the run was at work, and {self.pictures:,} finished pictures with "
+                "it. Run it again: it starts anew"
+            )
+        if not described:  # nothing is lost: the part at hand is in memory
+            self._describe()
+        if not self.begun.exists():
+            self.names, self.rows = [], 0
 
     def resume(self, overwrite: bool) -> None:
         """Take over the parts of an earlier run of the same job; refuse those of another."""
@@ -227,19 +249,22 @@ class Parts:
             old = json.loads((self.folder / "job.json").read_text())
         if overwrite or old is None or not self.unfinished:
             self._clear()
-            with atomic_path(self.folder / "job.json") as path:
-                path.write_text(json.dumps(self.job, indent=2))
+            self._describe()
             return
         same_job(self.folder, old, self.job)
         while self._file(self.count).exists():
             self.count += 1
         if self.count:
-            state = self._state(self._file(self.count - 1))
-            self.items, self.pictures, self.failed = state["items"], state["pictures"], state["failed"]
-            self.digest = state["digest"]
-        if self.begun.exists() and (state := self._state(self.begun))["part"] == self.count:
-            self.names = state["names"]
-            self.rows = len(self.names) - len(state["failures"])
+            last = self._state(self._file(self.count - 1), "items", "pictures", "failed", "digest")
+            self.items, self.pictures, self.failed, self.digest = last
+        if self.begun.exists():
+            try:
+                part, names, failures = self._state(self.begun, "part", "names", "failures")
+                if part == self.count:
+                    self.taken_over = names, failures, read_part(self.begun, self.schema)
+                    self.names, self.rows = list(names), len(names) - len(failures)
+            except DamagedPart:
+                self.begun.unlink()  # one part at most, which is computed again
         self.resumed = self.items + len(self.names)
 
     def _follow(self, names: Iterable[str]) -> None:
@@ -258,40 +283,43 @@ class Parts:
 
     def restore(self, part: Part) -> None:
         """What an earlier run had of the part at hand."""
-        if self.names:
-            with pq.ParquetFile(self.begun) as file:
-                part.restore(list(self.names), self._state(self.begun)["failures"], file.read())
+        if self.taken_over:
+            part.restore(*self.taken_over)
+            self.taken_over = None  # or it would stay in memory after the part
 
     def keep(self, part: Part) -> None:
         """The part at hand, as far as it is settled."""
         self.kept_at, (names, rows) = time.monotonic(), part.settled
+        self._still_there()
         if not rows or names <= len(self.names):
             return
         state = {"part": self.count, "names": part.names[:names], "failures": part.failures[: names - rows]}
-        table = part.table(self.schema, rows).replace_schema_metadata({"veca": json.dumps(state)})
         with atomic_path(self.begun) as path:
-            pq.write_table(table, path, **PARQUET)
+            write_part(path, part.table(self.schema, rows), state)
         self.names, self.rows = part.names[:names], rows
 
     def store(self, part: Part) -> None:
+        self._still_there()
         self._follow(part.names)
         table, pictures, failed = part.table(self.schema), len(part.rows), len(part.failures)
         totals = (self.items + pictures + failed, self.pictures + pictures, self.failed + failed)
         state: dict[str, Any] = dict(zip(("items", "pictures", "failed"), totals, strict=True))
         state |= {"digest": self.digest, "failures": part.failures}
         with atomic_path(self._file(self.count)) as path:
-            pq.write_table(table.replace_schema_metadata({"veca": json.dumps(state)}), path, **PARQUET)
+            write_part(path, table, state)
+        part.settled = (0, 0)  # or a run stopped just now would keep it once more, as the next part
         self.count += 1
         self.items, self.pictures, self.failed = totals
         self.names, self.rows = [], 0
 
     def merge(self) -> None:
         """The parts as one file, and nothing else left; whenever it stops, doing it again gives the same."""
+        self._still_there()
         failures = self.out.with_name(f"{self.out.name}.failures.csv")
         files = [self._file(index) for index in range(self.count)]
         if self.failed:
             with atomic_path(failures) as path:
-                write_failures(path, (self._state(file)["failures"] for file in files))
+                write_failures(path, (self._state(file, "failures")[0] for file in files))
         else:
             failures.unlink(missing_ok=True)
         with atomic_path(self.out) as path:
