@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -80,6 +81,8 @@ class Part:
 
     def __init__(self, model: Veca, settings: EmbedSettings, device: torch.device) -> None:
         self.model, self.settings, self.device = model, settings, device
+        # A subclass may make something else of a call, as timm's models do.
+        self.run = model if type(model).forward is Veca.forward else partial(Veca.forward, model)
         self.names: list[str] = []
         self.rows: list[tuple[str, int, int, int, int, int | None]] = []
         self.failures: list[tuple[str, str]] = []
@@ -143,7 +146,7 @@ class Part:
             pixels = torch.from_numpy(np.stack([pixels for _, pixels in group]))
             self._waiting_bytes -= pixels.nbytes
             with torch.inference_mode(), precision:
-                output = self.model(normalize(pixels.to(self.device)), cores=s.cores, cls_only=not s.dense)
+                output = self.run(normalize(pixels.to(self.device)), cores=s.cores, cls_only=not s.dense)
             for name, wanted in (("cls", s.with_global), ("patches", s.dense)):
                 if wanted:
                     # A copy always: a view of one token would keep all tokens in memory.
