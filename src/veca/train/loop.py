@@ -318,13 +318,12 @@ class Trainer:
             yield log, live
 
     def _log(self, log: RunLog | None, live: LiveLine | None) -> None:
-        values, recipe = self.meter.values(), self.recipe
-        names = [*Losses._fields]
+        values, names = self.meter.values(), [*Losses._fields]
         for name, total in zip(names, sum_of([values[n] for n in names], self.world), strict=True):
             values[name] = total / self.world.size
         values["learning_rate"] = self.optimizers.adamw.param_groups[0]["lr"]
         values["memory_gib"] = memory_gib(self.world.device)
-        work = flops_at(self.step - 1, self.model.config, recipe)
+        work = flops_at(self.step - 1, self.model.config, self.recipe)
         values["floor_share"] = values["images_per_s"] / self.world.size * work / self._floor
         self._note_corrupt(log, live)
         if values["nonfinite"]:
