@@ -381,7 +381,7 @@ def convert(
     model.provenance = model.provenance if paths else without_paths(model.provenance)
     if (folder := Path(source)).is_dir() and target != to:
         carry_along(folder, to, stored)
-    elif (head := (folder if folder.is_dir() else folder.parent) / HEAD).is_file():
+    elif folder.exists() and (head := (folder if folder.is_dir() else folder.parent) / HEAD).is_file():
         warn(f"{head} stays behind: it is taken along from folder to folder")
     if to.suffix in (".pt", ".pth"):
         save_official(model, to)

@@ -37,7 +37,7 @@ def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
         with atomic_path(to / PREPARED) as part:
             part.write_bytes((source / PREPARED).read_bytes())
     for name in (HEAD, PREPARED):
-        if not (source / name).is_file():
+        if not (source / name).is_file() and (to / "model.safetensors").is_file():  # it is of the model that goes
             (to / name).unlink(missing_ok=True)
 
 
