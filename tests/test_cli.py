@@ -209,3 +209,10 @@ def test_all_cores_have_a_name(folder: Path) -> None:
     assert run(app, [*command, "--cores", "all", "--out", str(folder / "all.npz")]).exit_code == 0
     with np.load(folder / "all.npz") as found:
         assert found["cores"].tolist() == [64]
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "veca", "demo", "a:dog:b.webp"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "a:dog:b.webp: no such file" in ran.stderr

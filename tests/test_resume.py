@@ -39,7 +39,7 @@ import veca
 from veca.terminal import stoppable
 from veca.train import checkpoints, loop
 from veca.train.checkpoints import DamagedError, listed, read_checkpoint
-from veca.train.loop import Trainer
+from veca.train.loop import Trainer, TrainingError
 from veca.train.recipe import RecipeError
 from veca.train.stop import Interrupted
 
@@ -411,6 +411,22 @@ def test_a_folder_that_is_cleared_under_a_run_costs_what_was_in_it_and_no_more(
     assert steps == [row["step"] for row in table(alone / "metrics.csv")][-len(steps) :]
     assert set(steps) >= {str(STEPS - 2), str(STEPS)}
     assert (folder / "report.html").is_file()
+
+
+def test_where_a_checkpoint_finds_no_room_weights_may(
+    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "write_checkpoint", full)
+    way = r"checkpoint of step 32 cannot be written \(No space left on device\); its weights are in .*Make room"
+    with pytest.raises(TrainingError, match=way):
+        train(place.recipe(), tmp_path)
+    assert different(tensors(tmp_path), tensors(alone)) == []
+    monkeypatch.setattr(loop, "save_tensors", full)
+    with pytest.raises(TrainingError, match="nor can its weights. Make room"):
+        train(place.recipe(), tmp_path)
 
 
 def begun(alone: Path, folder: Path) -> Path:

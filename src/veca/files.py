@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import tempfile
@@ -15,7 +16,7 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
 
     Folders on the way are made, as they would be later.
     """
-    place = Path(path) if folder else Path(path).parent
+    place = Path(path) if folder else _file(path).parent
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
@@ -36,7 +37,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     ...     os.listdir(folder)
     ['a.txt']
     """
-    path = Path(path)
+    path = _file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -44,5 +45,17 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         with open(part, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # which file is to be known
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         part.unlink(missing_ok=True)
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    """What `path` names, or leads to if it is a link. A device is no file, and is not to become one."""
+    found = Path(os.path.realpath(path))
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise ValueError(f"{path} is a device, a pipe or a socket, which a file would take the place of; name a file")
+    return found

@@ -17,7 +17,8 @@ from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.text import origin
 
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+# Names are shown as they are: a:dog:b.png has no dog in it.
+out, err = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
 
 _NAMED = "A name, a .safetensors file or folder, or a released .pt checkpoint."
 Model = Annotated[str, typer.Option(help=_NAMED)]

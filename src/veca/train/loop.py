@@ -392,11 +392,25 @@ class Trainer:
                 write_checkpoint(folder, self.step, self._facts() | {"under_way": under_way}, tensors, metadata)
             except OSError as error:
                 if must:
-                    raise
+                    raise TrainingError(self._unsaved(tensors, error)) from error
                 self._event(log, live, f"unsaved: checkpoint at step {self.step:,}: {error.strerror or error}")
             else:
                 forget_old(folder, self.recipe.checkpoints.keep, self.step)
                 self._event(log, live, f"checkpoint: step {self.step:,}")
+
+    def _unsaved(self, tensors: Mapping[str, Mapping[str, Tensor]], error: OSError) -> str:
+        """For weights alone there may still be room."""
+        about, folder = self._about({"validation": self.last}), self.folder
+        kept = f"its weights are in {folder}"
+        try:
+            weights = {**tensors["model"], **tensors.get("ema", {})}
+            save_tensors(weights, about["config"], about["provenance"], folder)
+        except OSError:
+            kept = "nor can its weights"
+        return (
+            f"the checkpoint of step {self.step:,} cannot be written ({error.strerror or error}); {kept}. Make room in "
+            f"{folder} and run it again: it goes on from the last checkpoint, or begins anew where there is none"
+        )
 
     def _check_data(self, saved: Saved) -> None:
         """A run goes on with the pictures, and as many at a time, as it has had so far."""
