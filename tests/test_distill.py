@@ -463,6 +463,9 @@ def test_a_second_stage_starts_from_the_first(place: Place, done: Path, tmp_path
     assert before.keys() == after.keys()
     assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-9) for name in before)
     assert table(tmp_path / "run/metrics.csv")[0]["resolution_64"] == "1"
+    first, second = (veca.load(folder).provenance for folder in (done, tmp_path / "run"))
+    assert second["started_from"] == first
+    assert "started_from" not in first
 
 
 def test_it_does_not_start_from_another_model(place: Place, done: Path, tmp_path: Path) -> None:

@@ -462,6 +462,8 @@ class Trainer:
             "step": self.step,
             **more,
         }
+        if self.model.provenance:
+            provenance["started_from"] = self.model.provenance
         return {"config": self.model.config.to_dict(), "provenance": provenance}
 
     def _write_weights(self, folder: Path, more: Mapping[str, Any]) -> None:
