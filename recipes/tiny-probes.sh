@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Every number of a card: a model beside EfficientNet-Lite2 on Pets, CamVid and room depth, and what its cores do.
+#
+# Command
+#   recipes/tiny-probes.sh MODEL DATA OUT
+#   MODEL is a name, a file or a folder. DATA holds coco256-val.tar, pets-{trainval,test}.tar, camvid-{train,val,test}.tar
+#   and roomdepth-{train,val}.tar. Interrupted or killed, the same command goes on from where it was.
+#   The teacher: pip install 'veca[teachers]'
+#
+# Cost
+#   not timed as a whole
+#
+# Result
+#   OUT/results     report.html, report.md: all three by budget and resolution, beside the teacher
+#   OUT/seeds       CamVid at both ends of the budget with other seeds
+#   OUT/cores-*     what the cores do
+set -euo pipefail
+
+if [ $# -lt 3 ]; then
+  sed -n '4,8s/^# \{0,3\}//p' "$0" >&2
+  exit 2
+fi
+model=$1
+[ ! -e "$model" ] || model=$(realpath "$model")
+out=$(realpath -m "$3")
+cd "$2"
+
+pets() {
+  local task pets=(--data 'pets-*.tar' --no-progress --out "$out/results")
+  for task in classify knn; do
+    veca probe $task "$model" "${pets[@]}" --cores all
+    veca probe $task efficientnet-lite2 "${pets[@]}"
+    veca probe $task "$model" "${pets[@]}" --cores 8,64 --sizes 224,384,512,768,1024
+  done
+}
+
+camvid=(--data 'camvid-*.tar' --steps 2000 --no-progress)
+scenes() {
+  local seed
+  veca probe segment "$model" "${camvid[@]}" --cores all --sizes 384 --out "$out/results"
+  for seed in 1 2; do
+    veca probe segment "$model" "${camvid[@]}" --cores 8,64 --sizes 384 --seed $seed --out "$out/seeds"
+  done
+  veca probe segment "$model" "${camvid[@]}" --cores 8,64 --sizes 256,512,768 --out "$out/results"
+}
+
+rooms() {
+  local room=(--data 'roomdepth-*.tar' --steps 500 --sizes 240 --no-progress --out "$out/results") size
+  veca probe depth "$model" "${room[@]}" --cores all
+  veca probe depth efficientnet-lite2 "${room[@]}"
+  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 384,512 --out "$out/results"
+  # Its channels come at sizes of their own; those of VECA have been through a norm.
+  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 512 --norm standard --out "$out/results"
+  for size in 256 512; do
+    veca cores "$model" coco256-val.tar --cores all --size $size --no-progress --out "$out/cores-$size.json"
+  done
+}
+
+# Side by side: none keeps a GPU busy.
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+pets &
+first=$!
+scenes &
+second=$!
+rooms
+wait $first
+wait $second
+veca report "$out/results"
+veca report "$out/seeds"
