@@ -21,20 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import veca
 from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
 from veca.files import atomic_path
-from veca.model import Veca
-from veca.teachers import Targets
 from veca.train.cache import TargetCache, open_cache
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
 from veca.train.data import Batch, DataError, TrainBatches, to_model_input
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
-from veca.train.objective import Losses, distillation_losses
+from veca.train.objective import Losses, Student
 from veca.train.optimizers import make_optimizers, split_parameters
 from veca.train.parallel import World, any_of, gathered, largest, replicate, shard, sum_of, unsynced
 from veca.train.plan import flops_at, run_length
@@ -42,7 +40,7 @@ from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
 from veca.train.resident import Resident, ResidentBatches, Taught
 from veca.train.schedule import draw, learning_rate, seed_of
-from veca.train.start import check_recipe, check_start, find_pictures, make_student, make_teacher
+from veca.train.start import check_data, check_recipe, check_start, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
 from veca.train.stop import Interrupted, signals
 from veca.train.tables import Grid, grid_means
@@ -59,20 +57,6 @@ AGREE_STEPS, AGREE_SECONDS = 10, 3.0
 
 class TrainingError(ValueError):
     """Training cannot go on; the last good checkpoint stays."""
-
-
-class Student(nn.Module):
-    """The model with its loss, so that what comes out of a forward pass is what goes into the backward one."""
-
-    def __init__(self, model: Veca, recipe: Recipe) -> None:
-        super().__init__()
-        self.model, self.objective = model, recipe.objective
-        self.losses = torch.compile(distillation_losses, dynamic=True) if recipe.compile else distillation_losses
-
-    def forward(self, images: Tensor, budget: int, targets: Targets) -> Losses:
-        out = self.model(images, budget)
-        weights = self.objective.dense_weight, self.objective.mse_weight
-        return self.losses(out.cls, out.patches, *targets, *weights)
 
 
 class Trainer:
@@ -115,7 +99,7 @@ class Trainer:
             self.step, self.best, self.corrupt, images, seconds, skipped = 0, float("inf"), 0, 0, 0.0, 0
             self.lessons.take_statistics(self.pictures, self.validation)
         else:
-            self._check_data(saved)
+            check_data(saved.facts, self.pictures, recipe, world, self.folder)
             restore(saved.tensors, self.model, self.optimizers, self.ema, self.teacher)
             self.step, self.corrupt = saved.step, saved.facts["corrupt"]
             self._take_best(saved)
@@ -411,20 +395,6 @@ class Trainer:
             f"the checkpoint of step {self.step:,} cannot be written ({error.strerror or error}); {kept}. Make room in "
             f"{folder} and run it again: it goes on from the last checkpoint, or begins anew where there is none"
         )
-
-    def _check_data(self, saved: Saved) -> None:
-        """A run goes on with the pictures, and as many at a time, as it has had so far."""
-        if saved.facts["pictures"] != self.pictures.fingerprint:
-            raise RecipeError(
-                f"data.train: these are not the pictures that {self.folder} was trained with so far. Bring those back, "
-                f"or begin anew: --restart, or another --out with model.start={self.folder}/best"
-            )
-        batch, before = self.recipe.batch * self.world.size, saved.facts["batch"]
-        if before != batch:
-            raise RecipeError(
-                f"batch={self.recipe.batch} × {self.world.size} processes: the run has had {before} pictures per "
-                f"forward pass. Set batch={before / self.world.size:g} to go on"
-            )
 
     def _take_best(self, saved: Saved) -> None:
         """What a run that goes on has to beat; losses of other pictures, sizes or budgets cannot be compared."""

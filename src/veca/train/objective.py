@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from veca.model import Veca
+from veca.teachers import Targets
+from veca.train.recipe import Recipe
 
 
 class Losses(NamedTuple):
@@ -51,3 +55,17 @@ def distillation_losses(
 
 def _by_angle(a: Tensor, b: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(a, b, dim=-1, eps=1e-6)).mean()
+
+
+class Student(nn.Module):
+    """The model with its loss, so that what comes out of a forward pass is what goes into the backward one."""
+
+    def __init__(self, model: Veca, recipe: Recipe) -> None:
+        super().__init__()
+        self.model, self.objective = model, recipe.objective
+        self.losses = torch.compile(distillation_losses, dynamic=True) if recipe.compile else distillation_losses
+
+    def forward(self, images: Tensor, budget: int, targets: Targets) -> Losses:
+        out = self.model(images, budget)
+        weights = self.objective.dense_weight, self.objective.mse_weight
+        return self.losses(out.cls, out.patches, *targets, *weights)

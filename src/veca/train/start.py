@@ -103,6 +103,21 @@ def check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> None
         )
 
 
+def check_data(facts: Mapping[str, Any], pictures: Pictures, recipe: Recipe, world: World, folder: Path) -> None:
+    """A run goes on with the pictures, and as many at a time, as it has had so far."""
+    if facts["pictures"] != pictures.fingerprint:
+        raise RecipeError(
+            f"data.train: these are not the pictures that {folder} was trained with so far. Bring those back, "
+            f"or begin anew: --restart, or another --out with model.start={folder}/best"
+        )
+    batch, before = recipe.batch * world.size, facts["batch"]
+    if before != batch:
+        raise RecipeError(
+            f"batch={recipe.batch} × {world.size} processes: the run has had {before} pictures per "
+            f"forward pass. Set batch={before / world.size:g} to go on"
+        )
+
+
 def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         old, new = ({str(k): v for k, v in side.items()} for side in (old, new))  # JSON makes keys text
