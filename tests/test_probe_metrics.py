@@ -154,8 +154,9 @@ def test_a_meter_of_several_heads_is_one_of_each() -> None:
     ]
     for make, predicted, truth in cases:
         together = make(heads=(3,))
-        for part in (slice(0, 3), slice(3, 4)):
-            together.update(predicted[:, part], truth[part])
+        together.update(predicted[:, :3], truth[:3])
+        for heads in (slice(0, 1), slice(1, 3)):
+            together.update(predicted[heads, 3:], truth[3:], heads)
         for meter, own in zip(together.each(), predicted, strict=True):
             alone = make()
             alone.update(own, truth)

@@ -16,6 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+ALL = slice(None)
+"""The heads of a meter, or of a stack."""
+
 
 def top_k_hits(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
     """Whether the label (N) is among the k classes of highest score (..., N, C) → (..., N).
@@ -92,10 +95,10 @@ class Confusion:
         # The last two take the pixels that do not count, and those whose label is no class: an error that can wait.
         self.bins = torch.zeros(*heads, classes * classes + 2, dtype=torch.int64, device=device)
 
-    def update(self, predicted: Tensor, labels: Tensor) -> None:
-        """Add pixels: class numbers (..., *) and (*) for any shape *; a label may be `ignore`."""
-        heads = self.bins.shape[:-1]
-        if predicted.shape != heads + labels.shape:
+    def update(self, predicted: Tensor, labels: Tensor, heads: slice = ALL) -> None:
+        """Add pixels: class numbers (..., *) of the heads and (*), for any shape *; a label may be `ignore`."""
+        total = self.bins[heads]
+        if predicted.shape != total.shape[:-1] + labels.shape:
             raise ValueError(
                 f"predictions are {tuple(predicted.shape)}, labels {tuple(labels.shape)}; they must have one shape: "
                 "resize the scores to the labels before taking the best class"
@@ -103,8 +106,8 @@ class Confusion:
         predicted, labels = (tensor.to(self.bins.device).long() for tensor in (predicted, labels))
         inside = (labels >= 0) & (labels < self.classes) & (predicted >= 0) & (predicted < self.classes)
         bins = torch.where(inside, labels * self.classes + predicted, self.classes**2 + 1)
-        bins = torch.where(labels == self.ignore, self.classes**2, bins).reshape(*heads, labels.numel())
-        self.bins.scatter_add_(-1, bins, torch.ones_like(bins))  # whole numbers: the order does not matter
+        bins = torch.where(labels == self.ignore, self.classes**2, bins).reshape(*total.shape[:-1], -1)
+        total.scatter_add_(-1, bins, torch.ones_like(bins))  # whole numbers: the order does not matter
 
     def each(self) -> list[Confusion]:
         """The meters of single heads."""
@@ -161,14 +164,15 @@ class DepthErrors:
         self._total = torch.zeros(*heads, 9, dtype=torch.float64, device=device)
         """Of the errors of pictures, and their number."""
 
-    def update(self, predicted: Tensor, depth: Tensor) -> None:
-        """Add pictures, (..., B, H, W) and (B, H, W)."""
-        if predicted.shape != self._total.shape[:-1] + depth.shape:
+    def update(self, predicted: Tensor, depth: Tensor, heads: slice = ALL) -> None:
+        """Add pictures, (..., B, H, W) of the heads and (B, H, W)."""
+        total = self._total[heads]
+        if predicted.shape != total.shape[:-1] + depth.shape:
             raise ValueError(
                 f"predictions are {tuple(predicted.shape)}, depths {tuple(depth.shape)}; they must have one shape: "
                 "resize the predictions to the depths"
             )
-        device = self._total.device
+        device = total.device
         predicted, depth = predicted.to(device).double().flatten(-2), depth.to(device).double().flatten(1)
         valid = (depth > self.low) & (depth < self.high)
         # Pixels that do not count become perfect ones, and are not counted. What is not a number stays, and is seen.
@@ -181,7 +185,7 @@ class DepthErrors:
         terms += [log.abs(), log.square(), log, valid.double().expand_as(log)]
         sums = torch.stack([term.sum(-1) for term in terms])
         errors = torch.cat([_errors(sums), torch.ones_like(sums[:1])])
-        self._total += torch.where(sums[-1] > 0, errors, 0.0).sum(-1).movedim(0, -1)
+        total += torch.where(sums[-1] > 0, errors, 0.0).sum(-1).movedim(0, -1)
 
     def each(self) -> list[DepthErrors]:
         """The meters of single heads."""
