@@ -23,7 +23,7 @@ from veca.resize import resized
 Norm: TypeAlias = Literal["none", "batchnorm", "standardize"]
 """What comes before the Linear; the last is by statistics of the training features, taken once."""
 AT_ONCE = 2**27
-"""At most so many numbers are one output of a stack, half a GB; to learn takes some times that."""
+"""At most so many numbers are one output of a stack, half a GB; to learn takes three times that."""
 PIXELS = (-3, -2, -1)
 """The dimensions of a batch of maps."""
 
