@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,8 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from veca.probe import dense
 from veca.probe.crops import random_crop_and_flip, slide
-from veca.probe.dense import DenseBatch, DenseHead, DepthHead, SegmentationHead, gradient_loss, scale_invariant_loss
+from veca.probe.dense import (
+    DenseBatch,
+    DenseHead,
+    DepthHead,
+    Norm,
+    SegmentationHead,
+    gradient_loss,
+    log_error,
+    scale_invariant_loss,
+)
 from veca.probe.fit import evaluate, fit_dense, polynomial
 from veca.resize import resized
 
@@ -89,7 +100,7 @@ def test_bins_of_depth_are_weighed_by_what_is_above_zero() -> None:
     patches, cls = features()
     head = DepthHead(WIDTH, 1.0, 9.0, bins=5, norm="none", upsample=1)
     assert head.depths.tolist() == [1, 3, 5, 7, 9]
-    weights = (head.scores(patches, cls).relu() + 0.1).detach()
+    weights = (head.scores(head.normed(patches, cls), slice(None)).relu() + 0.1).detach()
     expected = (weights * head.depths[:, None, None]).sum(1) / weights.sum(1)
     assert torch.allclose(head(patches, cls, (4, 5)), expected, atol=1e-5)
     with torch.no_grad():
@@ -108,11 +119,13 @@ def test_scale_invariant_loss_by_its_definition() -> None:
     valid = torch.rand(2, 16, 20, generator=draw(2)) < 0.7
     error = (predicted.log() - depth.log())[valid]
     expected = (error.var(correction=0) + 0.15 * error.mean() ** 2).sqrt()
-    assert float(scale_invariant_loss(predicted, depth, valid)) == pytest.approx(float(expected), rel=1e-5)
+    found = log_error(predicted, depth, valid)
+    assert float(scale_invariant_loss(found, valid)) == pytest.approx(float(expected), rel=1e-5)
+    assert gradient_loss(found, valid) > 0.1
     # One factor for the whole picture counts 0.15 of it, and does not change how depth changes from pixel to pixel.
-    assert float(scale_invariant_loss(2 * depth, depth, valid)) == pytest.approx(0.15**0.5 * 0.6931, rel=1e-3)
-    assert float(gradient_loss(2 * depth, depth, valid)) == pytest.approx(0, abs=1e-5)
-    assert gradient_loss(predicted, depth, valid) > 0.1
+    twice = log_error(2 * depth, depth, valid)
+    assert float(scale_invariant_loss(twice, valid)) == pytest.approx(0.15**0.5 * 0.6931, rel=1e-3)
+    assert float(gradient_loss(twice, valid)) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["sig", "l1", "l2"])
@@ -133,7 +146,7 @@ def test_segmentation_is_learnt_from_patch_and_global_feature(norm: str) -> None
     assert found.best_scores["miou"] > 0.75
     assert found.scores[-1][0]["miou"] < 0.5
     assert found.losses.shape == (150, 2)
-    assert evaluate([found.head], scenes(2, 5)()) == [found.best_scores]
+    assert evaluate(found.head.stack(1), scenes(2, 5)()) == [found.best_scores]
 
 
 @pytest.mark.parametrize(
@@ -149,21 +162,78 @@ def test_segmentation_is_learnt_from_patch_and_global_feature(norm: str) -> None
 )
 def test_depth_is_learnt(head: DepthHead) -> None:
     found = fit_dense(head, scenes(1, 150, depth=True), scenes(2, 5, depth=True), rates=(0.02,), steps=150, every=150)
-    guess = evaluate([head], scenes(2, 5, depth=True)())[0]
+    guess = evaluate(head.stack(1), scenes(2, 5, depth=True)())[0]
     assert found.best_scores["rmse"] < 0.6 * guess["rmse"]
     assert found.best_scores["delta1"] > 0.75
 
 
-def test_heads_trained_together_are_as_if_alone_and_the_same_twice() -> None:
-    before = torch.get_rng_state()
-    head = SegmentationHead(WIDTH, 3, seed=4)
-    together = fit_dense(head, scenes(1, 20), scenes(2, 3), rates=(0.01, 0.05), steps=20, every=5)
-    alone = fit_dense(head, scenes(1, 20), scenes(2, 3), rates=(0.05,), steps=20, every=5)
+def alone(head: DenseHead, rate: float, steps: int, depth: bool) -> tuple[DenseHead, list[float], dict[str, float]]:
+    """Trained as `fit_dense` trains, by itself."""
+    head = copy.deepcopy(head)
+    if head.norm == "standardize":
+        head.take_statistics(scenes(1, steps, depth)())
+    optimizer, losses = torch.optim.AdamW(head.parameters(), weight_decay=0.01), []
+    for step, (patches, cls, labels) in enumerate(scenes(1, steps, depth)()):
+        optimizer.param_groups[0]["lr"] = rate * polynomial(step, steps, 0.9)
+        loss = head.loss(head(patches, cls, (16, 20)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    meter = head.eval().meter()
+    for patches, cls, labels in scenes(2, 3, depth)():
+        meter.update(head.predict(head(patches, cls, (16, 20))), labels)
+    return head, losses, meter.compute()
+
+
+@pytest.mark.parametrize("at_once", [2**27, 2 * 4 * 16 * 20 * 12], ids=["all", "some"])
+@pytest.mark.parametrize("norm", ["none", "batchnorm", "standardize"])
+@pytest.mark.parametrize("task", ["segment", "bins", "regression"])
+def test_heads_learn_together_as_each_would_alone(
+    task: str, norm: Norm, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "AT_ONCE", at_once if task != "regression" else at_once // 12)
+    depth, rates, before = task != "segment", (0.001, 0.003, 0.01), torch.get_rng_state()
+    head: DenseHead = SegmentationHead(WIDTH, 12, norm=norm, seed=4)
+    if depth:
+        head = DepthHead(WIDTH, 0.5, 8, bins=12 if task == "bins" else 0, norm=norm, seed=4)
+    first = copy.deepcopy(head.state_dict())
+    x = head.normed(*features(4))
+    assert len(head.stack(3).groups(x, (16, 20))) == (1 if at_once == 2**27 else 2)
+    head.load_state_dict(first)
+    found, again = (
+        fit_dense(head, scenes(1, 12, depth), scenes(2, 3, depth), rates=rates, steps=12, decay=0.01) for _ in range(2)
+    )
     assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(together.losses[:, 1], alone.losses[:, 0])
-    assert [at[1] for at in together.scores] == [at[0] for at in alone.scores]
-    assert torch.equal(together.heads[1].weight, alone.heads[0].weight)
-    assert torch.equal(head.weight, SegmentationHead(WIDTH, 3, seed=4).weight)  # the one given is left as it was
+    assert torch.equal(found.losses, again.losses)
+    assert found.scores == again.scores
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, first[name])  # the one given is left as it was
+    for k, rate in enumerate(rates):
+        expected, losses, scores = alone(head, rate, 12, depth)
+        assert found.losses[:, k].tolist() == pytest.approx(losses, rel=1e-4)
+        assert found.scores[-1][k] == pytest.approx(scores, abs=2e-3)
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(found.heads[k].state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_norm_is_that_of_torch() -> None:
+    head = SegmentationHead(WIDTH, 3, norm="batchnorm").stack(2)
+    assert head.gain is not None
+    assert head.shift is not None
+    with torch.no_grad():
+        head.gain.copy_(torch.rand(2, 2 * WIDTH, generator=draw(0)))
+        head.shift.copy_(torch.randn(2, 2 * WIDTH, generator=draw(1)))
+    own = [torch.nn.BatchNorm2d(2 * WIDTH) for _ in range(2)]
+    for k, norm in enumerate(own):
+        norm.weight.data, norm.bias.data = head.gain.data[k], head.shift.data[k]
+    for mode in (True, False):
+        patches, cls = features(3, seed=int(mode))
+        found = head.train(mode)(patches, cls, (4, 5))
+        x = torch.cat([patches, cls[:, :, None, None].expand_as(patches)], 1)
+        for k, norm in enumerate(own):
+            expected = torch.einsum("bdhw,cd->bchw", norm.train(mode)(x), head.weight[k])
+            torch.testing.assert_close(found[k], expected + head.bias[k, :, None, None], rtol=1e-4, atol=1e-6)
 
 
 def test_each_head_is_kept_at_its_best_step() -> None:
@@ -177,7 +247,7 @@ def test_each_head_is_kept_at_its_best_step() -> None:
     head = SegmentationHead(WIDTH, 3, norm="batchnorm")
     found = fit_dense(head, spoilt, scenes(2, 3), rates=(0.1,), steps=40, every=10)
     assert found.best_step == 20
-    assert evaluate([found.head], scenes(2, 3)())[0] == found.best_scores
+    assert evaluate(found.head.stack(1), scenes(2, 3)())[0] == found.best_scores
     assert found.best_scores["miou"] > found.scores[-1][0]["miou"] + 0.05
 
 
@@ -198,7 +268,8 @@ def test_trained_as_by_torch_with_its_polynomial_schedule() -> None:
 def test_a_rate_that_breaks_down_is_not_the_best() -> None:
     class Broken(SegmentationHead):
         def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-            return super().loss(output, labels) * (torch.nan if self.weight.abs().max() > 100 else 1.0)
+            broken = self.weight.abs().amax((-2, -1)) > 100
+            return super().loss(output, labels) * torch.where(broken, torch.nan, 1.0)
 
     found = fit_dense(Broken(WIDTH, 3), scenes(1, 20), scenes(2, 3), rates=(1e4, 0.05), steps=20, every=5)
     assert found.losses[-1, 0].isnan()

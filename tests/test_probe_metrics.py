@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -138,6 +141,28 @@ def test_a_label_that_is_no_class_is_an_error() -> None:
         meter.compute()
     with pytest.raises(ValueError, match="one shape"):
         meter.update(torch.zeros(2, 3), torch.zeros(3, 2))
+
+
+def test_a_meter_of_several_heads_is_one_of_each() -> None:
+    classes, labels = torch.randint(5, (3, 4, 9, 7), generator=draw(0)), torch.randint(5, (4, 9, 7), generator=draw(1))
+    labels[:, :2] = 255
+    depths, readings = 9 * torch.rand(3, 4, 9, 7, generator=draw(2)), 9 * torch.rand(4, 9, 7, generator=draw(3))
+    readings[1] = 0
+    cases: list[tuple[Callable[..., Confusion | DepthErrors], Tensor, Tensor]] = [
+        (partial(Confusion, 5), classes, labels),
+        (partial(DepthErrors, 0.5, 8), depths, readings),
+    ]
+    for make, predicted, truth in cases:
+        together = make(heads=(3,))
+        together.update(predicted[:, :3], truth[:3])
+        for heads in (slice(0, 1), slice(1, 3)):
+            together.update(predicted[heads, 3:], truth[3:], heads)
+        for meter, own in zip(together.each(), predicted, strict=True):
+            alone = make()
+            alone.update(own, truth)
+            assert meter.compute() == pytest.approx(alone.compute(), rel=1e-12)
+        with pytest.raises(ValueError, match="one shape"):
+            together.update(predicted[:2], truth)
 
 
 def test_nothing_counted_is_nan_not_a_score() -> None:

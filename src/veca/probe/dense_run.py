@@ -23,7 +23,7 @@ from veca.probe.backbones import Backbone
 from veca.probe.crops import slide
 from veca.probe.datasets.base import ProbeData
 from veca.probe.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
-from veca.probe.dense_data import DenseData, Labelled, opened
+from veca.probe.dense_data import DenseData, opened
 from veca.probe.features import as_plain, content, listed
 from veca.probe.fit import DenseSweep, fit_many
 from veca.probe.gallery import colour_classes, colour_depth, save_picture
@@ -138,12 +138,12 @@ class _Size:
         with bar(what, settings.steps, "steps", settings.progress) as advance:
             sweeps = fit_many(
                 [self.head] * len(self.jobs), self.training,
-                lambda groups: [[meter.compute() for meter in meters] for meters in self.meters(groups, "val")],
+                lambda stacks: [[each.compute() for each in meter.each()] for meter in self.meters(stacks, "val")],
                 rates=settings.rates, steps=settings.steps, every=_every(settings), decay=settings.decay,
                 power=settings.power, warmup=settings.warmup, device=self.backbone.device, checked=True,
                 progress=lambda done, steps: advance(1),
             )  # fmt: skip
-        meters = self.meters([[sweep.head] for sweep in sweeps], self.data.report)
+        meters = self.meters([sweep.head for sweep in sweeps], self.data.report)
         took = (time.perf_counter() - began) / len(self.jobs)
         skipped = {where: sorted(bad) for where, bad in self.pictures.skipped.items()}
         for where, bad in skipped.items():
@@ -158,58 +158,49 @@ class _Size:
                 found=more,
                 **self.said(sweep, meter),
             )
-            for job, sweep, (meter,) in zip(self.jobs, sweeps, meters, strict=True)
+            for job, sweep, meter in zip(self.jobs, sweeps, meters, strict=True)
         ]
 
     def training(self) -> Iterator[list[DenseBatch]]:
         for pixels, labels in self.pictures.training(self.settings.steps):
             self.head.check(labels)
             images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device, non_blocking=True)
-            yield [self.features(images, labels, job.cores) for job in self.jobs]
+            yield [DenseBatch(*self.features(images, job.cores), labels) for job in self.jobs]
 
-    def features(self, images: Tensor, labels: Tensor, cores: int | None) -> DenseBatch:
+    def features(self, images: Tensor, cores: int | None) -> tuple[Tensor, Tensor]:
         cls, patches = self.backbone.features(images, cores)
         assert patches is not None
-        return DenseBatch(patches, cls, labels)
+        return patches, cls
 
     @torch.no_grad()
-    def meters(self, groups: Sequence[Sequence[DenseHead]], split: str) -> list[list[Meter]]:
-        """What heads say of a split, added up: for the budget of each job, those of a group."""
+    def meters(self, heads: Sequence[DenseHead], split: str) -> list[Meter]:
+        """What the heads, or stacks of them, for the budget of each job say of a split, added up."""
         device = self.backbone.device
-        meters: list[list[Meter]] = [[head.meter(device) for head in heads] for heads in groups]
-        modes = [[head.training for head in heads] for heads in groups]
-        for heads in groups:
-            for head in heads:
-                head.eval()
+        meters, modes = [head.meter(device) for head in heads], [head.training for head in heads]
+        for head in heads:
+            head.eval()
         for batch in self.pictures.scoring(split):
-            labels = batch.labels.to(device)
-            for job, heads, own in zip(self.jobs, groups, meters, strict=True):
-                for meter, said in zip(own, self.predictions(batch, job.cores, heads), strict=True):
-                    meter.update(said, labels)
-        for heads, before in zip(groups, modes, strict=True):
-            for head, mode in zip(heads, before, strict=True):
-                head.train(mode)
+            images, labels = self.backbone.prepare(batch.pixels), batch.labels.to(device)
+            for job, head, meter in zip(self.jobs, heads, meters, strict=True):
+                for said, those in self.predictions(images, labels, job.cores, head):
+                    meter.update(said, labels, those)
+        for head, mode in zip(heads, modes, strict=True):
+            head.train(mode)
         return meters
 
-    def predictions(self, batch: Labelled, cores: int | None, heads: Sequence[DenseHead]) -> Iterator[Tensor]:
-        """Of each head, (B, H, W) at the size of the labels."""
-        size = batch.labels.shape[-2], batch.labels.shape[-1]
-        images = self.backbone.prepare(batch.pixels)
-
-        def outputs(images: Tensor, size: tuple[int, int]) -> Iterator[Tensor]:
-            cls, patches = self.backbone.features(images, cores)
-            assert patches is not None
-            return (head(patches, cls, size) for head in heads)  # one by one, as they are large
-
-        if self.settings.slide:
-            together = slide(
-                lambda part: torch.stack(list(outputs(part, (part.shape[-2], part.shape[-1]))), 1),
-                images, (self.side, self.side), (_stride(self.side),) * 2,
-            )  # fmt: skip
-            found: Iterator[Tensor] = (resized(each, size) for each in together.unbind(1))
-        else:
-            found = outputs(images, size)
-        return (head.predict(each) for head, each in zip(heads, found, strict=True))
+    def predictions(
+        self, images: Tensor, labels: Tensor, cores: int | None, heads: DenseHead
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """`DenseHead.predictions` at the size of the labels."""
+        size = labels.shape[-2], labels.shape[-1]
+        if not self.settings.slide:
+            return heads.predictions(*self.features(images, cores), size)
+        together = slide(
+            lambda part: heads(*self.features(part, cores), (part.shape[-2], part.shape[-1])),
+            images, (self.side, self.side), (_stride(self.side),) * 2,
+        )  # fmt: skip
+        groups = heads.groups(images.movedim(1, -1), size)
+        return ((heads.predict(resized(together[those], size)), those) for those in groups)
 
     def said(self, sweep: DenseSweep, meter: Meter) -> dict[str, Any]:
         """What `Job.finish` takes of a head's training and its score."""
@@ -250,7 +241,8 @@ class _Size:
             batch = self.pictures.one(self.data.report, i)
             if batch is None:
                 continue
-            (said,) = self.predictions(batch, job.cores, [sweep.head])
+            images = self.backbone.prepare(batch.pixels)
+            ((said, _),) = self.predictions(images, batch.labels, job.cores, sweep.head)
             image, _ = opened(split, i, self.data.depth, scored=True)
             label, prediction = self.coloured(batch.labels[0]), self.coloured(said[0].cpu(), batch.labels[0])
             shown.append(

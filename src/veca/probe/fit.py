@@ -1,7 +1,7 @@
 """Training of dense heads on a stream of features, and their scores.
 
 Features of a dense task are too many to keep, so they come in batches as the backbone gives them; heads of several
-learning rates learn from the same pass.
+learning rates learn from the same pass, as one computation. Each ends where it would have come to alone.
 
 Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, K heads.
 """
@@ -91,7 +91,7 @@ def fit_dense(
     the same result. One of `train` must last for `steps` batches. The rest is as in `fit_many`.
     """
     (found,) = fit_many(
-        [head], lambda: ([batch] for batch in train()), lambda groups: [evaluate(groups[0], validation(), device)],
+        [head], lambda: ([batch] for batch in train()), lambda stacks: [evaluate(stacks[0], validation(), device)],
         rates=rates, steps=steps, every=every, decay=decay, power=power, warmup=warmup, device=device,
         progress=progress,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def fit_dense(
 def fit_many(
     heads: Sequence[DenseHead],
     train: Callable[[], Iterable[Sequence[DenseBatch]]],
-    score: Callable[[Sequence[Sequence[DenseHead]]], Sequence[Sequence[dict[str, float]]]],
+    score: Callable[[Sequence[DenseHead]], Sequence[Sequence[dict[str, float]]]],
     *,
     rates: Sequence[float],
     steps: int,
@@ -118,7 +118,7 @@ def fit_many(
     train:
         Gives, for every step, a batch for each head.
     score:
-        What the meters give on validation for groups of heads: for each of `heads` its copies, one for each rate.
+        What the meters give on validation for stacks of heads: for each of `heads` its copies, one for each rate.
     every:
         Score the heads after every so many steps, and after the last; None: after the last alone.
     power:
@@ -138,15 +138,19 @@ def fit_many(
         ]
         for i, head in enumerate(heads):
             head.use_moments(each[i] for each in moments)
-    fits = [_Fit(head, rates, decay) for head in heads]
+    fits = [_Fit(head, rates) for head in heads]
+    optimizer = _optimizer(fits, len(rates), decay)
     evaluated: list[int] = []
     done = 0
     for batches in islice(train(), steps):
-        share = polynomial(done, steps, power, warmup)
+        optimizer.zero_grad(set_to_none=False)  # the stacks have the same ones
         for fit, batch in zip(fits, batches, strict=True):
             if not checked:
-                fit.heads[0].check(batch[2])
-            fit.step(batch, share, device)
+                fit.heads.check(batch[2])
+            fit.backward(batch, device)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * polynomial(done, steps, power, warmup)
+        optimizer.step()
         done += 1
         if done == steps or (every is not None and done % every == 0):
             evaluated.append(done)
@@ -159,35 +163,41 @@ def fit_many(
     return [fit.sweep(evaluated) for fit in fits]
 
 
+def _optimizer(fits: Sequence[_Fit], rates: int, decay: float) -> torch.optim.AdamW:
+    """One for all heads of all stacks, with a group for each rate: its parameters are parts of those of the stacks."""
+    groups: list[dict[str, list[Tensor]]] = [{"params": []} for _ in range(rates)]
+    for parameter in (parameter for fit in fits for parameter in fit.heads.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+        for group, part, gradient in zip(groups, parameter.detach(), parameter.grad, strict=True):
+            part.grad = gradient
+            group["params"].append(part)
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=decay, fused=True)
+
+
 class _Fit:
     """Copies of a head, one for each rate, as they learn, and each as it was at its best."""
 
-    def __init__(self, head: DenseHead, rates: Sequence[float], decay: float) -> None:
+    def __init__(self, head: DenseHead, rates: Sequence[float]) -> None:
         self.rates = tuple(rates)
-        self.heads = [copy.deepcopy(head).train() for _ in rates]
-        self.optimizers = [torch.optim.AdamW(one.parameters(), lr=0.0, weight_decay=decay) for one in self.heads]
-        self.best, self.worth = copy.deepcopy(self.heads), [-math.inf] * len(rates)
+        self.heads = head.stack(len(rates)).train()
+        self.best, self.worth = [copy.deepcopy(head) for _ in rates], [-math.inf] * len(rates)
         self.losses: list[Tensor] = []
         self.scores: list[tuple[dict[str, float], ...]] = []
 
-    def step(self, batch: DenseBatch, share: float, device: torch.device | str) -> None:
+    def backward(self, batch: DenseBatch, device: torch.device | str) -> None:
         patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
-        now = []
-        for head, optimizer, rate in zip(self.heads, self.optimizers, self.rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * share
-            optimizer.zero_grad()
-            loss = head.loss(head(patches, cls, _size(labels)), labels)
-            loss.backward()
-            optimizer.step()
+        x, size, now = self.heads.normed(patches, cls), _size(labels), []
+        for heads in self.heads.groups(x, size):
+            loss = self.heads.loss(self.heads.output(x, size, heads), labels)
+            loss.sum().backward()
             now.append(loss.detach())
-        self.losses.append(torch.stack(now))
+        self.losses.append(torch.cat(now))
 
     def keep(self, scores: Sequence[dict[str, float]]) -> None:
         self.scores.append(tuple(scores))
         for k, scored in enumerate(scores):
-            if _worth(self.heads[k], scored) > self.worth[k]:
-                self.worth[k] = _worth(self.heads[k], scored)
-                self.best[k].load_state_dict(self.heads[k].state_dict())
+            if _worth(self.heads, scored) > self.worth[k]:
+                self.worth[k], self.best[k] = _worth(self.heads, scored), self.heads.part(k)
 
     def sweep(self, evaluated: Sequence[int]) -> DenseSweep:
         ready = tuple(head.eval() for head in self.best)
@@ -197,20 +207,17 @@ class _Fit:
 
 @torch.no_grad()
 def evaluate(
-    heads: Sequence[DenseHead], batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
+    heads: DenseHead, batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
 ) -> list[dict[str, float]]:
-    """Scores of each head over whole images at the size of their labels, from one pass over the features."""
-    meters = [head.meter(device) for head in heads]
-    modes = [head.training for head in heads]
-    for head in heads:
-        head.eval()
+    """Scores of each head of a stack over whole images at the size of their labels, from one pass over the features."""
+    meter, mode = heads.meter(device), heads.training
+    heads.eval()
     for batch in batches:
         patches, cls, labels = (tensor.to(device) for tensor in batch)
-        for head, meter in zip(heads, meters, strict=True):
-            meter.update(head.predict(head(patches, cls, _size(labels))), labels)
-    for head, mode in zip(heads, modes, strict=True):
-        head.train(mode)
-    return [meter.compute() for meter in meters]
+        for said, those in heads.predictions(patches, cls, _size(labels)):
+            meter.update(said, labels, those)
+    heads.train(mode)
+    return [each.compute() for each in meter.each()]
 
 
 def _size(labels: Tensor) -> tuple[int, int]:

@@ -1,17 +1,23 @@
 """Scores of classification, segmentation and depth, as shares in [0, 1] or in metres.
 
-The meters (`Confusion`, `DepthErrors`) add up batches on the device and wait for it once, in `compute`.
+The meters (`Confusion`, `DepthErrors`) add up batches on the device and wait for it once, in `compute`. One may be of
+several heads, with a leading shape, from which `each` takes those of single heads.
 
 Shapes: N examples, C classes, B images of H × W pixels; `...` is any leading shape, such as the heads of a sweep.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+ALL = slice(None)
+"""The heads of a meter, or of a stack."""
 
 
 def top_k_hits(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
@@ -82,23 +88,33 @@ class Confusion:
     1.0
     """
 
-    def __init__(self, classes: int, ignore: int = 255, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, classes: int, ignore: int = 255, device: torch.device | str = "cpu", heads: Sequence[int] = ()
+    ) -> None:
         self.classes, self.ignore = classes, ignore
         # The last two take the pixels that do not count, and those whose label is no class: an error that can wait.
-        self.bins = torch.zeros(classes * classes + 2, dtype=torch.int64, device=device)
+        self.bins = torch.zeros(*heads, classes * classes + 2, dtype=torch.int64, device=device)
 
-    def update(self, predicted: Tensor, labels: Tensor) -> None:
-        """Add pixels: two tensors of one shape, each with class numbers; a label may be `ignore`."""
-        if predicted.shape != labels.shape:
+    def update(self, predicted: Tensor, labels: Tensor, heads: slice = ALL) -> None:
+        """Add pixels: class numbers (..., *) of the heads and (*), for any shape *; a label may be `ignore`."""
+        total = self.bins[heads]
+        if predicted.shape != total.shape[:-1] + labels.shape:
             raise ValueError(
                 f"predictions are {tuple(predicted.shape)}, labels {tuple(labels.shape)}; they must have one shape: "
                 "resize the scores to the labels before taking the best class"
             )
-        predicted, labels = (tensor.to(self.bins.device).flatten().long() for tensor in (predicted, labels))
+        predicted, labels = (tensor.to(self.bins.device).long() for tensor in (predicted, labels))
         inside = (labels >= 0) & (labels < self.classes) & (predicted >= 0) & (predicted < self.classes)
         bins = torch.where(inside, labels * self.classes + predicted, self.classes**2 + 1)
-        bins = torch.where(labels == self.ignore, self.classes**2, bins)
-        self.bins.scatter_add_(0, bins, torch.ones_like(bins))  # whole numbers: the order does not matter
+        bins = torch.where(labels == self.ignore, self.classes**2, bins).reshape(*total.shape[:-1], -1)
+        total.scatter_add_(-1, bins, torch.ones_like(bins))  # whole numbers: the order does not matter
+
+    def each(self) -> list[Confusion]:
+        """The meters of single heads."""
+        found = [copy.copy(self) for _ in self.bins]
+        for meter, bins in zip(found, self.bins, strict=True):
+            meter.bins = bins
+        return found
 
     @property
     def counts(self) -> Tensor:
@@ -141,22 +157,23 @@ class DepthErrors:
 
     NAMES = "rmse", "abs_rel", "delta1", "delta2", "delta3", "log10", "rmse_log", "silog"
 
-    def __init__(self, low: float, high: float, device: torch.device | str = "cpu") -> None:
+    def __init__(self, low: float, high: float, device: torch.device | str = "cpu", heads: Sequence[int] = ()) -> None:
         if not 0 < low < high:
             raise ValueError(f"low is {low} and high {high}; a range of depths needs 0 < low < high, in metres")
         self.low, self.high = low, high
-        self._total = torch.zeros(9, dtype=torch.float64, device=device)
+        self._total = torch.zeros(*heads, 9, dtype=torch.float64, device=device)
         """Of the errors of pictures, and their number."""
 
-    def update(self, predicted: Tensor, depth: Tensor) -> None:
-        """Add pictures (B, H, W)."""
-        if predicted.shape != depth.shape:
+    def update(self, predicted: Tensor, depth: Tensor, heads: slice = ALL) -> None:
+        """Add pictures, (..., B, H, W) of the heads and (B, H, W)."""
+        total = self._total[heads]
+        if predicted.shape != total.shape[:-1] + depth.shape:
             raise ValueError(
                 f"predictions are {tuple(predicted.shape)}, depths {tuple(depth.shape)}; they must have one shape: "
                 "resize the predictions to the depths"
             )
-        device = self._total.device
-        predicted, depth = predicted.to(device).double().flatten(1), depth.to(device).double().flatten(1)
+        device = total.device
+        predicted, depth = predicted.to(device).double().flatten(-2), depth.to(device).double().flatten(1)
         valid = (depth > self.low) & (depth < self.high)
         # Pixels that do not count become perfect ones, and are not counted. What is not a number stays, and is seen.
         depth = torch.where(valid, depth, 1.0)
@@ -165,10 +182,17 @@ class DepthErrors:
         log = (predicted / depth).log()
         terms = [(predicted - depth).square(), (predicted - depth).abs() / depth]
         terms += [((ratio < 1.25**power) & valid).double() for power in (1, 2, 3)]
-        terms += [log.abs(), log.square(), log, valid.double()]
-        sums = torch.stack([term.sum(1) for term in terms])
+        terms += [log.abs(), log.square(), log, valid.double().expand_as(log)]
+        sums = torch.stack([term.sum(-1) for term in terms])
         errors = torch.cat([_errors(sums), torch.ones_like(sums[:1])])
-        self._total += torch.where(sums[-1] > 0, errors, 0.0).sum(1)
+        total += torch.where(sums[-1] > 0, errors, 0.0).sum(-1).movedim(0, -1)
+
+    def each(self) -> list[DepthErrors]:
+        """The meters of single heads."""
+        found = [copy.copy(self) for _ in self._total]
+        for meter, total in zip(found, self._total, strict=True):
+            meter._total = total
+        return found
 
     def compute(self) -> dict[str, float]:
         """By name: `rmse`, `abs_rel`, `delta1` (the share within a factor of 1.25), `delta2`, `delta3` (of its powers),
@@ -179,7 +203,7 @@ class DepthErrors:
 
 
 def _errors(sums: Tensor) -> Tensor:
-    """The errors (8, n), as they are named, from sums over pixels (9, n) that end with the number of pixels."""
+    """The errors (8, ...), as they are named, from sums over pixels (9, ...) that end with the number of pixels."""
     squared, relative, *within, log_abs, log_squared, log = sums[:-1] / sums[-1]
     silog = (log_squared - log.square()).clamp_min(0).sqrt()
     rows = [squared.sqrt(), relative, *within, log_abs / math.log(10), log_squared.sqrt(), silog]
