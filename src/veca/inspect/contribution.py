@@ -21,8 +21,8 @@ from veca.inspect.maps import attention_to_patches, look_into
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 
-PIECE = 2**21
-"""At most so many numbers of float64 at once: 16 MiB. A step holds a few such pieces."""
+PIECE = 2**20
+"""About so many numbers of float64 at once: 8 MiB. A step holds a few such pieces."""
 
 
 @torch.no_grad()

@@ -330,7 +330,7 @@ class _Teller:
 
 def _attention_and_heard(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Of a layer, (B, C, S), rows that sum to 1, and the mean profile of its patches, (B, C)."""
-    piece = PIECE if x.device.type == "cpu" else 8 * PIECE  # a GPU is kept busy by few large steps
+    piece = PIECE if x.device.type == "cpu" else 16 * PIECE  # a GPU is kept busy by few large steps
     attention, profiles = attention_and_profiles(attn, x, core_rotary, patch_rotary, piece)
     return attention, profiles.mean(1)
 
