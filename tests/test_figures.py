@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -120,6 +121,16 @@ def test_pieces_give_the_same(piece):
     attention, values, weight = torch.rand(2, 30, 11), torch.randn(2, 11, 4), torch.randn(8, 8)
     whole = contributions(attention, values, weight)
     torch.testing.assert_close(contributions(attention, values, weight, piece=piece), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("piece", [1, 400, 10000])  # a giver, those of an image and of part of the next, all
+def test_contributions_of_several_images_are_those_of_each(piece):
+    torch.manual_seed(2)
+    attention, values, weight = torch.rand(2, 3, 4, 6, 5), torch.randn(2, 3, 4, 5, 2), torch.randn(8, 8)
+    found = contributions(attention, values, weight, piece=piece)
+    assert found.shape == (2, 3, 6, 5)
+    for i, j in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(found[i, j], direct(attention[i, j], values[i, j], weight))
 
 
 def test_profiles_are_shares_of_the_formula_in_the_model():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_tiny
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import veca
@@ -20,6 +21,7 @@ from veca.cli import app
 from veca.images import load_image
 from veca.inspect import core_maps, core_profiles, draw_story, measure_cores, story_table, write_story
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
+from veca.inspect.story import _Teller
 
 run = CliRunner().invoke
 SIZE = 64
@@ -228,6 +230,28 @@ def test_batches_and_processes_do_not_matter(story, pictures, tmp_path):
     assert first.size > 500
     for other in others:
         np.testing.assert_allclose(other, first, rtol=1e-4, atol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Counts them while the block runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_more_pictures_at_once_take_no_more_operations(images):
+    counts = []
+    for few in (2, COUNT):
+        teller = _Teller(make_tiny(), [8, 64])
+        teller.add(images[:1])
+        with Operations() as seen:
+            teller.add(images[:few])
+        counts.append(seen.count)
+    assert counts[0] == counts[1]
 
 
 def test_the_whole_bank_need_not_be_asked_for(story, pictures):

@@ -21,8 +21,8 @@ from veca.inspect.maps import attention_to_patches, look_into
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 
-PIECE = 2**21
-"""At most so many numbers of float64 at once: 16 MiB. A step holds a few such pieces."""
+PIECE = 2**20
+"""About so many numbers of float64 at once: 8 MiB. A step holds a few such pieces."""
 
 
 @torch.no_grad()
@@ -68,23 +68,24 @@ def look_inside(
 
 
 def contributions(attention: Tensor, values: Tensor, weight: Tensor, piece: int = PIECE) -> Tensor:
-    """c_ij of every receiver and giver, (Q, K): not yet divided by its sum over j. Exact, float64.
+    """c_ij of every receiver and giver, (..., Q, K): not yet divided by its sum over j. Exact, float64.
 
-    `attention` (H, Q, K), `values` (H, K, d), `weight` (D, H·d) of the output projection.
+    `attention` (..., H, Q, K), `values` (..., H, K, d), `weight` (D, H·d) of the output projection.
     """
-    heads, queries, keys = attention.shape
+    heads = attention.shape[-3]
     # ‖Σ_h a_h u_h‖² = aᵀ G a, where G holds the products of a giver's H vectors u_h = v^h W_O^h: H numbers for every
     # pair of tokens instead of D. G is float64, so what cancels in the sum leaves nothing visible.
     slices = weight.double().unflatten(1, (heads, -1)).permute(1, 2, 0)  # (H, d, D)
-    total = attention.new_empty(queries, keys, dtype=torch.float64)
-    for some in _pieces(keys, heads * weight.shape[0], piece):
-        vectors = (values[:, some].double() @ slices).transpose(0, 1)  # (K, H, D)
-        products = vectors @ vectors.mT
-        for rows in _pieces(queries, heads * len(products), piece):
-            shares = attention[:, rows, some].double().permute(2, 1, 0)  # (K, Q, H)
-            squares = ((shares @ products) * shares).sum(-1)
-            total[rows, some] = squares.clamp(min=0).sqrt().mT
-    return total
+    # The givers of all images in one row, and receivers last: products of H × H with H × Q are quick, Q × H slow.
+    givers = values.movedim(-3, 0).flatten(1, -2)  # (H, givers, d)
+    shares = attention.movedim(-1, -3)  # (..., K, H, Q)
+    rows = shares.reshape(-1, *shares.shape[-2:])
+    lengths = []
+    for some in _pieces(len(rows), heads * (weight.shape[0] + rows.shape[-1]), piece):
+        vectors = (givers[:, some].double() @ slices).transpose(0, 1)  # (givers, H, D)
+        share = rows[some].double()
+        lengths.append(((vectors @ vectors.mT @ share) * share).sum(-2).clamp(min=0).sqrt())
+    return torch.cat(lengths).reshape(*shares.shape[:-2], -1).mT
 
 
 def _profiles(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int) -> Tensor:
@@ -109,16 +110,13 @@ def attention_and_profiles(
     qkv = attn.qkv(x).to(better).unflatten(-1, (3, heads, -1))  # rounded where the model rounds
     patch_to_core, core_to_all = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
     values = qkv[:, :cores, 2].transpose(1, 2)  # (B, H, C, d)
-    found = []
-    for attention, value in zip(patch_to_core.unflatten(-1, (heads, cores)), values, strict=True):
-        where = "cpu" if x.device.type == "mps" else x.device  # which has no float64
-        lengths = contributions(
-            attention.transpose(0, 1).to(where), value.to(where), attn.proj.weight.to(where), piece=piece
-        )
-        # Values of length 0 (a patch that hears nothing) give no shares; all cores alike is the honest answer.
-        lengths = torch.where(lengths.sum(-1, keepdim=True) > 0, lengths, 1.0)
-        found.append((lengths / lengths.sum(-1, keepdim=True)).to(x.device, better))
-    return core_to_all.unflatten(1, (heads, cores)).mean(1), torch.stack(found)
+    where = "cpu" if x.device.type == "mps" else x.device  # which has no float64
+    attention = patch_to_core.unflatten(-1, (heads, cores)).transpose(1, 2)  # (B, H, N, C)
+    lengths = contributions(attention.to(where), values.to(where), attn.proj.weight.to(where), piece=piece)
+    # Values of length 0 (a patch that hears nothing) give no shares; all cores alike is the honest answer.
+    lengths = torch.where(lengths.sum(-1, keepdim=True) > 0, lengths, 1.0)
+    profiles = (lengths / lengths.sum(-1, keepdim=True)).to(x.device, better)
+    return core_to_all.unflatten(1, (heads, cores)).mean(1), profiles
 
 
 def _pieces(count: int, each: int, piece: int) -> list[slice]:

@@ -19,7 +19,7 @@ def as_maps(attention: Tensor) -> Tensor:
 
 def overlap(a: Tensor, b: Tensor | float) -> Tensor:
     """Σᵢ min(aᵢ, bᵢ) over the last axis: 1 where both maps are the same, 0 where they have nothing in common."""
-    return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device)).sum(-1)
+    return torch.clamp(a, max=b).sum(-1)
 
 
 def pair_overlap(maps: Tensor) -> Tensor:
@@ -44,6 +44,11 @@ def winners(maps: Tensor) -> Tensor:
     return maps.new_zeros(maps.shape[:-1]).scatter_(-1, maps.argmax(-2), 1.0).mean(-1)
 
 
+def exact(values: Tensor) -> Tensor:
+    """In float64, where they are: nothing waits for a device. On the CPU if theirs has no float64."""
+    return values.to("cpu" if values.device.type == "mps" else values.device, torch.float64)
+
+
 class Moments:
     """Mean and variance of values (B, ...) over pictures, in float64; the variance is divided by their number."""
 
@@ -52,9 +57,9 @@ class Moments:
         self._mean = self._squares = torch.zeros((), dtype=torch.float64)
 
     def add(self, values: Tensor) -> None:
-        values = values.cpu().double()
+        values = exact(values)
         if not len(values):
-            self._mean, self._squares = (each.expand(values.shape[1:]) for each in (self._mean, self._squares))
+            self._mean, self._squares = (each + values.sum(0) for each in (self._mean, self._squares))  # their shape
             return
         mean, total = values.mean(0), self.count + len(values)
         away, weight = mean - self._mean, self.count * len(values) / total
@@ -63,11 +68,11 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        return self._mean if self.count else self._mean + math.nan
+        return (self._mean if self.count else self._mean + math.nan).cpu()
 
     @property
     def variance(self) -> Tensor:
-        return self._squares / self.count if self.count else self._squares + math.nan
+        return (self._squares / self.count if self.count else self._squares + math.nan).cpu()
 
 
 class Alignment:
@@ -78,22 +83,26 @@ class Alignment:
 
     def __init__(self) -> None:
         self.count = 0
-        self._mean = self._products = torch.zeros((), dtype=torch.float64)
+        self._mean = torch.zeros((), dtype=torch.float64)
+        self._products: Tensor | None = None
 
     def add(self, x: Tensor, y: Tensor) -> None:
         if not len(x):
             return
-        both, total = torch.stack([x, y]).cpu().double(), self.count + len(x)
+        both, count = exact(torch.stack([x, y])), self.count + len(x)
         mean = both.mean(1, keepdim=True)  # (2, 1, D)
-        centred, away, weight = both - mean, mean - self._mean, self.count * len(x) / total
-        left, right = [0, 1, 0], [0, 1, 1]  # xx, yy, xy
-        self._products = self._products + centred[left].mT @ centred[right] + weight * away[left].mT @ away[right]
-        self._mean, self.count = self._mean + away * (len(x) / total), total
+        away = mean - self._mean
+        self._mean = self._mean + away * (len(x) / count)
+        # The way from mean to mean is as one more picture.
+        x, y = torch.cat([both - mean, math.sqrt(self.count * len(x) / count) * away], dim=1)
+        left, right = torch.stack([x, y, x]).mT, torch.stack([x, y, y])
+        self._products = left @ right if self._products is None else self._products.baddbmm_(left, right)
+        self.count = count
 
     @property
     def value(self) -> float:
         """Nan of fewer than two pictures, and where features do not vary."""
-        if self.count < 2:
+        if self._products is None or self.count < 2:
             return math.nan
         xx, yy, xy = (float(product.norm()) for product in self._products)
         return xy**2 / (xx * yy) if xx * yy else math.nan

@@ -31,16 +31,17 @@ from veca.checkpoint import weights_hash
 from veca.config import size_name
 from veca.embed import listed, progress_line
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
-from veca.inspect.contribution import attention_and_profiles
+from veca.inspect.contribution import PIECE, attention_and_profiles
 from veca.inspect.maps import look_into
-from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
+from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, exact, overlap, pair_overlap, winners
 from veca.inspect.subject import choose_budgets, looking, spread
 from veca.model import Veca, VecaOutput
+from veca.rope import Rotary
 from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of
 from veca.unread import noting_left_out
 
-BATCH_PIXELS = 2**20
-"""A batch has about so many, unless told otherwise: 16 pictures of 256 px."""
+AT_ONCE, AT_ONCE_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
+"""Pixels of a batch, unless told."""
 MOST_NAMED = 20
 """So many pictures that cannot be read are named; all are counted."""
 
@@ -188,7 +189,8 @@ def measure_cores(
     began = time.perf_counter()
     chosen = choose_budgets(model, budgets, spread(model.config.budgets, 4))
     sources = _checked(listed(pictures), size, limit, batch, model.config.patch_size)
-    batch = batch or max(1, BATCH_PIXELS // size**2)
+    device = model.norm.weight.device
+    batch = batch or max(1, (AT_ONCE_ON_CPU if device.type == "cpu" else AT_ONCE) // size**2)
     total = count(sources) if progress or limit else None
     items = items_of(sources)
     if limit is not None:
@@ -196,7 +198,6 @@ def measure_cores(
         total = limit if total is None else min(limit, total)
     teller, failed = _Teller(model, chosen), 0
     failures: list[tuple[str, str]] = []
-    device = model.norm.weight.device
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
         noting_left_out() as left_out,
@@ -309,13 +310,14 @@ class _Teller:
         most, layers = self.model.config.num_cores, range(len(self.model.blocks))
         whole = None if most in self.budgets else _features(Veca.forward(self.model, images, most))
         for budget in sorted(self.budgets, reverse=True):  # the whole bank comes first
-            seen, out = look_into(self.model, images, budget, layers, attention_and_profiles)
+            seen, out = look_into(self.model, images, budget, layers, _attention_and_heard)
             features = _features(out)
             whole = whole or features
             told = self.budgets[budget]
+            attention, heard = (torch.stack(each, dim=1) for each in zip(*seen, strict=True))
             told.add_places(out.coordinates.transpose(0, 1))
-            told.add_attention([attention for attention, _ in seen])
-            told.add_profiles(torch.stack([profiles.mean(1) for _, profiles in seen], dim=1))
+            told.add_attention(attention)
+            told.add_heard(heard)
             told.kept.add(*features, *whole)
         assert whole is not None
         (cls, cls_before), (patches, patches_before) = (
@@ -324,6 +326,13 @@ class _Teller:
         self.between.add(cls, patches, cls_before, patches_before)
         self.last = whole[0][-1:].clone(), whole[1][-1:].clone()
         self.pictures += len(images)
+
+
+def _attention_and_heard(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Of a layer, (B, C, S), rows that sum to 1, and the mean profile of its patches, (B, C)."""
+    piece = PIECE if x.device.type == "cpu" else 16 * PIECE  # a GPU is kept busy by few large steps
+    attention, profiles = attention_and_profiles(attn, x, core_rotary, patch_rotary, piece)
+    return attention, profiles.mean(1)
 
 
 def _features(out: VecaOutput) -> tuple[Tensor, Tensor]:
@@ -337,83 +346,76 @@ class _Budget:
         self.cores, self.chunk = cores, chunk
         self.moves, self.profiles, self.kept = Moments(), Moments(), _Likeness()
         self.start = torch.zeros(cores, 2, dtype=torch.float64)
-        self.layers: defaultdict[str, Moments] = defaultdict(Moments)
+        self.layers: defaultdict[tuple[str, ...], Moments] = defaultdict(Moments)
+        """Of several names each: what comes together is added up together."""
         self.last: Tensor | None = None
 
-    def _note(self, name: str, values: Tensor, skip_last: bool = False) -> None:
-        """Values (B, L), and their mean over layers behind them."""
-        some = values[:, :-1] if skip_last and values.shape[1] > 1 else values
-        self.layers[name].add(torch.cat([values, some.mean(1, keepdim=True)], dim=1))
+    def _note(self, values: dict[str, Tensor], skip_last: bool = False) -> None:
+        """Values (B, L) by name, and their mean over layers behind them."""
+        stacked = torch.stack(list(values.values()), dim=1)
+        some = stacked[..., :-1] if skip_last and stacked.shape[-1] > 1 else stacked
+        self.layers[tuple(values)].add(torch.cat([stacked, some.mean(-1, keepdim=True)], dim=-1))
 
     def add_places(self, coordinates: Tensor) -> None:
         """(B, L, C, 2)"""
-        places = coordinates.cpu().double() / 2  # in sides
+        places = exact(coordinates) / 2  # in sides
         self.start = places[0, 0]  # the same for all pictures
         moves = places - self.start
         self.moves.add(moves)
-        self._note("distance", moves.norm(dim=-1).mean(-1))
-        self._note("path", moves.diff(dim=1, prepend=moves[:, :1]).norm(dim=-1).cumsum(1).mean(-1))
+        path = moves.diff(dim=1, prepend=moves[:, :1]).norm(dim=-1).cumsum(1)
+        self._note({"distance": moves.norm(dim=-1).mean(-1), "path": path.mean(-1)})
 
-    def add_attention(self, attention: Sequence[Tensor]) -> None:
-        """Of each layer (B, C, S), rows that sum to 1."""
-        own, others, patches = (torch.stack(each, dim=1) for each in zip(*map(self._masses, attention), strict=True))
-        for what, mass in (("itself", own), ("cores", others), ("patches", patches)):  # (B, L, C)
-            self._note(f"first {what}", mass[..., 0])
-            self._note(f"other {what}", mass[..., 1:].mean(-1))
-        maps = torch.stack([as_maps(each[..., self.cores :]) for each in attention], dim=1)  # (B, L, C, N)
-        # Layer by layer: what is made on the way is as large as all maps.
-        measures = {
-            "overlap": pair_overlap,
-            "even": lambda each: overlap(each, 1 / each.shape[-1]).mean(-1),
-            "area": lambda each: effective_area(each).mean(-1),
-            "winners": winners,
-        }
-        for name, measure in measures.items():
-            self._note(name, torch.stack([measure(each) for each in maps.unbind(1)], dim=1), skip_last=True)
+    def add_attention(self, attention: Tensor) -> None:
+        """(B, L, C, S), rows that sum to 1."""
+        to_cores, to_patches = attention[..., : self.cores], attention[..., self.cores :]
+        own = to_cores.diagonal(dim1=-2, dim2=-1)  # (B, L, C)
+        masses = {"itself": own, "cores": to_cores.sum(-1) - own, "patches": to_patches.sum(-1)}
+        first = {f"first {what}": mass[..., 0] for what, mass in masses.items()}
+        self._note(first | {f"other {what}": mass[..., 1:].mean(-1) for what, mass in masses.items()})
+        maps = as_maps(to_patches)
+        even = overlap(maps, 1 / maps.shape[-1]).mean(-1)
+        area = effective_area(maps).mean(-1)
+        measures = {"overlap": pair_overlap(maps), "even": even, "area": area, "winners": winners(maps)}
+        self._note(measures, skip_last=True)
         now, before = _and_before(maps, self.last)
-        self._note("same core", overlap(now, before).mean(-1), skip_last=True)
+        self._note({"same core": overlap(now, before).mean(-1)}, skip_last=True)
         self.last = maps[-1:].clone()
 
-    def _masses(self, attention: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        to_cores = attention[..., : self.cores]
-        own = to_cores.diagonal(dim1=-2, dim2=-1)
-        return own, to_cores.sum(-1) - own, attention[..., self.cores :].sum(-1)
-
-    def add_profiles(self, profiles: Tensor) -> None:
+    def add_heard(self, profiles: Tensor) -> None:
         """(B, L, C), the mean over patches."""
         self.profiles.add(profiles)
-        self._note("first", profiles[..., 0])
-        for i, chunk in enumerate(profiles.split(self.chunk, dim=-1)):
-            self._note(f"chunk {i}", chunk.sum(-1))
-
-    def _tell(self, name: str) -> Layers:
-        mean, std = self.layers[name].mean, self.layers[name].variance.sqrt()
-        return Layers(mean[:-1].tolist(), std[:-1].tolist(), Spread(float(mean[-1]), float(std[-1])))
+        chunks = profiles.split(self.chunk, dim=-1)
+        self._note({"first": profiles[..., 0]} | {f"chunk {i}": chunk.sum(-1) for i, chunk in enumerate(chunks)})
 
     def tell(self) -> AtBudget:
-        chunks = [self._tell(f"chunk {i}") for i in range(-(-self.cores // self.chunk))]
+        told = {
+            name: Layers(mean[:-1].tolist(), std[:-1].tolist(), Spread(float(mean[-1]), float(std[-1])))
+            for names, moments in self.layers.items()
+            for name, mean, std in zip(names, moments.mean, moments.variance.sqrt(), strict=True)
+        }
+        chunks = [each for name, each in told.items() if name.startswith("chunk")]
         return AtBudget(
-            places=self._tell_places(),
-            maps=Maps(*map(self._tell, ("overlap", "same core", "even", "area", "winners"))),
-            first_core=Looks(*map(self._tell, ("first itself", "first cores", "first patches"))),
-            other_cores=Looks(*map(self._tell, ("other itself", "other cores", "other patches"))),
-            heard=Heard(self._tell("first"), chunks, self.profiles.mean.tolist()),
+            places=self._tell_places(told["distance"], told["path"]),
+            maps=Maps(*(told[name] for name in ("overlap", "same core", "even", "area", "winners"))),
+            first_core=Looks(*(told[f"first {what}"] for what in ("itself", "cores", "patches"))),
+            other_cores=Looks(*(told[f"other {what}"] for what in ("itself", "cores", "patches"))),
+            heard=Heard(told["first"], chunks, self.profiles.mean.tolist()),
             kept=self.kept.tell(),
         )
 
-    def _tell_places(self) -> Places:
-        mean, variance = self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
+    def _tell_places(self, distance: Layers, path: Layers) -> Places:
+        start, mean, variance = self.start.cpu(), self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
         shift, scatter = mean.square().sum(-1).mean(-1), variance.mean(-1)
-        apart = torch.cdist(self.start, self.start).fill_diagonal_(math.inf).amin(-1)
+        apart = torch.cdist(start, start).fill_diagonal_(math.inf).amin(-1)
         return Places(
-            distance=self._tell("distance"),
-            path=self._tell("path"),
+            distance=distance,
+            path=path,
             shift=shift.sqrt().tolist(),
             scatter=scatter.sqrt().tolist(),
             picture_share=(scatter / (shift + scatter)).tolist(),
             spacing=float(apart.mean()),
-            start=(2 * self.start).tolist(),
-            end=(2 * (self.start + mean[-1])).tolist(),
+            start=(2 * start).tolist(),
+            end=(2 * (start + mean[-1])).tolist(),
             core_scatter=variance[-1].sqrt().tolist(),
         )
 
