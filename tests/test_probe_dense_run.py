@@ -152,6 +152,7 @@ def test_squares_and_their_labels_belong_together(masks: ProbeData, workers: int
     batches, again = list(pictures.training(6)), list(DenseData(masks, 32, 16, 4, seed=3).training(6))
     other = next(DenseData(masks, 32, 16, 4, seed=4).training(1))
     assert [batch.pixels.shape for batch in batches] == [(4, 3, 32, 32)] * 6
+    assert {batch.labels.dtype for batch in batches} == {torch.int32}  # of bytes or not
     mirrored = 0
     for batch, same in zip(batches, again, strict=True):
         assert torch.equal(batch.pixels, same.pixels)

@@ -6,6 +6,7 @@ address lists, so any number of pictures can pass through.
 
 from __future__ import annotations
 
+import atexit
 import glob
 import gzip
 import io
@@ -15,6 +16,7 @@ import signal
 import tarfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -433,13 +435,36 @@ def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers
         prefetch_factor=4 if workers else None,
         generator=torch.Generator(),  # so that the caller's random numbers stay as they were
     )
-    with interrupts_later():
-        records = iter(loader)
+    records = begin(loader)
     try:
         yield records
     finally:
-        # Left to the garbage collector, the processes would live as long as a traceback that mentions them.
-        getattr(records, "_shutdown_workers", lambda: None)()
+        end(records)
+
+
+_BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What a loader gives. Its processes work until `end`, or until the interpreter ends."""
+    with interrupts_later():
+        items = iter(loader)
+        _BEGUN.add(items)
+    return items
+
+
+def end(items: Iterator[Any]) -> None:
+    """End the processes; left to the garbage collector, they would live as long as a traceback that mentions them."""
+    getattr(items, "_shutdown_workers", lambda: None)()
+    for worker in getattr(items, "_workers", []):
+        if worker.is_alive():  # it hangs, and does not heed SIGTERM
+            worker.kill()
+
+
+@atexit.register
+def _end_all() -> None:
+    for items in list(_BEGUN):  # the interpreter would wait for those that do not heed SIGTERM
+        end(items)
 
 
 @contextmanager

@@ -195,7 +195,8 @@ class SegmentationHead(DenseHead):
         return each.view_as(own).sum(PIXELS) / (labels != self.ignore).sum().clamp_min(1)
 
     def check(self, labels: Tensor) -> None:
-        wrong = labels[((labels < 0) | (labels >= self.classes)) & (labels != self.ignore)]
+        values = labels.cpu().numpy()  # not by torch's threads: they would wait for cores that decode
+        wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignore)]
         if len(wrong):  # on a GPU the loss would end the process
             raise ValueError(
                 f"a label is {int(wrong[0])}; this head takes 0…{self.classes - 1} and {self.ignore} for what does not "

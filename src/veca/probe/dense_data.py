@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -73,7 +73,9 @@ class DenseData:
                 if not good and size == 1:
                     raise PictureError(f"a whole batch of {self.data.name} train cannot be read: {found[0]}")
                 none = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8)
-                yield _together(good) if good else Labelled(none, none[:, 0].int())
+                # One type of labels, whatever the masks are: processes share them.
+                kind = np.float32 if self.data.task == "depth" else np.int32
+                yield _together(good, kind) if good else Labelled(none, none[:, 0].int())
 
     def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
         """All pictures of a split once, in batches of one shape; of `size` processes each has some of the batches."""
@@ -140,11 +142,13 @@ class _Squares(Dataset[Any]):
         try:
             image, values = opened(self.split, i, self.rules, scored=False)
             scale = math.exp(seeded(self.seed, place, 1).uniform(*map(math.log, self.scales)))
-            pixels = whole(image, round(self.side * scale))
-            label = nearest(values, (pixels.shape[1], pixels.shape[2]))
+            seen = whole(image, round(self.side * scale))
+            label = nearest(values, (seen.shape[1], seen.shape[2]))
             draw = torch.Generator().manual_seed(seeded(self.seed, place).getrandbits(62))
-            found = random_crop_and_flip(pixels, label, (self.side, self.side), draw, self.fill)
-            return tuple(each.contiguous().numpy() for each in found)
+            parts = random_crop_and_flip(seen, label, (self.side, self.side), draw, self.fill)
+            pixels, kept = (each.contiguous().numpy() for each in parts)
+            fits = values.dtype == np.uint8 and 0 <= self.fill <= 255
+            return pixels, kept.astype(np.uint8) if fits else kept  # less to send between processes
         except (ImageError, OSError) as error:
             return reason(self.split, i, error)
 
@@ -163,6 +167,6 @@ class _Wholes(Dataset[Any]):
             return reason(self.split, i, error)
 
 
-def _together(found: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Labelled:
+def _together(found: Sequence[tuple[NDArray[Any], NDArray[Any]]], kind: DTypeLike | None = None) -> Labelled:
     pixels, labels = zip(*found, strict=True)
-    return Labelled(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels)))
+    return Labelled(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels, dtype=kind)))

@@ -33,7 +33,7 @@ from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import Places, Split
 from veca.probe.progress import bar
 from veca.probe.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
-from veca.sources import as_is, init_steady_worker, interrupts_later
+from veca.sources import as_is, begin, end, init_steady_worker
 
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
@@ -200,20 +200,19 @@ def decoding(
         items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate,
         worker_init_fn=init_steady_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
     )  # fmt: skip
-    with interrupts_later():
-        batches = iter(loader)
+    batches = begin(loader)
     try:
         yield batches
-    except torch.OutOfMemoryError as error:
-        raise ValueError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ValueError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
         if "DataLoader worker" not in str(error):
             raise
         raise ValueError(
             f"a decoding process died: {error} Most often memory ran out: take fewer --workers. What is done is kept"
         ) from error
     finally:
-        getattr(batches, "_shutdown_workers", lambda: None)()
+        end(batches)
 
 
 def shuffled(

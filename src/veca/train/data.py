@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from veca.images import MAX_PIXELS, MEAN, STD, ImageError, open_image, resample
-from veca.sources import as_is, as_text, init_steady_worker, interrupts_later
+from veca.sources import as_is, as_text, begin, end, init_steady_worker
 from veca.teachers import Targets
 from veca.train.augment import Augmentation, augment_batch, augment_image
 from veca.train.draws import Augment, Stream, View, place, replacement, view_of
@@ -235,11 +235,8 @@ class Batches:
         self.close()
 
     def close(self) -> None:
-        """End the workers; left to the garbage collector, they would live as long as a traceback that mentions them."""
-        getattr(self._records, "_shutdown_workers", lambda: None)()
-        for worker in getattr(self._records, "_workers", []):
-            if worker.is_alive():  # it hangs, and does not heed SIGTERM
-                worker.kill()
+        """End the workers."""
+        end(self._records)
         self._records = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -262,8 +259,8 @@ class Batches:
             multiprocessing_context=self._context,
             generator=torch.Generator(),  # so that the caller's random numbers stay as they were
         )
-        with interrupts_later(), _no_news_of_children():
-            self._records = records = iter(loader)
+        with _no_news_of_children():
+            self._records = records = begin(loader)
         batches = self._collected(records, waiting)
         try:
             yield from _meanwhile(batches) if self._workers else batches
