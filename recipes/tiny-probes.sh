@@ -8,7 +8,7 @@
 #   The teacher: pip install 'veca[teachers]'
 #
 # Cost
-#   not timed as a whole
+#   24 minutes of an H200 and 16 cores, beside other work; labels are looked through faster since
 #
 # Result
 #   OUT/results     report.html, report.md: all three by budget and resolution, beside the teacher

@@ -384,7 +384,19 @@ def test_many_rows_are_folded_below_the_best(tmp_path: Path) -> None:
     assert [len(table) - 1 for table in found[:2]] == [3, 72]
     assert {line[3] for line in found[0][1:]} == {"40.00"}
     assert len(list((tmp_path / "curves").glob("*-budget-*.svg"))) == 3, "nine lines are too many for one picture"
-    assert "2 lines between these are left out." in (tmp_path / "report.md").read_text()
+    assert "Not drawn: 2 more of the table." in (tmp_path / "report.md").read_text()
+
+
+def test_single_points_beside_a_models_curves_are_not_drawn(tmp_path: Path) -> None:
+    swept = [
+        row(cores=c, size=s, value=c / 2 + s / 64) for c, s in [(8, 256), (16, 256), (64, 256), (8, 512), (64, 512)]
+    ]
+    write_report(write_rows(tmp_path, [*swept, row(cores=32, size=512, value=30.0, model="runs/other")]))
+    svg = (tmp_path / "curves" / "classify-pets-top1-resolution.svg").read_text()
+    assert [label in svg for label in ("small, C = 8<", "small, C = 16<", "small, C = 64<", "other, C = 32<")] == [
+        True, False, True, True
+    ]  # fmt: skip
+    assert "Not drawn: 1 more of the table." in (tmp_path / "report.md").read_text()
 
 
 def test_what_is_no_row_is_named_and_left_out(tmp_path: Path) -> None:

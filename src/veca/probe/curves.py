@@ -29,13 +29,15 @@ class Picture(NamedTuple):
 
 def pictures(group: Group) -> list[Picture]:
     """Curves of a group over what varies, budgets or resolutions; where neither does, points on the paper's curves."""
-    short = dict(zip(group.series, short_names([s.name for s in group.series]), strict=True))
     found = []
     kinds: tuple[What, ...] = ("budget", "resolution")
     varied = {"budget": len(group.cores) > 1, "resolution": len(group.sizes) > 1}
     for what in kinds:
         if not varied[what] and any(varied.values()):
             continue
+        others = group.sizes if what == "budget" else group.cores
+        room = LABEL - (len(f", {_fixed(max(others), what)}") if len(others) > 1 else 0)
+        short = dict(zip(group.series, short_names([s.name for s in group.series], room), strict=True))
         count = sum(len(_own_lines(series, what)) for series in group.series)
         apart = count > MOST_LINES and len(group.series) > 1
         for i, part in enumerate([[series] for series in group.series] if apart else [list(group.series)]):
@@ -97,10 +99,12 @@ def _paper_lines(group: Group, part: Sequence[Series], what: What) -> list[tuple
 def _lines(
     group: Group, part: Sequence[Series], what: What, short: dict[Series, str]
 ) -> tuple[list[Line], int]:  # fmt: skip
-    """What is drawn, and how many lines of ours are not, for want of room."""
-    own = [(series, *line) for series in part for line in _own_lines(series, what)]
-    if not own:
+    """What is drawn, and how many lines of ours are not: for want of room, or as they have one point."""
+    every = [(series, *line) for series in part for line in _own_lines(series, what)]
+    if not every:
         return [], 0
+    curved = {series for series, _, points in every if len(points) > 1}  # single points would lie beside its curves
+    own = [line for line in every if line[0] not in curved or len(line[2]) > 1]
     kept = [own[round(i * (len(own) - 1) / (MOST_LINES - 1))] for i in range(MOST_LINES)]
     kept = kept if len(own) > MOST_LINES else own
     quoted = _paper_lines(group, part, what)
@@ -121,7 +125,7 @@ def _lines(
                 if math.isfinite(value):
                     name = _label(short[series], f"{size} px" if len(group.sizes) > 1 else "")
                     lines.append(Line(name, [(min(ends), value), (max(ends), value)], len(lines)))
-    return lines, len(own) - len(kept)
+    return lines, len(every) - len(kept)
 
 
 def _fixed(value: int | None, what: What) -> str:
@@ -131,8 +135,7 @@ def _fixed(value: int | None, what: What) -> str:
 def _label(name: str, where: str) -> str:
     if not name or not where:
         return name or where
-    room = max(8, LABEL - len(where) - 2)
-    return f"{name if len(name) <= room else name.rstrip('…')[: room - 1] + '…'}, {where}"
+    return f"{cut(name, max(8, LABEL - len(where) - 2))}, {where}"
 
 
 def _draw(group: Group, what: What, lines: Sequence[Line], left_out: int) -> tuple[str, str]:
@@ -147,7 +150,7 @@ def _draw(group: Group, what: What, lines: Sequence[Line], left_out: int) -> tup
     if any(line.quoted for line in lines):
         said.append("Grey squares: the paper's.")
     if left_out:
-        said.append(f"{left_out} lines between these are left out.")
+        said.append(f"Not drawn: {left_out} more of the table.")
     return line_chart(lines, across, metric_name(group.metric), label, ticks, frame=SMALL, log=False), " ".join(said)
 
 
