@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -43,6 +44,25 @@ def test_a_veca_gives_the_features_of_the_model_at_each_budget(tmp_path: Path) -
         both = backbone.global_feature(images, cores, "cls+mean")
         assert torch.allclose(both, torch.cat([out.cls, out.patches.mean(1)], 1), atol=1e-5)
         torch.nn.functional.linear(cls, torch.ones(1, 64, requires_grad=True)).sum().backward()  # a head can learn
+
+
+def test_a_compiled_veca_gives_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no machine code
+    veca.save(make_tiny(depth=2), tmp_path)
+    for precision, limit in (("float32", 1e-5), ("bfloat16", 3e-2)):
+        plain, compiled = (load_backbone(str(tmp_path), "cpu", precision, compile) for compile in (False, True))
+        assert plain.identity != compiled.identity
+        assert compiled.running["optimized"]
+        images = plain.prepare(pixels())
+        for cores in (8, 64):
+            for a, b in zip(compiled.features(images, cores), plain.features(images, cores), strict=True):
+                assert a is not None
+                assert b is not None
+                assert a.dtype == torch.float32
+                assert float((a - b).norm() / b.norm()) <= limit
+    with pytest.raises(BackboneError, match="cannot be compiled, which is for a VECA: leave out --compile"):
+        load_backbone("timm:resnet18", "cpu", compile=True)
 
 
 def test_budgets_and_sizes_of_a_veca(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ HOPPER = (9, 0)
 FEW_CORES, MUCH_WORK = 0.25, 2**25
 """The largest C·H / D, and the least numbers B·S·D in a batch, at which projections are moved from patches to cores."""
 GRAPHS_KEPT = 16
+WAYS = 64
+"""To compile one function that are all wanted: the first block, the last and the others, with gradients and without,
+few cores and many, a batch of one; a teacher at each resolution."""
 FLOAT8 = torch.float8_e4m3fn
 SWIGLU_TURN = 64
 """How many rows of u, then of v, stand in turns in the first weight of a SwiGLU: half a tile of the kernel."""
@@ -337,8 +340,10 @@ def optimize(
       `cuda_graphs`, a shape that comes a second time is recorded and replayed from then on, which frees the CPU; up to
       16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster, less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with
-      dynamic shapes: the first call takes a minute or two. Another batch, resolution or budget does not compile again,
-      except for a few special cases: a batch of one, a budget small enough for the few-cores path, `cls_only`.
+      dynamic shapes, on a CPU block by block: the first call takes half a minute there, else a minute or two. Another
+      batch, resolution or budget does not compile again, except for a few special cases: a batch of one, sizes that
+      happen to be a width of the model at the first call, a budget small enough for the few-cores path, `cls_only`.
+      A CPU needs a C++ compiler.
 
     >>> import veca
     >>> model = veca.create_model("veca_tiny")
@@ -363,5 +368,12 @@ def optimize(
     if fused:
         return FastVeca(model, dtype, weights, cuda_graphs)
     copied = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
-    copied.compile(dynamic=True)
+    if device.type != "cpu":
+        copied.compile(dynamic=True)
+        return copied
+    # What is compiled for one block serves all. In the whole model the compiler would fold the making of the patches'
+    # rotary table into each place it is used at, which in bfloat16 takes longer than all it saves.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, WAYS)
+    for block in copied.blocks:
+        block.compile(dynamic=True)
     return copied

@@ -61,7 +61,7 @@ class Backbone(ABC):
     ) -> None:
         self.name, self.kind, self.patch, self.width = name, kind, patch, width
         self.mean, self.std = tuple(mean), tuple(std)
-        self.device, self.precision = device, precision
+        self.device, self.precision, self.autocast = device, precision, precision != "float32"
         self.about = {**about, "width": width, "patch": patch, "mean": list(self.mean), "std": list(self.std)}
 
     @property
@@ -90,8 +90,8 @@ class Backbone(ABC):
 
     def features(self, images: Tensor, cores: int | None, dense: bool = True) -> tuple[Tensor, Tensor | None]:
         """Of prepared images: the global feature (B, D) and, if `dense`, the map (B, D, rows, columns)."""
-        reduced = self.precision != "float32"
-        with torch.inference_mode(), torch.autocast(self.device.type, getattr(torch, self.precision), enabled=reduced):
+        dtype = getattr(torch, self.precision)
+        with torch.inference_mode(), torch.autocast(self.device.type, dtype, enabled=self.autocast):
             cls, patches = self._run(images, cores, dense)
         # A copy: a view of one token would keep all tokens in memory, and tensors of inference mode take no gradient.
         return cls.to(torch.float32, copy=True), None if patches is None else patches.to(torch.float32, copy=True)
@@ -106,14 +106,18 @@ class Backbone(ABC):
 
 
 class VecaBackbone(Backbone):
-    def __init__(self, model: Veca, name: str, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self, model: Veca, name: str, device: torch.device, precision: Precision, compile: bool = False
+    ) -> None:
         config = model.config
         self.budgets, self.most = tuple(config.budgets), config.num_cores
         shape = {**config.to_dict(), "num_classes": 0}
         about = {"sha256": weights_hash(model), "config": shape, "provenance": model.provenance}
         super().__init__(name, "veca", config.patch_size, config.num_features, MEAN, STD, device, precision, about)
         dtype: torch.dtype = getattr(torch, precision)
-        self.optimized = fits(config, device, dtype)
+        fused = fits(config, device, dtype)
+        self.optimized = compile or fused
+        self.autocast = self.autocast and (fused or not compile)  # a compiled one is of that type itself
         self.model = optimize(model, dtype=dtype) if self.optimized else model.eval().requires_grad_(False)
 
     @property
@@ -207,12 +211,18 @@ def _whole_patches(backbone: Backbone, size: int) -> int:
     return size
 
 
-def load_backbone(source: str, device: str = "auto", precision: Precision | None = None) -> Backbone:
+def load_backbone(
+    source: str, device: str = "auto", precision: Precision | None = None, compile: bool = False
+) -> Backbone:
     """A VECA (a name, a file, a folder of ours, an .onnx file), or another as `veca.teachers.load_teacher` takes it.
 
     precision:
         Of the computation; None: bfloat16 on a GPU, float32 elsewhere. An .onnx file has its own, and runs on the CPU.
+    compile:
+        A VECA is run by `veca.optimize` also where there are no fused kernels for it.
     """
+    if compile and not _is_veca(source):
+        raise BackboneError(f"{source} cannot be compiled, which is for a VECA: leave out --compile")
     if source.endswith(".onnx"):
         if device not in ("auto", "cpu") or precision not in (None, "float32"):
             raise BackboneError(f"{source} runs on the CPU, in the type it was exported in: leave out both options")
@@ -220,7 +230,7 @@ def load_backbone(source: str, device: str = "auto", precision: Precision | None
     place = choose_device(device)
     precision = precision or ("bfloat16" if place.type == "cuda" else "float32")
     if _is_veca(source):
-        return VecaBackbone(load_or_random(source, device=place), source, place, precision)
+        return VecaBackbone(load_or_random(source, device=place), source, place, precision, compile)
     try:
         from veca.teachers import load_teacher
 

@@ -50,6 +50,10 @@ PrecisionOf = Annotated[
     Precision | None,
     typer.Option(help="Of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile a VECA first, half a minute: for long runs where it has no fused kernels."),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
 ShowProgress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress bars.")]
 Feature = Annotated[Kind, typer.Option(help="cls: the global feature, as in the paper; or with the patches' mean.")]
@@ -94,6 +98,7 @@ def classify(
     seed: Seed = 0,
     device: Device = "auto",
     precision: PrecisionOf = None,
+    compile: Compile = False,
     workers: Workers = None,
     at_once: AtOnce = None,
     skip_bad: SkipBad = False,
@@ -101,7 +106,7 @@ def classify(
 ) -> None:
     """Linear classifiers of the global feature: SGD, the best rate and decay on val, scored on test."""
     with _interruptible():
-        sets, found = _data(data, root, "classify", limit), _load(model, device, precision)
+        sets, found = _data(data, root, "classify", limit), _load(model, device, precision, compile)
         settings = ClassifySettings(
             cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
             at_once=at_once, skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float),
@@ -127,6 +132,7 @@ def knn(
     seed: Seed = 0,
     device: Device = "auto",
     precision: PrecisionOf = None,
+    compile: Compile = False,
     workers: Workers = None,
     at_once: AtOnce = None,
     skip_bad: SkipBad = False,
@@ -134,7 +140,7 @@ def knn(
 ) -> None:
     """Nearest neighbours by the global feature: nothing is trained."""
     with _interruptible():
-        sets, found = _data(data, root, "classify", limit), _load(model, device, precision)
+        sets, found = _data(data, root, "classify", limit), _load(model, device, precision, compile)
         settings = KnnSettings(
             cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
             at_once=at_once, skip_bad=skip_bad, progress=progress, ks=numbers(k, "k", int), temperature=temperature,
@@ -162,13 +168,14 @@ def segment(
     seed: Seed = 0,
     device: Device = "auto",
     precision: PrecisionOf = None,
+    compile: Compile = False,
     workers: Workers = None,
     skip_bad: SkipBad = False,
     progress: ShowProgress = True,
 ) -> None:
     """Linear segmentation of the map: AdamW, the best rate and step on val, scored on test or else on val."""
     with _interruptible():
-        sets, found = _data(data, root, "segment", limit), _load(model, device, precision)
+        sets, found = _data(data, root, "segment", limit), _load(model, device, precision, compile)
         settings = DenseSettings(
             cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
             skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
@@ -201,13 +208,14 @@ def depth(
     seed: Seed = 0,
     device: Device = "auto",
     precision: PrecisionOf = None,
+    compile: Compile = False,
     workers: Workers = None,
     skip_bad: SkipBad = False,
     progress: ShowProgress = True,
 ) -> None:
     """Linear depth from the map: AdamW, the best rate and step on val, scored on test or else on val."""
     with _interruptible():
-        sets, found = _data(data, root, "depth", limit), _load(model, device, precision)
+        sets, found = _data(data, root, "depth", limit), _load(model, device, precision, compile)
         settings = DepthSettings(
             cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
             skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
@@ -225,8 +233,8 @@ def _interruptible() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _load(model: str, device: str, precision: Precision | None) -> Backbone:
-    found = load_backbone(model, device, precision)
+def _load(model: str, device: str, precision: Precision | None, compile: bool) -> Backbone:
+    found = load_backbone(model, device, precision, compile)
     if found.about.get("provenance", {}).get("weights") == "random":
         warn(f"The weights are random: none ship for {model} yet. Name trained weights for scores that mean something.")
     return found

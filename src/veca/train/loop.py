@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import veca
 from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
+from veca.fast import WAYS
 from veca.files import atomic_path
 from veca.train.cache import TargetCache, open_cache
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
@@ -48,9 +49,6 @@ from veca.train.validation import Lessons, validate
 
 MOST_BAD = 3
 """So many steps in a row without a finite gradient are no accident."""
-GRAPHS = 64
-"""Ways to compile one function that are all wanted: the first block and the others, with gradients and without, few
-cores and many; a teacher at each resolution."""
 AGREE_STEPS, AGREE_SECONDS = 10, 3.0
 """After so many steps, or so long, several processes ask each other whether to stop; torchrun waits for 30 s."""
 
@@ -172,7 +170,7 @@ class Trainer:
             with (
                 self._logging() as (log, live),
                 signals(self._note),
-                torch._dynamo.config.patch(recompile_limit=GRAPHS),
+                torch._dynamo.config.patch(recompile_limit=WAYS),
             ):
                 self.preparing = True
                 for notice in self.notices:
