@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 import veca
 from veca.checkpoint import weights_hash
 from veca.images import fit_image, normalize, to_tensor
-from veca.probe.backbones import BackboneError, OtherBackbone, Precision, load_backbone
+from veca.probe.backbones import BackboneError, OtherBackbone, Precision, VecaBackbone, load_backbone
 from veca.probe.views import centre, nearest, random_part, seeded, whole
 from veca.teachers import TeacherError, timm_teacher
 
@@ -61,6 +62,13 @@ def test_a_compiled_veca_gives_them_too(tmp_path: Path, monkeypatch: pytest.Monk
                 assert b is not None
                 assert a.dtype == torch.float32
                 assert float((a - b).norm() / b.norm()) <= limit
+    model = VecaBackbone(make_tiny(), "tiny", CPU, "float32")
+    none = Mock(side_effect=RuntimeError("InvalidCxxCompiler: No working C++ compiler found"))
+    monkeypatch.setattr(model, "model", none)
+    with pytest.raises(
+        BackboneError, match="needs a C\\+\\+ compiler and finds none: install g\\+\\+, or leave it out"
+    ):
+        model.features(pixels().float(), 8)
     with pytest.raises(BackboneError, match="cannot be compiled, which is for a VECA: leave out --compile"):
         load_backbone("timm:resnet18", "cpu", compile=True)
 

@@ -135,7 +135,14 @@ class VecaBackbone(Backbone):
         return tuple(dict.fromkeys(asked))
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
-        output = self.model(images, cores=cores, cls_only=not dense)
+        try:
+            output = self.model(images, cores=cores, cls_only=not dense)
+        except RuntimeError as error:
+            if "InvalidCxxCompiler" not in str(error):
+                raise
+            raise BackboneError(
+                "--compile needs a C++ compiler and finds none: install g++, or leave it out"
+            ) from error
         return output.cls, output.feature_map if dense else None
 
 
