@@ -375,5 +375,6 @@ def optimize(
     # rotary table into each place it is used at, which in bfloat16 takes longer than all it saves.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, WAYS)
     for block in copied.blocks:
-        block.compile(dynamic=True)
+        # So too the cores' table, unless told to keep what several read.
+        block.compile(dynamic=True, options={"realize_reads_threshold": 1})
     return copied
