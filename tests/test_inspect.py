@@ -229,3 +229,8 @@ def test_to_rgb_draws_one_square_per_value():
     assert to_rgb(torch.zeros(2, 3)).getpixel((0, 0)) == (0, 0, 4)
     with pytest.raises(ValueError, match=r"\(2, 3, 4\)"):
         to_rgb(torch.zeros(2, 3, 4))
+
+
+def test_maps_of_a_model_whose_blocks_are_compiled() -> None:
+    model, images = make_tiny(), torch.rand(2, 3, 32, 48)
+    assert torch.equal(core_maps(veca.optimize(model), images), core_maps(model, images))

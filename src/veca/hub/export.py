@@ -290,7 +290,7 @@ def _seconds(call: Callable[[Tensor], Any], images: Tensor) -> float:
 
 def _check_request(model: Veca, cores: int, size: Size | None, form: Format, dtype: str) -> None:
     config = model.config
-    if isinstance(model, FastVeca) or model._compiled_call_impl is not None:
+    if isinstance(model, FastVeca) or any(module._compiled_call_impl is not None for module in model.modules()):
         raise ValueError("an optimized model cannot be exported: export the model it was made from")
     if type(model).forward is not Veca.forward:
         raise ValueError(

@@ -66,6 +66,8 @@ def look_into(
         found[layer] = look(attn, *args[:3])
 
     with ExitStack() as hooks:
+        if blocks[0]._compiled_call_impl is not None:  # as `veca.optimize` has them on a CPU
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in set(wanted):
             hooks.enter_context(blocks[layer].attn.register_forward_pre_hook(partial(keep, layer)))
         out = Veca.forward(model, images, cores)  # whatever a subclass makes of a call
