@@ -22,6 +22,7 @@ import veca
 from veca.bench.flops import model_flops
 from veca.cli import app, main
 from veca.config import SIZES
+from veca.terminal import workers_of
 
 run = CliRunner().invoke
 
@@ -216,3 +217,10 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
         [sys.executable, "-m", "veca", "demo", "a:dog:b.webp"], cwd=tmp_path, capture_output=True, text=True
     )
     assert "a:dog:b.webp: no such file" in ran.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process may use all CPUs")
+def test_workers_are_as_many_as_the_cpus_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert (workers_of(None), workers_of(None, most=None), workers_of(30), workers_of(0)) == (8, 12, 30, 0)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +44,21 @@ def backbone() -> VecaBackbone:
 
 
 class Counted(VecaBackbone):
-    """Counts pictures, and fails after some."""
+    """Counts pictures that are not black, in all processes, and fails after some."""
 
-    seen, fail_after = 0, 10**9
+    fail_after = 10**9
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.count = multiprocessing.Value("i", 0)
+
+    @property
+    def seen(self) -> int:
+        return self.count.value
 
     def prepare(self, pixels: torch.Tensor) -> torch.Tensor:
-        self.seen += len(pixels)
+        with self.count:
+            self.count.value += int(pixels.flatten(1).any(1).sum())
         if self.seen > self.fail_after:
             raise KeyboardInterrupt
         return super().prepare(pixels)
@@ -79,6 +91,61 @@ def test_all_budgets_come_from_one_pass(data: ProbeData, tmp_path: Path, workers
     assert model.seen == 28
 
 
+class Where(VecaBackbone):
+    """Its features are the number of the process that computes them."""
+
+    def _run(self, images: torch.Tensor, cores: int | None, dense: bool) -> tuple[torch.Tensor, None]:
+        assert torch.get_num_threads() == 1
+        return torch.full((len(images), self.width), float(os.getpid())), None
+
+
+class Broken(VecaBackbone):
+    def _run(self, images: torch.Tensor, cores: int | None, dense: bool) -> Any:
+        if images.std() > 1e-3:
+            raise RuntimeError("two shapes that do not fit")
+        return super()._run(images, cores, dense)
+
+
+def test_on_a_cpu_processes_compute_too(data: ProbeData, tmp_path: Path) -> None:
+    split, threads = data.splits["train"], torch.get_num_threads()
+    run = extraction(Where(make_tiny(), "tiny", torch.device("cpu"), "float32"), tmp_path / "f", workers=2)
+    run.run(split, VIEW, (8, 64), "")
+    found = set(run.load(split, VIEW, 64).values[:, 0].tolist())
+    assert len(found) == 2
+    assert os.getpid() not in found
+    assert torch.get_num_threads() == threads
+    broken = Broken(make_tiny(), "tiny", torch.device("cpu"), "float32")
+    with pytest.raises(RuntimeError, match="two shapes that do not fit"):  # not: a process died
+        extraction(broken, tmp_path / "g", workers=2).run(split, VIEW, (8,), "")
+
+
+def test_features_do_not_depend_on_the_number_of_processes(data: ProbeData, tmp_path: Path) -> None:
+    split, found = data.splits["train"], []
+    for workers in (0, 1, 2):
+        run = extraction(backbone(), tmp_path / str(workers), workers=workers)
+        run.run(split, VIEW, (8, 64), "")
+        found.append(run.load(split, VIEW, 64).values)
+    assert torch.equal(found[1], found[2])
+    assert torch.allclose(found[0], found[1], atol=1e-5)  # that one may have several threads
+
+
+def test_processes_have_what_was_compiled(data: ProbeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no machine code
+    split = data.splits["train"]  # 14: of the last batch of 4, 2 are there
+    model = VecaBackbone(make_tiny(depth=2), "tiny", torch.device("cpu"), "float32", compile=True)
+    run, alone = (extraction(model, tmp_path / str(workers), workers=workers) for workers in (2, 0))
+    run.run(split, VIEW, (8, 64), "")
+    frames = torch._dynamo.utils.counters["frames"]
+    before = frames["ok"]
+    with model.as_forked():
+        model.features(torch.zeros(1, 3, 64, 32), 40)
+    assert frames["ok"] == before > 0
+    alone.run(split, VIEW, (8, 64), "")
+    for cores in (8, 64):
+        assert torch.allclose(run.load(split, VIEW, cores).values, alone.load(split, VIEW, cores).values, atol=1e-5)
+
+
 def test_an_interrupted_pass_goes_on(data: ProbeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "PART_ON_CPU", 6)
     split, model = data.splits["train"], counted()
@@ -89,7 +156,7 @@ def test_an_interrupted_pass_goes_on(data: ProbeData, tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run.run(split, VIEW, (8, 64), "")
     assert len(list((tmp_path / "f").iterdir())) == 2  # the first part at two budgets, and nothing half written
-    model.seen, model.fail_after = 0, 10**9
+    model.count.value, model.fail_after = 0, 10**9
     run.run(split, VIEW, (8, 64), "")
     assert model.seen == 8
     for cores in (8, 64):
@@ -109,7 +176,7 @@ def test_a_damaged_file_is_made_again(data: ProbeData, tmp_path: Path, damage: s
     path.write_bytes({"cut": whole[:-7], "flipped": bytes(flipped), "empty": b"", "text": b"no tensors"}[damage])
     with pytest.raises(ValueError, match="damaged or gone"):
         run.load(split, VIEW, 8)
-    model.seen = 0
+    model.count.value = 0
     run.run(split, VIEW, (8,), "")
     assert model.seen == 14
     assert torch.equal(run.load(split, VIEW, 8).values, before)

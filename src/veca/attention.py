@@ -41,10 +41,20 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
     if _kernel == "reference":
         out = masked_attention(torch.cat([q_core, q_patch], dim=2), k_all, v, cores).transpose(1, 2)
     else:
-        out_core = F.scaled_dot_product_attention(q_core, k_all, v)
-        out_patch = F.scaled_dot_product_attention(q_patch, k_core, v[:, :, :cores])
+        attend = _attend if _on_compiled_cpu(v) else F.scaled_dot_product_attention
+        out_core, out_patch = attend(q_core, k_all, v), attend(q_patch, k_core, v[:, :, :cores])
         out = torch.cat([out_core.transpose(1, 2), out_patch.transpose(1, 2)], dim=1)
     return out.flatten(2)
+
+
+def _on_compiled_cpu(x: Tensor) -> bool:
+    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return compiling and _kernel == "auto" and x.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in two products: with the softmax compiled, up to a seventh of a block faster than the CPU's kernel."""
+    return (_at_least_float32(q @ k.mT) / q.shape[-1] ** 0.5).softmax(dim=-1).to(v.dtype) @ v
 
 
 FEW_CORES = {"cpu": 0.5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,8 +63,12 @@ def say_if_random(model: Veca, source: str) -> None:
         )
 
 
-def workers_of(asked: int | None) -> int:
-    return min(8, os.cpu_count() or 1) if asked is None else asked
+def workers_of(asked: int | None, most: int | None = 8) -> int:
+    """As asked for; else one for each CPU that this process may use, up to `most`."""
+    if asked is not None:
+        return asked
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return usable if most is None else min(most, usable)
 
 
 def warn(text: str) -> None:

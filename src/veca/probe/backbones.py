@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -71,6 +73,15 @@ class Backbone(ABC):
         return {"kind": self.kind, **about, **self.running}
 
     @property
+    def forks(self) -> bool:
+        """Whether processes that are forked from this one can run it, each on one core."""
+        return self.device.type == "cpu" and sys.platform == "linux"
+
+    def as_forked(self) -> AbstractContextManager[Any]:
+        """The way to run it in such a process."""
+        return nullcontext()
+
+    @property
     def running(self) -> dict[str, Any]:
         """How it is run."""
         return {"precision": self.precision, "device": self.device.type}
@@ -124,6 +135,10 @@ class VecaBackbone(Backbone):
     def running(self) -> dict[str, Any]:
         return {**super().running, "optimized": self.optimized}
 
+    def as_forked(self) -> AbstractContextManager[Any]:
+        # The compiler would wait for ever for the threads it had. Should a shape be new to it after all, it runs as is.
+        return torch.compiler.set_stance("eager_on_recompile") if self.optimized else nullcontext()
+
     def side(self, size: int) -> int:
         return _whole_patches(self, size)
 
@@ -148,6 +163,8 @@ class VecaBackbone(Backbone):
 
 class OnnxBackbone(Backbone):
     """A file that `veca export` wrote, run by onnxruntime on the CPU: what int8 costs can be measured with it."""
+
+    forks = False  # its threads would be missing
 
     def __init__(self, path: Path) -> None:
         try:

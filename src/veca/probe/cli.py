@@ -54,6 +54,14 @@ Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile a VECA first, half a minute: for long runs where it has no fused kernels."),
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Processes that decode; on a CPU they compute too, each on one core.",
+        show_default="one per CPU, beside a GPU at most 8",
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
 ShowProgress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress bars.")]
 Feature = Annotated[Kind, typer.Option(help="cls: the global feature, as in the paper; or with the patches' mean.")]
@@ -99,7 +107,7 @@ def classify(
     device: Device = "auto",
     precision: PrecisionOf = None,
     compile: Compile = False,
-    workers: Workers = None,
+    workers: Processes = None,
     at_once: AtOnce = None,
     skip_bad: SkipBad = False,
     progress: ShowProgress = True,
@@ -108,10 +116,10 @@ def classify(
     with _interruptible():
         sets, found = _data(data, root, "classify", limit), _load(model, device, precision, compile)
         settings = ClassifySettings(
-            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
-            at_once=at_once, skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float),
-            decays=numbers(decays, "decays", float), epochs=epochs, batch=batch, passes=passes, feature=feature,
-            standardize=standardize,
+            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, at_once=at_once,
+            workers=_processes(workers, found), skip_bad=skip_bad, progress=progress,
+            rates=numbers(rates, "rates", float), decays=numbers(decays, "decays", float), epochs=epochs, batch=batch,
+            passes=passes, feature=feature, standardize=standardize,
         )  # fmt: skip
         others = [limited(load_dataset(name, root, "classify"), limit) for name in also or ()]
         _show(run_classify(found, sets, to, settings, others, warn), to)
@@ -133,7 +141,7 @@ def knn(
     device: Device = "auto",
     precision: PrecisionOf = None,
     compile: Compile = False,
-    workers: Workers = None,
+    workers: Processes = None,
     at_once: AtOnce = None,
     skip_bad: SkipBad = False,
     progress: ShowProgress = True,
@@ -142,9 +150,9 @@ def knn(
     with _interruptible():
         sets, found = _data(data, root, "classify", limit), _load(model, device, precision, compile)
         settings = KnnSettings(
-            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
-            at_once=at_once, skip_bad=skip_bad, progress=progress, ks=numbers(k, "k", int), temperature=temperature,
-            feature=feature,
+            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, at_once=at_once,
+            workers=_processes(workers, found), skip_bad=skip_bad, progress=progress, ks=numbers(k, "k", int),
+            temperature=temperature, feature=feature,
         )  # fmt: skip
         _show(run_knn(found, sets, to, settings, warn), to)
 
@@ -222,6 +230,10 @@ def depth(
             every=every, batch=batch, norm=norm, slide=slide, head=head, bins=bins, loss=loss,
         )  # fmt: skip
         _show(run_depth(found, sets, to, settings, warn), to)
+
+
+def _processes(asked: int | None, backbone: Backbone) -> int:
+    return workers_of(asked, most=None if backbone.forks else 8)
 
 
 @contextmanager

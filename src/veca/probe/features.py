@@ -3,6 +3,8 @@
 A file holds those of so many pictures at one budget. Its name is a hash of all that decides them, so a changed
 model, picture or view finds no file, and an interrupted run goes on after its last whole part.
 
+On a CPU the processes that decode run the backbone too, each on one core: none waits for another.
+
 Shapes: N pictures, B of them at once, D width of the features.
 """
 
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -42,6 +44,9 @@ PART, PART_ON_CPU = 8192, 512
 AT_ONCE, AT_ONCE_ON_CPU = 128 * 256 * 256, 8 * 256 * 256
 """Pixels per forward pass, unless told."""
 _SAMPLED = 64
+
+ByBudget: TypeAlias = dict[int | None, NDArray[np.float32]]
+"""Features (B, D)."""
 
 
 class PictureError(ValueError):
@@ -90,8 +95,9 @@ class Extraction:
     at_once: int | None = None
     """Pictures per forward pass; None: by their size."""
     workers: int = 0
-    """Processes that decode; 0: this one does."""
+    """Processes that decode, and on a CPU compute; 0: this one does."""
     progress: bool = True
+    tried: set[tuple[int | None, ...]] = dataclasses.field(default_factory=set, init=False)
 
     def batch(self, side: int) -> int:
         pixels = AT_ONCE_ON_CPU if self.backbone.device.type == "cpu" else AT_ONCE
@@ -118,29 +124,55 @@ class Extraction:
             for number, part in enumerate(self.parts(split))
             if (missing := [c for c in budgets if _read(self._file(keys[c], number), len(part)) is None])
         }
-        step = self.batch(view.side)
-        numbers = [part[start : start + step] for _, part in todo for start in range(0, len(part), step)]
         if not todo:
             return 0.0
+        step = self.batch(view.side)
+        numbers = {part[i : i + step]: lacks for (_, part), lacks in todo.items() for i in range(0, len(part), step)}
+        collate: Callable[[Any], Any] = functools.partial(stack, view.side)
+        if forked := self.workers > 0 and self.backbone.forks:
+            self.try_alone(view.side, budgets)
+            collate = _Computing(self, view.side, {batch.start: lacks for batch, lacks in numbers.items()})
         with (
-            decoding(Pictures(split, view), numbers, self.workers, functools.partial(stack, view.side)) as batches,
+            decoding(Pictures(split, view), numbers, self.workers, collate, forked) as batches,
             bar(what, sum(len(part) for _, part in todo), "pictures", self.progress) as advance,
         ):
             for (number, part), missing in todo.items():
-                found: dict[int | None, list[Tensor]] = {cores: [] for cores in missing}
+                found: dict[int | None, list[NDArray[Any]]] = {cores: [] for cores in missing}
                 bad: dict[int, str] = {}
                 for start in range(0, len(part), step):
-                    pixels, errors = next(batches)
+                    made, errors = next(batches)
                     bad |= errors
-                    images = self.backbone.prepare(torch.from_numpy(pixels))
-                    for cores in missing:
-                        found[cores].append(self.backbone.global_feature(images, cores, self.kind).cpu())
+                    for cores, values in (made if forked else self.features(made, missing)).items():
+                        found[cores].append(values)
                     advance(len(part[start : start + step]))
                 for cores in missing:
-                    values = torch.cat(found[cores])
-                    values[[i - part.start for i in bad]] = 0
-                    _write(self._file(keys[cores], number), values, bad)
+                    whole = np.concatenate(found[cores])
+                    whole[[i - part.start for i in bad]] = 0
+                    _write(self._file(keys[cores], number), torch.from_numpy(whole), bad)
         return time.perf_counter() - began
+
+    def features(self, pixels: NDArray[np.uint8], budgets: Sequence[int | None]) -> ByBudget:
+        """Of pictures (B, 3, side, side), at each budget (B, D)."""
+        count, side = len(pixels), pixels.shape[-1]
+        # The last ones come in a batch like all others: it is computed the same way, and never compiled for.
+        pixels = np.pad(pixels, ((0, self.batch(side) - count), (0, 0), (0, 0), (0, 0)))
+        images = self.backbone.prepare(torch.from_numpy(pixels))
+        made = {cores: self.backbone.global_feature(images, cores, self.kind)[:count] for cores in budgets}
+        return {cores: values.cpu().numpy() for cores, values in made.items()}
+
+    def try_alone(self, side: int, budgets: Sequence[int | None]) -> None:
+        """Run the backbone as forked processes will, once: what it compiles they have, what is wrong is said here."""
+        if (side, *budgets) in self.tried:
+            return
+        self.tried.add((side, *budgets))
+        # The compiler takes sizes that are equal at first for the same. Most others here are powers of two.
+        budgets = sorted(budgets, key=lambda cores: cores is not None and cores.bit_count() == 1)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a forked process waits for ever for the threads it does not have
+        try:
+            self.features(np.zeros((self.batch(side), 3, side, side), np.uint8), budgets)
+        finally:
+            torch.set_num_threads(threads)
 
     def load(self, split: Split, view: View, cores: int | None) -> Features:
         """What `run` left on disk."""
@@ -193,12 +225,20 @@ def _bytes(places: Places, i: int) -> bytes:
 
 @contextmanager
 def decoding(
-    items: Dataset[Any], numbers: Iterable[Sequence[Any]], workers: int, collate: Callable[[Any], Any] = as_is
+    items: Dataset[Any],
+    numbers: Iterable[Sequence[Any]],
+    workers: int,
+    collate: Callable[[Any], Any] = as_is,
+    forked: bool = False,
 ) -> Iterator[Iterator[Any]]:
-    """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs."""
+    """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs.
+
+    `forked` processes have all that this one has, such as a compiled model.
+    """
     loader = DataLoader(
         items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate,
         worker_init_fn=init_steady_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
+        multiprocessing_context="fork" if forked else None,
     )  # fmt: skip
     batches = begin(loader)
     try:
@@ -206,7 +246,7 @@ def decoding(
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise ValueError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
-        if "DataLoader worker" not in str(error):
+        if "DataLoader worker (pid" not in str(error):
             raise
         raise ValueError(
             f"a decoding process died: {error} Most often memory ran out: take fewer --workers. What is done is kept"
@@ -259,6 +299,21 @@ def stack(side: int, found: Sequence[tuple[int, Any]]) -> tuple[NDArray[np.uint8
     bad = {i: pixels for i, pixels in found if isinstance(pixels, str)}
     black = np.zeros((3, side, side), np.uint8)
     return np.stack([black if isinstance(pixels, str) else pixels for _, pixels in found]), bad
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """Pictures to features and who is bad: what a process does that computes too."""
+
+    extraction: Extraction
+    side: int
+    budgets: Mapping[int, Sequence[int | None]]
+    """By the first picture of a batch."""
+
+    def __call__(self, found: Sequence[tuple[int, Any]]) -> tuple[ByBudget, dict[int, str]]:
+        pixels, bad = stack(self.side, found)
+        with self.extraction.backbone.as_forked():
+            return self.extraction.features(pixels, self.budgets[found[0][0]]), bad
 
 
 def _write(path: Path, values: Tensor, bad: Mapping[int, str]) -> None:
