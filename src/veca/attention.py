@@ -53,7 +53,7 @@ def _on_compiled_cpu(x: Tensor) -> bool:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention in two products: with the softmax compiled, up to a seventh of a block faster than the CPU's kernel."""
+    """Attention in two products: with the softmax compiled, up to a seventh of a pass faster than the CPU's kernel."""
     return (_at_least_float32(q @ k.mT) / q.shape[-1] ** 0.5).softmax(dim=-1).to(v.dtype) @ v
 
 

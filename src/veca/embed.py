@@ -115,7 +115,7 @@ def embed(
         if "DataLoader worker" not in str(error):
             raise
         raise EmbedError(
-            f"a decoding process died: {error} Most often memory ran out (fewer --workers or a lower --max-pixels "
+            f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out (fewer --workers or a lower --max-pixels "
             f"help); if a picture crashes the decoder, it comes soon after {parts.last!r}. {parts.kept}"
         ) from error
     except OSError as error:

@@ -52,7 +52,7 @@ PrecisionOf = Annotated[
 ]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Compile a VECA first, half a minute: for long runs where it has no fused kernels."),
+    typer.Option("--compile", help="Compile a VECA first, a minute or less: for long runs without fused kernels."),
 ]
 Processes = Annotated[
     int | None,
