@@ -115,8 +115,9 @@ def embed(
         if "DataLoader worker" not in str(error):
             raise
         raise EmbedError(
-            f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out (fewer --workers or a lower --max-pixels "
-            f"help); if a picture crashes the decoder, it comes soon after {parts.last!r}. {parts.kept}"
+            f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out (fewer --workers or a "
+            f"lower --max-pixels help); if a picture crashes the decoder, it comes soon after {parts.last!r}. "
+            f"{parts.kept}"
         ) from error
     except OSError as error:
         hint = " Free some: the parts and the file they become exist side by side." * (error.errno == errno.ENOSPC)

@@ -249,7 +249,8 @@ def decoding(
         if "DataLoader worker (pid" not in str(error):
             raise
         raise ValueError(
-            f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out: take fewer --workers. What is done is kept"
+            f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out: take fewer --workers. "
+            "What is done is kept"
         ) from error
     finally:
         end(batches)
