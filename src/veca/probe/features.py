@@ -133,7 +133,7 @@ class Extraction:
             self.try_alone(view.side, budgets)
             collate = _Computing(self, view.side, {batch.start: lacks for batch, lacks in numbers.items()})
         with (
-            decoding(Pictures(split, view), numbers, self.workers, collate, forked) as batches,
+            decoding(Pictures(split, view), numbers, min(self.workers, len(numbers)), collate, forked) as batches,
             bar(what, sum(len(part) for _, part in todo), "pictures", self.progress) as advance,
         ):
             for (number, part), missing in todo.items():
@@ -154,8 +154,10 @@ class Extraction:
     def features(self, pixels: NDArray[np.uint8], budgets: Sequence[int | None]) -> ByBudget:
         """Of pictures (B, 3, side, side), at each budget (B, D)."""
         count, side = len(pixels), pixels.shape[-1]
-        # The last ones come in a batch like all others: it is computed the same way, and never compiled for.
-        pixels = np.pad(pixels, ((0, self.batch(side) - count), (0, 0), (0, 0), (0, 0)))
+        if (
+            missing := self.batch(side) - count
+        ):  # a batch like all others: computed the same way, and never compiled for
+            pixels = np.pad(pixels, ((0, missing), (0, 0), (0, 0), (0, 0)))
         images = self.backbone.prepare(torch.from_numpy(pixels))
         made = {cores: self.backbone.global_feature(images, cores, self.kind)[:count] for cores in budgets}
         return {cores: values.cpu().numpy() for cores, values in made.items()}
