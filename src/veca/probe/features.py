@@ -97,7 +97,8 @@ class Extraction:
     workers: int = 0
     """Processes that decode, and on a CPU compute; 0: this one does."""
     progress: bool = True
-    tried: set[tuple[int | None, ...]] = dataclasses.field(default_factory=set, init=False)
+    tried: set[tuple[int | None, ...]] = dataclasses.field(default_factory=set, init=False, compare=False)
+    """Side and budgets with which `try_alone` has run."""
 
     def batch(self, side: int) -> int:
         pixels = AT_ONCE_ON_CPU if self.backbone.device.type == "cpu" else AT_ONCE
@@ -154,9 +155,8 @@ class Extraction:
     def features(self, pixels: NDArray[np.uint8], budgets: Sequence[int | None]) -> ByBudget:
         """Of pictures (B, 3, side, side), at each budget (B, D)."""
         count, side = len(pixels), pixels.shape[-1]
-        if (
-            missing := self.batch(side) - count
-        ):  # a batch like all others: computed the same way, and never compiled for
+        # The last ones get a batch like all others: computed the same way, and never compiled for.
+        if missing := self.batch(side) - count:
             pixels = np.pad(pixels, ((0, missing), (0, 0), (0, 0), (0, 0)))
         images = self.backbone.prepare(torch.from_numpy(pixels))
         made = {cores: self.backbone.global_feature(images, cores, self.kind)[:count] for cores in budgets}
