@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from veca import hub, images
 from veca.checkpoint import CheckpointError, create_model, load, save
 from veca.config import ConfigError, VecaConfig
+from veca.errors import VecaError
 from veca.fast import optimize
 from veca.images import ImageError
 from veca.model import Veca, VecaOutput
@@ -20,6 +21,7 @@ __all__ = [
     "ImageError",
     "Veca",
     "VecaConfig",
+    "VecaError",
     "VecaOutput",
     "create_model",
     "hub",

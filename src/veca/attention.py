@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from veca.errors import ArgumentError
 from veca.kernels import ops
 from veca.rope import Rotary, rotate
 
@@ -153,7 +154,7 @@ def use_triton(x: Tensor, head_dim: int | None = None, cores: int = 1) -> bool:
     if cores > ops.MAX_CORES:
         why = f"there are {cores} cores, more than {ops.MAX_CORES}"
     if why and _kernel == "triton":
-        raise ValueError(f"kernel 'triton' cannot run: {why}; choose 'auto'")
+        raise ArgumentError(f"kernel 'triton' cannot run: {why}; choose 'auto'")
     return not why
 
 
@@ -174,7 +175,7 @@ def use_kernel(kernel: Kernel) -> Iterator[None]:
     ...     pass
     """
     if kernel not in get_args(Kernel):
-        raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(get_args(Kernel))}")
+        raise ArgumentError(f"kernel {kernel!r} is unknown; choose one of {', '.join(get_args(Kernel))}")
     global _kernel
     before, _kernel = _kernel, kernel
     try:

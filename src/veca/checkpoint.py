@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, get_config, size_name
+from veca.errors import ArgumentError, VecaError
 from veca.files import atomic_path
 from veca.model import Veca
 from veca.shipped import find_shipped, list_models
@@ -39,7 +40,7 @@ _LOOKALIKES = {
 """What often arrives under the name of a checkpoint, by its first bytes."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(VecaError, ValueError):
     """A file that cannot be loaded: the message says which and what is wrong with it."""
 
 
@@ -133,7 +134,7 @@ def save_tensors(
     """`save` for what is no model at hand: its tensors, on the CPU, and what describes them."""
     path = Path(path)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        raise ValueError(
+        raise ArgumentError(
             f"{path}: weights are written as a .safetensors file or a folder; for a .pt as the authors release it, "
             "veca convert"
         )

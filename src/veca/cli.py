@@ -21,6 +21,7 @@ from veca.config import size_name
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
+from veca.errors import ArgumentError, VecaError
 from veca.files import check_writable
 from veca.hub.export import OUTPUTS, form_of, parse_size
 from veca.hub.export import Dtype as ExportDtype
@@ -153,7 +154,7 @@ def embed(
         precision=precision, save_dtype=save_dtype, max_pixels=max_pixels,
     )  # fmt: skip
     if engine == "plain" and (address is not None or partition is not None):
-        raise ValueError("--address and --partition are for --engine ray; add it, or leave them out")
+        raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
     how: dict[str, Any] = {"settings": settings, "column": column, "overwrite": overwrite, "progress": progress}
     how["model_name"] = shipped_name(model) or model
     try:
@@ -204,7 +205,9 @@ def distill(
         from veca.train.run import distill as train
         from veca.train.run import show_plan
     except ImportError as error:
-        raise ValueError(f"training needs {error.name}, which is not installed: pip install 'veca[train]'") from error
+        raise ArgumentError(
+            f"training needs {error.name}, which is not installed: pip install 'veca[train]'"
+        ) from error
 
     asked = load_recipe(recipe, changes or [])
     folder = to or Path("runs") / recipe.stem
@@ -212,7 +215,7 @@ def distill(
         out.print(show_plan(asked, pictures, processes))
         return
     if pictures is not None or processes != 1:
-        raise ValueError("--pictures and --processes are for --dry-run; a run counts its own: leave them out")
+        raise ArgumentError("--pictures and --processes are for --dry-run; a run counts its own: leave them out")
     with stoppable(folder, _say, restart):
         report = train(asked, folder, device=device, restart=restart, wandb=wandb, say=_say)
     if report is not None:
@@ -235,11 +238,11 @@ def report(
     tuned, results = is_tuned(folder), is_results(folder)
     run = is_run(folder) and not tuned
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name one that `veca distill` or `veca probe` wrote to")
+        raise ArgumentError(f"{folder} is no folder; name one that `veca distill` or `veca probe` wrote to")
     if run and results:
-        raise ValueError(f"{folder} holds a run of `veca distill` and rows of `veca probe`: move rows/ elsewhere")
+        raise ArgumentError(f"{folder} holds a run of `veca distill` and rows of `veca probe`: move rows/ elsewhere")
     if not (run or results or tuned):
-        raise ValueError(
+        raise ArgumentError(
             f"{folder} is neither the folder of a run of `veca distill`, which has a recipe.yaml, nor of results of "
             "`veca probe`, which has rows/, nor of `veca finetune`, which has a finetune.json: name one of these"
         )
@@ -255,7 +258,9 @@ def report(
         try:
             from veca.train.report import write_report
         except ImportError as error:
-            raise ValueError(f"reports need {error.name}, which is not installed: pip install 'veca[train]'") from error
+            raise ArgumentError(
+                f"reports need {error.name}, which is not installed: pip install 'veca[train]'"
+            ) from error
         path = write_report(folder)
     out.print(f"Report: {path.resolve()}", soft_wrap=True, markup=False)
 
@@ -322,9 +327,9 @@ def info(
     model = load_or_random(source, device="meta", dtype=None)  # what it is does not depend on the numbers in it
     config = model.config
     if size < config.patch_size or size % config.patch_size:
-        raise ValueError(f"size={size}: must be a positive multiple of {config.patch_size}")
+        raise ArgumentError(f"size={size}: must be a positive multiple of {config.patch_size}")
     if cores is not None and not 1 <= cores <= config.num_cores:
-        raise ValueError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
+        raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
     budgets = [cores] if cores else list(config.budgets)
     facts: dict[str, Any] = {
         "size": size_name(config) or "custom",
@@ -373,7 +378,7 @@ def convert(
     """
     target = to if to.suffix in (".pt", ".pth", ".safetensors") else to / "model.safetensors"
     if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists; choose another name, or pass --overwrite")
+        raise ArgumentError(f"{target} exists; choose another name, or pass --overwrite")
     check_writable(target)
     model = veca.load(source, dtype=None)
     stored = getattr(torch, dtype) if dtype else None
@@ -409,7 +414,7 @@ def export(
     """
     chosen, pixels = form_of(to, form), parse_size(size)
     if to.exists() and not overwrite:
-        raise ValueError(f"{to} exists; choose another name, or pass --overwrite")
+        raise ArgumentError(f"{to} exists; choose another name, or pass --overwrite")
     model, name = load_model(source, "cpu"), shipped_name(source) or Path(source).stem
     if classes := model.config.num_classes:
         warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
@@ -453,7 +458,7 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (VecaError, OSError) as error:
         if os.environ.get("VECA_DEBUG"):
             raise
         err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)

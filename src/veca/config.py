@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from veca.errors import VecaError
 
-class ConfigError(ValueError):
+
+class ConfigError(VecaError, ValueError):
     """A configuration that cannot describe a VECA: the message names the field, the value and the rule."""
 
 

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
+from veca.errors import VecaError
 from veca.unread import unread_suffix
 
 Source = str | os.PathLike[str] | bytes | BinaryIO | Image.Image
@@ -29,7 +30,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM")
 _SLOW_CODECS = {"ppm_plain": 2**18, "ppm": 2**21, "bmp_rle": 2**22}
 
 
-class ImageError(ValueError):
+class ImageError(VecaError, ValueError):
     """The picture cannot be used; the message names it, the reason and the way out."""
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from veca.bench.flops import model_flops
 from veca.bench.latency import measure
+from veca.errors import ArgumentError
 from veca.files import atomic_path, check_writable
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, heat, pca, to_rgb
@@ -77,10 +78,10 @@ def demo(
     """
     budgets = sorted(set(model.config.budgets if budgets is None else budgets))
     if not budgets:
-        raise ValueError("budgets is empty; name at least one, or pass None for those of the model")
+        raise ArgumentError("budgets is empty; name at least one, or pass None for those of the model")
     out = Path(out)
     if out.is_dir():
-        raise ValueError(f"{out} is a folder; name the file to write, such as {out / 'veca-demo.html'}")
+        raise ArgumentError(f"{out} is a folder; name the file to write, such as {out / 'veca-demo.html'}")
     check_writable(out)
     paths = [Path(picture) for picture in pictures or sample_pictures()]
     photos = [fit_image(open_image(path), size, "crop") for path in paths]
@@ -110,7 +111,7 @@ def sample_pictures() -> list[Path]:
     folders = [] if spec is None else [Path(folder) / "data" for folder in spec.submodule_search_locations or ()]
     found = [folder / name for folder in folders for name in SAMPLES if (folder / name).is_file()]
     if not found:
-        raise ValueError(
+        raise ArgumentError(
             "no pictures given, and the sample photos come with scikit-image, which is not installed: "
             "pip install 'veca[viz]', or pass pictures of your own"
         )

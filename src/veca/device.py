@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from veca.errors import ArgumentError
+
 
 def choose_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto": an accelerator where there is one, else the CPU.
@@ -17,6 +19,6 @@ def choose_device(name: str = "auto") -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         here = [f"{found.type}:{i}" for i in range(torch.accelerator.device_count())] if found else []
-        raise ValueError(
+        raise ArgumentError(
             f"device {name!r} cannot be used: {reason}. On this machine there is {', '.join(['cpu', *here])}"
         ) from error

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from veca.config import VecaConfig
+from veca.errors import ArgumentError
 from veca.kernels import ops
 from veca.model import Block, Veca
 from veca.rope import Rotary
@@ -87,7 +88,7 @@ class FastVeca(Veca):
         self.eval().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("an optimized model has no weights to save: save the model it was made from")
+        raise ArgumentError("an optimized model has no weights to save: save the model it was made from")
 
     @_disable_dynamo  # torch.compiler.disable, but for loading the compiler at the first call, not now
     def _run(
@@ -353,16 +354,16 @@ def optimize(
     """
     device = model.coordinate_alpha.device
     if device.type == "meta":
-        raise ValueError("the model is on the meta device and has no weights; load them first")
+        raise ArgumentError("the model is on the meta device and has no weights; load them first")
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     fused = fits(model.config, device, dtype)
     if weights is not None and (weights not in get_args(Weights) or not fused):
-        raise ValueError(
+        raise ArgumentError(
             f"weights={weights!r} in {dtype} on {device.type}: the only choice is 'float8', in bfloat16 or float16 on "
             "NVIDIA GPUs from Hopper on"
         )
     if fused and type(model).forward is not Veca.forward:
-        raise ValueError(
+        raise ArgumentError(
             f"a {type(model).__name__} is not called as a Veca is; veca.save it, and optimize what veca.load gives"
         )
     if fused:

@@ -24,11 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from veca.errors import VecaError
+
 PARQUET: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 """Features neither compress nor repeat, and nobody filters by their extremes."""
 
 
-class DamagedPart(ValueError):
+class DamagedPart(VecaError, ValueError):
     """A part that is not as it was written."""
 
 

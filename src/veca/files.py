@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from veca.errors import ArgumentError
+
 
 def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
     """Raise, before any work is done for it, if the file `path` could not be written, or with `folder`, files in it.
@@ -23,7 +25,7 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
             pass
     except OSError as error:
         reason = "not a folder" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
-        raise ValueError(f"{path} cannot be written ({place}: {reason}); choose another place") from error
+        raise ArgumentError(f"{path} cannot be written ({place}: {reason}); choose another place") from error
 
 
 @contextmanager
@@ -57,5 +59,7 @@ def _file(path: str | os.PathLike[str]) -> Path:
     """What `path` names, or leads to if it is a link. A device is no file, and is not to become one."""
     found = Path(os.path.realpath(path))
     if found.exists() and not (found.is_file() or found.is_dir()):
-        raise ValueError(f"{path} is a device, a pipe or a socket, which a file would take the place of; name a file")
+        raise ArgumentError(
+            f"{path} is a device, a pipe or a socket, which a file would take the place of; name a file"
+        )
     return found

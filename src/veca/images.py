@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veca.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, orientation, strict_pillow
+from veca.errors import ArgumentError
 from veca.unread import unread_suffix
 
 __all__ = [
@@ -116,7 +117,7 @@ def open_image(
     (9, 8, 7)
     """
     if len(background) != 3 or not all(0 <= value <= 255 for value in background):
-        raise ValueError(f"background is {background}; it must be three numbers from 0 to 255")
+        raise ArgumentError(f"background is {background}; it must be three numbers from 0 to 255")
     with _reasons(source, max_pixels):
         image = decode(source, max_pixels, at_least)
         turn = _TURNS.get(orientation(image))
@@ -247,7 +248,7 @@ def normalize(x: Tensor) -> Tensor:
     # On the CPU, where it costs no waiting. Resizing may leave values a little above 1.
     looked_at = x.is_floating_point() and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if looked_at and x.numel() and (top := float(x.detach().max())) > 2:
-        raise ValueError(f"tensor has values up to {top:g}; floats must lie in [0, 1]. Divide by 255, or pass uint8")
+        raise ArgumentError(f"tensor has values up to {top:g}; floats must lie in [0, 1]. Divide by 255, or pass uint8")
     mean, std = (torch.tensor(value, device=x.device).view(3, 1, 1) for value in (MEAN, STD))
     unit = x.float() if x.is_floating_point() else x.float() / 255
     return (unit - mean) / std
@@ -358,26 +359,26 @@ def resample(image: Image.Image, size: tuple[int, int], box: tuple[float, float,
 
 def _check_fit(size: int | tuple[int, int] | None, fit: str) -> None:
     if fit not in get_args(Fit):
-        raise ValueError(f"fit is {fit!r}; it must be one of {', '.join(get_args(Fit))}")
+        raise ArgumentError(f"fit is {fit!r}; it must be one of {', '.join(get_args(Fit))}")
     if size is None and fit in ("crop", "stretch"):
-        raise ValueError(f"size is None; fit={fit!r} needs one. Or use fit='keep' or 'pad'")
+        raise ArgumentError(f"size is None; fit={fit!r} needs one. Or use fit='keep' or 'pad'")
     if isinstance(size, tuple) and fit in ("keep", "pad"):
-        raise ValueError(f"size is {size}; fit={fit!r} takes one number, the short side")
+        raise ArgumentError(f"size is {size}; fit={fit!r} takes one number, the short side")
     for side in size if isinstance(size, tuple) else (size,):
         if side is not None and (operator.index(side) < PATCH or side % PATCH):
             low = max(side // PATCH, 1) * PATCH
             nearest = f"{low} or {low + PATCH}" if side > PATCH else str(PATCH)
             rule = f"it must be a positive multiple of {PATCH}"
-            raise ValueError(f"size is {side}; {rule}. Nearest: {nearest}")
+            raise ArgumentError(f"size is {side}; {rule}. Nearest: {nearest}")
 
 
 def _check_rgb(image: Image.Image) -> None:
     if image.mode != "RGB":
-        raise ValueError(f"image has mode {image.mode}; it must be RGB. open_image converts it")
+        raise ArgumentError(f"image has mode {image.mode}; it must be RGB. open_image converts it")
 
 
 def _check_tensor(x: Tensor, dtype_fits: bool, dtypes: str) -> None:
     if x.ndim < 3 or x.shape[-3] != 3:
-        raise ValueError(f"tensor has shape {tuple(x.shape)}; it must be (..., 3, H, W)")
+        raise ArgumentError(f"tensor has shape {tuple(x.shape)}; it must be (..., 3, H, W)")
     if not dtype_fits:
-        raise ValueError(f"tensor is {x.dtype}; it must be {dtypes}")
+        raise ArgumentError(f"tensor is {x.dtype}; it must be {dtypes}")

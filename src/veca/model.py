@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
 from veca.config import VecaConfig
+from veca.errors import ArgumentError
 from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
@@ -60,7 +61,7 @@ class VecaOutput(NamedTuple):
     def feature_map(self) -> Tensor:
         """(B, D, rows, columns): the patches as a picture."""
         if not self.patches.shape[1]:
-            raise ValueError("there are no patches here: the model ran with cls_only=True; leave it out to get them")
+            raise ArgumentError("there are no patches here: the model ran with cls_only=True; leave it out to get them")
         return self.patches.mT.unflatten(-1, self.grid)
 
 
@@ -275,13 +276,13 @@ class Veca(nn.Module):
                 way = ": images[None] makes a batch of one"
             elif len(shape) in (3, 4) and shape[-1] == chans:
                 way = f": images{'[None]' * (len(shape) == 3)}.permute(0, 3, 1, 2) puts channels first"
-            raise ValueError(f"images have shape {shape}; expected (batch, {chans}, height, width){way}")
+            raise ArgumentError(f"images have shape {shape}; expected (batch, {chans}, height, width){way}")
         if not images.is_floating_point():
-            raise ValueError(f"images are {images.dtype}; make them float with veca.images.normalize(images)")
+            raise ArgumentError(f"images are {images.dtype}; make them float with veca.images.normalize(images)")
         height, width = images.shape[-2:]
         if height % patch or width % patch or not height or not width:
             near = "×".join(map(str, nearest_sizes(height, width, patch)))
-            raise ValueError(
+            raise ArgumentError(
                 f"image is {height}×{width}; sides must be multiples of {patch}. Nearest: {near}. "
                 "veca.images.resize_to_multiple or veca.images.pad_to_multiple gets there"
             )
@@ -296,7 +297,7 @@ class Veca(nn.Module):
                 raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
             budget = operator.index(budget)
         if not 1 <= budget <= most:
-            raise ValueError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
+            raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
         if not torch.compiler.is_compiling() and budget not in self.config.budgets and budget not in self._warned:
             self._warned.add(budget)
             trained = ", ".join(map(str, self.config.budgets))
@@ -338,7 +339,7 @@ class Veca(nn.Module):
         (torch.Size([1, 40, 192]), [(1, 192, 4, 6), (1, 192, 4, 6)])
         """
         if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
+            raise ArgumentError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
         take = self._take(indices)
         stop = max(take) + 1 if stop_early else None
         x, coordinates, taken = self._run(images, cores, take, stop)
@@ -385,14 +386,14 @@ class Veca(nn.Module):
             return list(range(depth))
         if not isinstance(indices, Iterable):
             if not 1 <= operator.index(indices) <= depth:
-                raise ValueError(f"asked for the last {indices} blocks; the model has {depth}")
+                raise ArgumentError(f"asked for the last {indices} blocks; the model has {depth}")
             return list(range(depth - indices, depth))
         indices = list(map(operator.index, indices))
         for i in indices:
             if not -depth <= i < depth:
-                raise ValueError(f"asked for block {i}; the model has blocks 0 to {depth - 1}")
+                raise ArgumentError(f"asked for block {i}; the model has blocks 0 to {depth - 1}")
         if not indices:
-            raise ValueError("asked for no block; name at least one")
+            raise ArgumentError("asked for no block; name at least one")
         return [i % depth for i in indices]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -409,7 +410,7 @@ class Veca(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by a new one; 0 removes it. The only `global_pool` is "token": the first core."""
         if global_pool not in (None, "token"):
-            raise ValueError(f"global_pool={global_pool!r}; the global feature is the first core: 'token' or None")
+            raise ArgumentError(f"global_pool={global_pool!r}; the global feature is the first core: 'token' or None")
         self.config = VecaConfig.from_dict({**self.config.to_dict(), "num_classes": num_classes})
         like = self.patch_embed.proj.weight
         self.head = nn.Identity()

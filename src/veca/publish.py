@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca.checkpoint import CheckpointError, write_tensors
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 from veca.model import Veca
 
@@ -59,15 +60,17 @@ def _check_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{name} has values that are not finite; such weights are of no use")
+            raise ArgumentError(f"{name} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
             most, limit = float(tensor.abs().max()), torch.finfo(dtype).max
-            raise ValueError(f"{name} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead")
+            raise ArgumentError(
+                f"{name} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
+            )
         for kind in lost:
             lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
     half, brain = (lost[kind] ** 0.5 for kind in (torch.float16, torch.bfloat16))
     if dtype == torch.float16 and half > brain:
-        raise ValueError(f"float16 is off by {half:.2g} in all, bfloat16 by {brain:.2g}; choose bfloat16 instead")
+        raise ArgumentError(f"float16 is off by {half:.2g} in all, bfloat16 by {brain:.2g}; choose bfloat16 instead")
 
 
 def without_paths(value: Any) -> Any:

@@ -34,6 +34,7 @@ from safetensors.torch import save as save_tensors
 from veca.cluster import Slots, find_slots, quiet, session
 from veca.config import VecaConfig
 from veca.embed import EmbedReport, check, describe, describe_inputs, listed, progress_line, ready
+from veca.errors import ArgumentError
 from veca.features import PARQUET, feature_schema
 from veca.files import atomic_path
 from veca.model import Veca
@@ -392,7 +393,7 @@ class _Folder:
             about = pq.read_metadata(file)
         state = dict(json.loads((about.metadata or {})[b"veca_partition"]))
         if about.num_rows != state["pictures"]:
-            raise ValueError(f"{about.num_rows} rows instead of {state['pictures']}")
+            raise ArgumentError(f"{about.num_rows} rows instead of {state['pictures']}")
         return state
 
     def finished(self, number: int, digest: str) -> _Done | None:

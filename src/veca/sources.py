@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from PIL import AvifImagePlugin
 from torch.utils.data import DataLoader, Dataset
 
+from veca.errors import VecaError
 from veca.images import EXTENSIONS, Fit, ImageError, fit_image, open_image, to_tensor
 from veca.unread import UNREAD, note_left_out
 
@@ -51,7 +52,7 @@ _ROWS = 16
 """Rows of a table that are held at a time."""
 
 
-class SourceError(ValueError):
+class SourceError(VecaError, ValueError):
     """A source that is not there, or cannot be reached."""
 
 

@@ -20,6 +20,7 @@ from veca.bench.contenders import Workload, loss
 from veca.bench.latency import Call, describe
 from veca.bench.machine import give_back
 from veca.bench.report import Row
+from veca.errors import ArgumentError
 from veca.rope import rotary
 
 Tensors: TypeAlias = Sequence[Tensor | None]
@@ -128,7 +129,7 @@ def relative_error(found: Tensors, exact: Tensors) -> float:
         scale += _square(b)
     error = math.sqrt(off / scale)
     if not math.isfinite(error):
-        raise ValueError("the result has values that are not finite")
+        raise ArgumentError("the result has values that are not finite")
     return error
 
 

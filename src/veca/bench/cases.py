@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from veca.config import SIZES, VecaConfig, did_you_mean
+from veca.errors import ArgumentError
 
 Bench: TypeAlias = Literal["attention", "model", "train"]
 
@@ -32,21 +33,25 @@ class Case:
         if self.model not in SIZES:
             known = [name.removeprefix("veca_") for name in SIZES]
             hint = did_you_mean(self.model.removeprefix("veca_"), known)
-            raise ValueError(f"unknown model {self.model!r}{hint}. Known: {', '.join(known)}")
+            raise ArgumentError(f"unknown model {self.model!r}{hint}. Known: {', '.join(known)}")
         patch, most = self.config.patch_size, self.config.num_cores
         if self.size < patch or self.size % patch:
             near = max(patch, round(self.size / patch) * patch)
-            raise ValueError(f"size={self.size} in case {self}: must be a positive multiple of {patch}, such as {near}")
+            raise ArgumentError(
+                f"size={self.size} in case {self}: must be a positive multiple of {patch}, such as {near}"
+            )
         if self.batch < 1:
-            raise ValueError(f"batch={self.batch} in case {self}: must be at least 1")
+            raise ArgumentError(f"batch={self.batch} in case {self}: must be at least 1")
         if not 1 <= self.cores <= most:
-            raise ValueError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {most}")
+            raise ArgumentError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {most}")
 
     @classmethod
     def parse(cls, text: str) -> Case:
         model, *numbers = text.split(":")
         if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
-            raise ValueError(f"case {text!r}: must be MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES, as base:1024:16")
+            raise ArgumentError(
+                f"case {text!r}: must be MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES, as base:1024:16"
+            )
         size, batch, *cores = map(int, numbers)
         return cls(full_name(model), size, batch, *(cores or [64]))
 
@@ -84,7 +89,7 @@ def choose_cases(
     """The exact cases, or every combination of the rest, or the default cases when nothing is asked for."""
     swept = bool(models or sizes or batches or cores)
     if exact and swept:
-        raise ValueError(
+        raise ArgumentError(
             "--case says all there is to a case; leave out --model, --size, --batch and --cores, or --case"
         )
     if exact:

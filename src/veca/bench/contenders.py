@@ -25,6 +25,7 @@ from veca.bench.flops import attention_product_flops, dense_model_flops, model_f
 from veca.bench.latency import Call
 from veca.checkpoint import create_model
 from veca.config import did_you_mean
+from veca.errors import ArgumentError
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, rotary, rotate
 
@@ -95,7 +96,9 @@ class Workload:
     @cached_property
     def dense(self) -> Any:
         if self.case.model not in DENSE:
-            raise ValueError(f"there is no dense ViT of the size of {self.case.model}; there is of {', '.join(DENSE)}")
+            raise ArgumentError(
+                f"there is no dense ViT of the size of {self.case.model}; there is of {', '.join(DENSE)}"
+            )
         timm = _import("timm", "the dense ViT comes from timm")
         dense = timm.create_model(DENSE[self.case.model], num_classes=0, dynamic_img_size=True)
         dense.to(self.setting.device)
@@ -154,7 +157,7 @@ def _import(name: str, why: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{why}, which is not installed: pip install 'veca[bench]'") from error
+        raise ArgumentError(f"{why}, which is not installed: pip install 'veca[bench]'") from error
 
 
 def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
@@ -186,7 +189,7 @@ def _optimized(workload: Workload, **options: Any) -> Prepared:
 def _float8(workload: Workload) -> Prepared:
     """The floor it is held against is that of the run's dtype: faster products can pass it."""
     if workload.setting.device.type != "cuda":
-        raise ValueError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
+        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
     return _optimized(workload, weights="float8")
 
 
@@ -431,5 +434,5 @@ def choose(known: dict[str, Contender], asked: Sequence[str], case: Case, settin
     wanted = [name.lower().replace("-", " ") for name in asked]
     for name in wanted:
         if name not in names:
-            raise ValueError(f"unknown contender {name!r}{did_you_mean(name, names)}. Known: {', '.join(known)}")
+            raise ArgumentError(f"unknown contender {name!r}{did_you_mean(name, names)}. Known: {', '.join(known)}")
     return {name: known[name] for lower, name in names.items() if lower in wanted}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from veca.bench.flops import attention_flops, dense_attention_flops
 from veca.bench.report import Results, Row
 from veca.config import SIZES
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("plots need matplotlib, which is not installed: pip install 'veca[bench]'") from error
+        raise ArgumentError("plots need matplotlib, which is not installed: pip install 'veca[bench]'") from error
     matplotlib.use("agg")  # files alone: no display is needed
     from matplotlib import pyplot
 

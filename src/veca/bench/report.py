@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from veca.bench.cases import Case
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 
 
@@ -90,7 +91,7 @@ class Results:
             values = json.loads(path.read_text())
             return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no results.json of `veca bench`: {error}") from error
+            raise ArgumentError(f"{path} is no results.json of `veca bench`: {error}") from error
 
     def show(self, console: Console) -> None:
         say = partial(console.print, markup=False, soft_wrap=True, highlight=False)

@@ -32,6 +32,7 @@ from veca.bench.machine import (
 )
 from veca.bench.report import Results, Row, baseline
 from veca.device import choose_device
+from veca.errors import ArgumentError
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -97,7 +98,7 @@ def run_bench(
 ) -> Results:
     """Measure; what is found is in `out`, if given, after every case, so that an end before the end loses little."""
     if repeats < 1:
-        raise ValueError(f"repeats={repeats}: must be at least 1")
+        raise ArgumentError(f"repeats={repeats}: must be at least 1")
     plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import veca
 from veca.attention import use_kernel
 from veca.config import VecaConfig, size_name
+from veca.errors import ArgumentError
 from veca.fast import FastVeca
 from veca.files import atomic_path, check_writable
 from veca.images import MEAN, STD, nearest_sizes
@@ -116,7 +117,7 @@ def export(
         wrong = [(each, key) for each in checks for key in OUTPUTS if not each.errors[key] <= TOLERANCE.get(dtype, 1e9)]
         if wrong:
             each, key = wrong[0]
-            raise ValueError(
+            raise ArgumentError(
                 f"{path} was not written: at {each.batch} × {each.size[0]}×{each.size[1]} its {key} is "
                 f"{each.errors[key]:.1e} away from PyTorch's, more than {TOLERANCE[dtype]:.0e} for {dtype}; "
                 "check=False (--no-check) writes it all the same"
@@ -132,12 +133,12 @@ def form_of(path: Path, form: str | None = None) -> Format:
     ('onnx', 'export', 'aoti')
     """
     if form is not None and form not in get_args(Format):
-        raise ValueError(f"format {form!r} is unknown; choose one of {', '.join(get_args(Format))}")
+        raise ArgumentError(f"format {form!r} is unknown; choose one of {', '.join(get_args(Format))}")
     suffixes = {"onnx": ".onnx", "export": ".pt2", "aoti": ".pt2"}
     if path.suffix not in suffixes.values():
-        raise ValueError(f"{path}: suffix {path.suffix!r} is unknown; end it in .onnx, or in .pt2 for torch.export")
+        raise ArgumentError(f"{path}: suffix {path.suffix!r} is unknown; end it in .onnx, or in .pt2 for torch.export")
     if form is not None and path.suffix != suffixes[form]:
-        raise ValueError(f"{path}: format {form} is written to files that end in {suffixes[form]}; rename it")
+        raise ArgumentError(f"{path}: format {form} is written to files that end in {suffixes[form]}; rename it")
     return form or ("onnx" if path.suffix == ".onnx" else "export")  # type: ignore[return-value]  # checked above
 
 
@@ -151,7 +152,7 @@ def parse_size(text: str) -> Size | None:
         return None
     found = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text)
     if not found:
-        raise ValueError(f"size {text!r}: give HEIGHTxWIDTH as 512x768, one number for a square, or dynamic")
+        raise ArgumentError(f"size {text!r}: give HEIGHTxWIDTH as 512x768, one number for a square, or dynamic")
     return int(found[1]), int(found[2] or found[1])
 
 
@@ -240,7 +241,7 @@ def _compile(program: torch.export.ExportedProgram, path: Path, facts: dict[str,
     except Exception as error:
         if "compiler" not in str(error).lower():
             raise
-        raise ValueError("format aoti needs a C++ compiler: install g++, or choose --format export") from error
+        raise ArgumentError("format aoti needs a C++ compiler: install g++, or choose --format export") from error
 
 
 def open_file(path: Path, form: Format) -> Run:
@@ -291,31 +292,31 @@ def _seconds(call: Callable[[Tensor], Any], images: Tensor) -> float:
 def _check_request(model: Veca, cores: int, size: Size | None, form: Format, dtype: str) -> None:
     config = model.config
     if isinstance(model, FastVeca) or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ValueError("an optimized model cannot be exported: export the model it was made from")
+        raise ArgumentError("an optimized model cannot be exported: export the model it was made from")
     if type(model).forward is not Veca.forward:
-        raise ValueError(
+        raise ArgumentError(
             f"a {type(model).__name__} is not called as a Veca is; veca.save it, and export what veca.load gives"
         )
     if model.coordinate_alpha.is_meta:
-        raise ValueError("the model is on the meta device and has no weights; load them first")
+        raise ArgumentError("the model is on the meta device and has no weights; load them first")
     if not 1 <= cores <= config.num_cores:
-        raise ValueError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
+        raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
     if size is not None and (min(size) < config.patch_size or any(side % config.patch_size for side in size)):
         near = "x".join(map(str, nearest_sizes(*size, config.patch_size)))
-        raise ValueError(
+        raise ArgumentError(
             f"size {size[0]}x{size[1]}: sides must be positive multiples of {config.patch_size}. Nearest: {near}"
         )
     if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(Dtype))}")
+        raise ArgumentError(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(Dtype))}")
     if form == "onnx" and dtype == "bfloat16":
-        raise ValueError("dtype bfloat16 in an ONNX file: hardly a runtime computes in it; choose float16 or a .pt2")
+        raise ArgumentError("dtype bfloat16 in an ONNX file: hardly a runtime computes in it; choose float16 or a .pt2")
     if form != "onnx" and dtype == "int8":
-        raise ValueError(
+        raise ArgumentError(
             f"dtype int8 with format {form}: it is made by onnxruntime; write to a file that ends in .onnx"
         )
     width = 2 if dtype == "float16" else 4
     if form == "onnx" and (weight := width * sum(p.numel() for p in model.parameters())) >= ONNX_BYTES:
-        raise ValueError(
+        raise ArgumentError(
             f"the weights are {weight / 1e9:.1f} GB; an ONNX file holds at most 2: choose float16 or a .pt2"
         )
 
@@ -326,7 +327,7 @@ def _check_installed(form: Format) -> None:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise ValueError(
+            raise ArgumentError(
                 f"ONNX files need {package}, which is not installed: pip install 'veca[export]'"
             ) from error
 

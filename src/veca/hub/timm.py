@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from veca.checkpoint import CheckpointError, load
 from veca.config import SIZES, VecaConfig
+from veca.errors import ArgumentError
 from veca.images import MEAN, STD
 from veca.model import Veca
 from veca.shipped import find_shipped, list_models
@@ -108,12 +109,12 @@ class TimmVeca(Veca):
         """Say how large pictures will be. Nothing depends on it but what `patch_embed` tells of itself."""
         patch = self.config.patch_size
         if patch_size not in (None, patch, (patch, patch)):
-            raise ValueError(f"patch_size={patch_size}; the weights are for patches of {patch}: leave it out")
+            raise ArgumentError(f"patch_size={patch_size}; the weights are for patches of {patch}: leave it out")
         if img_size is None:
             img_size = getattr(self.patch_embed, "img_size", None)
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size or SIZE
         if height % patch or width % patch or min(height, width) < patch:
-            raise ValueError(f"img_size={img_size}; sides must be positive multiples of {patch}")
+            raise ArgumentError(f"img_size={img_size}; sides must be positive multiples of {patch}")
         grid = height // patch, width // patch
         vars(self.patch_embed).update(
             img_size=(height, width), patch_size=(patch, patch), grid_size=grid, num_patches=grid[0] * grid[1]
@@ -177,7 +178,9 @@ class TimmVeca(Veca):
 
 def _known_pool(pool: str) -> str:
     if pool not in POOLS:
-        raise ValueError(f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (no pool)")
+        raise ArgumentError(
+            f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (no pool)"
+        )
     return pool
 
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from veca.config import did_you_mean
+from veca.errors import ArgumentError
 from veca.images import Fit
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
@@ -166,7 +167,9 @@ def _backbone(name: str, model: Veca) -> Backbone:
     try:
         from veca.teachers import load_teacher
     except ImportError as error:
-        raise ValueError(f"--beside needs {error.name}, which is not installed: pip install 'veca[train]'") from error
+        raise ArgumentError(
+            f"--beside needs {error.name}, which is not installed: pip install 'veca[train]'"
+        ) from error
     return load_teacher(name).to(model.norm.weight.device)
 
 
@@ -176,11 +179,11 @@ def _numbers(text: str | None, option: str) -> list[int] | None:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} {text!r}: whole numbers with commas between them, as 8,16,32") from None
+        raise ArgumentError(f"{option} {text!r}: whole numbers with commas between them, as 8,16,32") from None
 
 
 def _place(text: str) -> tuple[int, int]:
     numbers = _numbers(text, "--patch") or []
     if len(numbers) != 2:
-        raise ValueError(f"--patch {text!r}: a patch is named by two numbers, ROW,COLUMN, as 8,5")
+        raise ArgumentError(f"--patch {text!r}: a patch is named by two numbers, ROW,COLUMN, as 8,5")
     return numbers[0], numbers[1]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from veca.attention import core_probabilities
+from veca.errors import ArgumentError
 from veca.inspect.maps import attention_to_patches, look_into
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
@@ -101,7 +102,7 @@ def attention_and_profiles(
     (B, C, S), the mean over heads, whose rows sum to 1, and (B, N, C).
     """
     if type(attn.proj) is not nn.Linear:
-        raise ValueError(
+        raise ArgumentError(
             f"contributions are made of the weights of the output projection, which is a {type(attn.proj).__name__} "
             "here and not a Linear; merge adapters into the model, or take it unquantised"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
+from veca.errors import ArgumentError
 from veca.images import Fit
 from veca.inspect.projections import Method, axes_of, check_method, project
 from veca.inspect.sheet import (
@@ -62,7 +63,7 @@ def draw_features(
     check_method(method)
     budget = choose_budget(model, cores)
     if not sizes:
-        raise ValueError("asked for no size; name at least one")
+        raise ArgumentError("asked for no size; name at least one")
     sizes = sorted(set(sizes))
     photos = [open_photos(pictures, size, fit) for size in sizes]  # [size][picture]
     backbones = {f"{model_label(model, name)}\n{cores_label(budget)}": veca_at(model, budget), **(beside or {})}
@@ -129,7 +130,7 @@ def draw_similarity(
     ]
     count = with_global + len(chosen[0])
     if not count:
-        raise ValueError("neither the global feature nor a patch to compare with; name a patch, or keep the global")
+        raise ArgumentError("neither the global feature nor a patch to compare with; name a patch, or keep the global")
     backbones = {f"{model_label(model, name)}\n{cores_label(budget)}": veca_at(model, budget), **(beside or {})}
     check_sheet(len(photos) * count, 1 + len(backbones))
     labels = [label for places in chosen for label in with_global * ["global\nfeature"] + [_at(p) for p in places]]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, rotate
 
@@ -52,12 +53,12 @@ def look_into(
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps, and a compiled graph may skip hooks
     depth = len(model.blocks)
     if not layers:
-        raise ValueError("asked for the maps of no block; name at least one")
+        raise ArgumentError("asked for the maps of no block; name at least one")
     for layer in layers:
         if not -depth <= layer < depth:
-            raise ValueError(f"asked for the maps of block {layer}; the model has blocks 0 to {depth - 1}")
+            raise ArgumentError(f"asked for the maps of block {layer}; the model has blocks 0 to {depth - 1}")
     if not hasattr(model.blocks[0], "attn"):
-        raise ValueError("an optimized model keeps no attention; give the model it was made from")
+        raise ArgumentError("an optimized model keeps no attention; give the model it was made from")
     wanted = [layer % depth for layer in layers]
     blocks: Any = model.blocks
     found: dict[int, Seen] = {}

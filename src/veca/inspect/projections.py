@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from veca.errors import ArgumentError
+
 Method: TypeAlias = Literal["pca", "umap"]
 
 SEED = 0
@@ -45,11 +47,13 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     """
     width = features.shape[-1] if features.ndim else 0
     if not 1 <= components <= width:
-        raise ValueError(f"components={components}; features {tuple(features.shape)} have from 1 to {width}")
+        raise ArgumentError(f"components={components}; features {tuple(features.shape)} have from 1 to {width}")
     like = features if like is None else like
     for each in (features, like):
         if not each.numel() or not each.is_floating_point() or not each.isfinite().all():
-            raise ValueError(f"features {tuple(each.shape)} of {each.dtype} must be finite, floating point, not empty")
+            raise ArgumentError(
+                f"features {tuple(each.shape)} of {each.dtype} must be finite, floating point, not empty"
+            )
     x = like.detach().to("cpu", torch.float64).flatten(0, -2)
     mean, size = x.mean(0), x.square().mean(0)
     x = x - mean
@@ -103,7 +107,7 @@ def umap(features: Tensor, components: int = 3) -> Tensor:
 
     x = features.detach().float().cpu().flatten(0, -2).numpy()
     if len(x) < components + 3:
-        raise ValueError(
+        raise ArgumentError(
             f"UMAP in {components} dimensions takes {components + 3} points or more, not {len(x)}; choose pca"
         )
     embedding = UMAP(
@@ -135,9 +139,11 @@ def project(maps: Sequence[Tensor], components: int = 3, method: Method = "pca",
 def check_method(method: str) -> None:
     """Raises what is wrong with a method before any work is done."""
     if method not in get_args(Method):
-        raise ValueError(f"method={method!r}; choose one of {', '.join(get_args(Method))}")
+        raise ArgumentError(f"method={method!r}; choose one of {', '.join(get_args(Method))}")
     if method == "umap" and find_spec("umap") is None:
-        raise ValueError("UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca")
+        raise ArgumentError(
+            "UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca"
+        )
 
 
 def axes_of(method: Method, count: int) -> str:
@@ -182,7 +188,7 @@ def to_rgb(values: Tensor, size: tuple[int, int] | None = None, smooth: bool = F
     if values.ndim == 2:
         values = heat(values)
     if values.ndim != 3 or values.shape[-1] != 3:
-        raise ValueError(f"a map is (rows, columns, 3) or (rows, columns), not {tuple(values.shape)}")
+        raise ArgumentError(f"a map is (rows, columns, 3) or (rows, columns), not {tuple(values.shape)}")
     levels = (values.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     picture = Image.fromarray(levels.numpy())
     return picture.resize(size, Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST) if size else picture

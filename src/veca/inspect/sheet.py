@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.files import atomic_path, check_writable
 from veca.inspect.subject import Photo
 
@@ -48,7 +49,7 @@ def check_sheet(rows: int, columns: int) -> None:
     """Raises before any work is done what `sheet` would raise after it."""
     _matplotlib()
     if rows * columns > MOST_PANELS:
-        raise ValueError(
+        raise ArgumentError(
             f"{rows} × {columns} = {rows * columns} panels; a figure has at most {MOST_PANELS}. "
             "Give fewer pictures, budgets or layers"
         )
@@ -263,9 +264,9 @@ def check_out(path: str | os.PathLike[str]) -> Path:
     """The path, if a figure can be written there."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path}: a figure is written as {' or '.join(SUFFIXES)}; end its name so")
+        raise ArgumentError(f"{path}: a figure is written as {' or '.join(SUFFIXES)}; end its name so")
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name the file to write, such as {path / 'figure.png'}")
+        raise ArgumentError(f"{path} is a folder; name the file to write, such as {path / 'figure.png'}")
     check_writable(path)
     return path
 
@@ -274,5 +275,5 @@ def _matplotlib() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("figures need matplotlib, which is not installed: pip install 'veca[viz]'") from error
+        raise ArgumentError("figures need matplotlib, which is not installed: pip install 'veca[viz]'") from error
     return Figure

@@ -30,6 +30,7 @@ from torch import Tensor
 from veca.checkpoint import weights_hash
 from veca.config import size_name
 from veca.embed import listed, progress_line
+from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.inspect.contribution import PIECE, attention_and_profiles
 from veca.inspect.maps import look_into
@@ -214,7 +215,7 @@ def measure_cores(
                 try:
                     teller.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
                 except torch.OutOfMemoryError as error:
-                    raise ValueError(f"no memory on {device} for {batch} pictures at once: lower --batch") from error
+                    raise ArgumentError(f"no memory on {device} for {batch} pictures at once: lower --batch") from error
             rate = f"{teller.pictures / (time.perf_counter() - began):.1f} pictures/s"
             bar.update(task, advance=len(group), rate=rate, failed=failed)
     left_out.warn()
@@ -231,12 +232,12 @@ def _checked(sources: list[str], size: int, limit: int | None, batch: int | None
     step = math.lcm(patch, PATCH)
     if size < step or size % step:
         near = max(1, round(size / step)) * step
-        raise ValueError(f"size={size}: must be a positive multiple of {step}. Nearest: {near}")
+        raise ArgumentError(f"size={size}: must be a positive multiple of {step}. Nearest: {near}")
     for what, value in (("limit", limit), ("batch", batch)):
         if value is not None and value < 1:
-            raise ValueError(f"{what}={value}: must be at least 1")
+            raise ArgumentError(f"{what}={value}: must be at least 1")
     if not sources:
-        raise ValueError("no pictures given; name files, folders, globs, tar shards or Parquet files")
+        raise ArgumentError("no pictures given; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
         with noting_left_out() as left_out:
             first = next(expand(source), None)

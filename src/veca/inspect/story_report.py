@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from veca.errors import ArgumentError
 from veca.files import atomic_path, check_writable
 from veca.inspect.sheet import charts, check_out, check_sheet, look_of
 from veca.inspect.story import AtBudget, CoreStory, Layers, Spread
@@ -29,9 +30,9 @@ def check_story(path: str | os.PathLike[str], chart: str | os.PathLike[str] | No
     """The path of a JSON file; raises before any work is done if it, or the chart, could not be written."""
     path = Path(path)
     if path.suffix.lower() != ".json":
-        raise ValueError(f"{path}: numbers are written as .json; end its name so")
+        raise ArgumentError(f"{path}: numbers are written as .json; end its name so")
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name the file to write, such as {path / 'cores.json'}")
+        raise ArgumentError(f"{path} is a folder; name the file to write, such as {path / 'cores.json'}")
     check_writable(path)
     if chart is not None:
         check_out(chart)

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.config import size_name
+from veca.errors import ArgumentError
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
 from veca.text import origin, printable
@@ -54,7 +55,7 @@ def open_photos(pictures: Pictures, size: int, fit: Fit = "crop") -> list[Photo]
     """Pictures through the one door of `veca.images`, fitted to `size`."""
     several = pictures if isinstance(pictures, list | tuple) else [pictures]
     if not several:
-        raise ValueError("no picture given; name at least one")
+        raise ArgumentError("no picture given; name at least one")
     return [Photo(_name(each, i), fit_image(open_image(each), size, fit)) for i, each in enumerate(several)]
 
 
@@ -123,7 +124,7 @@ def choose_budget(model: Veca, cores: int | None) -> int:
     most = model.config.num_cores
     budget = most if cores is None else operator.index(cores)
     if not 1 <= budget <= most:
-        raise ValueError(f"cores={budget}; a budget is an integer from 1 to {most}")
+        raise ArgumentError(f"cores={budget}; a budget is an integer from 1 to {most}")
     return budget
 
 
@@ -147,7 +148,7 @@ def choose_cores(which: Sequence[int] | None, budget: int, default: int = 6) -> 
 def choose_patch(place: tuple[int, int], grid: tuple[int, int], name: str) -> tuple[int, int]:
     """(row, column) of a patch of the grid."""
     if len(place) != 2 or not all(1 <= number <= most for number, most in zip(place, grid, strict=True)):
-        raise ValueError(
+        raise ArgumentError(
             f"patch {','.join(map(str, place))} is outside the grid of {name}, whose rows are numbered 1 to {grid[0]} "
             f"and columns 1 to {grid[1]}: name a patch as ROW,COLUMN within these"
         )
@@ -168,12 +169,12 @@ def spread(values: Sequence[int], count: int) -> list[int]:
 def _some(values: Sequence[int] | None, default: Sequence[int], what: str) -> Sequence[int]:
     chosen = default if values is None else values
     if not chosen:
-        raise ValueError(f"asked for no {what}; name at least one")
+        raise ArgumentError(f"asked for no {what}; name at least one")
     return chosen
 
 
 def _numbers(what: str, numbers: Sequence[int], most: int, rule: str) -> list[int]:
     for number in numbers:
         if not 1 <= operator.index(number) <= most:
-            raise ValueError(f"{what} {number}: {rule}")
+            raise ArgumentError(f"{what} {number}: {rule}")
     return list(dict.fromkeys(numbers))

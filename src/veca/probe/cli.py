@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from veca.errors import ArgumentError
 from veca.probe.backbones import Backbone, Kind, Precision, load_backbone
 from veca.probe.datasets import ProbeData, load_dataset
 from veca.probe.dense_run import DenseSettings, DepthSettings, NormName
@@ -268,7 +269,7 @@ def numbers(text: str, name: str, kind: Callable[[str], Any]) -> tuple[Any, ...]
     except ValueError:
         pass
     words = "whole numbers" if kind is int else "numbers"
-    raise ValueError(f"--{name} is {text!r}; it takes {words} with commas between, none below 0, as 8,16")
+    raise ArgumentError(f"--{name} is {text!r}; it takes {words} with commas between, none below 0, as 8,16")
 
 
 def _show(rows: Sequence[Row], folder: Path) -> None:

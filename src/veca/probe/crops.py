@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from veca.errors import ArgumentError
+
 
 def random_crop_and_flip(
     image: Tensor, label: Tensor, size: tuple[int, int], generator: torch.Generator, fill: float = 255
@@ -21,7 +23,7 @@ def random_crop_and_flip(
     count (for depths 0), to the label.
     """
     if image.shape[-2:] != label.shape[-2:]:
-        raise ValueError(
+        raise ArgumentError(
             f"the image is {tuple(image.shape[-2:])}, its label {tuple(label.shape[-2:])}; resize them to one size"
         )
     below, beside = (max(0, wanted - side) for wanted, side in zip(size, image.shape[-2:], strict=True))
@@ -44,7 +46,7 @@ def slide(
     window of a row or column moves inwards to end with the image, and no window is larger than the image.
     """
     if min(stride) < 1 or any(step > side for step, side in zip(stride, window, strict=True)):
-        raise ValueError(
+        raise ArgumentError(
             f"stride is {stride}, window {window}; a stride must be between 1 and the window, or pixels are missed"
         )
     height, width = images.shape[-2:]
@@ -56,7 +58,7 @@ def slide(
             place = ..., slice(top, top + rows), slice(left, left + columns)
             found = function(images[place])
             if tuple(found.shape[-2:]) != (rows, columns):
-                raise ValueError(
+                raise ArgumentError(
                     f"a window of {rows}×{columns} came back as {tuple(found.shape)}; its last two sides must stay: "
                     "resize the scores to the window"
                 )

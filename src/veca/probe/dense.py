@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from veca.errors import ArgumentError
 from veca.probe.metrics import ALL, Confusion, DepthErrors
 from veca.resize import resized
 
@@ -56,7 +57,7 @@ class DenseHead(nn.Module, ABC):
     def __init__(self, width: int, channels: int, norm: Norm, seed: int) -> None:
         super().__init__()
         if norm not in ("none", "batchnorm", "standardize"):
-            raise ValueError(f"norm is {norm!r}; choose none, batchnorm or standardize")
+            raise ArgumentError(f"norm is {norm!r}; choose none, batchnorm or standardize")
         self.width, self.norm, inputs = width, norm, 2 * width
         self.batchnorm, self.gain, self.shift = None, None, None
         if norm == "batchnorm":
@@ -87,7 +88,7 @@ class DenseHead(nn.Module, ABC):
     def inputs(self, patches: Tensor, cls: Tensor) -> Tensor:
         """What the norm gets to see: (B, h, w, 2 D)."""
         if patches.shape[1] != self.width or tuple(cls.shape) != tuple(patches.shape[:2]):
-            raise ValueError(
+            raise ArgumentError(
                 f"patches are {tuple(patches.shape)}, the global feature {tuple(cls.shape)}; this head takes "
                 f"(B, {self.width}, h, w) and (B, {self.width})"
             )
@@ -127,7 +128,7 @@ class DenseHead(nn.Module, ABC):
         """`take_statistics` from the moments of the batches."""
         count, total, squares = sum(moments, torch.zeros(3, len(self.mean), device=self.mean.device)).double()
         if not count.all():
-            raise ValueError("no batches to take the statistics of the features from")
+            raise ArgumentError("no batches to take the statistics of the features from")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
         self.mean.copy_(mean)
@@ -198,7 +199,7 @@ class SegmentationHead(DenseHead):
         values = labels.cpu().numpy()  # not by torch's threads: they would wait for cores that decode
         wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignore)]
         if len(wrong):  # on a GPU the loss would end the process
-            raise ValueError(
+            raise ArgumentError(
                 f"a label is {int(wrong[0])}; this head takes 0…{self.classes - 1} and {self.ignore} for what does not "
                 "count: give it the number of classes the labels have, or the label to ignore"
             )
@@ -241,12 +242,12 @@ class DepthHead(DenseHead):
     ) -> None:
         super().__init__(width, bins or 1, norm, seed)
         if not 0 < low < high or bins < 0 or bins == 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"low is {low}, high {high}, bins {bins}; depths need 0 < low < high, in metres, and two bins or more; "
                 "bins=0 is plain regression"
             )
         if loss not in ("sig", "l1", "l2"):
-            raise ValueError(f"loss is {loss!r}; choose sig, l1 or l2")
+            raise ArgumentError(f"loss is {loss!r}; choose sig, l1 or l2")
         self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
         self.gradient_weight, self.upsample = gradient_weight, upsample
         self.depths: Tensor

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from veca.checkpoint import write_tensors
+from veca.errors import ArgumentError, VecaError
 from veca.files import atomic_path
 from veca.images import ImageError, open_image
 from veca.probe.backbones import Backbone, Kind
@@ -49,7 +50,7 @@ ByBudget: TypeAlias = dict[int | None, NDArray[np.float32]]
 """Features (B, D)."""
 
 
-class PictureError(ValueError):
+class PictureError(VecaError, ValueError):
     """Pictures that cannot be read: the message names them."""
 
 
@@ -184,7 +185,7 @@ class Extraction:
         for number, part in enumerate(self.parts(split)):
             kept = _read(self._file(key, number), len(part))
             if kept is None:
-                raise ValueError(f"{self._file(key, number)} is damaged or gone since it was written; run it again")
+                raise ArgumentError(f"{self._file(key, number)} is damaged or gone since it was written; run it again")
             values.append(kept.values)
             bad |= kept.bad
         return Features(torch.cat(values), bad)
@@ -247,10 +248,10 @@ def decoding(
         yield batches
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
-            raise ValueError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
+            raise ArgumentError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
         if "DataLoader worker (pid" not in str(error):
             raise
-        raise ValueError(
+        raise ArgumentError(
             f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out: take fewer --workers. "
             "What is done is kept"
         ) from error

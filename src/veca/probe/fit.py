@@ -17,6 +17,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.probe.dense import DenseBatch, DenseHead
 
 STATISTICS_BATCHES = 64
@@ -129,7 +130,9 @@ def fit_many(
         Called with the steps done and all of them.
     """
     if not rates or steps < 1 or (every is not None and every < 1):
-        raise ValueError(f"{len(rates)} rates, {steps} steps, scored every {every}: there must be one at least of each")
+        raise ArgumentError(
+            f"{len(rates)} rates, {steps} steps, scored every {every}: there must be one at least of each"
+        )
     heads = [copy.deepcopy(head).to(device) for head in heads]
     if any(head.norm == "standardize" for head in heads):
         moments = [
@@ -159,7 +162,7 @@ def fit_many(
         if progress is not None:
             progress(done, steps)
     if done < steps:
-        raise ValueError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
+        raise ArgumentError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
     return [fit.sweep(evaluated) for fit in fits]
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.probe.metrics import top_k_accuracy
 
 PIECE = 2**24
@@ -27,12 +28,14 @@ def neighbours(
     The features may be anywhere and of any float type; a piece at a time comes to `device`, or stays where they are.
     """
     if train.ndim != 2 or queries.ndim != 2 or train.shape[1] != queries.shape[1]:
-        raise ValueError(
+        raise ArgumentError(
             f"training features are {tuple(train.shape)}, queries {tuple(queries.shape)}; both must be (number, width) "
             "with one width: extract them with the same model"
         )
     if not 1 <= k <= len(train):
-        raise ValueError(f"k is {k}; it must be between 1 and the number of training features, which is {len(train)}")
+        raise ArgumentError(
+            f"k is {k}; it must be between 1 and the number of training features, which is {len(train)}"
+        )
     device = torch.device(device) if device is not None else queries.device
     rows = min(4096, len(train))
     cosines, numbers = [], []
@@ -75,7 +78,9 @@ def knn_accuracy(
     """Top-1 of the queries (Q, D) for each k, from training features (N, D) with labels (N)."""
     for name, features, of in (("training features", train, labels), ("queries", queries, query_labels)):
         if of.shape != features.shape[:1]:
-            raise ValueError(f"{len(features)} {name} have labels of shape {tuple(of.shape)}; give one label for each")
+            raise ArgumentError(
+                f"{len(features)} {name} have labels of shape {tuple(of.shape)}; give one label for each"
+            )
     cosines, numbers = neighbours(train, queries, max(ks), device)
     classes = 1 + int(max(labels.max(), query_labels.max()))
     found, query_labels = labels.to(numbers.device)[numbers], query_labels.to(numbers.device)
@@ -86,7 +91,7 @@ def knn_accuracy(
 def _directions(features: Tensor, device: torch.device) -> Tensor:
     features = features.to(device).float()
     if not features.isfinite().all():
-        raise ValueError("some features are not finite: they cannot be compared; look at the model that gave them")
+        raise ArgumentError("some features are not finite: they cannot be compared; look at the model that gave them")
     return F.normalize(features, dim=1)
 
 

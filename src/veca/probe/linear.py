@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.probe.metrics import average_precision, mean_average_precision, top_k_hits, valid_label_accuracy
 
 PIECE = 2**24
@@ -117,18 +118,18 @@ def train_linear(
         Called with the epochs done and all of them.
     """
     if not rates or not decays or min(epochs, batch) < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}: one at least of each"
         )
     _check("training", features, labels, classes, multilabel)
     _check("validation", validation_features, validation_labels, classes, multilabel)
     if features.shape[1] != validation_features.shape[1]:
-        raise ValueError(
+        raise ArgumentError(
             f"training features are {features.shape[1]} wide, validation ones {validation_features.shape[1]}: "
             "extract them with the same model"
         )
     if multilabel and not (validation_labels > 0).any():
-        raise ValueError("no validation example has any class: there is no average precision to choose by")
+        raise ArgumentError("no validation example has any class: there is no average precision to choose by")
     device = torch.device(device) if device is not None else features.device
     width = features.shape[1]
     mean, deviation = _statistics(features, device) if standardize else (torch.zeros(width), torch.ones(width))
@@ -180,14 +181,14 @@ def score_valid_labels(head: LinearHead, features: Tensor, valid: Sequence[Seque
     """Top-1 where each example has a set of right labels, as in ImageNet-ReaL; those with an empty one are skipped."""
     classes = len(head.bias)
     if len(valid) != len(features) or not any(valid):
-        raise ValueError(
+        raise ArgumentError(
             f"{len(features)} features and {len(valid)} sets of labels, {sum(map(bool, valid))} of them not empty: "
             "give one set for each feature, in the same order, and a label in some"
         )
     allowed = torch.zeros(len(features), classes, dtype=torch.bool)
     for row, numbers in enumerate(valid):
         if not all(0 <= number < classes for number in numbers):
-            raise ValueError(f"example {row} may be {list(numbers)}; the head knows classes 0…{classes - 1}")
+            raise ArgumentError(f"example {row} may be {list(numbers)}; the head knows classes 0…{classes - 1}")
         allowed[row, list(numbers)] = True
     scores = torch.cat([head(piece) for piece in features.split(_rows_at_once(features, classes))])
     return float(valid_label_accuracy(scores, allowed.to(scores.device)))
@@ -266,13 +267,13 @@ def _rows_at_once(features: Tensor, scores: int) -> int:
 def _check(name: str, features: Tensor, labels: Tensor, classes: int, multilabel: bool) -> None:
     shape = (len(features), classes) if multilabel else (len(features),)
     if features.ndim != 2 or not len(features) or tuple(labels.shape) != shape:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} features are {tuple(features.shape)} and labels {tuple(labels.shape)}; with {classes} classes and "
             f"multilabel={multilabel} they must be (N, D) and {'(N, classes)' if multilabel else '(N)'}, N at least 1"
         )
     low, high = int(labels.min()), int(labels.max())
     allowed = (-1, 1) if multilabel else (0, classes - 1)
     if low < allowed[0] or high > allowed[1]:
-        raise ValueError(f"{name} labels go from {low} to {high}; they must be within {allowed[0]}…{allowed[1]}")
+        raise ArgumentError(f"{name} labels go from {low} to {high}; they must be within {allowed[0]}…{allowed[1]}")
     if not all(piece.isfinite().all() for piece in features.split(_rows_at_once(features, 1))):
-        raise ValueError(f"some {name} features are not finite: look at the model that gave them")
+        raise ArgumentError(f"some {name} features are not finite: look at the model that gave them")

@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from veca.errors import ArgumentError
+
 ALL = slice(None)
 """The heads of a meter, or of a stack."""
 
@@ -99,7 +101,7 @@ class Confusion:
         """Add pixels: class numbers (..., *) of the heads and (*), for any shape *; a label may be `ignore`."""
         total = self.bins[heads]
         if predicted.shape != total.shape[:-1] + labels.shape:
-            raise ValueError(
+            raise ArgumentError(
                 f"predictions are {tuple(predicted.shape)}, labels {tuple(labels.shape)}; they must have one shape: "
                 "resize the scores to the labels before taking the best class"
             )
@@ -120,7 +122,7 @@ class Confusion:
     def counts(self) -> Tensor:
         wrong = int(self.bins[-1])
         if wrong:
-            raise ValueError(
+            raise ArgumentError(
                 f"{wrong} pixels have a class outside 0…{self.classes - 1} that is not the ignored {self.ignore}: "
                 "give the number of classes the labels have, or the label to ignore"
             )
@@ -159,7 +161,7 @@ class DepthErrors:
 
     def __init__(self, low: float, high: float, device: torch.device | str = "cpu", heads: Sequence[int] = ()) -> None:
         if not 0 < low < high:
-            raise ValueError(f"low is {low} and high {high}; a range of depths needs 0 < low < high, in metres")
+            raise ArgumentError(f"low is {low} and high {high}; a range of depths needs 0 < low < high, in metres")
         self.low, self.high = low, high
         self._total = torch.zeros(*heads, 9, dtype=torch.float64, device=device)
         """Of the errors of pictures, and their number."""
@@ -168,7 +170,7 @@ class DepthErrors:
         """Add pictures, (..., B, H, W) of the heads and (B, H, W)."""
         total = self._total[heads]
         if predicted.shape != total.shape[:-1] + depth.shape:
-            raise ValueError(
+            raise ArgumentError(
                 f"predictions are {tuple(predicted.shape)}, depths {tuple(depth.shape)}; they must have one shape: "
                 "resize the predictions to the depths"
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from veca.charts import SMALL, Line, line_chart, standalone
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 from veca.html import details, figure, heat_table, section, table, write_page
 from veca.probe import paper
@@ -59,11 +60,11 @@ def write_report(folder: Path) -> tuple[Path, list[str]]:
     """Write the report of the rows in `folder`, into it: the page's path, and what was left out, in sentences."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name the one `veca probe` wrote to")
+        raise ArgumentError(f"{folder} is no folder; name the one `veca probe` wrote to")
     rows, problems = read_rows(folder)
     if not rows:
         why = "; ".join(f"{file} {why}" for file, why in problems[:3]) or "`veca probe` has finished none yet"
-        raise ValueError(f"{folder} has no row that can be read: {why}")
+        raise ArgumentError(f"{folder} has no row that can be read: {why}")
     name, every = printable(folder.resolve().name), groups(rows)
     gallery = _Gallery(folder)
     curves = {group: pictures(group) for group in every}
@@ -234,16 +235,16 @@ class _Gallery:
         try:
             place = (self.folder / path).resolve()
             if not place.is_relative_to(self.folder.resolve()):
-                raise ValueError(f"of {row.file} lies outside the folder")
+                raise ArgumentError(f"of {row.file} lies outside the folder")
             kind, start = _TYPES.get(place.suffix.lower().replace("jpeg", "jpg"), ("", b""))
             if not kind:
-                raise ValueError(f"of {row.file} is no .png, .webp or .jpg")
+                raise ArgumentError(f"of {row.file} is no .png, .webp or .jpg")
             size = place.stat().st_size
             if size > min(self.left, MOST_PICTURE_BYTES):
-                raise ValueError(f"of {row.file} has {size:,} bytes, more than the page has room for")
+                raise ArgumentError(f"of {row.file} has {size:,} bytes, more than the page has room for")
             data = place.read_bytes()
             if not data.startswith(start):
-                raise ValueError(f"of {row.file} is no picture of its kind")
+                raise ArgumentError(f"of {row.file} is no picture of its kind")
         except FileNotFoundError:
             self.problems.append(Problem(name, f"of {row.file} is not there"))
             return ""

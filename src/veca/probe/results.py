@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from veca.errors import ArgumentError
 from veca.probe import paper
 from veca.text import number, printable
 
@@ -119,7 +120,7 @@ def read_rows(folder: Path) -> tuple[list[Row], list[Problem]]:
         name = printable(f"rows/{path.name}")
         try:
             if path.stat().st_size > MOST_BYTES:
-                raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB, which no row is")
+                raise ArgumentError(f"is larger than {MOST_BYTES >> 20} MiB, which no row is")
             rows.append(parse_row(json.loads(path.read_text(encoding="utf-8")), name))
         except UnicodeDecodeError:
             problems.append(Problem(name, "is not UTF-8 text"))
@@ -134,14 +135,14 @@ def read_rows(folder: Path) -> tuple[list[Row], list[Problem]]:
 def parse_row(raw: Any, file: str) -> Row:
     """A row from what its file says; a ValueError that says what is wrong with it."""
     if not isinstance(raw, dict):
-        raise ValueError("holds no JSON object, and is no row")
+        raise ArgumentError("holds no JSON object, and is no row")
     if raw.get("schema", SCHEMA) != SCHEMA:
-        raise ValueError(
+        raise ArgumentError(
             f"is of version {raw['schema']!r} of the format of rows; this veca reads version {SCHEMA}: use the veca "
             "that wrote it, or one as new"
         )
     if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
-        raise ValueError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
+        raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
     model, data = _typed(raw, "model", dict), _typed(raw, "data", dict)
     cores = raw.get("cores")
     return Row(
@@ -192,19 +193,19 @@ def _list(value: Any) -> list[Any]:
 
 def _typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
     if not isinstance(raw[key], kind):
-        raise ValueError(f"has {key}={printable(repr(raw[key]))[:60]}, and is no row of `veca probe`")
+        raise ArgumentError(f"has {key}={printable(repr(raw[key]))[:60]}, and is no row of `veca probe`")
     return raw[key]
 
 
 def _text(raw: Mapping[str, Any], key: str, of: str = "") -> str:
     if not isinstance(raw.get(key), str) or not raw[key]:
-        raise ValueError(f"has {of}{key}={printable(repr(raw.get(key)))[:60]}; a name was expected")
+        raise ArgumentError(f"has {of}{key}={printable(repr(raw.get(key)))[:60]}; a name was expected")
     return printable(raw[key])
 
 
 def _count(value: Any, key: str) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError(f"has {key}={printable(repr(value))[:60]}; a whole number from 1 was expected")
+        raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; a whole number from 1 was expected")
     return value
 
 

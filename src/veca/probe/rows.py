@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 from veca.probe.backbones import Backbone
 from veca.probe.datasets.base import ProbeData
@@ -86,7 +87,7 @@ class Job:
     ) -> Row:
         """Write the row. `found` is what of the protocol was not known before."""
         if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.name}: {wrong[0]} is {metrics[wrong[0]]}: nothing was scored, or the head diverged. "
                 "Look at the labels, or take lower rates"
             )

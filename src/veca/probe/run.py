@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.files import check_writable
 from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import DatasetError, ProbeData
@@ -97,7 +98,7 @@ def limited(data: ProbeData, limit: int | None) -> ProbeData:
     if limit is None:
         return data
     if limit < 1:
-        raise ValueError(f"limit is {limit}; at least one picture of each split is needed")
+        raise ArgumentError(f"limit is {limit}; at least one picture of each split is needed")
     splits = {name: split.take(spread(len(split), limit)) for name, split in data.splits.items()}
     counts = {name: len(split) for name, split in splits.items()}
     return dataclasses.replace(data, splits=splits, protocol={**data.protocol, "counts": counts, "limit": limit})

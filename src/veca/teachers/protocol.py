@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from veca.errors import VecaError
 from veca.images import MEAN, STD
 from veca.resize import resized
 
@@ -20,7 +21,7 @@ Meet: TypeAlias = Literal["input", "map"] | int
 short side has so many pixels whatever the student sees, then its map."""
 
 
-class TeacherError(ValueError):
+class TeacherError(VecaError, ValueError):
     """A teacher that cannot be had, or cannot teach: the message says what to do."""
 
 

@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from veca.checkpoint import write_tensors
+from veca.errors import VecaError
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-class DamagedError(ValueError):
+class DamagedError(VecaError, ValueError):
     """A checkpoint that is not what was written."""
 
 

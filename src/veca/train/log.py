@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from torch import Tensor
 
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 from veca.text import duration, printable
 from veca.train.tables import (
@@ -171,7 +172,9 @@ def _tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError("a run's log needs tensorboard, which is not installed: pip install 'veca[train]'") from error
+        raise ArgumentError(
+            "a run's log needs tensorboard, which is not installed: pip install 'veca[train]'"
+        ) from error
     return SummaryWriter
 
 
@@ -179,7 +182,9 @@ def _wandb() -> Any:
     try:
         return import_module("wandb")
     except ImportError as error:
-        raise ValueError("W&B was asked for, but wandb is not installed: pip install wandb, or do without") from error
+        raise ArgumentError(
+            "W&B was asked for, but wandb is not installed: pip install wandb, or do without"
+        ) from error
 
 
 def _join(wandb: Any, project: str, folder: Path, config: dict[str, Any]) -> Any:

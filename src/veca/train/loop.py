@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import veca
 from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
+from veca.errors import VecaError
 from veca.fast import WAYS
 from veca.files import atomic_path
 from veca.train.cache import TargetCache, open_cache
@@ -53,7 +54,7 @@ AGREE_STEPS, AGREE_SECONDS = 10, 3.0
 """After so many steps, or so long, several processes ask each other whether to stop; torchrun waits for 30 s."""
 
 
-class TrainingError(ValueError):
+class TrainingError(VecaError, ValueError):
     """Training cannot go on; the last good checkpoint stays."""
 
 

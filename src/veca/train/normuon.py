@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from veca.errors import ArgumentError
+
 STEPS = 5
 SAFETY = 1.01
 """How far rounding may carry a singular value past where a step was made for."""
@@ -131,7 +133,7 @@ class NorMuon(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.ndim != 2 or len(p) % group["parts"]:
-                    raise ValueError(
+                    raise ArgumentError(
                         f"NorMuon got a parameter of shape {tuple(p.shape)} with parts={group['parts']}; "
                         "it takes matrices whose rows fall into equal parts. Give the others to AdamW"
                     )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from veca.device import choose_device
+from veca.errors import ArgumentError
 from veca.model import Veca
 
 SILENCE, PATIENCE = datetime.timedelta(minutes=20), datetime.timedelta(days=7)
@@ -42,13 +43,13 @@ def processes(device: str = "auto") -> Iterator[World]:
     """
     rank, size, local = (int(os.environ.get(name, default)) for name, default in _FROM_TORCHRUN)
     if size > 1 and device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device {device!r} for {size} processes: each takes its own, so name cpu, cuda or auto")
+        raise ArgumentError(f"device {device!r} for {size} processes: each takes its own, so name cpu, cuda or auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     own = torch.device("cuda", local) if device == "cuda" and torch.cuda.is_available() else choose_device(device)
     if own.type == "cuda":
         if own.index >= torch.cuda.device_count():
-            raise ValueError(
+            raise ArgumentError(
                 f"{torch.cuda.device_count()} GPUs for process {local} of this machine; "
                 "start as many processes as there are GPUs: torchrun --nproc-per-node=gpu"
             )
@@ -79,7 +80,7 @@ def first_alone(world: World) -> Iterator[None]:
     try:
         dist.all_reduce(torch.zeros(1), group=patient)
     except RuntimeError as error:
-        raise ValueError("another process has ended; what it said is the reason") from error
+        raise ArgumentError("another process has ended; what it said is the reason") from error
     dist.destroy_process_group(patient)
 
 

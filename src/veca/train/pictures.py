@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+from veca.errors import VecaError
 from veca.files import atomic_path
 from veca.images import ImageError
 from veca.sources import (
@@ -49,7 +50,7 @@ _SCHEMA = pa.schema(_COLUMNS)
 _Number = TypeVar("_Number", np.int64, np.uint8)
 
 
-class DataError(ValueError):
+class DataError(VecaError, ValueError):
     """Pictures that cannot be had; the message says which, why and the way out."""
 
 

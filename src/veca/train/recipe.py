@@ -19,12 +19,13 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import yaml
 
 from veca.config import did_you_mean, get_config
+from veca.errors import VecaError
 from veca.images import MAX_PIXELS
 
 Kind = TypeVar("Kind")
 
 
-class RecipeError(ValueError):
+class RecipeError(VecaError, ValueError):
     """A recipe that cannot be followed: the message names the key, the value and the rule."""
 
 

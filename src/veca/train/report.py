@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from veca.charts import Line, Point, bar_chart, line_chart, smooth
+from veca.errors import ArgumentError
 from veca.html import details, figure, heat_table, section, table, write_page
 from veca.text import duration, number, printable
 from veca.train.plan import resolution_odds, shares
@@ -72,7 +73,7 @@ def write_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a run, of the files that are there; its path comes back."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name the one a run wrote to")
+        raise ArgumentError(f"{folder} is no folder; name the one a run wrote to")
     run = _read(folder)
     out = folder / "report.html"
     write_page(

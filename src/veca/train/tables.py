@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from veca.errors import ArgumentError
 from veca.files import atomic_path
 
 PARTS = ("total", "cls", "dense", "cosine", "mse")
@@ -99,7 +100,7 @@ class Table(Lines):
             lines = whole_lines(old)
             header = next(lines, [])
             if header[: len(self.keys)] != self.keys:
-                raise ValueError(
+                raise ArgumentError(
                     f"{self.path} begins with {','.join(header)[:80]!r}, not with {','.join(self.keys)}: it is no table"
                     " of a run. Move it away, or choose another folder"
                 )

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from veca.errors import ArgumentError
 from veca.probe.cli import Data, Limit, Root, SkipBad, numbers
 from veca.terminal import Device, Restart, Size, Source, Workers, out, stoppable, warn, workers_of
 from veca.tune.settings import ClassifySettings, Head, SegmentSettings
@@ -45,7 +46,9 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
             from veca.train.recipe import build
             from veca.tune.run import finetune
         except ImportError as error:
-            raise ValueError(f"tuning needs {error.name}, which is not installed: pip install 'veca[train]'") from error
+            raise ArgumentError(
+                f"tuning needs {error.name}, which is not installed: pip install 'veca[train]'"
+            ) from error
         asked = {
             "size": size, "cores": [] if cores == "all" else numbers(cores, "cores", int), "epochs": epochs,
             "batch": batch, "rate": rate, "layer_decay": layer_decay, "head": head, "workers": workers_of(workers),

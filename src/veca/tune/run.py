@@ -25,6 +25,7 @@ from torch import Tensor
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
 from veca.device import choose_device
+from veca.errors import ArgumentError
 from veca.files import atomic_path, check_writable
 from veca.images import normalize
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
@@ -280,7 +281,7 @@ class Tuner:
         self.optimizer.zero_grad()
         self.bad = 0 if fine else self.bad + 1
         if self.bad == MOST_BAD:
-            raise ValueError(
+            raise ArgumentError(
                 f"{MOST_BAD} steps in a row had no finite gradient, the last at step {step:,}: lower --rate, or take "
                 "--set precision=float32, in another --out"
             )
@@ -389,7 +390,7 @@ class Tuner:
         saved = newest_checkpoint(self.folder / "checkpoints", self.notices.append)
         steps = gathered(saved and saved.step, self.world)
         if any(step != steps[0] for step in steps):
-            raise ValueError(
+            raise ArgumentError(
                 f"processes find different checkpoints in {self.folder} ({steps}): they must share the folder"
             )
         if saved is None:
@@ -488,9 +489,11 @@ def _check_folder(folder: Path, model: str) -> None:
     """What is there stays whole, --restart or not: the weights to start from, and runs that are none of ours."""
     source = Path(model) if Path(model).exists() else find_shipped(model)
     if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
-        raise ValueError(f"--out {folder} is the model's own folder, which would be written over; take another --out")
+        raise ArgumentError(
+            f"--out {folder} is the model's own folder, which would be written over; take another --out"
+        )
     if (folder / "recipe.yaml").is_file() and not is_tuned(folder):
-        raise ValueError(f"{folder} holds a run of `veca distill`; take another --out")
+        raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
 
 
 def _check_data(data: ProbeData, task: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from veca.config import VecaConfig
+from veca.errors import ArgumentError
 from veca.images import nearest_sizes
 
 Task: TypeAlias = Literal["classify", "segment"]
@@ -66,7 +67,7 @@ class Settings:
 
     def require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
+            raise ArgumentError(f"{name}={getattr(self, name)!r}: must be {rule}")
 
     def budgets(self, config: VecaConfig) -> dict[int, float]:
         """Budgets and their odds, which are the paper's: large ones come more often. Size and budgets are checked."""
@@ -89,7 +90,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: object
     """A run goes on with what it began with, but for what decides no number."""
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in FREE]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
-        raise ValueError(
+        raise ArgumentError(
             f"{folder} holds a run that was asked otherwise ({'; '.join(different)}). Take another --out, or --restart "
             "to begin anew in it"
         )

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from veca.errors import ArgumentError
 from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.terminal import Device, err, load_model, out
@@ -43,12 +44,14 @@ def explore(
 
         from veca.web.app import create_app
     except ImportError as error:
-        raise ValueError(f"the explorer needs {error.name}, which is not installed: pip install 'veca[web]'") from error
+        raise ArgumentError(
+            f"the explorer needs {error.name}, which is not installed: pip install 'veca[web]'"
+        ) from error
 
     if token is not None and not (
         len(token) >= 8 and token.isascii() and token.replace("-", "").replace("_", "").isalnum()
     ):
-        raise ValueError("--token: at least 8 letters, digits, - or _, so that it fits into an address")
+        raise ArgumentError("--token: at least 8 letters, digits, - or _, so that it fits into an address")
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(16)
     with _bound(host, port) as bound:
@@ -78,7 +81,9 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.listen(128)  # from now on clients wait, and are not refused
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"cannot answer at {host}, port {port}: {reason}; choose another --port or --host") from error
+        raise ArgumentError(
+            f"cannot answer at {host}, port {port}: {reason}; choose another --port or --host"
+        ) from error
     return bound
 
 

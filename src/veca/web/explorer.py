@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
+from veca.errors import VecaError
 from veca.model import Veca
 from veca.web.analysis import REFERENCE, Analysis, analyse, input_of, reference
 from veca.web.costs import Measure, measure_dense, measure_veca
@@ -28,7 +29,7 @@ PATIENCE = 30.0
 """Seconds an upload may take."""
 
 
-class ProblemError(Exception):
+class ProblemError(VecaError):
     """What a client did wrong, as it is told."""
 
     def __init__(self, status: int, problem: str, **headers: str) -> None:

@@ -15,16 +15,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from veca.errors import VecaError
+
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
 MOST_PANES = 4096
 
 
-class BusyError(Exception):
+class BusyError(VecaError):
     """The queue is full; a moment later it will not be."""
 
 
-class DroppedError(Exception):
+class DroppedError(VecaError):
     """Nobody waits for the answer any more: the client left, or asked for something else instead."""
 
 

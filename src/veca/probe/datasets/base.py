@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from veca.errors import VecaError
 from veca.images import ImageError, open_values
 from veca.probe.datasets.matlab import MatError, load_mat
 from veca.sources import as_text, read_span
@@ -28,7 +29,7 @@ HELD_OUT = 0.1
 """The share of train that becomes val where a benchmark has none."""
 
 
-class DatasetError(ValueError):
+class DatasetError(VecaError, ValueError):
     """A dataset that cannot be had; the message says what is missing, and the layout that is expected."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from veca.errors import ArgumentError
 from veca.probe.datasets.base import IGNORE
 
 Table = NDArray[np.int16]
@@ -114,5 +115,5 @@ def context(labels: dict[int, str]) -> Table:
     """Of the numbers of the 459 labels; those that are none of the 59, and 0, are background."""
     index = {name: i for i, name in enumerate(CONTEXT)}
     if missing := set(CONTEXT[1:]) - set(labels.values()):
-        raise ValueError(f"the list of labels has no {', '.join(sorted(missing))}")
+        raise ArgumentError(f"the list of labels has no {', '.join(sorted(missing))}")
     return table([(0, 0), *((value, index.get(name, 0)) for value, name in labels.items())], max(labels) + 1)

@@ -7,12 +7,14 @@ import struct
 import zlib
 from typing import Any
 
+from veca.errors import VecaError
+
 _MOST = 1 << 28
 """Bytes of a file, packed or not: the largest of the benchmarks has a few million."""
 _COMPRESSED = 15
 
 
-class MatError(ValueError):
+class MatError(VecaError, ValueError):
     """A .mat file that cannot be used; the message names it, the reason and the way out."""
 
 
