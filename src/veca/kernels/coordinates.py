@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veca.kernels.indexing import program_pair
+
 
 @triton.jit
 def _tanh(x):
@@ -23,15 +25,16 @@ def _move(
     x, weight, bias, alpha, state, new_state, coordinates, C, stride_b, stride_state,
     STEP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1)
-    c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group, b = program_pair(tl.cdiv(C, ROWS))
+    b = b.to(tl.int64)
+    c = group * ROWS + tl.arange(0, ROWS)
     mask = c < C
     here_x = tl.load(state + b * stride_state + 2 * c, mask, 0.0)
     here_y = tl.load(state + b * stride_state + 2 * c + 1, mask, 0.0)
     if STEP:
         k = tl.arange(0, WIDTH)[None, :]
         inside = mask[:, None] & (k < D)
-        core = tl.load(x + b.to(tl.int64) * stride_b + c[:, None] * D + k, inside, 0.0).to(tl.float32)
+        core = tl.load(x + b * stride_b + c[:, None] * D + k, inside, 0.0).to(tl.float32)
         factor = tl.load(alpha)
         here_x += factor * (tl.sum(core * tl.load(weight + k, k < D, 0.0), 1) + tl.load(bias))
         here_y += factor * (tl.sum(core * tl.load(weight + D + k, k < D, 0.0), 1) + tl.load(bias + 1))
@@ -50,7 +53,7 @@ def move(x: Tensor, cores: int, state: Tensor, head: tuple[Tensor, Tensor, Tenso
     batch, _, dim = x.shape
     new_state, coordinates = torch.empty(2, batch, cores, 2, device=x.device, dtype=torch.float32)
     weight, bias, alpha = head or (state, state, state)
-    _move[triton.cdiv(cores, 4), batch](
+    _move[triton.cdiv(cores, 4) * batch,](
         x, weight, bias, alpha, state, new_state, coordinates, cores, x.stride(0),
         state.stride(0) if state.ndim == 3 else 0,
         STEP=head is not None, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=4,

@@ -29,6 +29,8 @@ from veca.kernels.launch import launchable, multiprocessors
 from veca.kernels.rotary import load, load_frequency, load_turned, table
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MAX_STRIDE = 2**22
+"""Of tokens, heads, and q, k and v, of which a program takes up to 256 of one with offsets in 32 bits."""
 
 
 @triton.jit
@@ -48,21 +50,23 @@ def _running_softmax(s, v, top, total, acc, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def _patches_ask(
-    base, cores, patches, frequency, out, lse, C, N, start, stop, scale, stride_s, stride_3, stride_o,
+    base, cores, patches, frequency, out, lse, C, first_patch, count, scale, stride_s, stride_3, stride_o,
     D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FULL_C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    token = (C + first_patch).to(tl.int64)
+    own, out, lse, patches = base + token * stride_s, out + token * stride_o, lse + token, patches + 2 * first_patch
     if CHUNKS == 1:
         cos, sin = table(cores, frequency, tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k = load_turned(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
         v = load(base + 2 * stride_3 + c * stride_s, c < C, D)
-    for tile in tl.range(start, stop, num_stages=STAGES):
+    for tile in tl.range(0, tl.cdiv(count, TILE), num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
-        mask = (n < N)[:, None]
-        patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
-        q = load_turned(base + (C + n)[:, None] * stride_s, mask, patch_c, patch_s, HALF)
+        mask = (n < count)[:, None]
+        patch_c, patch_s = table(patches, frequency, n[:, None], count - 1, HALF, EXACT)
+        q = load_turned(own + n[:, None] * stride_s, mask, patch_c, patch_s, HALF)
         if CHUNKS == 1:
             s = scores(q, k, PRECISION)
             if not FULL_C:
@@ -83,25 +87,27 @@ def _patches_ask(
                 s = tl.where(first + column < C, scores(q, k, PRECISION), float("-inf"))
                 top, total, o = _running_softmax(s, v, top, total, o, scale, PRECISION)
         o *= (1.0 / total)[:, None]
-        tl.store(out + (C + n)[:, None] * stride_o + tl.arange(0, D)[None, :], o.to(q.dtype), mask)
-        tl.store(lse + C + n, top + tl.log2(total), n < N)
+        tl.store(out + n[:, None] * stride_o + tl.arange(0, D)[None, :], o.to(q.dtype), mask)
+        tl.store(lse + n, top + tl.log2(total), n < count)
 
 
 @triton.jit
 def _cores_ask(
-    base, cores, patches, frequency, out, lse, share, chunk, C, N, start, stop, scale, stride_s, stride_3, stride_o,
+    base, cores, patches, frequency, out, lse, share, chunk, C, first_patch, count, scale,
+    stride_s, stride_3, stride_o,
     D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row = chunk * CHUNK + c[:, None]
+    own, patches = base + (C + first_patch).to(tl.int64) * stride_s, patches + 2 * first_patch
     cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
     q = load_turned(base + row * stride_s, row < C, cos, sin, HALF)
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     acc = tl.zeros([CHUNK, D], tl.float32)
-    if start == 0:  # cores answer cores too
+    if first_patch == 0:  # cores answer cores too
         for first in range(0, C, CHUNK):
             key = base + (first + c)[:, None] * stride_s
             mask = (first + c < C)[:, None]
@@ -110,16 +116,16 @@ def _cores_ask(
             v = load(key + 2 * stride_3, mask, D)
             s = tl.where(first + column < C, scores(q, k, PRECISION), float("-inf"))
             top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
-    for tile in tl.range(start, stop, num_stages=STAGES):
+    for tile in tl.range(0, tl.cdiv(count, TILE), num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
-        mask = (n < N)[:, None]
-        key = base + (C + n)[:, None] * stride_s
-        patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+        mask = (n < count)[:, None]
+        key = own + n[:, None] * stride_s
+        patch_c, patch_s = table(patches, frequency, n[:, None], count - 1, HALF, EXACT)
         k = load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = load(key + 2 * stride_3, mask, D)
         s = scores(q, k, PRECISION)
         if not FULL_N:
-            s = tl.where((n < N)[None, :], s, float("-inf"))
+            s = tl.where((n < count)[None, :], s, float("-inf"))
         top, total, acc = _running_softmax(s, v, top, total, acc, scale, PRECISION)
     channel = tl.arange(0, D)[None, :]
     if ALONE:
@@ -142,21 +148,21 @@ def _attention(
     bh, split, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
-    cores += b * (2 * C)
+    cores += b.to(tl.int64) * (2 * C)
     frequency = load_frequency(frequencies, D // 2)
-    start = split * tiles
-    stop = min(start + tiles, tl.cdiv(N, TILE))
+    first_patch = split * (tiles * TILE)
+    count = min(N - first_patch, tiles * TILE)
     out += b.to(tl.int64) * (C + N) * (H * D) + h * D
     lse += bh.to(tl.int64) * (C + N)
     if role == 0:
         _patches_ask(
-            base, cores, patches, frequency, out, lse, C, N, start, stop, SCALE * LOG2_E, stride_s, stride_3, H * D,
-            D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
+            base, cores, patches, frequency, out, lse, C, first_patch, count, SCALE * LOG2_E,
+            stride_s, stride_3, H * D, D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
         _cores_ask(
-            base, cores, patches, frequency, out, lse, share, role - 1, C, N, start, stop, SCALE * LOG2_E,
+            base, cores, patches, frequency, out, lse, share, role - 1, C, first_patch, count, SCALE * LOG2_E,
             stride_s, stride_3, H * D, D, CHUNK, TILE, ALONE, FULL_N, EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -185,7 +191,7 @@ def _join(
         total = total * fade + tl.load(share + CHUNK * (D + 1) + c) * weight
         top = new_top
     c += chunk * CHUNK
-    at = (b * (C + N) + c).to(tl.int64)[:, None] * (H * D) + h * D + channel
+    at = (b.to(tl.int64) * (C + N) + c)[:, None] * (H * D) + h * D + channel
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), c[:, None] < C)
     tl.store(lse + bh.to(tl.int64) * (C + N) + c, top + tl.log2(total), c < C)
 
@@ -227,8 +233,11 @@ class Launch(NamedTuple):
     """Tiles for each of them."""
 
 
-def prepare(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> Launch:
-    """Sizes may be symbols, when they are traced: what is known of them only later is decided without them."""
+def prepare(qkv: Tensor, cores: int, backward: bool, cut: Plan | None, stride: int = 0) -> Launch:
+    """How to launch the kernels of a pass; `stride` is the largest from token to token in tensors other than qkv.
+
+    Sizes may be symbols, when they are traced: what is known of them only later is decided without them.
+    """
     batch, tokens, _, heads, width = qkv.shape
     cut = cut or plan(qkv, cores, backward)
     chunks = int(triton.cdiv(cores, cut.chunk))
@@ -236,7 +245,9 @@ def prepare(qkv: Tensor, cores: int, backward: bool, cut: Plan | None) -> Launch
     tiles = triton.cdiv(patches, cut.tile)
     wanted = cut.programs * multiprocessors(qkv) // torch.sym_max(1, 2 * batch * heads)
     splits = torch.sym_max(1, torch.sym_min(tiles, wanted))
-    per_split = triton.cdiv(tiles, splits)
+    # A program finds its first patch with an offset in 64 bits, and all its others from there with one in 32.
+    within_32_bits = (2**31 - 1) // (cut.tile * max(stride, qkv.stride(1), 3 * heads * width))
+    per_split = torch.sym_min(triton.cdiv(tiles, splits), within_32_bits)
     splits = triton.cdiv(tiles, torch.sym_max(1, per_split))
     constants = {
         "H": heads, "D": width, "CHUNK": cut.chunk, "CHUNKS": chunks, "TILE": cut.tile, "STAGES": cut.stages,
@@ -253,8 +264,8 @@ def _whole(count: int, size: int) -> bool:
 
 
 def together(x: Tensor) -> Tensor:
-    """The kernels take any strides but this one: channels of a head lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """`x` as the kernels take it: channels of a head side by side, offsets within a tile of tokens below 2³¹."""
+    return x if x.stride(-1) == 1 and max(x.stride()[1:]) <= MAX_STRIDE else x.contiguous()
 
 
 def forward(

@@ -49,7 +49,7 @@ def _finish(
 
 @triton.jit
 def _patches_asked(
-    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
     stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
@@ -60,13 +60,16 @@ def _patches_asked(
     c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
     dk_core = tl.zeros([CHUNK, D], tl.float32)
     dv_core = tl.zeros([CHUNK, D], tl.float32)
+    token = (C + first_patch).to(tl.int64)
+    own, own_d, own_lse = base + token * stride_s, d_out + token * stride_d, lse + token
+    own_out, to, patches = out + token * (H * D), d_qkv + token * (3 * H * D), patches + 2 * first_patch
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
-        row = base + (chunk * CHUNK + c) * stride_s
+        core = base + (chunk * CHUNK + c) * stride_s
         cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        k = load_turned(row + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
-        v = load(row + 2 * stride_3, chunk * CHUNK + c < C, D)
-    if CORES and start == 0:  # cores ask cores too
+        k = load_turned(core + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
+        v = load(core + 2 * stride_3, chunk * CHUNK + c < C, D)
+    if CORES and first_patch == 0:  # cores ask cores too
         for first in range(0, C, CHUNK):
             cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
             q = load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
@@ -75,26 +78,26 @@ def _patches_asked(
             ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
             dv_core = tl.dot(tl.trans(p.to(q.dtype)), do, dv_core, input_precision=PRECISION)
             dk_core = tl.dot(tl.trans(ds), q, dk_core, input_precision=PRECISION)
-    for tile in tl.range(start, stop, num_stages=STAGES):
+    for tile in tl.range(0, tl.cdiv(count, TILE), num_stages=STAGES):
         n = tile * TILE + tl.arange(0, TILE)
-        mask = (n < N)[:, None]
-        token = (C + n)[:, None]
-        patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
-        q = load_turned(base + token * stride_s, mask, patch_c, patch_s, HALF)
-        do = load(d_out + token * stride_d, mask, D)
-        own_lse = tl.load(lse + C + n, n < N, float("inf"))
+        mask = (n < count)[:, None]
+        row = n[:, None]
+        patch_c, patch_s = table(patches, frequency, row, count - 1, HALF, EXACT)
+        q = load_turned(own + row * stride_s, mask, patch_c, patch_s, HALF)
+        do = load(own_d + row * stride_d, mask, D)
+        row_lse = tl.load(own_lse + n, n < count, float("inf"))
         if CHUNKS > 1:
-            o = load(out + token * (H * D), mask, D)
+            o = load(own_out + row * (H * D), mask, D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         dq = tl.zeros([TILE, D], tl.float32)
         for other in range(SEVERAL):
             first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
             if SEVERAL > 1:
-                row = base + (first + c) * stride_s
+                core = base + (first + c) * stride_s
                 cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-                k = load_turned(row + stride_3, first + c < C, cos, sin, HALF)
-                v = load(row + 2 * stride_3, first + c < C, D)
-            p = tl.exp2(scores(q, k, PRECISION) * (SCALE * LOG2_E) - own_lse[:, None])
+                k = load_turned(core + stride_3, first + c < C, cos, sin, HALF)
+                v = load(core + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(scores(q, k, PRECISION) * (SCALE * LOG2_E) - row_lse[:, None])
             if not FULL_C:
                 p = tl.where(first + tl.arange(0, CHUNK)[None, :] < C, p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -107,7 +110,7 @@ def _patches_asked(
             if PATCHES:
                 dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if PATCHES:
-            store_turned_back(d_qkv + token * (3 * H * D), dq * SCALE, mask, patch_c, patch_s, HALF)
+            store_turned_back(to + row * (3 * H * D), dq * SCALE, mask, patch_c, patch_s, HALF)
     if CORES:
         if ALONE:
             _finish(
@@ -124,7 +127,7 @@ def _patches_asked(
 
 @triton.jit
 def _cores_asked(
-    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
     stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
     PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
@@ -134,12 +137,14 @@ def _cores_asked(
     HALF: tl.constexpr = D // 2
     c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
     dq_core = tl.zeros([CHUNK, D], tl.float32)
+    token = (C + first_patch).to(tl.int64)
+    own, own_d_qkv, patches = base + token * stride_s, d_qkv + token * (3 * H * D), patches + 2 * first_patch
     SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
     if SEVERAL == 1:
         cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         q = load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
         do, core_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
-    if CORES and start == 0:  # cores ask cores too
+    if CORES and first_patch == 0:  # cores ask cores too
         for first in range(0, C, CHUNK):
             key = base + (first + c) * stride_s
             cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
@@ -149,12 +154,11 @@ def _cores_asked(
             p = tl.where(first + c < C, p, 0.0)
             ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(k.dtype)
             dq_core = tl.dot(tl.trans(ds), k, dq_core, input_precision=PRECISION)
-    for tile in tl.range(start, stop, num_stages=STAGES):
-        n = tile * TILE + tl.arange(0, TILE)
-        mask = (n < N)[:, None]
-        token = (C + n)[:, None]
-        key = base + token * stride_s
-        patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+    for tile in tl.range(0, tl.cdiv(count, TILE), num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)[:, None]
+        mask = n < count
+        key = own + n * stride_s
+        patch_c, patch_s = table(patches, frequency, n, count - 1, HALF, EXACT)
         k = load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
         v = load(key + 2 * stride_3, mask, D)
         dk = tl.zeros([TILE, D], tl.float32)
@@ -177,7 +181,7 @@ def _cores_asked(
                 dv = tl.dot(p.to(k.dtype), do, dv, input_precision=PRECISION)
                 dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if PATCHES:
-            to = d_qkv + token * (3 * H * D) + H * D
+            to = own_d_qkv + n * (3 * H * D) + H * D
             store_turned_back(to, dk * SCALE, mask, patch_c, patch_s, HALF)
             tl.store(to + H * D + channel, dv.to(k.dtype), mask)
     if CORES:
@@ -204,26 +208,26 @@ def _attention_backward(
     S = C + N
     chunk = place // 2
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
-    cores += b * (2 * C)
+    cores += b.to(tl.int64) * (2 * C)
     frequency = load_frequency(frequencies, D // 2)
     out += b.to(tl.int64) * S * (H * D) + h * D
     lse += bh.to(tl.int64) * S
     d_out += b.to(tl.int64) * stride_db + h * D
     d_qkv += b.to(tl.int64) * S * (3 * H * D) + h * D
-    d_points += (2 * bh + place % 2) * (2 * C)
+    d_points += (2 * bh + place % 2).to(tl.int64) * (2 * C)
     # A share is dq, dk and dv of the chunk, (CHUNK, d) each.
     share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
-    start = split * tiles
-    stop = min(start + tiles, tl.cdiv(N, TILE))
+    first_patch = split * (tiles * TILE)
+    count = min(N - first_patch, tiles * TILE)
     if place % 2 == 0:
         _patches_asked(
-            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
             stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_C, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _cores_asked(
-            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, N, start, stop,
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
             stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_N, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
@@ -242,16 +246,16 @@ def _join_backward(
     d_qkv += b.to(tl.int64) * (C + N) * (3 * H * D) + h * D
     channel = tl.arange(0, D)[None, :]
     step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
-    row = shares + (bh * CHUNKS + chunk).to(tl.int64) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
+    row = shares + (bh.to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
     d = tl.zeros([CHUNK, D], tl.float32)
     turned = row + (1 - role) * CHUNK * D
     for _ in range(splits):
         d += tl.load(turned + channel)
         turned += step
     _finish(
-        d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points + (2 * bh + role) * (2 * C),
-        cores + b * (2 * C), load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D,
-        SCALE, D, CHUNK, EXACT,
+        d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D,
+        d_points + (2 * bh + role).to(tl.int64) * (2 * C), cores + b.to(tl.int64) * (2 * C),
+        load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
     )  # fmt: skip
     if role == 0:
         dv = tl.zeros([CHUNK, D], tl.float32)
@@ -271,7 +275,7 @@ def backward(
     qkv, d_out = together(qkv), together(d_out)
     batch, tokens, _, heads, width = qkv.shape
     cores = core_points.shape[1]
-    constants, options, splits, tiles = prepare(qkv, cores, True, cut)
+    constants, options, splits, tiles = prepare(qkv, cores, True, cut, d_out.stride(1))
     chunk, chunks, alone = constants["CHUNK"], constants["CHUNKS"], constants["ALONE"]
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     shares = qkv.new_empty(0 if alone else splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)

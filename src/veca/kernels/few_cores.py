@@ -20,22 +20,25 @@ import triton.language as tl
 from torch import Tensor
 
 from veca.kernels.core_attention import LOG2_E, scores
+from veca.kernels.indexing import program_pair, row_pointers
 from veca.kernels.launch import multiprocessors
 from veca.kernels.rotary import load_frequency, load_turned, table
 
 
-@triton.jit(do_not_specialize=["C", "N", "asking", "tiles"])
+@triton.jit(do_not_specialize=["C", "N", "asking", "splits", "tiles"])
 def _probabilities(
-    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, asking, tiles, scale,
+    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, asking, splits, tiles, scale,
     stride_qb, stride_q, stride_k,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PATCHES: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
-    split, bh, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, bh = program_pair(splits)
+    role = tl.program_id(1)
     b, h = bh // H, bh % H
     S = C + N
-    cores += b * (2 * C)
+    cores += b.to(tl.int64) * (2 * C)
+    patch_to_core += b.to(tl.int64) * S * (H * C)
     q += b.to(tl.int64) * stride_qb + h * D
     k += b.to(tl.int64) * S * stride_k + h * D
     frequency = load_frequency(frequencies, D // 2)
@@ -47,17 +50,18 @@ def _probabilities(
         key = load_turned(k + c * stride_k, c < C, cos, sin, HALF)
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)[:, None]
+            token = C + tile * TILE
             patch_c, patch_s = table(patches, frequency, n, N - 1, HALF, EXACT)
-            query = load_turned(q + (C + n) * stride_q, n < N, patch_c, patch_s, HALF)
+            query = load_turned(row_pointers(q, token, stride_q, TILE), n < N, patch_c, patch_s, HALF)
             s = tl.where(column < C, scores(query, key, PRECISION), float("-inf"))
             p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
             p *= (1.0 / tl.sum(p, 1))[:, None]
-            to = patch_to_core + b.to(tl.int64) * S * (H * C) + (C + n) * (H * C) + h * C + column
+            to = row_pointers(patch_to_core, token, H * C, TILE) + h * C + column
             tl.store(to, p.to(query.dtype), (n < N) & (column < C))
     else:  # cores ask; log2 of their probabilities, up to a constant
         cos, sin = table(cores, frequency, c, C - 1, HALF, EXACT)
         query = load_turned(q + c * stride_q, c < asking, cos, sin, HALF)
-        to = logits + (bh * asking + c).to(tl.int64) * S
+        to = logits + (bh.to(tl.int64) * asking + c) * S
         if split == 0:
             for first in range(0, C, CHUNK):
                 key_c, key_s = table(cores, frequency, first + c, C - 1, HALF, EXACT)
@@ -67,7 +71,8 @@ def _probabilities(
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)
             patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
-            key = load_turned(k + (C + n)[:, None] * stride_k, (n < N)[:, None], patch_c, patch_s, HALF)
+            rows = row_pointers(k, C + tile * TILE, stride_k, TILE)
+            key = load_turned(rows, (n < N)[:, None], patch_c, patch_s, HALF)
             s = scores(query, key, PRECISION) * scale
             tl.store(to + C + n[None, :], s, (c < asking) & (n < N)[None, :])
 
@@ -96,9 +101,11 @@ def _ask(
     tiles = triton.cdiv(tokens - cores, 64)
     splits = max(1, min(tiles, 10 * multiprocessors(k) // ((1 + patches) * batch * heads)))
     per_split = triton.cdiv(tiles, splits)
-    _probabilities[triton.cdiv(tiles, per_split), batch * heads, 1 + patches](
+    splits = triton.cdiv(tiles, per_split)
+    _probabilities[splits * batch * heads, 1 + patches](
         q, k, core_points, patch_points, frequencies, logits if patch_to_core is None else patch_to_core, logits,
-        cores, tokens - cores, asking, per_split, width**-0.5 * LOG2_E.value, q.stride(0), q.stride(1), k.stride(1),
+        cores, tokens - cores, asking, splits, per_split, width**-0.5 * LOG2_E.value,
+        q.stride(0), q.stride(1), k.stride(1),
         H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(asking)), TILE=64, PATCHES=patches,
         EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,
     )  # fmt: skip
@@ -110,8 +117,11 @@ def _averaging(
     logits, moments, out, rows, S, M, eps,
     D: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, b = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(1)
-    at = (b * rows + row).to(tl.int64) * S
+    group, b = program_pair(tl.cdiv(rows, ROWS))
+    b = b.to(tl.int64)
+    row = group * ROWS + tl.arange(0, ROWS)[:, None]
+    at = (b * rows + row) * S
+    moments += b * S
     # Each lane runs over its own columns; lanes are joined once, at the end.
     top = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -130,8 +140,8 @@ def _averaging(
         sums = tl.zeros([1, BLOCK], tl.float32)
         squares = tl.zeros([1, BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
-            sums += tl.load(moments + (2 * part) * M + b * S + s, s < S, 0.0)
-            squares += tl.load(moments + (2 * part + 1) * M + b * S + s, s < S, 0.0)
+            sums += tl.load(moments + (2 * part) * M.to(tl.int64) + s, s < S, 0.0)
+            squares += tl.load(moments + (2 * part + 1) * M.to(tl.int64) + s, s < S, 0.0)
         mean = sums / D
         p = tl.exp2(tl.load(logits + at + s, inside, float("-inf")) - best) / all_of_it
         tl.store(
@@ -145,7 +155,7 @@ def averaging(logits: Tensor, moments: Tensor, dim: int, eps: float, dtype: torc
     """Weights (B, H·C, S): weights · x, through a value projection with the norm folded in, are the cores' values."""
     batch, rows, tokens = logits.shape
     out = torch.empty_like(logits, dtype=dtype)
-    _averaging[triton.cdiv(rows, 4), batch](
+    _averaging[triton.cdiv(rows, 4) * batch,](
         logits, moments, out, rows, tokens, batch * tokens, eps, D=dim, PARTS=moments.shape[0], ROWS=4, BLOCK=512
     )
     return out
@@ -157,15 +167,16 @@ def _mix(
     INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1)
-    s = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # Offsets within an image fit 32 bits and take half the registers of 64.
-    vectors += b.to(tl.int64) * (WIDTH + C) * D
-    x += b.to(tl.int64) * S * D
-    out += b.to(tl.int64) * S * D
+    tile, b = program_pair(tl.cdiv(S, ROWS))
+    b = b.to(tl.int64)
+    s = tile * ROWS + tl.arange(0, ROWS)
+    vectors += b * (WIDTH + C) * D
+    first_row = b * S + tile * ROWS
+    x = row_pointers(x, first_row, D, ROWS)
+    out = row_pointers(out, first_row, D, ROWS)
     inner = tl.arange(0, INNER)
     patch = ((s < S) & (s >= C))[:, None]
-    p = probabilities + b.to(tl.int64) * S * WIDTH + s[:, None] * WIDTH + inner[None, :]
+    p = row_pointers(probabilities, first_row, WIDTH, ROWS) + inner[None, :]
     p = tl.load(p, patch & (inner < WIDTH)[None, :], 0.0)
     # A core takes one vector whole: its own output, which comes after the mixed ones.
     p = tl.where((s < C)[:, None] & (inner[None, :] == WIDTH + s[:, None]), 1.0, p).to(x.dtype.element_ty)
@@ -175,14 +186,16 @@ def _mix(
         n = first + tl.arange(0, COLUMNS)[None, :]
         inside = (s < S)[:, None] & (n < D)
         v = tl.load(vectors + inner[:, None] * D + n, (inner < WIDTH + C)[:, None] & (n < D), 0.0)
-        old = tl.load(x + s[:, None] * D + n, inside, 0.0)
+        old = tl.load(x + n, inside, 0.0)
         acc = tl.dot(p, v, input_precision=PRECISION) + old.to(tl.float32)
         acc = tl.where(inside, acc + tl.load(bias + n, n < D, 0.0), 0.0)
-        tl.store(out + s[:, None] * D + n, acc.to(x.dtype.element_ty), inside)
+        tl.store(out + n, acc.to(x.dtype.element_ty), inside)
         sums += tl.sum(acc, 1)
         squares += tl.sum(acc * acc, 1)
-    tl.store(moments + b * S + s, sums, s < S)
-    tl.store(moments + M + b * S + s, squares, s < S)
+    moments += first_row
+    row = tl.arange(0, ROWS)
+    tl.store(moments + row, sums, s < S)
+    tl.store(moments + M + row, squares, s < S)
 
 
 def mix(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: int) -> tuple[Tensor, Tensor]:
@@ -194,7 +207,7 @@ def mix(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: 
     out = torch.empty_like(x)
     moments = torch.empty(1, 2, batch * tokens, device=x.device, dtype=torch.float32)
     width = probabilities.shape[-1]
-    _mix[triton.cdiv(tokens, 64), batch](
+    _mix[triton.cdiv(tokens, 64) * batch,](
         probabilities, vectors, bias, x, out, moments, cores, tokens, batch * tokens, width,
         INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=64, COLUMNS=64, PRECISION="ieee",
         STAGES=3, num_warps=4,

@@ -1,4 +1,8 @@
-"""How a kernel is launched: at once, or as a step of the graph that is being traced."""
+"""How a kernel is launched: at once, or as a step of the graph that is being traced.
+
+Of the three dimensions of a CUDA grid only the first may pass 65,535: whatever grows with the batch or the image goes
+there, and `veca.kernels.indexing` takes it apart.
+"""
 
 from __future__ import annotations
 

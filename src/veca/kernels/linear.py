@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from veca.kernels.indexing import program_pair
 from veca.kernels.launch import multiprocessors
 from veca.kernels.ops import ROW
 
@@ -62,8 +63,8 @@ def _linear(
             total = tl.zeros([BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_M], tl.float32)
             for part in tl.static_range(NORM):
-                total += tl.load(moments_in + (2 * part) * M + m, m < M, 0.0)
-                squares += tl.load(moments_in + (2 * part + 1) * M + m, m < M, 0.0)
+                total += tl.load(moments_in + (2 * part) * M.to(tl.int64) + m, m < M, 0.0)
+                squares += tl.load(moments_in + (2 * part + 1) * M.to(tl.int64) + m, m < M, 0.0)
             mean = total / K
             acc *= tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + eps)[:, None]
         # The two halves of a tile's columns, one after the other: less to hold at once. After SwiGLU there is one.
@@ -81,9 +82,10 @@ def _linear(
                 right += residual.load([row * BLOCK_M, column * BLOCK_N + HALF]).to(tl.float32)
             out.store([row * BLOCK_M, column * BLOCK_N + HALF], right.to(out.dtype))
             if MOMENTS:
-                tl.store(moments_out + (2 * column) * M + m, tl.sum(left, 1) + tl.sum(right, 1), m < M)
+                to = moments_out + (2 * column) * M.to(tl.int64)
+                tl.store(to + m, tl.sum(left, 1) + tl.sum(right, 1), m < M)
                 squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-                tl.store(moments_out + (2 * column + 1) * M + m, squares, m < M)
+                tl.store(to + M + m, squares, m < M)
 
 
 class Cut(NamedTuple):
@@ -224,21 +226,22 @@ def quantize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "first", "tokens"])
+@triton.jit(do_not_specialize=["channels", "rows", "columns", "first", "tokens"])
 def _patchify(
-    images, out, rows, columns, first, tokens, stride_b, stride_c, stride_y, stride_x,
+    images, out, channels, rows, columns, first, tokens, stride_b, stride_c, stride_y, stride_x,
     WIDTH: tl.constexpr, PATCH: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One line of pixels of one channel: read along the line, written to the patches it crosses.
-    line, channel, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    line, image_channel = program_pair(rows * PATCH)
+    b, channel = (image_channel // channels).to(tl.int64), (image_channel % channels).to(tl.int64)
     row, y = line // PATCH, line % PATCH
     x = tl.arange(0, SIDE)[None, :]
-    images += b.to(tl.int64) * stride_b + channel * stride_c + line * stride_y
-    out += (b * tokens + first + row * columns).to(tl.int64) * WIDTH
+    images += b * stride_b + channel * stride_c + line.to(tl.int64) * stride_y
+    out += (b * tokens + first + row * columns) * WIDTH
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)[:, None]
         inside = (column < columns) & (x < PATCH)
-        a = tl.load(images + (column * PATCH + x) * stride_x, inside, 0.0)
+        a = tl.load(images + (column * PATCH + x).to(tl.int64) * stride_x, inside, 0.0)
         to = out + column * WIDTH + (channel * PATCH + y) * PATCH + x
         tl.store(to, a.to(out.dtype.element_ty), inside)
 
@@ -254,8 +257,8 @@ def patchify(images: Tensor, patch: int, first: int, dtype: torch.dtype, out: Te
     tokens = first + rows * columns
     if out is None:
         out = torch.zeros(batch, tokens, triton.cdiv(channels * patch**2, ROW) * ROW, device=images.device, dtype=dtype)
-    _patchify[height, channels, batch](
-        images, out, rows, columns, first, tokens, *images.stride(),
+    _patchify[height * channels * batch,](
+        images, out, channels, rows, columns, first, tokens, *images.stride(),
         WIDTH=out.shape[2], PATCH=patch, SIDE=triton.next_power_of_2(patch), BLOCK=64,
     )  # fmt: skip
     return out

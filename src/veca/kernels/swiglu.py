@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veca.kernels.add_norm import column_sums
+from veca.kernels.indexing import program_pair
 from veca.kernels.launch import launchable, multiprocessors
 
 COLUMNS = 256
@@ -21,8 +22,9 @@ COLUMNS = 256
 
 @triton.jit(do_not_specialize=["M"])
 def _swiglu(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    m = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    across, down = program_pair(tl.cdiv(W, COLUMNS))
+    m = down.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    n = across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (m < M) & (n < W)
     u = tl.load(h + m * (2 * W) + n, inside, 0.0) + tl.load(bias + n, n < W, 0.0).to(tl.float32)
     v = tl.load(h + m * (2 * W) + W + n, inside, 0.0) + tl.load(bias + W + n, n < W, 0.0).to(tl.float32)
@@ -61,7 +63,7 @@ def forward(h: Tensor, bias: Tensor) -> Tensor:
     h = h.contiguous()
     out = h.new_empty(*h.shape[:-1], width)
     rows = h.numel() // (2 * width)
-    launchable(_swiglu, h)[triton.cdiv(width, COLUMNS), triton.cdiv(rows, 16)](
+    launchable(_swiglu, h)[triton.cdiv(width, COLUMNS) * triton.cdiv(rows, 16),](
         h, bias, out, rows, W=width, ROWS=16, COLUMNS=COLUMNS
     )
     return out
