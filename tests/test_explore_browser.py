@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import uvicorn
 from conftest import make_tiny
 from PIL import Image
 
 from veca.web.app import create_app
+from veca.web.connections import create_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REQUIRED = os.environ.get("VECA_BROWSER") == "required"
@@ -34,7 +34,7 @@ def address() -> Iterator[str]:
         bound.bind(("127.0.0.1", 0))
         bound.listen()  # so that the first page waits for the server
         app = create_app({"tiny": make_tiny(), "other": make_tiny(num_cores=32, budgets=(8, 32))})
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
+        server = create_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"

@@ -40,11 +40,12 @@ from veca.web.answers import (
     binary,
     problems,
 )
+from veca.web.connections import LIMITS, Limits
 from veca.web.costs import count
-from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer, ProblemError
+from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer
 from veca.web.guard import LOOPBACK, Guard
 from veca.web.pictures import MOST_BYTES, SHOWN, TITLES, Picture
-from veca.web.work import BusyError, DroppedError
+from veca.web.work import BusyError, DroppedError, ProblemError
 
 KINDS = {
     "html": "text/html; charset=utf-8",
@@ -65,9 +66,10 @@ def create_app(
     kept: int = MOST_RESULTS,
     most_jobs: int = MOST_JOBS,
     warm: bool = True,
+    limits: Limits = LIMITS,
 ) -> FastAPI:
     """The explorer of `models`, answering under the names `hosts`; with `token`, to those who know it."""
-    explorer = Explorer(models, kept, most_jobs)
+    explorer = Explorer(models, kept, most_jobs, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
