@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 import veca
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
 from veca.inspect import heat
+from veca.inspect.subject import NonFiniteError
 from veca.model import Veca
 from veca.text import origin
 from veca.web import analysis
@@ -237,6 +238,10 @@ async def _unreadable(request: Request, error: Any) -> Response:
     return JSONResponse({"problem": f"This picture cannot be used: {reason}"}, status)
 
 
+async def _not_finite(request: Request, error: Any) -> Response:
+    return JSONResponse({"problem": f"There is nothing to show: {error}."}, 422)
+
+
 HANDLERS: dict[Any, Any] = {
     ProblemError: _told,
     RequestValidationError: _mistaken,
@@ -244,6 +249,7 @@ HANDLERS: dict[Any, Any] = {
     BusyError: _busy,
     DroppedError: _dropped,
     ImageError: _unreadable,
+    NonFiniteError: _not_finite,
 }
 
 
