@@ -247,7 +247,7 @@ def test_responses_that_nobody_reads_are_bounded_in_memory_and_time() -> None:
         assert 1 <= len(pool.open) <= 4
         assert len(ask(port)[1]) == LARGE
 
-    with serving(large([]), Limits(grace_seconds=0.5)) as (port, pool), Crowd() as crowd:
+    with serving(large([]), Limits(grace_seconds=0.5, min_rate=1)) as (port, pool), Crowd() as crowd:
         for request in (GET, GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")):
             crowd.connect(port, request, unread=True)
         wait_for(lambda: len(pool.open) == 2)

@@ -32,11 +32,10 @@ UNSENT_BYTES = 2**28
 """Of responses that clients have not read yet, over all connections."""
 BACKLOG = 128
 """Connections that wait to be accepted; so many can be accepted beyond the limit before the first is closed."""
-
+HEAD_START = 2**16
+"""Bytes credited to every transfer when the slowest is looked for, so that a new one is not the slowest."""
 _SLICE = 2**14
 """Bytes handed to h11 at once: it checks the length of headers only between two calls."""
-_HEAD_START = 2**16
-"""Bytes credited to every transfer when the slowest is looked for, so that a new one is not the slowest."""
 _REFUSAL = b'{"problem": "Too many connections at once; try again in a moment."}'
 
 
@@ -129,7 +128,7 @@ class ConnectionPool:
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         self._sweeping = False
-        for each in [each for each in self.open if each.overdue]:
+        for each in [each for each in self.open if each.is_overdue()]:
             self.close(each)
         self._sweep_later(loop)
 
@@ -141,6 +140,18 @@ class LimitedProtocol(H11Protocol):
     """
 
     pool: ClassVar[ConnectionPool]
+    address: str
+    _since: float
+    """When the present phase began."""
+    _received: int
+    """Bytes received in it."""
+    _to_send: int
+    """Bytes that were to be sent when it began."""
+    _least_unsent: int
+    _last_read: float
+    """The fewest bytes left to send so far, and since when: a client that does not read makes no progress."""
+    _owes_completion: bool
+    """Whether uvicorn has yet to be told that the response is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -182,6 +193,7 @@ class LimitedProtocol(H11Protocol):
         super().resume_writing()
         if self._owes_completion:
             self._owes_completion = False
+            self._begin_phase()
             super().on_response_complete()
 
     def refuse(self) -> None:
@@ -205,22 +217,25 @@ class LimitedProtocol(H11Protocol):
     def pace(self) -> float:
         """Bytes per second of the present phase."""
         elapsed = max(self.loop.time() - self._since, 1e-6)
-        return (self._transferred + _HEAD_START) / elapsed
+        return (self._transferred + HEAD_START) / elapsed
 
-    @property
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """Whether the present phase has taken longer than it may."""
-        limits = self.pool.limits
+        limits, now = self.pool.limits, self.loop.time()
         if self.working:
             return False
         if self.unsent:
+            if self.unsent < self._least_unsent:
+                self._least_unsent, self._last_read = self.unsent, now
+            if now - self._last_read > limits.grace_seconds:
+                return True
             allowed = limits.seconds_for(self._transferred)
         elif self._waiting:
             allowed = limits.idle_seconds if self.cycle and not self._received else limits.header_seconds
         else:
             # An upload is told about its own limits; this one ends bodies that nobody reads.
             allowed = limits.body_seconds + limits.grace_seconds
-        return self.loop.time() - self._since > allowed
+        return now - self._since > allowed
 
     @property
     def _waiting(self) -> bool:
@@ -231,9 +246,9 @@ class LimitedProtocol(H11Protocol):
         return self._to_send - self.unsent if self.unsent else self._received
 
     def _begin_phase(self) -> None:
-        self._since = self.loop.time()
+        self._since = self._last_read = self.loop.time()
         self._received = 0
-        self._to_send = self.unsent
+        self._to_send = self._least_unsent = self.unsent
 
 
 def _within_file_limit(limits: Limits) -> Limits:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ SIZES = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MOST_JOBS = 32
 MOST_RESULTS = 2**29
 """Bytes of results that are kept."""
+MOST_RESPONSES = 2
+"""Responses that are made at once: each takes tens of megabytes, and made faster than sent they would pile up."""
 MOST_OPENINGS = 36
 """Pictures that wait to be opened."""
 
@@ -52,6 +55,7 @@ class Explorer:
         self.worker = Worker("veca-model", most_jobs)
         self._opener = Worker("veca-pictures", MOST_OPENINGS)
         self._uploads = Uploads(limits)
+        self._making = asyncio.Semaphore(MOST_RESPONSES)
 
     def close(self) -> None:
         self.worker.close()
@@ -78,6 +82,11 @@ class Explorer:
         if size not in SIZES:
             raise ProblemError(422, f"size={size}: choose one of {', '.join(map(str, SIZES))}.")
         return self.models[name]
+
+    async def make(self, response: Callable[[], bytes]) -> bytes:
+        """The bytes of a large response, made in a thread when it is their turn."""
+        async with self._making:
+            return await asyncio.to_thread(response)
 
     async def upload(self, request: Request) -> Picture:
         client = _client(request)

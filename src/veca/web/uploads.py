@@ -13,14 +13,12 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from veca.web.connections import Limits
+from veca.web.connections import HEAD_START, Limits
 from veca.web.pictures import MOST_BYTES
 from veca.web.work import DroppedError, ProblemError
 
 UPLOAD_BYTES = 4 * MOST_BYTES
 """Of all uploads together that are being received or wait to be opened."""
-_HEAD_START = 2**16
-"""Bytes credited to every upload when the slowest is looked for, so that a new one is not the slowest."""
 
 
 class _Upload:
@@ -30,7 +28,7 @@ class _Upload:
         self.complete = self.ended = False
 
     def pace(self, now: float) -> float:
-        return (len(self.data) + _HEAD_START) / max(now - self.since, 1e-6)
+        return (len(self.data) + HEAD_START) / max(now - self.since, 1e-6)
 
 
 class Uploads:
