@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 import torch
+from conftest import make_tiny
 from PIL import Image
 
 import veca.demo
@@ -183,6 +184,14 @@ def test_an_unreadable_picture_is_named_and_nothing_is_written(model, picture, t
     with pytest.raises(ImageError, match=r"bad\.png"):
         report(model, [picture, bad], tmp_path / "demo.html")
     assert os.listdir(tmp_path) == ["bad.png"]
+
+
+def test_what_is_not_finite_is_not_reported(picture, tmp_path):
+    broken = make_tiny()
+    torch.nn.init.constant_(broken.blocks[1].attn.qkv.weight, torch.nan)
+    with pytest.raises(veca.VecaError, match=r"not finite: .* blocks\.1\.attn\.qkv\.weight"):
+        report(broken, [picture], tmp_path / "demo.html")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_failure_leaves_the_old_report(model, picture, tmp_path, monkeypatch):

@@ -13,11 +13,12 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import uvicorn
+import torch
 from conftest import make_tiny
 from PIL import Image
 
 from veca.web.app import create_app
+from veca.web.connections import create_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REQUIRED = os.environ.get("VECA_BROWSER") == "required"
@@ -33,8 +34,10 @@ def address() -> Iterator[str]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         bound.listen()  # so that the first page waits for the server
-        app = create_app({"tiny": make_tiny(), "other": make_tiny(num_cores=32, budgets=(8, 32))})
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
+        broken = make_tiny()
+        torch.nn.init.constant_(broken.blocks[1].attn.qkv.weight, torch.nan)
+        app = create_app({"tiny": make_tiny(), "other": make_tiny(num_cores=32, budgets=(8, 32)), "broken": broken})
+        server = create_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
@@ -320,6 +323,17 @@ def test_a_phone(visit: Visit) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
     red, green, blue = visit.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(red, green, blue) < 64, "dark where dark is wished for"
+
+
+def test_a_model_that_gives_nothing_finite_says_so(visit: Visit) -> None:
+    visit.open("picture=rocket&size=128&model=broken")
+    visit.page.wait_for_selector("#problem:not([hidden])")
+    assert "blocks.1.attn.qkv.weight" in visit.page.inner_text("#problem span")
+    assert [text for text in visit.complaints if "422" in text]
+    visit.complaints.clear()
+    visit.page.select_option(".pane select", "tiny")
+    visit.shown("rocket 64 128 2")
+    assert visit.page.is_hidden("#problem")
 
 
 def test_a_question_that_was_overtaken_is_asked_again(visit: Visit) -> None:

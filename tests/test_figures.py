@@ -456,6 +456,24 @@ def test_random_weights_are_announced_and_the_model_stays_as_it_was(kind, photos
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_is_not_drawn(kind, photos):
+    draw, settings = KINDS[kind]
+    broken = make_tiny()
+    torch.nn.init.constant_(broken.blocks[0].attn.qkv.weight, torch.nan)
+    if kind != "features":
+        settings = settings | {"size": 32}
+    with pytest.raises(veca.VecaError, match=r"features are not finite: 1 of its \d+ .* blocks\.0\.attn\.qkv\.weight"):
+        draw(broken, photos[1], **settings)
+
+
+def test_umap_wants_finite_features(monkeypatch):
+    monkeypatch.setitem(sys.modules, "umap", types.ModuleType("umap"))
+    monkeypatch.setattr("veca.inspect.projections.find_spec", lambda name: True)
+    with pytest.raises(veca.VecaError, match="must be finite"):
+        project([torch.full((4, 4, 8), torch.nan)], method="umap")
+
+
 def test_a_figure_names_the_teacher(model, photos, monkeypatch):
     monkeypatch.setattr(model, "provenance", {"weights": "distilled", "teacher": {"name": "some\nteacher"}})
     text = " ".join(words(draw_paths(model, photos[1], budgets=(8,), size=32, name="mine"))).replace("\n", " ")

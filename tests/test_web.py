@@ -178,6 +178,25 @@ def test_a_model_says_where_its_weights_come_from() -> None:
     assert told == [(False, "distilled from a-teacher, not the paper's weights"), (True, "random weights"), (False, "")]
 
 
+def test_a_model_that_gives_nothing_finite_says_so() -> None:
+    broken, overflowing = make_tiny(), make_tiny()
+    torch.nn.init.constant_(broken.blocks[1].attn.qkv.weight, torch.nan)
+    torch.nn.init.constant_(overflowing.blocks[1].attn.qkv.weight, 1e38)
+    app = create_app({"broken": broken, "overflowing": overflowing}, warm=True)
+    with TestClient(app, base_url="http://localhost:8642") as client:
+        asked = {"picture": client.post("/api/pictures", content=photo()).json()["id"], "cores": 16, "size": 128}
+        asks: list[tuple[str, dict[str, str]]] = [
+            ("view", {}), ("layer", {"layer": "1"}), ("features", {}), ("features", {"format": "npz"})
+        ]  # fmt: skip
+        for path, more in asks:
+            answer = client.get(f"/api/{path}", params={**asked, **more, "model": "broken"})
+            assert "hold NaN or infinity, the first blocks.1.attn.qkv.weight" in problem(answer, 422)
+        answer = client.get("/api/view", params={**asked, "model": "overflowing"})
+        assert "overflow in torch.float32" in problem(answer, 422)
+        for path in ("counts", "measures"):
+            assert client.get(f"/api/{path}", params={**asked, "model": "broken"}).status_code == 200
+
+
 def test_without_samples_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("veca.demo.find_spec", lambda name: None)
     with connect() as client:

@@ -33,6 +33,7 @@ from veca.errors import ArgumentError
 from veca.files import atomic_path, check_writable
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, heat, pca, to_rgb
+from veca.inspect.subject import check_finite
 from veca.model import Veca
 from veca.text import origin
 
@@ -132,6 +133,7 @@ def _look(model: Veca, name: str, photo: Image.Image, budgets: Sequence[int], ad
     similarity = [F.cosine_similarity(each, features[-1], dim=-1).mean().item() for each in features]
     block = model.config.depth * 3 // 4
     maps = core_maps(model, images, cores=budgets[-1], layers=[block])[0, 0].float().cpu()
+    check_finite(model, maps, *features)
     colours = pca(torch.stack(features)).cpu()
     advance()
     return _View(name, photo, colours, similarity, maps, block, found.coordinates[:, 0].float().cpu())

@@ -115,7 +115,7 @@ def attention_and_profiles(
     attention = patch_to_core.unflatten(-1, (heads, cores)).transpose(1, 2)  # (B, H, N, C)
     lengths = contributions(attention.to(where), values.to(where), attn.proj.weight.to(where), piece=piece)
     # Values of length 0 (a patch that hears nothing) give no shares; all cores alike is the honest answer.
-    lengths = torch.where(lengths.sum(-1, keepdim=True) > 0, lengths, 1.0)
+    lengths = torch.where(lengths.sum(-1, keepdim=True) == 0, 1.0, lengths)
     profiles = (lengths / lengths.sum(-1, keepdim=True)).to(x.device, better)
     return core_to_all.unflatten(1, (heads, cores)).mean(1), profiles
 

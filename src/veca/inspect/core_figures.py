@@ -33,6 +33,7 @@ from veca.inspect.subject import (
     Photo,
     Pictures,
     Say,
+    check_finite,
     choose_budget,
     choose_budgets,
     choose_cores,
@@ -80,6 +81,7 @@ def draw_layers(
         say(f"{cores_label(budget)}: running the model")
         with looking(model):
             profiles = [core_profiles(model, input_of(model, p), budget, [i - 1 for i in layers])[:, 0] for p in photos]
+            check_finite(model, *profiles)
         say(f"{cores_label(budget)}: {method.upper()} of {sum(p[..., 0].numel() for p in profiles):,} profiles")
         colours.append(project(profiles, 3, method))
     figure, axes = sheet(
@@ -145,6 +147,7 @@ def draw_cores(
             images = input_of(model, photo)
             maps = core_maps(model, images, budget, [layer - 1 for layer in layers])[:, 0].float().cpu()
             places = Veca.forward(model, images, budget).coordinates[:, 0].float().cpu()
+            check_finite(model, maps, places)
         rows = axes[i * len(layers) : (i + 1) * len(layers)]
         for row, layer, attention in zip(rows, layers, maps, strict=True):
             if row is rows[0]:
@@ -189,6 +192,7 @@ def draw_paths(
             [Veca.forward(model, input_of(model, photo), c).coordinates[:, 0].float().cpu() for photo in photos]
             for c in budgets
         ]
+        check_finite(model, *(way for row in ways for way in row))
     lengths = [(way[-1] - way[0]).norm(dim=-1) / 2 for row in ways for way in row]  # in sides of the picture
     longest = max(float(length.max()) for length in lengths)
     scale = next((times for times in (200, 100, 50, 20, 10, 5, 2) if times * longest <= 0.1), 1)
@@ -258,6 +262,7 @@ def draw_states(
                 input_of(model, photo), [i - 1 for i in sorted(layers)], return_prefix_tokens=True, stop_early=True,
                 output_fmt="NLC", intermediates_only=True, cores=budget,
             )  # fmt: skip
+            check_finite(model, *(cores for _, cores in taken))
         states.append({i: cores[0].float().cpu() for i, (_, cores) in zip(sorted(layers), taken, strict=True)})
     figure, axes = sheet(
         f"What cores hold, {model_label(model, name)} with {cores_label(budget)}",

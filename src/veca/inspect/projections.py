@@ -49,11 +49,8 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     if not 1 <= components <= width:
         raise ArgumentError(f"components={components}; features {tuple(features.shape)} have from 1 to {width}")
     like = features if like is None else like
-    for each in (features, like):
-        if not each.numel() or not each.is_floating_point() or not each.isfinite().all():
-            raise ArgumentError(
-                f"features {tuple(each.shape)} of {each.dtype} must be finite, floating point, not empty"
-            )
+    _check_features(features)
+    _check_features(like)
     x = like.detach().to("cpu", torch.float64).flatten(0, -2)
     mean, size = x.mean(0), x.square().mean(0)
     x = x - mean
@@ -72,6 +69,13 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
         scaled = _spread((others @ directions).numpy(), fitted, clip)
     scaled[:, (variances <= floor).numpy()] = 0.5
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
+
+
+def _check_features(features: Tensor) -> None:
+    if not features.numel() or not features.is_floating_point() or not features.isfinite().all():
+        raise ArgumentError(
+            f"features {tuple(features.shape)} of {features.dtype} must be finite, floating point, not empty"
+        )
 
 
 def _leading(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,7 @@ def umap(features: Tensor, components: int = 3) -> Tensor:
     call of a process compiles for a good while.
     """
     check_method("umap")
+    _check_features(features)
     from umap import UMAP
 
     x = features.detach().float().cpu().flatten(0, -2).numpy()

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.config import size_name
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, VecaError
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
 from veca.text import origin, printable
@@ -29,6 +29,10 @@ Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 The teachers of `veca.teachers` are such."""
 Say: TypeAlias = Callable[[str], None]
 LONGEST_NAME = 28
+
+
+class NonFiniteError(VecaError, ValueError):
+    """A model gave NaN or infinity, of which there is nothing to show."""
 
 
 def quiet(text: str) -> None:
@@ -78,6 +82,23 @@ def looking(model: Veca) -> Iterator[None]:
         model.train(was_training)
 
 
+def check_finite(model: Veca, *outputs: Tensor) -> None:
+    """Raises `NonFiniteError` where something that `model` gave is not finite, and says whether its weights are."""
+    if all(output.isfinite().all() for output in outputs):
+        return
+    weights = list(model.named_parameters())
+    broken = [name for name, weight in weights if not weight.isfinite().all()]
+    if broken:
+        raise NonFiniteError(
+            f"the model's features are not finite: {len(broken)} of its {len(weights)} weight tensors hold NaN or "
+            f"infinity, the first {broken[0]}; load another checkpoint"
+        )
+    raise NonFiniteError(
+        f"the model's features are not finite, though its weights are: its numbers overflow in "
+        f"{model.norm.weight.dtype}; load it in float32"
+    )
+
+
 def input_of(model: Veca, photo: Photo) -> Tensor:
     return photo.tensor.to(model.norm.weight.device)
 
@@ -85,6 +106,7 @@ def input_of(model: Veca, photo: Photo) -> Tensor:
 def veca_at(model: Veca, budget: int) -> Backbone:
     def features(images: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         found = Veca.forward(model, images, budget)  # whatever a subclass makes of a call
+        check_finite(model, found.cls, found.patches)
         return found.cls, found.patches
 
     return features

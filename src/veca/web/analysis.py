@@ -19,7 +19,7 @@ from torch import Tensor
 
 from veca.images import normalize, to_tensor
 from veca.inspect import look_inside, pca
-from veca.inspect.subject import looking
+from veca.inspect.subject import check_finite, looking
 from veca.model import Veca
 from veca.web.pictures import Picture
 
@@ -59,16 +59,19 @@ def input_of(model: Veca, picture: Picture, size: int) -> Tensor:
 
 
 def reference(model: Veca, picture: Picture) -> Tensor:
-    """The features colours are fitted to: (N, D)."""
+    """The features colours are fitted to: (N, D). `NonFiniteError` where they are not finite."""
     with looking(model):
-        return model(input_of(model, picture, REFERENCE)).patches[0].float().cpu()
+        patches: Tensor = model(input_of(model, picture, REFERENCE)).patches[0].float().cpu()
+        check_finite(model, patches)
+    return patches
 
 
 def analyse(model: Veca, picture: Picture, cores: int, size: int, like: Tensor, about: dict[str, Any]) -> Analysis:
-    """One forward pass, looked into at every layer."""
+    """One forward pass, looked into at every layer. `NonFiniteError` where anything in it is not finite."""
     with looking(model):
         inside = look_inside(model, input_of(model, picture, size), cores, range(len(model.blocks)))
-    out = inside.output
+        out = inside.output
+        check_finite(model, out.cls, out.cores, out.patches, out.coordinates, inside.maps, inside.profiles)
     patches = out.patches[0].float().cpu().unflatten(0, out.grid)
     colours = (pca(patches, like=like) * 255).round().to(torch.uint8)
     maps, ranges = _levels(inside.maps[:, 0].float().cpu())
@@ -125,9 +128,10 @@ def features(found: Analysis, form: Literal["npz", "safetensors"]) -> bytes:
     if form == "safetensors":
         return _pack(parts, found.about)
     data = io.BytesIO()
-    np.savez(data, **parts, veca=np.array(json.dumps(found.about)))  # type: ignore[arg-type]
+    np.savez(data, **parts, veca=np.array(json.dumps(found.about, allow_nan=False)))  # type: ignore[arg-type]
     return data.getvalue()
 
 
 def _pack(parts: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> bytes:
-    return save({name: np.ascontiguousarray(part) for name, part in parts.items()}, {"veca": json.dumps(about)})
+    whole = {name: np.ascontiguousarray(part) for name, part in parts.items()}
+    return save(whole, {"veca": json.dumps(about, allow_nan=False)})

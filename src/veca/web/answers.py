@@ -103,7 +103,7 @@ _PROBLEMS = {
     413: "The picture has too many bytes or pixels.",
     415: "The picture cannot be read.",
     421: "The server does not answer under this name.",
-    422: "A parameter is not what it must be.",
+    422: "A parameter is not what it must be, or the model gives nothing that can be shown.",
     503: "Too much is asked at once; try again after the seconds in Retry-After.",
 }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 import veca
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
 from veca.inspect import heat
+from veca.inspect.subject import NonFiniteError
 from veca.model import Veca
 from veca.text import origin
 from veca.web import analysis
@@ -40,11 +41,12 @@ from veca.web.answers import (
     binary,
     problems,
 )
+from veca.web.connections import LIMITS, Limits
 from veca.web.costs import count
-from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer, ProblemError
+from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer
 from veca.web.guard import LOOPBACK, Guard
 from veca.web.pictures import MOST_BYTES, SHOWN, TITLES, Picture
-from veca.web.work import BusyError, DroppedError
+from veca.web.work import BusyError, DroppedError, ProblemError
 
 KINDS = {
     "html": "text/html; charset=utf-8",
@@ -65,9 +67,10 @@ def create_app(
     kept: int = MOST_RESULTS,
     most_jobs: int = MOST_JOBS,
     warm: bool = True,
+    limits: Limits = LIMITS,
 ) -> FastAPI:
     """The explorer of `models`, answering under the names `hosts`; with `token`, to those who know it."""
-    explorer = Explorer(models, kept, most_jobs)
+    explorer = Explorer(models, kept, most_jobs, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -126,8 +129,9 @@ async def upload(request: Request) -> PictureAbout:
 @router.get("/pictures/{id}", responses=binary("image/jpeg", "The picture, as it is looked at.", 404, 409, 422))
 async def picture(request: Request, id: Id, side: Side = SHOWN) -> Response:
     """A picture, for looking at."""
-    found = await _explorer(request).picture(request, id)
-    return Response(await asyncio.to_thread(found.jpeg, side), media_type="image/jpeg")
+    explorer = _explorer(request)
+    found = await explorer.picture(request, id)
+    return Response(await explorer.make(partial(found.jpeg, side)), media_type="image/jpeg")
 
 
 @router.get("/pictures/{id}/about", responses=problems(404, 409, 422))
@@ -144,8 +148,9 @@ async def view(request: Request, setting: Asked, pane: Pane = None) -> Response:
     at 256 px with all cores; `features` (rows, columns, D) of int8, each patch scaled by itself; `places` (layers,
     cores, 2), the (x, y) in [-1, 1] at which cores stand.
     """
-    found = await _explorer(request).look(request, setting, pane)
-    return Response(await asyncio.to_thread(analysis.view, found), media_type=SAFETENSORS)
+    explorer = _explorer(request)
+    found = await explorer.look(request, setting, pane)
+    return Response(await explorer.make(partial(analysis.view, found)), media_type=SAFETENSORS)
 
 
 @router.get("/layer", responses=binary(SAFETENSORS, "maps, ranges, profiles, shares.", 404, 409, 422))
@@ -167,8 +172,9 @@ async def layer(request: Request, setting: Asked, layer: Layer, pane: Pane = Non
 @router.get("/features", responses=binary(ANY, "A file of features.", 404, 409, 422))
 async def features(request: Request, setting: Asked, form: Form = "safetensors") -> Response:
     """The features as a file, float32: `cls` (D), `cores` (C, D), `patches` (rows, columns, D), `coordinates`."""
-    found = await _explorer(request).look(request, setting)
-    data = await asyncio.to_thread(analysis.features, found, form)
+    explorer = _explorer(request)
+    found = await explorer.look(request, setting)
+    data = await explorer.make(partial(analysis.features, found, form))
     name = f"veca-{setting.picture[:12]}-{setting.cores}-{setting.size}.{form}"
     return Response(data, media_type=ANY, headers={"content-disposition": f'attachment; filename="{name}"'})
 
@@ -235,6 +241,10 @@ async def _unreadable(request: Request, error: Any) -> Response:
     return JSONResponse({"problem": f"This picture cannot be used: {reason}"}, status)
 
 
+async def _not_finite(request: Request, error: Any) -> Response:
+    return JSONResponse({"problem": f"There is nothing to show: {error}."}, 422)
+
+
 HANDLERS: dict[Any, Any] = {
     ProblemError: _told,
     RequestValidationError: _mistaken,
@@ -242,6 +252,7 @@ HANDLERS: dict[Any, Any] = {
     BusyError: _busy,
     DroppedError: _dropped,
     ImageError: _unreadable,
+    NonFiniteError: _not_finite,
 }
 
 

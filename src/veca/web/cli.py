@@ -40,9 +40,8 @@ def explore(
 ) -> None:
     """Open a local page that shows, while you drag, what a model does with your picture at any budget."""
     try:
-        import uvicorn
-
         from veca.web.app import create_app
+        from veca.web.connections import create_server
     except ImportError as error:
         raise ArgumentError(
             f"the explorer needs {error.name}, which is not installed: pip install 'veca[web]'"
@@ -64,12 +63,7 @@ def explore(
         address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
         out.print(f"Explorer: {address}", soft_wrap=True, markup=False)
         err.print("Ctrl-C ends it.")
-        # A connection that says nothing is closed soon, and there are only so many.
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, ws="none", limit_concurrency=512,
-            timeout_keep_alive=10, timeout_graceful_shutdown=3,
-        )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[bound])
+        create_server(app).run(sockets=[bound])
 
 
 def _bound(host: str, port: int) -> socket.socket:

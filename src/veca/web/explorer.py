@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from torch import Tensor
 
-from veca.errors import VecaError
 from veca.model import Veca
 from veca.web.analysis import REFERENCE, Analysis, analyse, input_of, reference
+from veca.web.connections import LIMITS, Limits
 from veca.web.costs import Measure, measure_dense, measure_veca
-from veca.web.pictures import MOST_BYTES, Picture, Pictures
-from veca.web.work import BusyError, DroppedError, Kept, Steps, Worker
+from veca.web.guard import address_of
+from veca.web.pictures import Picture, Pictures
+from veca.web.uploads import Uploads
+from veca.web.work import Kept, ProblemError, Steps, Worker
 
 SIZES = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Short sides in pixels."""
 MOST_JOBS = 32
 MOST_RESULTS = 2**29
 """Bytes of results that are kept."""
-UPLOADS, WAITING = 4, 32
-"""Uploads that are read at once, and those that wait for it."""
-PATIENCE = 30.0
-"""Seconds an upload may take."""
-
-
-class ProblemError(VecaError):
-    """What a client did wrong, as it is told."""
-
-    def __init__(self, status: int, problem: str, **headers: str) -> None:
-        super().__init__(problem)
-        self.status, self.problem, self.headers = status, problem, headers
+MOST_RESPONSES = 2
+"""Responses that are made at once: each takes tens of megabytes, and made faster than sent they would pile up."""
+MOST_OPENINGS = 36
+"""Pictures that wait to be opened."""
 
 
 class Setting(NamedTuple):
@@ -47,16 +40,22 @@ class Setting(NamedTuple):
 class Explorer:
     """The models are only ever asked from one thread, pictures only opened in another."""
 
-    def __init__(self, models: Mapping[str, Veca], kept: int = MOST_RESULTS, most_jobs: int = MOST_JOBS) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Veca],
+        kept: int = MOST_RESULTS,
+        most_jobs: int = MOST_JOBS,
+        limits: Limits = LIMITS,
+    ) -> None:
         self.models = dict(models)
         self.pictures = Pictures()
         self._analyses: Kept[Analysis] = Kept(kept, lambda found: found.nbytes)
         self._references: Kept[Tensor] = Kept(2**26, lambda found: found.nbytes)
         self._measures: Kept[Measure] = Kept(4096, lambda found: 1)
         self.worker = Worker("veca-model", most_jobs)
-        self._opener = Worker("veca-pictures", UPLOADS + WAITING)
-        self._reading = asyncio.Semaphore(UPLOADS)
-        self._uploads = 0
+        self._opener = Worker("veca-pictures", MOST_OPENINGS)
+        self._uploads = Uploads(limits)
+        self._making = asyncio.Semaphore(MOST_RESPONSES)
 
     def close(self) -> None:
         self.worker.close()
@@ -84,21 +83,22 @@ class Explorer:
             raise ProblemError(422, f"size={size}: choose one of {', '.join(map(str, SIZES))}.")
         return self.models[name]
 
+    async def make(self, response: Callable[[], bytes]) -> bytes:
+        """The bytes of a large response, made in a thread when it is their turn."""
+        async with self._making:
+            return await asyncio.to_thread(response)
+
     async def upload(self, request: Request) -> Picture:
-        if self._uploads >= UPLOADS + WAITING:
-            raise BusyError
-        self._uploads += 1
-        try:
-            async with self._reading:
-                data = await _body(request)
-                return await self._opener.run(object(), lambda: self._open(data), partial(_gone, request))
-        finally:
-            self._uploads -= 1
+        client = _client(request)
+        async with self._uploads.receive(request, client) as data:
+            return await self._opener.run(object(), lambda: self._open(data), partial(_gone, request), client=client)
 
     async def picture(self, request: Request, id: str) -> Picture:
         if held := self.pictures.held(id):
             return held
-        return await self._opener.run(("find", id), lambda: self._find(id), partial(_gone, request))
+        return await self._opener.run(
+            ("find", id), lambda: self._find(id), partial(_gone, request), client=_client(request)
+        )
 
     async def look(self, request: Request, setting: Setting, pane: str | None = None) -> Analysis:
         self.check(setting)
@@ -106,8 +106,9 @@ class Explorer:
             return found
         picture = await self.picture(request, setting.picture)
         return await self.worker.run(
-            setting, lambda: self._look(setting, picture), partial(_gone, request), pane=_pane(request, pane)
-        )
+            setting, lambda: self._look(setting, picture), partial(_gone, request),
+            client=_client(request), pane=_pane(request, pane),
+        )  # fmt: skip
 
     async def measure(self, request: Request, setting: Setting, pane: str | None = None) -> tuple[Measure, Measure]:
         """Of VECA, and of the dense ViT; when nothing else is to do."""
@@ -115,7 +116,7 @@ class Explorer:
         picture = await self.picture(request, setting.picture)
         return await self.worker.run(
             ("measure", setting), lambda: self._measure(setting, picture), partial(_gone, request),
-            pane=_pane(request, pane and f"{pane} measures"), later=True,
+            client=_client(request), pane=_pane(request, pane and f"{pane} measures"), later=True,
         )  # fmt: skip
 
     def _open(self, data: bytes) -> Steps[Picture]:
@@ -157,6 +158,10 @@ class Explorer:
         return ours, dense
 
 
+def _client(request: Request) -> str:
+    return address_of(request.client.host) if request.client else ""
+
+
 def _pane(request: Request, pane: str | None) -> str | None:
     """Pages choose names for their panes; those of two machines must not meet."""
     return pane and f"{request.client.host if request.client else ''} {pane}"
@@ -166,25 +171,3 @@ async def _gone(request: Request) -> None:
     """Returns when the client is no longer there."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(request: Request) -> bytes:
-    """All of it, if it is neither too long nor too slow."""
-    told: Any = request.headers.get("content-length", "")
-    rule = f"The picture has more than {MOST_BYTES:,} bytes; send a smaller one."
-    too_long = ProblemError(413, rule, connection="close")
-    if told.isdecimal() and int(told[:20]) > MOST_BYTES:
-        raise too_long
-    data = bytearray()
-    try:
-        async with asyncio.timeout(PATIENCE):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > MOST_BYTES:
-                    raise too_long
-    except ClientDisconnect:
-        raise DroppedError from None
-    except TimeoutError:
-        problem = f"The picture did not arrive within {math.floor(PATIENCE)} seconds; send a smaller one."
-        raise ProblemError(408, problem, connection="close") from None
-    return bytes(data)

@@ -6,8 +6,8 @@ import hmac
 import ipaddress
 import json
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs, urlsplit
 
@@ -41,6 +41,23 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def address_of(host: str) -> str:
+    """What counts as one address: an IPv6 client usually has a whole /64 network to itself.
+
+    >>> address_of("192.0.2.7"), address_of("::ffff:192.0.2.7"), address_of("2001:db8:1:2:3::4")
+    ('192.0.2.7', '192.0.2.7', '2001:db8:1:2::')
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
+
+
 def names_of(host: str) -> set[str]:
     """Names under which a server bound to `host` may be asked; an empty one stands for all addresses in numbers."""
     names = {*LOOPBACK, host.strip("[]").lower()}
@@ -50,11 +67,16 @@ def names_of(host: str) -> set[str]:
 
 
 class Guard:
-    """ASGI middleware. Refuses other Host names, other sites' requests, requests without the token, and a crowd."""
+    """ASGI middleware. Refuses other Host names, other sites' requests, requests without the token, and a crowd.
+
+    At most `most` requests are worked on at once, three quarters of them of one address. A request whose body is still
+    on its way does not count: uploads have limits of their own.
+    """
 
     def __init__(self, app: App, hosts: Iterable[str], token: str | None = None, most: int = 128) -> None:
-        self.app, self.hosts, self.token, self.most = app, frozenset(hosts), token, most
-        self.active = 0
+        self.app, self.hosts, self.token = app, frozenset(hosts), token
+        self.most, self.most_of_one = most, most - most // 4
+        self.active: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,17 +92,37 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *extra]}
             await send(message)
 
-        refusal = self._refusal(scope, headers)
+        client = address_of((scope.get("client") or [""])[0])
+        refusal = self._refusal(scope, headers, client)
         if refusal is not None:
             await _answer(send_safe, *refusal)
             return
-        self.active += 1
-        try:
-            await self.app(scope, receive, send_safe)
-        finally:
-            self.active -= 1
+        receiving = True
 
-    def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, dict[str, str]] | None:
+        async def receive_uncounted() -> MutableMapping[str, Any]:
+            nonlocal receiving
+            if not receiving:
+                return await receive()
+            self._count(client, -1)
+            try:
+                message = await receive()
+            finally:
+                self._count(client, 1)
+            receiving = bool(message.get("more_body"))
+            return message
+
+        self._count(client, 1)
+        try:
+            await self.app(scope, receive_uncounted, send_safe)
+        finally:
+            self._count(client, -1)
+
+    def _count(self, client: str, change: int) -> None:
+        self.active[client] += change
+        if not self.active[client]:
+            del self.active[client]
+
+    def _refusal(self, scope: Scope, headers: dict[str, str], client: str) -> tuple[int, str, dict[str, str]] | None:
         host = headers.get("host", "")
         if not self._knows(host):
             return 421, "This server does not answer under that name; ask it by the address it printed.", {}
@@ -90,17 +132,18 @@ class Guard:
         if (foreign and scope["path"] != "/") or (origin is not None and urlsplit_netloc(origin) != host.lower()):
             return 403, "Requests of other sites are refused.", {}
         if self.token is not None:
-            given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-            if scope["path"] == "/" and given and self._is_token(given):
-                cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Lax"
-                return 303, "", {"location": "/", "set-cookie": cookie}
+            if scope["path"] == "/":
+                given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+                if given and self._is_token(given):
+                    cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Lax"
+                    return 303, "", {"location": "/", "set-cookie": cookie}
             if not self._is_token(_presented(headers)):
                 return (
                     401,
                     "A token is needed: open the address the server printed, with its ?token=…",
                     {"www-authenticate": "Bearer"},
                 )
-        if self.active >= self.most:
+        if self.active.total() >= self.most or self.active[client] >= self.most_of_one:
             return 503, "Too many requests at once; try again in a moment.", {"retry-after": "1"}
         return None
 
@@ -137,11 +180,9 @@ def _presented(headers: dict[str, str]) -> str:
     kind, _, given = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return given.strip()
-    try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return cookie.value if cookie else ""
+    # Not `http.cookies`: before Python 3.11.10 it takes quadratic time to unquote a value.
+    cookies = (cookie.strip().partition("=") for cookie in headers.get("cookie", "").split(";"))
+    return next((value for name, _, value in cookies if name == COOKIE), "")
 
 
 async def _answer(send: Send, status: int, problem: str, headers: dict[str, str]) -> None:

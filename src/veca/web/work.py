@@ -22,6 +22,14 @@ Steps: TypeAlias = Generator[None, None, T]
 MOST_PANES = 4096
 
 
+class ProblemError(VecaError):
+    """What a client did wrong, as it is told."""
+
+    def __init__(self, status: int, problem: str, **headers: str) -> None:
+        super().__init__(problem)
+        self.status, self.problem, self.headers = status, problem, headers
+
+
 class BusyError(VecaError):
     """The queue is full; a moment later it will not be."""
 
@@ -35,18 +43,24 @@ class _Job:
     key: Hashable
     make: Callable[[], Steps[Any]]
     later: bool
+    client: str | None = None
+    turn: int = 0
+    """How many jobs of the same client were there before it: clients take turns, however many jobs each has."""
     futures: list[Future[Any]] = field(default_factory=list)
     steps: Steps[Any] | None = None
 
 
 class Worker:
-    """One thread that does jobs; those that ask for the same thing get the same job."""
+    """One thread that does jobs; those that ask for the same thing get the same job.
+
+    No client may take the last quarter of the queue from the others, and jobs of several clients take turns.
+    """
 
     def __init__(self, name: str, most: int) -> None:
-        self.most = most
+        self.most, self.most_of_one = most, most - most // 4
         self._condition = threading.Condition()
         self._jobs: dict[Hashable, _Job] = {}
-        self._queue: list[tuple[bool, int, Hashable]] = []
+        self._queue: list[tuple[bool, int, int, Hashable]] = []
         self._order = itertools.count()
         self._panes: OrderedDict[str, tuple[Hashable, list[Future[Any]]]] = OrderedDict()
         self._open = True
@@ -58,7 +72,13 @@ class Worker:
         return len(self._jobs)
 
     def submit(
-        self, key: Hashable, make: Callable[[], Steps[T]], *, pane: str | None = None, later: bool = False
+        self,
+        key: Hashable,
+        make: Callable[[], Steps[T]],
+        *,
+        client: str | None = None,
+        pane: str | None = None,
+        later: bool = False,
     ) -> Future[T]:
         """The answer of the job called `key`, made if it is not there yet; `BusyError` where it finds no place.
 
@@ -69,9 +89,10 @@ class Worker:
                 self._supersede(pane, key)
             job = self._jobs.get(key)
             if job is None:
-                if len(self._jobs) >= self.most or not self._open:
+                turn = sum(job.client == client for job in self._jobs.values()) if client else 0
+                if len(self._jobs) >= self.most or turn >= self.most_of_one or not self._open:
                     raise BusyError
-                job = self._jobs[key] = _Job(key, make, later)
+                job = self._jobs[key] = _Job(key, make, later, client, turn)
                 self._push(job)
             future: Future[T] = Future()
             future.set_running_or_notify_cancel()  # it is dropped, never cancelled: an answer always finds it open
@@ -86,11 +107,12 @@ class Worker:
         make: Callable[[], Steps[T]],
         gone: Callable[[], Awaitable[object]],
         *,
+        client: str | None = None,
         pane: str | None = None,
         later: bool = False,
     ) -> T:
         """`submit`, and wait; once `gone()` returns, because the client is, the job is dropped."""
-        future = self.submit(key, make, pane=pane, later=later)
+        future = self.submit(key, make, client=client, pane=pane, later=later)
         answer: asyncio.Future[Any] = asyncio.wrap_future(future)
         left: asyncio.Future[Any] = asyncio.ensure_future(gone())
         try:
@@ -133,14 +155,14 @@ class Worker:
             del self._jobs[job.key]  # its place in the queue is void
 
     def _push(self, job: _Job) -> None:
-        heapq.heappush(self._queue, (job.later, next(self._order), job.key))
+        heapq.heappush(self._queue, (job.later, job.turn, next(self._order), job.key))
         self._condition.notify()
 
     def _next(self) -> _Job | None:
         with self._condition:
             while self._open:
                 while self._queue:
-                    later, _, key = heapq.heappop(self._queue)
+                    later, _, _, key = heapq.heappop(self._queue)
                     if (job := self._jobs.get(key)) and job.later == later:
                         return job
                 self._condition.wait()
@@ -159,7 +181,7 @@ class Worker:
                             job.steps.close()
                             error = DroppedError()
                             break
-                        if job.later and any(key in self._jobs for later, _, key in self._queue if not later):
+                        if job.later and any(key in self._jobs for later, _, _, key in self._queue if not later):
                             self._push(job)
                             break
             except StopIteration as end:

@@ -77,6 +77,7 @@ function draw() {
 }
 
 async function refresh(some = panes) {
+  if (!shared.picture && wanted) return choose(wanted);
   try {
     await Promise.all(some.map((pane) => pane.refresh()));
     showCore();
@@ -186,7 +187,9 @@ async function show(picture) {
   remember();
 }
 
+let wanted = null; // the picture to show as soon as a setting works
 async function choose(id) {
+  wanted = id;
   quiet();
   try {
     await show(await json(`api/pictures/${id}/about`));
