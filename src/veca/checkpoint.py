@@ -41,6 +41,8 @@ _MAX_CONFIG = 2**20
 _MAX_DEPTH = 20
 """Nesting of a configuration or of provenance."""
 _MAX_STEP = 2**63
+_MANY_LAYERS = 100
+"""So many layers take a noticeable time to build, and are built only if the file has tensors for them."""
 _FLOATS = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
@@ -108,6 +110,10 @@ def _load(
 ) -> Veca:
     path = _find(source)
     tensors, config, provenance = _read(path)
+    if config.depth > max(_MANY_LAYERS, len(tensors)):
+        raise CheckpointError(
+            f"{path}: its configuration says {config.depth} layers, but it has {len(tensors)} tensors"
+        )
     with torch.device("meta"):
         model = Veca(config)
     _check_tensors(path, tensors, {name: tensor.shape for name, tensor in model.state_dict().items()})

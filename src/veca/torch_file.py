@@ -46,6 +46,11 @@ _STORAGES = {
     "torch BoolStorage": torch.bool,
     "torch ComplexFloatStorage": torch.complex64,
     "torch ComplexDoubleStorage": torch.complex128,
+    "torch QInt32Storage": torch.int32,
+    "torch QInt8Storage": torch.int8,
+    "torch QUInt8Storage": torch.uint8,
+    "torch QUInt4x2Storage": torch.uint8,
+    "torch QUInt2x4Storage": torch.uint8,
     "torch UntypedStorage": torch.uint8,
     "torch.storage UntypedStorage": torch.uint8,
 }
@@ -73,11 +78,6 @@ _UNSUPPORTED = {
     "builtins set": "a set",
     "collections Counter": "a counter",
     "torch device": "a device",
-    "torch QInt8Storage": "a quantized storage",
-    "torch QInt32Storage": "a quantized storage",
-    "torch QUInt8Storage": "a quantized storage",
-    "torch QUInt4x2Storage": "a quantized storage",
-    "torch QUInt2x4Storage": "a quantized storage",
     "torch per_tensor_affine": "a quantization scheme",
     "torch per_channel_affine": "a quantization scheme",
     "torch._utils _rebuild_qtensor": "a quantized tensor",
@@ -295,14 +295,12 @@ class _Unpickler:
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[_hashable(key)] = value
 
-    def _find_storage(self, identifier: Any) -> _Storage | Unsupported:
+    def _find_storage(self, identifier: Any) -> _Storage:
         if type(identifier) is not tuple or not 5 <= len(identifier) <= 6:
             raise pickle.UnpicklingError("it refers to something that is not a storage")
         kind, dtype, key, _, count, *view = identifier
         if kind != "storage" or any(each is not None for each in view):
             raise pickle.UnpicklingError("it refers to something that is not a storage")
-        if isinstance(dtype, Unsupported):
-            return dtype
         if not isinstance(dtype, torch.dtype) or type(count) is not int or count < 0:
             raise ValueError("the description of a storage is damaged")
         return _Storage(self.find_storage(key, count * dtype.itemsize), dtype)
@@ -344,8 +342,6 @@ class _Unpickler:
         dtype: torch.dtype | None = None,
         metadata: list[Any] | None = None,
     ) -> Tensor | Unsupported:
-        if isinstance(storage, Unsupported):
-            return Unsupported("a quantized tensor")
         if any(metadata or ()):
             return Unsupported("a conjugated or negated tensor")
         if len(sizes) != len(strides) or len(sizes) > _MAX_DIMENSIONS:
