@@ -30,6 +30,7 @@ LONGEST = (
     "data",
     "cli",
     "cache",
+    "torch_file",
 )
 """Files that take longest: they come first, so that no process is left with one of them when the others are done."""
 

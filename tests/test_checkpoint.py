@@ -17,6 +17,7 @@ from torch import Tensor
 import veca
 from veca import CheckpointError, checkpoint, shipped
 from veca.checkpoint import load_or_random, save_official
+from veca.config import get_config
 
 
 def outputs(model: veca.Veca) -> Tensor:
@@ -311,3 +312,133 @@ def test_no_folder_is_made_where_a_pt_was_meant(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.pt: weights are written as a .safetensors file or a folder"):
         veca.save(make_tiny(), tmp_path / "model.pt")
     assert not os.listdir(tmp_path)
+
+
+def random_config(dice: random.Random) -> veca.VecaConfig:
+    heads, chunk = dice.choice((1, 2, 3)), dice.choice((1, 2, 4))
+    cores = chunk * dice.randint(1, 4)
+    return veca.VecaConfig(
+        embed_dim=4 * heads * dice.randint(1, 3),
+        num_heads=heads,
+        depth=dice.randint(1, 3),
+        mlp_ratio=dice.choice((1, 2.66667, 4, dice.uniform(0.5, 5))),
+        patch_size=dice.randint(1, 5),
+        in_chans=dice.choice((1, 3, 4)),
+        num_cores=cores,
+        core_chunk=chunk,
+        budgets=tuple(dice.randint(1, cores) for _ in range(dice.randint(1, 4))),
+        output_dim=dice.choice((None, 1, 9)),
+        rope_zero_fraction=dice.choice((0, 0.125, 1, dice.random())),
+        coordinate_shift=dice.choice((0, 0.08, 1, dice.random())),
+        coordinate_rescale=dice.choice((1, 2.0, 16, dice.uniform(1, 16))),
+    )
+
+
+def test_every_configuration_comes_back_from_the_released_format(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    configs = [veca.VecaConfig(embed_dim=8, num_heads=1, depth=1, num_cores=8, budgets=(4, 8))]
+    configs += [random_config(dice) for _ in range(60)]
+    configs += [
+        get_config("veca_small", depth=1, budgets=(64,)),
+        get_config("veca_small", in_chans=1, depth=1),
+    ]
+    for config in configs:
+        with torch.random.fork_rng():
+            model = veca.Veca(config)
+        save_official(model, tmp_path / "a.pt")
+        again = veca.load(tmp_path / "a.pt")
+        assert again.config == config
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+        save_official(again, tmp_path / "b.pt")  # and with the configuration of the file that it came from
+        assert veca.load(tmp_path / "b.pt").config == config
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "{'matryoshka_budgets': (8, 16), 'nested_budgets': (8,), 'rope_shift_coords': None, 'in_channels': 1}",
+        "{'model_family': 'large', 'rope_rescale_coords': 'x', 'nested_budgets': 3}",
+        "{'model_family': ['large'], 7: 8}",
+        "(" * 10_000,
+        "[" * 100 + "]" * 100,
+        "open('x')",
+        7,
+        None,
+    ],
+)
+def test_what_others_say_of_a_model_does_not_change_the_file(tmp_path: Path, told: object) -> None:
+    model = make_tiny(depth=1)
+    model.provenance = {"official_config": told, "global_step": "many"}
+    save_official(model, tmp_path / "a.pt")
+    again = veca.load(tmp_path / "a.pt")
+    assert again.config == model.config
+    assert "global_step" not in again.provenance
+
+
+def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
+    model = make_tiny(depth=1)
+    model.provenance = {"official_config": "{'patch_embed_use_ln': True}"}
+    with pytest.raises(CheckpointError, match="cannot be written in the released format: it needs"):
+        save_official(model, tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_warn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    model = make_tiny(depth=1)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight[0, :2] = value
+        model.norm.bias[1] = value
+    veca.save(model, tmp_path / "veca_tiny.mine")
+    monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
+    message = r"3 values of the weights are NaN or infinite, the first of them in blocks.0.mlp.fc1.weight"
+    for act in (
+        lambda: veca.load(tmp_path / "veca_tiny.mine"),
+        lambda: veca.load(tmp_path / "veca_tiny.mine", dtype=None),
+        lambda: load_or_random(tmp_path / "veca_tiny.mine"),
+        lambda: veca.create_model("veca_tiny.mine", pretrained=True),
+    ):
+        with pytest.warns(UserWarning, match=message) as warned:
+            act()
+        assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_finite_weights_do_not_warn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    veca.load("veca_tiny")
+    model = make_tiny(depth=1)
+    with torch.no_grad():
+        model.norm.weight.fill_(3e38)  # the sum is infinite, the values are not
+    veca.save(model, tmp_path)
+    veca.load(tmp_path)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="values of the weights are NaN or infinite, the first of them in norm.weight"):
+        veca.load(tmp_path, dtype=torch.float16)
+
+
+def test_provenance_of_others(tmp_path: Path) -> None:
+    config = make_tiny(depth=1).config.to_dict()
+    tensors = dict(make_tiny(depth=1).state_dict())
+    for told, message in (
+        ([1], "no provenance, that is a dictionary"),
+        (json.loads('{"a":' * 30 + "1" + "}" * 30), "nested more than 20 levels deep"),
+    ):
+        header = json.dumps({"config": config, "provenance": told})
+        save_file(tensors, tmp_path / "x.safetensors", {"veca": header})
+        with pytest.raises(CheckpointError, match=message):
+            veca.load(tmp_path / "x.safetensors")
+
+
+def test_messages_do_not_repeat_what_is_long_or_odd(tmp_path: Path) -> None:
+    config = make_tiny(depth=1).config.to_dict()
+    for wrong in (
+        {"depth": "\x1b[31m" * 10**6},
+        {"x\x1b" * 10**6: 1},
+        {"budgets": [9] * 10**5},
+        {"mlp_ratio": 10**400},
+    ):
+        header = json.dumps({"config": {**config, **wrong}})
+        save_file({"a\x1b" * 10**5: torch.zeros(1)}, tmp_path / "x.safetensors", {"veca": header})
+        with pytest.raises(CheckpointError) as caught:
+            veca.load(tmp_path / "x.safetensors")
+        assert len(str(caught.value)) < 700
+        assert str(caught.value).isprintable()

@@ -17,7 +17,7 @@ import timm
 import torch
 from conftest import make_tiny
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from timm.optim import param_groups_layer_decay
 from transformers import pipeline
 from typer.testing import CliRunner
@@ -317,6 +317,23 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
     assert page.count("data:image/png;base64,iVBOR") == 2 * len(result["gallery"])
     (tmp_path / "head.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(veca.CheckpointError, match="damaged, or no head"):
+        load_segmenter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("{", "damaged, or no head"),
+        ("[" * 100_000, "damaged, or no head"),
+        ('{"classes": ["a"], "ignore": "none"}', "damaged, or no head"),
+        (json.dumps({"classes": ["a"] * 10**6, "ignore": 255}), r"weight is \(2, 192\), expected \(1000000, 128\)"),
+    ],
+    ids=["broken", "deep", "text", "classes"],
+)
+def test_a_hostile_head(tmp_path: Path, told: str, message: str) -> None:
+    veca.save(make_tiny(depth=1), tmp_path)
+    save_file({"weight": torch.zeros(2, 192)}, tmp_path / "head.safetensors", {"veca": told})
+    with pytest.raises(veca.CheckpointError, match=message):
         load_segmenter(tmp_path)
 
 

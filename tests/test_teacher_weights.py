@@ -124,6 +124,21 @@ def test_wrong_files(contents: Any, message: str, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "surprise").exists()
 
 
+def test_hostile_files(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    for hostile in (torch.zeros(1).expand(2**31), torch.zeros(1).expand(64, 3, 7, 7)):
+        torch.save({"conv1.weight": hostile}, file)
+        with pytest.raises(
+            TeacherError, match="damaged, or no file of weights: a tensor of .* in a storage of 1 number"
+        ):
+            load_teacher(f"timm:resnet18@{file}")
+    torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7), "x\x1b" * 10**5: torch.zeros(1)}, file)
+    with pytest.raises(TeacherError) as caught:
+        load_teacher(f"timm:resnet18@{file}")
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
 def test_a_damaged_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(TeacherError, match="damaged, or no file of weights"):

@@ -2,8 +2,8 @@
 
 Our file holds the tensors and, in its header, the configuration and provenance, so it needs nothing beside it; a
 folder of ours is that file as `model.safetensors` with a `config.json` for people, and transformers, to read; folders
-that transformers wrote are read too. Released files are pickles: only tensors and plain data are ever taken from them,
-nothing in a file is executed.
+that transformers wrote are read too. Nobody vouches for a file: nothing in it is executed, no more memory is allocated
+than its own size accounts for, and whatever is wrong with it is a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, get_config, size_name
+from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, get_config
 from veca.errors import ArgumentError, VecaError
 from veca.files import atomic_path
 from veca.model import Veca
+from veca.released import config_from_released, from_official, is_plain, released_config, strip_prefixes, to_official
 from veca.shipped import find_shipped, list_models
+from veca.text import excerpt, quoted
+from veca.torch_file import Unsupported, read_torch_file
 
-_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
+_MAX_DESCRIPTION = 2**24
+"""Characters of the JSON that describes a model. Ours have some hundred, or some for each class."""
+_MAX_CONFIG = 2**20
+"""Characters of a released configuration when it is written out. Those of the authors have 3,000."""
+_MAX_DEPTH = 20
+"""Nesting of a configuration or of provenance."""
+_MAX_STEP = 2**63
+_MANY_LAYERS = 100
+"""So many layers take a noticeable time to build, and are built only if the file has tensors for them."""
+_FLOATS = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+}
 
 _LOOKALIKES = {
     b"version https://git-lfs": "a Git LFS pointer, not the weights (run `git lfs pull`)",
@@ -63,7 +79,7 @@ def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
     shipped = find_shipped(name)
     if shipped is None:
         raise CheckpointError(_not_shipped(name))
-    model = load(shipped).train()
+    model = _load(shipped, None, torch.float32, stacklevel=3).train()
     if "num_classes" in overrides:
         model.reset_classifier(overrides["num_classes"])
     return model
@@ -77,7 +93,8 @@ def load(
     """The model in `source`: a shipped name, a file or folder of ours, or a released `.pt`. It comes in eval mode.
 
     Whatever a file is stored in, the model is float32 unless another `dtype` is asked for; None: as stored. A file that
-    cannot be loaded raises `CheckpointError`; nothing in one is executed.
+    cannot be loaded raises `CheckpointError`; nothing in one is executed. Weights with NaN or infinities come with a
+    warning.
 
     >>> model = load("veca_tiny")  # weights that ship
     >>> model(torch.zeros(1, 3, 64, 64), cores=32).cls.shape
@@ -85,14 +102,40 @@ def load(
     >>> load("veca_tiny", dtype=None).norm.weight.dtype
     torch.float16
     """
+    return _load(source, device, dtype, stacklevel=3)
+
+
+def _load(
+    source: str | os.PathLike[str], device: str | torch.device | None, dtype: torch.dtype | None, stacklevel: int
+) -> Veca:
     path = _find(source)
     tensors, config, provenance = _read(path)
+    if config.depth > max(_MANY_LAYERS, len(tensors)):
+        raise CheckpointError(
+            f"{path}: its configuration says {config.depth} layers, but it has {len(tensors)} tensors"
+        )
     with torch.device("meta"):
         model = Veca(config)
     _check_tensors(path, tensors, {name: tensor.shape for name, tensor in model.state_dict().items()})
     model.load_state_dict(tensors, assign=True)
     model.provenance = provenance
-    return model.to(device=device, dtype=dtype).eval()
+    model = model.to(device=device, dtype=dtype).eval()
+    if problem := _not_finite(model):
+        warnings.warn(f"{path}: {problem}", stacklevel=stacklevel)
+    return model
+
+
+@torch.no_grad()
+def _not_finite(model: Veca) -> str:
+    """What is to be said of NaN and infinities in the weights; empty if there are none."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    # A sum is quicker than a test of every value; it may overflow where all are finite.
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
+    if not sums or torch.stack(sums).isfinite().all():
+        return ""
+    counts = {name: int((~tensor.cpu().double().isfinite()).sum()) for name, tensor in tensors.items()}
+    total, first = sum(counts.values()), next((name for name in counts if counts[name]), "")
+    return f"{total:,} values of the weights are NaN or infinite, the first of them in {first}" if total else ""
 
 
 def load_or_random(
@@ -102,7 +145,7 @@ def load_or_random(
 ) -> Veca:
     """`load`, but a named size whose weights do not ship gets random ones, always the same; `provenance` says so."""
     if str(source) not in SIZES or Path(source).exists() or find_shipped(source):
-        return load(source, device, dtype)
+        return _load(source, device, dtype, stacklevel=3)
     # Drawn on the CPU wherever the model goes, so that the weights are the same there; on meta nothing is drawn.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if str(device) == "meta" else "cpu"):
         torch.manual_seed(0)
@@ -182,12 +225,35 @@ def save_official(model: Veca, path: str | os.PathLike[str]) -> None:
     if config.num_classes:
         raise CheckpointError("the released format has no classifier; call model.reset_classifier(0) first")
     student = to_official({name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}, config)
-    original = ast.literal_eval(model.provenance.get("official_config", "{}"))
-    contents = {"student": student, "config": {**original, **_official_config(config, original)}}
-    if "global_step" in model.provenance:
-        contents["global_step"] = model.provenance["global_step"]
+    written = released_config(config, _original_config(model.provenance))
+    _check_reads_back(written, student, config)
+    contents: dict[str, Any] = {"student": student, "config": written}
+    if _is_step(step := model.provenance.get("global_step")):
+        contents["global_step"] = step
     with atomic_path(path) as part:
         torch.save(contents, part)
+
+
+def _check_reads_back(written: Mapping[str, Any], student: Mapping[str, Tensor], config: VecaConfig) -> None:
+    try:
+        same = config_from_released(written, student) == config
+    except ConfigError as error:
+        raise CheckpointError(f"cannot be written in the released format: {error}") from error
+    if not same:
+        raise CheckpointError("the released format cannot hold this configuration; write .safetensors or a folder")
+
+
+def _original_config(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the released file that a model came from; empty if it came from none."""
+    try:
+        config = ast.literal_eval(provenance.get("official_config", "{}"))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # somebody else's words
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _is_step(step: object) -> bool:
+    return type(step) is int and 0 <= step < _MAX_STEP
 
 
 def _find(source: str | os.PathLike[str]) -> Path:
@@ -217,7 +283,7 @@ def _not_shipped(name: str) -> str:
         return f"no weights ship for {name}; veca.create_model({name!r}) makes one with random weights"
     names = [*SIZES, *list_models(pretrained=True)]
     close = did_you_mean(name, names)
-    return f"{name}: no such file or folder, and no model of that name{close}. Names: {', '.join(names)}"
+    return f"{excerpt(name, 1000)}: no such file or folder, and no model of that name{close}. Names: {', '.join(names)}"
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
@@ -240,14 +306,58 @@ def _read(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
     raise CheckpointError(f"{path}: neither a safetensors file nor a PyTorch checkpoint; it starts with {start[:16]!r}")
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata; `ValueError` where it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            return tensors, file.metadata() or {}
+    except Exception as error:  # a damaged file surfaces as almost anything
+        raise ValueError(excerpt(str(error) or type(error).__name__)) from error
+
+
+def read_description(text: str) -> Any:
+    """JSON that somebody else wrote; `ValueError` where it is damaged, too long or nested too deeply."""
+    if len(text) > _MAX_DESCRIPTION:
+        raise ValueError(f"its description has {len(text):,} characters; at most {_MAX_DESCRIPTION:,} are read")
+    try:
+        description = json.loads(text)
+        if _fits(description, len(text)):
+            return description
+    except RecursionError:
+        pass
+    raise ValueError(f"its description is nested more than {_MAX_DEPTH} levels deep")
+
+
+def _fits(value: object, characters: int) -> bool:
+    """Whether plain data can be written out in so many characters and is not nested deeply.
+
+    Parts that are shared count each time: twenty lists that each hold the one before twice are a million.
+    """
+    todo = [(value, 0)]
+    while todo:
+        value, depth = todo.pop()
+        if isinstance(value, str):
+            characters -= len(value)
+        elif isinstance(value, int):
+            characters -= value.bit_length() // 4
+        elif isinstance(value, list | tuple | dict):
+            characters -= len(value)
+            if depth > _MAX_DEPTH or characters < 0:
+                return False
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            todo.extend((part, depth + 1) for part in parts)
+        if characters < 0:
+            return False
+    return True
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
+    try:
+        tensors, metadata = read_safetensors(path)
         key = next((key for key in ("veca", "config") if key in metadata), None)
-        described = json.loads(metadata[key]) if key else None
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        described = read_description(metadata[key]) if key else None
+    except ValueError as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from error
     if not isinstance(described, dict):
         return _from_transformers(path, tensors)
@@ -255,7 +365,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[s
         return _from_released(path, tensors, described)
     config, provenance = described.get("config"), described.get("provenance", {})
     if not isinstance(config, dict) or not isinstance(provenance, dict):
-        raise CheckpointError(f"{path}: its `veca` header has no configuration")
+        raise CheckpointError(f"{path}: its `veca` header has no configuration, or no provenance, that is a dictionary")
     return tensors, VecaConfig.from_dict(config), provenance
 
 
@@ -264,8 +374,9 @@ def _from_transformers(
 ) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
     """What `veca.hub.transformers` saved: names begin with `veca.`, and the configuration is in a file beside."""
     try:
-        told = json.loads((path.parent / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
+        with open(path.parent / "config.json", encoding="utf-8") as file:
+            told = read_description(file.read(_MAX_DESCRIPTION + 1))
+    except (OSError, ValueError):
         told = None
     if not isinstance(told, dict) or told.get("model_type") != "veca":
         raise CheckpointError(
@@ -274,52 +385,58 @@ def _from_transformers(
         )
     tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
     fields = {field.name: told[field.name] for field in dataclasses.fields(VecaConfig) if field.name in told}
-    fields["num_classes"] = len(tensors["head.weight"]) if "head.weight" in tensors else 0
+    classifier = tensors.get("head.weight")
+    fields["num_classes"] = classifier.shape[0] if classifier is not None and classifier.dim() else 0
     provenance = told.get("provenance")
     return tensors, VecaConfig.from_dict(fields), provenance if isinstance(provenance, dict) else {}
 
 
 def _read_pickle(path: Path) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        contents = read_torch_file(path)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("Please file an issue")[0].split("WeightsUnpickler error:")[-1].strip()
         raise CheckpointError(
-            f"{path}: refused, it holds more than tensors and plain data, or is damaged: {reason}"
+            f"{path}: refused, it holds more than tensors and plain data, or is damaged: {error}"
         ) from error
-    except Exception as error:  # a damaged archive surfaces as almost anything
+    except ValueError as error:
         raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
     student, config = (contents.get("student"), contents.get("config")) if isinstance(contents, dict) else (None, None)
     if not isinstance(student, dict) or not isinstance(config, dict):
-        found = f"keys {', '.join(map(str, list(contents)[:8]))}" if isinstance(contents, dict) else type(contents)
+        keys = ", ".join(excerpt(str(key), 40) for key in [*contents][:8]) if isinstance(contents, dict) else ""
+        found = f"keys {keys}" if isinstance(contents, dict) else quoted(contents)
         raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({found})")
     tensors, shape, provenance = _from_released(path, student, config)
-    if isinstance(contents.get("global_step"), int):
-        provenance["global_step"] = contents["global_step"]
+    if _is_step(step := contents.get("global_step")):
+        provenance["global_step"] = step
     return tensors, shape, provenance
 
 
 def _from_released(
-    path: Path, student: Mapping[str, Any], official: Mapping[str, Any]
+    path: Path, student: Mapping[Any, Any], official: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]:
-    student = {_strip(str(name)): tensor for name, tensor in student.items() if isinstance(tensor, Tensor)}
+    student = {strip_prefixes(str(n)): each for n, each in student.items() if isinstance(each, Tensor | Unsupported)}
     if "query_token_chunks.0" not in student:
         raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
-    config = _config_from_official(official, student)
-    depth = len({name.split(".")[1] for name in student if name.startswith("blocks.")})
+    if not _fits(official, _MAX_CONFIG):
+        raise ConfigError(
+            f"it has more than {_MAX_CONFIG:,} characters, or is nested more than {_MAX_DEPTH} levels deep"
+        )
+    config = config_from_released(official, student)
+    depth = len({name.split(".", 2)[1] for name in student if name.startswith("blocks.")})
     if depth != config.depth:
         raise CheckpointError(f"{path}: its config says {config.depth} layers, its tensors have {depth}")
     with torch.device("meta"):
         expected = to_official(Veca(config).state_dict(), config)
     _check_tensors(path, student, {name: tensor.shape for name, tensor in expected.items()})
-    plain = {key: value for key, value in official.items() if _is_plain(key) and _is_plain(value)}
+    plain = {key: value for key, value in official.items() if is_plain(key) and is_plain(value)}
     provenance = {"source": path.name, "official_config": repr(plain)}
     return from_official(student, config), config, provenance
 
 
-def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+def _check_tensors(path: Path, found: Mapping[str, Tensor | Unsupported], expected: Mapping[str, torch.Size]) -> None:
     def listed(names: list[str]) -> str:
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return ", ".join(excerpt(name, 100) for name in names[:4]) + more
 
     problems = []
     if missing := [name for name in expected if name not in found]:
@@ -328,136 +445,14 @@ def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[st
         problems.append(f"unknown {listed(foreign)}")
     for name, shape in expected.items():
         tensor = found.get(name)
-        if tensor is None or (tensor.shape == shape and tensor.is_floating_point() and tensor.layout == torch.strided):
+        if tensor is None or (isinstance(tensor, Tensor) and _is_dense(tensor) and tensor.shape == shape):
             continue
-        what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.layout}"
+        what = tensor.kind if isinstance(tensor, Unsupported) else f"{quoted(tuple(tensor.shape))} {tensor.dtype}"
         problems.append(f"{name} is {what}, expected {tuple(shape)}, floating point, dense")
     if problems:
         raise CheckpointError(f"{path}: its tensors do not fit its configuration: {'; '.join(problems[:4])}")
 
 
-def _strip(name: str) -> str:
-    while name.startswith(("module.", "student.", "_orig_mod.")):
-        name = name.partition(".")[2]
-    return name
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, RuntimeError):
-        return False
-
-
-def _config_from_official(official: Mapping[str, Any], student: Mapping[str, Tensor]) -> VecaConfig:
-    """Older files say `matryoshka_…` where newer ones say `nested_…`."""
-    if official.get("rope_zero_freqs_from", "low") != "low" or official.get("patch_embed_use_ln"):
-        raise ConfigError(
-            "it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as all released models have"
-        )
-    family = _FAMILIES.get(str(official.get("model_family")))
-    fields = SIZES[family].to_dict() if family else {}
-    names = {
-        "embed_dim": ("hidden_dim",),
-        "depth": ("num_layers",),
-        "num_heads": ("num_heads",),
-        "mlp_ratio": ("mlp_ratio",),
-        "patch_size": ("patch_size",),
-        "in_chans": ("in_channels",),
-        "num_cores": ("num_query_tokens",),
-        "core_chunk": ("nested_chunk_size", "matryoshka_chunk_size"),
-        "budgets": ("nested_budgets", "matryoshka_budgets"),
-        "rope_zero_fraction": ("rope_p_zero_freqs",),
-    }
-    for field, keys in names.items():
-        for key in keys:
-            if key in official:
-                fields[field] = official[key]
-    for field in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
-        if field not in fields:
-            raise ConfigError(f"it has no {names[field][0]!r}")
-    if "rope_shift_coords" in official:
-        fields["coordinate_shift"] = official["rope_shift_coords"] or 0.0
-    if "rope_rescale_coords" in official:
-        fields["coordinate_rescale"] = official["rope_rescale_coords"] or 1.0
-    if "output_proj.weight" in student:
-        fields["output_dim"] = student["output_proj.weight"].shape[0]
-    return VecaConfig.from_dict(fields)
-
-
-def _official_config(config: VecaConfig, original: Mapping[str, Any]) -> dict[str, Any]:
-    families = {ours: theirs for theirs, ours in _FAMILIES.items()}
-    chunk = "matryoshka_chunk_size" if "matryoshka_chunk_size" in original else "nested_chunk_size"
-    return {
-        "model_family": original.get("model_family", families.get(size_name(config) or "", "custom")),
-        "num_query_tokens": config.num_cores,
-        "hidden_dim": config.embed_dim,
-        "num_heads": config.num_heads,
-        "num_layers": config.depth,
-        "mlp_ratio": config.mlp_ratio,
-        "patch_size": config.patch_size,
-        chunk: config.core_chunk,
-        "rope_p_zero_freqs": config.rope_zero_fraction,
-        "rope_zero_freqs_from": "low",
-    }
-
-
-def _released_names(config: VecaConfig) -> dict[str, tuple[str, ...]]:
-    """Our tensor names, and the released tensors each is made of."""
-    names: dict[str, tuple[str, ...]] = {}
-
-    def layer(ours: str, *released: str) -> None:
-        for kind in ("weight", "bias"):
-            names[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in released)
-
-    layer("patch_embed.proj", "patch_embed.proj")
-    for i in range(config.num_cores // config.core_chunk):
-        names[f"cores.{i}"] = (f"query_token_chunks.{i}",)
-        names[f"core_states.{i}"] = (f"qcoord_chunks.{i}",)
-    for i in range(config.depth - 1):
-        layer(f"coordinate_heads.{i}", f"pos_linears.{i}")
-    names["coordinate_alpha"] = ("pos_alpha",)
-    for i in range(config.depth):
-        block = f"blocks.{i}."
-        layer(block + "norm1", block + "norm_attn")
-        layer(block + "attn.qkv", *(block + f"attn.{part}_proj" for part in "qkv"))
-        layer(block + "attn.proj", block + "attn.out_proj")
-        layer(block + "norm2", block + "norm_ffn")
-        layer(block + "mlp.fc1", block + "fc1")
-        layer(block + "mlp.fc2", block + "fc2")
-    layer("norm", "final_norm")
-    if config.output_dim:
-        layer("output_proj", "output_proj")
-    return names
-
-
-def from_official(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
-    """Released tensors under our names.
-
-    Released q and k rotate adjacent channels (2j, 2j + 1) of a head; ours rotate (j, j + d/2). Reordering the rows of
-    both projections alike leaves every q·k as it was.
-    """
-    tensors = {}
-    for ours, released in _released_names(config).items():
-        parts = [student[name] for name in released]
-        if len(parts) == 3:
-            shape = (config.num_heads, config.head_dim // 2, 2)
-            parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
-        tensor = torch.cat(parts)
-        tensors[ours] = tensor.squeeze(0) if ours.startswith(("cores.", "core_states.")) else tensor
-    return tensors
-
-
-def to_official(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
-    """The inverse of `from_official`, bit for bit."""
-    student: dict[str, Tensor] = {}
-    for ours, released in _released_names(config).items():
-        tensor = tensors[ours]
-        parts = [tensor[None] if ours.startswith(("cores.", "core_states.")) else tensor]
-        if len(released) == 3:
-            shape = (config.num_heads, 2, config.head_dim // 2)
-            parts = list(tensor.chunk(3))
-            parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
-        # A slice of a larger tensor would drag all of it into the file.
-        student |= {name: part.clone() for name, part in zip(released, parts, strict=True)}
-    return student
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is of floating-point numbers that can be computed with."""
+    return tensor.dtype in _FLOATS and tensor.layout == torch.strided and not tensor.is_meta

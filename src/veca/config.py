@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from veca.errors import VecaError
+from veca.text import quoted
 
 
 class ConfigError(VecaError, ValueError):
@@ -18,7 +19,8 @@ class ConfigError(VecaError, ValueError):
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """`" (did you mean 'depth'?)"` when something known is spelled almost like `word`, else nothing."""
-    close = difflib.get_close_matches(str(word), known, n=1)
+    word = str(word)
+    close = difflib.get_close_matches(word, known, n=1) if len(word) <= 100 else []
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -59,7 +61,7 @@ class VecaConfig:
 
         def require(name: str, holds: bool, rule: str) -> None:
             if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
+                raise ConfigError(f"{name}={quoted(getattr(self, name))}: must be {rule}")
 
         # The upper bounds stop a hostile file from asking for a model no machine can hold.
         require("depth", 1 <= self.depth <= 1024, "from 1 to 1024")
@@ -103,7 +105,7 @@ class VecaConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(f"unknown field {key!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
+                raise ConfigError(f"unknown field {quoted(key)}{did_you_mean(key, known)}. Known: {', '.join(known)}")
         values = dict(values)
         if isinstance(values.get("budgets"), list):
             values["budgets"] = tuple(values["budgets"])
@@ -115,13 +117,15 @@ _NUMBERS = ("mlp_ratio", "rope_zero_fraction", "coordinate_shift", "coordinate_r
 
 def _check_type(name: str, value: object) -> None:
     if name in _NUMBERS:
-        fits, kind = type(value) in (int, float) and math.isfinite(value), "a finite number"  # type: ignore[arg-type]
+        # An integer is compared, not converted: 10**400 is no float.
+        fits = type(value) is int or (type(value) is float and math.isfinite(value))
+        kind = "a finite number"
     elif name == "budgets":
         fits, kind = isinstance(value, tuple) and all(type(c) is int for c in value), "a tuple of integers"
     else:
         fits, kind = type(value) is int or (name == "output_dim" and value is None), "an integer"
     if not fits:
-        raise ConfigError(f"{name}={value!r}: must be {kind}")
+        raise ConfigError(f"{name}={quoted(value)}: must be {kind}")
 
 
 SIZES: dict[str, VecaConfig] = {

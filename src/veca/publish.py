@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca.checkpoint import CheckpointError, write_tensors
+from veca.checkpoint import CheckpointError, read_safetensors, write_tensors
 from veca.errors import ArgumentError
 from veca.files import atomic_path
 from veca.model import Veca
+from veca.text import excerpt
 
 HEAD, PREPARED = "head.safetensors", "preprocessor_config.json"
 _PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
@@ -44,27 +44,29 @@ def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
 
 def _carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
     try:
-        with safe_open(file, framework="pt") as opened:
-            told = opened.metadata()
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged, or no head of `veca finetune segment`: {error}") from error
-    if dtype:
-        _check_fit(tensors, dtype)
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        tensors, metadata = read_safetensors(file)
+        if dtype:
+            _check_fit(tensors, dtype)
+            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    except ArgumentError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file}: damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+        ) from error
     with atomic_path(to) as part:
-        write_tensors(part, tensors, told)
+        write_tensors(part, tensors, metadata)
 
 
 def _check_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ArgumentError(f"{name} has values that are not finite; such weights are of no use")
+            raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
             most, limit = float(tensor.abs().max()), torch.finfo(dtype).max
             raise ArgumentError(
-                f"{name} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
+                f"{excerpt(name)} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
             )
         for kind in lost:
             lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,33 @@ def printable(text: str) -> str:
     'a\\nb\\x1b[31m\\udce9é'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def excerpt(text: str, limit: int = 200) -> str:
+    """The beginning of a text that a file or a library wrote, fit for a message.
+
+    >>> excerpt("a" * 30, limit=12)
+    'aaaaaaaaaaa…'
+    """
+    short = printable(text[: limit + 1])
+    return short if len(short) <= limit else f"{short[: limit - 1]}…"
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 100, 100, 100
+_REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 20
+
+
+def quoted(value: object, limit: int = 200) -> str:
+    """`repr` for a message, short and quick even where the value is large, nested without end or a huge number.
+
+    >>> quoted((8, 16)), quoted("a" * 10**6, limit=12)
+    ('(8, 16)', "'aaaaaaaaaa…")
+    """
+    try:
+        return excerpt(_REPR.repr(value), limit)
+    except Exception:  # such as an integer of more digits than Python writes
+        return f"<{type(value).__name__}>"
 
 
 def number(value: float, form: str = ".4g") -> str:

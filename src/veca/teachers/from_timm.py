@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from veca.checkpoint import read_safetensors
 from veca.config import did_you_mean
 from veca.teachers.protocol import Meet, Teacher, TeacherError
+from veca.text import excerpt
+from veca.torch_file import read_torch_file
 
 
 class TimmTeacher(Teacher):
@@ -108,15 +108,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise TeacherError(f"{path}: no such file; a teacher's weights are a .safetensors or a PyTorch checkpoint")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+            return read_safetensors(path)[0]
+        contents = read_torch_file(path)
     except pickle.UnpicklingError as error:
         raise TeacherError(
             f"{path}: refused, it holds more than tensors and plain data, or is no checkpoint. "
             "Save its state_dict alone, as safetensors or with torch.save"
         ) from error
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
-        raise TeacherError(f"{path}: damaged, or no file of weights: {str(error) or type(error).__name__}") from error
+    except ValueError as error:
+        raise TeacherError(f"{path}: damaged, or no file of weights: {error}") from error
     for key in ("state_dict", "model"):
         if isinstance(contents, dict) and isinstance(contents.get(key), dict):
             contents = contents[key]
@@ -141,13 +141,15 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     try:
         found = dict(convert(tensors, model)) if convert else tensors
         missing, foreign = model.load_state_dict(found, strict=False)
-    except (RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
+    except Exception as error:  # timm's own converters meet whatever the file holds
+        reason = excerpt((str(error).split("\n") or [""])[-1].strip() or type(error).__name__)
         raise TeacherError(f"{where}: not the weights of this {kind}: {reason} Name its own model") from error
     heads = cast(Any, model).pretrained_cfg.get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else tuple(heads)
     foreign = [name for name in foreign if not name.startswith(tuple(f"{head}." for head in heads))]
     for what, names in (("has no", missing), ("has also", foreign)):
         if names:
-            listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            listed = ", ".join(excerpt(name, 100) for name in names[:4]) + (
+                f" and {len(names) - 4} more" if len(names) > 4 else ""
+            )
             raise TeacherError(f"{where}: not the weights of this {kind}: it {what} {listed}. Name its own model")

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import veca
-from veca.checkpoint import CheckpointError, save_tensors, write_tensors
+from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.files import atomic_path
 from veca.images import MEAN, STD, open_image
 from veca.model import Veca
@@ -34,6 +33,7 @@ from veca.probe.linear import train_linear
 from veca.probe.metrics import Confusion
 from veca.probe.progress import bar
 from veca.probe.run import DECAYS, RATES
+from veca.text import excerpt, quoted
 from veca.train.parallel import whole
 from veca.tune.settings import ClassifySettings, SegmentSettings, Settings
 
@@ -80,14 +80,20 @@ def load_segmenter(folder: str | Path, device: str | torch.device | None = None)
     file = Path(folder) / "head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{folder}: has no head.safetensors; name a folder that `veca finetune segment` wrote to")
+    backbone = veca.load(folder)
     try:
-        with safe_open(file, framework="pt") as opened_file:
-            told = json.loads((opened_file.metadata() or {})["veca"])
-            tensors = {name: opened_file.get_tensor(name) for name in opened_file.keys()}  # noqa: SIM118 (no dict)
-        segmenter = Segmenter(veca.load(folder), [str(name) for name in told["classes"]], int(told["ignore"]))
+        tensors, metadata = read_safetensors(file)
+        told = read_description(metadata["veca"])
+        classes, ignore = [str(name) for name in told["classes"]], int(told["ignore"])
+        expected = (len(classes), 2 * backbone.num_features)
+        if tuple(tensors["weight"].shape) != expected:  # before memory is taken for so many classes
+            raise ValueError(f"its weight is {quoted(tuple(tensors['weight'].shape))}, expected {expected}")
+        segmenter = Segmenter(backbone, classes, ignore)
         segmenter.head.load_state_dict(tensors)
-    except (SafetensorError, OSError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{file}: damaged, or no head of `veca finetune segment`: {error}") from error
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file}: damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+        ) from error
     return segmenter.to(device).eval()
 
 
