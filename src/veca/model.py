@@ -29,6 +29,7 @@ from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
+from veca.layers import is_plain
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
 
 
@@ -65,17 +66,23 @@ class VecaOutput(NamedTuple):
         return self.patches.mT.unflatten(-1, self.grid)
 
 
+class PatchConv(nn.Conv2d):
+    """A convolution whose stride is its kernel, as one matrix product: cuDNN would round float32 to TF32."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        side = self.kernel_size[0]
+        patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, rows, p, columns, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, columns, 3·p·p)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
 class PatchEmbed(nn.Module):
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(config.in_chans, config.embed_dim, config.patch_size, stride=config.patch_size)
+        self.proj = PatchConv(config.in_chans, config.embed_dim, config.patch_size, stride=config.patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        # The convolution as one matrix product: cuDNN would round float32 to TF32 unless told otherwise.
-        side = self.proj.kernel_size[0]
-        patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, rows, p, columns, p)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3·p·p)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        return self.proj(images).flatten(2).mT  # (B, N, D)
 
 
 class Attention(nn.Module):
@@ -87,12 +94,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False) -> Tensor:
         """Tokens (B, S, D) → the same shape, or with `cls_only` the first core's (B, 1, D)."""
-        # The shortcuts look into both layers. What took the place of a Linear (adapter, quantised) must be called.
-        if type(self.qkv) is nn.Linear and type(self.proj) is nn.Linear:
-            if cls_only:
-                return first_core_attention(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
-            if few_cores(x, self.num_heads, core_rotary):
-                return few_cores_attention(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
+        few = few_cores(x, self.num_heads, core_rotary)
+        if (cls_only or few) and is_plain(self.qkv, nn.Linear) and is_plain(self.proj, nn.Linear):
+            shortcut = first_core_attention if cls_only else few_cores_attention
+            return shortcut(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         out: Tensor = self.proj(core_attention(qkv, core_rotary, patch_rotary))
         return out[:, :1] if cls_only else out
