@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.kernels import ops
-from veca.layers import has_hooks
+from veca.layers import has_hooks, is_wrapped
 from veca.model import Block, Veca
 from veca.rope import Rotary
 
@@ -392,24 +392,21 @@ def unfoldable(model: Veca) -> str:
         plain = Veca(model.config)
     kinds = {name: type(module) for name, module in plain.named_modules()} | {"": type(model)}
     for name, module in model.named_modules():
-        label, kind = name or "the model", type(module).__name__
         if is_parametrized(module):
-            return (
-                f"{label} is parametrized, and an optimized model keeps its weights as they are now; make them permanent "
-                "with torch.nn.utils.parametrize.remove_parametrizations, or use the model as it is"
-            )
-        if name in kinds and kinds[name] is not type(module):
-            return (
-                f"{label} is a {kind}, not a {kinds[name].__name__}, and an optimized model does not call its layers; "
-                "merge adapters into the model, take it unquantised, or use the model as it is"
-            )
-        if has_hooks(module):
-            return (
-                f"{label} has hooks, and an optimized model does not call its layers; remove them (of pruning: "
-                "torch.nn.utils.prune.remove, of weight norm: torch.nn.utils.remove_weight_norm), or use the model as it is"
-            )
-    strange = sorted(model.state_dict().keys() ^ plain.state_dict().keys())
-    return f"{strange[0]} is not as the config has it; use the model as it is" if strange else ""
+            problem = "is parametrized"
+            way = "torch.nn.utils.parametrize.remove_parametrizations makes its weights permanent"
+        elif kinds.get(name) is not type(module) or any(map(is_wrapped, module.parameters(recurse=False))):
+            problem = f"is a {type(module).__name__} that is not the model's own or is quantised"
+            way = "merge adapters into the model, take it unquantised"
+        elif has_hooks(module):
+            problem = "has hooks"
+            way = "remove them (torch.nn.utils.prune.remove and remove_weight_norm make weights permanent)"
+        else:
+            continue
+        label = name or "the model"
+        return f"{label} {problem}, and an optimized model does not call its layers: {way}, or use the model as it is"
+    missing = sorted(plain.state_dict().keys() - model.state_dict().keys())
+    return f"the model has no {missing[0]}, which an optimized one needs; use the model as it is" if missing else ""
 
 
 def _copy(model: Veca) -> Veca:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 
@@ -25,7 +25,7 @@ def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
         and not torch_module._has_any_global_hook()
         and known.weight is not None
         and known.bias is not None
-        and not hasattr(type(known.weight), "__tensor_flatten__")  # quantised or distributed
+        and not is_wrapped(known.weight)
     )
 
 
@@ -38,3 +38,8 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or "forward" in module.__dict__  # as accelerate attaches its hooks
     )
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor are held by others, as those of quantised and distributed ones are."""
+    return hasattr(type(tensor), "__tensor_flatten__")
