@@ -33,7 +33,7 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
     cores = core_rotary.cos.shape[-2]
     if use_triton(qkv, qkv.shape[-1], cores):
         core_points, patch_points = core_rotary.coordinates[:, 0].contiguous(), patch_rotary.coordinates.contiguous()
-        return ops.core_attention(qkv, core_points, patch_points, patch_rotary.frequencies)[0]
+        return ops.core_attention(qkv, core_points, patch_points, patch_rotary.frequencies, ops.KERNELS)[0]
     qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, S, d), a view
     v = qkv[2]
     q_core, k_core = rotate(qkv[:2, :, :, :cores], core_rotary)

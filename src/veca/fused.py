@@ -20,7 +20,7 @@ def add_norm(x: Tensor, update: Tensor | None, norm: nn.LayerNorm, cores: int = 
     if _on_gpu(x) and is_plain(norm, nn.LayerNorm):
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        total, normed, first = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps, dtype, cores)
+        total, normed, first = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps, dtype, cores, ops.KERNELS)
         return (x, normed, x[:, :cores]) if update is None else (total, normed, first)
     x = x if update is None else x + update
     return x, norm(x), x[:, :cores]
@@ -29,7 +29,7 @@ def add_norm(x: Tensor, update: Tensor | None, norm: nn.LayerNorm, cores: int = 
 def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:
     """`silu(u) * v` of [u, v] = layer(x)."""
     if _on_gpu(x) and is_plain(layer, nn.Linear):
-        return ops.swiglu(F.linear(x, layer.weight), layer.bias)
+        return ops.swiglu(F.linear(x, layer.weight), layer.bias, ops.KERNELS)
     u, v = layer(x).chunk(2, dim=-1)
     return F.silu(u) * v
 
@@ -37,7 +37,7 @@ def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:
 def narrow_linear(x: Tensor, layer: nn.Module) -> Tensor:
     """`layer(x)` of a layer with two outputs."""
     if _on_gpu(x) and is_plain(layer, nn.Linear):
-        return ops.narrow_linear(x, layer.weight, layer.bias)
+        return ops.narrow_linear(x, layer.weight, layer.bias, ops.KERNELS)
     out: Tensor = layer(x)
     return out
 
