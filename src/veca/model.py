@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
 from veca.config import VecaConfig
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, warn_caller
 from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
 from veca.layers import is_plain
@@ -295,18 +294,18 @@ class Veca(nn.Module):
 
     def _budget(self, cores: int | None) -> int:
         most = self.config.num_cores
-        # A budget that is traced is a symbol, which `index` would pin to one value.
         budget = most if cores is None else cores
-        if not torch.compiler.is_compiling():
-            if not hasattr(budget, "__index__"):
-                raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
-            budget = operator.index(budget)
+        # A budget that is traced is a symbol, which `index` would pin to one value.
+        traced = torch.compiler.is_compiling()
+        if isinstance(budget, bool) or not (traced or hasattr(budget, "__index__")):
+            raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
+        budget = budget if traced else operator.index(budget)
         if not 1 <= budget <= most:
             raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
-        if not torch.compiler.is_compiling() and budget not in self.config.budgets and budget not in self._warned:
+        if not traced and budget not in self.config.budgets and budget not in self._warned:
             self._warned.add(budget)
             trained = ", ".join(map(str, self.config.budgets))
-            warnings.warn(f"cores={budget} was not trained (trained: {trained}); expect lesser features", stacklevel=6)
+            warn_caller(f"cores={budget} was not trained (trained: {trained}); expect lesser features")
         return budget
 
     # The names timm and DINOv3 users know.
