@@ -376,8 +376,8 @@ def optimize(
     # rotary table into each place it is used at, which in bfloat16 takes longer than all it saves.
     for block in copied.blocks:
         # So too the cores' table, unless told to keep what several read.
-        block.compile(dynamic=True, options={"realize_reads_threshold": 1})
-        block._compiled_call_impl = _with_recompile_limit(block._compiled_call_impl)
+        compiled = torch.compile(block._call_impl, dynamic=True, options={"realize_reads_threshold": 1})
+        block._compiled_call_impl = _with_recompile_limit(compiled)
     return copied
 
 
