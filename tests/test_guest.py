@@ -260,23 +260,20 @@ def test_computed_weights_are_used(kind: str, device: str) -> None:
         assert difference(found[way], before[way]) > 1e-3
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_compiled_and_exported_models_call_them_too(strict: bool) -> None:
-    model = make()
-    expected = run(model)
-    assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), expected) <= TOLERANCE
-    for name in ("blocks.2.attn.proj", "blocks.2.norm1", "patch_embed.proj"):
+def test_compiled_and_exported_models_call_them_too() -> None:
+    model = make(depth=1)
+    before = run(model)
+    assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), before) <= TOLERANCE
+    for name in ("blocks.0.attn.proj", "blocks.0.norm1", "patch_embed.proj"):
         model.get_submodule(name).register_forward_hook(scale_output)
-    prune_some(model.blocks[0].attn.qkv)
     torch.compiler.reset()
     expected = plain(model)
     assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), expected) <= TOLERANCE
-    torch.compiler.reset()
-    model = make()
-    model.blocks[2].attn.proj.register_forward_hook(scale_output)
     with torch.no_grad():
-        program = torch.export.export(model, (pictures(), 8, False), strict=strict)
-    assert difference(run(program.module()), plain(model)) <= TOLERANCE
+        for strict in (True, False):
+            program = torch.export.export(model, (pictures(), 8, False), strict=strict)
+            assert difference(run(program.module()), expected) <= TOLERANCE
+    assert difference(expected, before) > 1e-3
 
 
 # veca.optimize
@@ -477,6 +474,7 @@ def test_only_graphs_with_our_operators_depend_on_the_kernels(tmp_path: Path, mo
     from torch._dynamo.utils import counters
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes for so little
 
     def is_found(function: Callable[..., Tensor]) -> bool:
         torch.compiler.reset()
@@ -490,7 +488,7 @@ def test_only_graphs_with_our_operators_depend_on_the_kernels(tmp_path: Path, mo
         return ops.swiglu(h, bias, ops.KERNELS)
 
     def theirs(h: Tensor, bias: Tensor) -> Tensor:
-        return h @ bias  # as the other, nothing that a C++ compiler is needed for
+        return h @ h  # as the other, nothing that a C++ compiler is needed for
 
     assert [is_found(ours), is_found(theirs), is_found(ours)] == [False, False, True]
     monkeypatch.setattr(ops, "KERNELS", "those of another version")
