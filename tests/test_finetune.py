@@ -23,6 +23,7 @@ from transformers import pipeline
 from typer.testing import CliRunner
 
 import veca
+import veca.hub.timm
 from veca.cli import app
 from veca.hub.transformers import VecaForImageClassification, VecaModel
 from veca.probe.backbones import load_backbone

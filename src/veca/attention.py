@@ -33,7 +33,7 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
     cores = core_rotary.cos.shape[-2]
     if use_triton(qkv, qkv.shape[-1], cores):
         core_points, patch_points = core_rotary.coordinates[:, 0].contiguous(), patch_rotary.coordinates.contiguous()
-        return ops.core_attention(qkv, core_points, patch_points, patch_rotary.frequencies)[0]
+        return ops.core_attention(qkv, core_points, patch_points, patch_rotary.frequencies, ops.KERNELS)[0]
     qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, S, d), a view
     v = qkv[2]
     q_core, k_core = rotate(qkv[:2, :, :, :cores], core_rotary)
@@ -118,14 +118,27 @@ def core_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) ->
         better = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (2, B, H, S, d), a view
         q_core, k_core = rotate(better[:, :, :, :cores], core_rotary)
         q_patch, k_patch = rotate(better[:, :, :, cores:], patch_rotary)
-        core_to_all = _core_to_all(q_core, k_core, k_patch)
-        patch_to_core = (q_patch @ (k_core.mT / qk.shape[-1] ** 0.5)).softmax(dim=-1).transpose(1, 2).flatten(2)
+        core_to_all, patch_to_core = _core_to_all(q_core, k_core, k_patch), _patch_to_core(q_patch, k_core)
     return patch_to_core.to(qk.dtype), core_to_all.to(qk.dtype)
+
+
+def patch_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    """The first half of `core_probabilities`: patch_to_core (B, N, H·C)."""
+    cores = core_rotary.cos.shape[-2]
+    with _no_autocast(qk):
+        q, k = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (B, H, S, d), views
+        patch_to_core = _patch_to_core(rotate(q[:, :, cores:], patch_rotary), rotate(k[:, :, :cores], core_rotary))
+    return patch_to_core.to(qk.dtype)
 
 
 def _core_to_all(q_core: Tensor, k_core: Tensor, k_patch: Tensor) -> Tensor:
     q_core = q_core / q_core.shape[-1] ** 0.5
     return torch.cat([q_core @ k_core.mT, q_core @ k_patch.mT], dim=-1).softmax(dim=-1).flatten(1, 2)
+
+
+def _patch_to_core(q_patch: Tensor, k_core: Tensor) -> Tensor:
+    logits = q_patch @ (k_core.mT / k_core.shape[-1] ** 0.5)
+    return logits.softmax(dim=-1).transpose(1, 2).flatten(2)
 
 
 def _out_core(core_to_all: Tensor, x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from veca.errors import VecaError
 from veca.text import quoted
@@ -22,6 +23,11 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     word = str(word)
     close = difflib.get_close_matches(word, known, n=1) if len(word) <= 100 else []
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def is_budget(cores: object, most: int) -> bool:
+    """Whether `cores` is an integer from 1 to `most`. True and False are no numbers here."""
+    return not isinstance(cores, bool) and isinstance(cores, SupportsIndex) and 1 <= operator.index(cores) <= most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from veca.fast import fits, optimize
+from veca.fast import fits, optimize, unfoldable
 from veca.features import WRITERS, DamagedPart
 from veca.files import check_writable
 from veca.images import EXTENSIONS, PATCH
@@ -140,7 +140,8 @@ def ready(model: Veca, settings: EmbedSettings, device: torch.device) -> Veca:
         if tensor.data_ptr() % 64:  # as weights lie in their file; on CPUs the bits of small products depend on it
             tensor.data = tensor.data.clone()
     dtype: torch.dtype = getattr(torch, settings.precision)
-    return optimize(model, dtype=dtype) if fits(model.config, device, dtype) else model
+    fast = fits(model.config, device, dtype) and not unfoldable(model)
+    return optimize(model, dtype=dtype) if fast else model
 
 
 def _check_file(out: Path, settings: EmbedSettings) -> None:

@@ -1,6 +1,12 @@
-"""The base of every error that veca raises on purpose."""
+"""The base of every error that veca raises on purpose, and warnings that point at the caller."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+
+_LIBRARIES = ("veca", "torch", "timm", "transformers")
+"""Packages whose frames lie between a caller's line and ours."""
 
 
 class VecaError(Exception):
@@ -19,3 +25,11 @@ class VecaError(Exception):
 
 class ArgumentError(VecaError, ValueError):
     """An argument or option has a value that cannot be used."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn, pointing at the line of the program that called into veca, however deep inside this is called."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

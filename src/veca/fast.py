@@ -22,10 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.utils.parametrize import is_parametrized
 
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.kernels import ops
+from veca.layers import has_hooks, is_wrapped
 from veca.model import Block, Veca
 from veca.rope import Rotary
 
@@ -346,6 +348,9 @@ def optimize(
       happen to be a width of the model at the first call, a budget small enough for the few-cores path, `cls_only`.
       A CPU needs a C++ compiler.
 
+    Hooks, parametrizations and replaced layers stay in a compiled copy. Fused kernels call no layer, so a model that has
+    any is refused there.
+
     >>> import veca
     >>> model = veca.create_model("veca_tiny")
     >>> fast = veca.optimize(model)
@@ -362,20 +367,70 @@ def optimize(
             f"weights={weights!r} in {dtype} on {device.type}: the only choice is 'float8', in bfloat16 or float16 on "
             "NVIDIA GPUs from Hopper on"
         )
-    if fused and type(model).forward is not Veca.forward:
-        raise ArgumentError(
-            f"a {type(model).__name__} is not called as a Veca is; veca.save it, and optimize what veca.load gives"
-        )
     if fused:
+        if reason := unfoldable(model):
+            raise ArgumentError(reason)
         return FastVeca(model, dtype, weights, cuda_graphs)
-    copied = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
+    copied = _copy(model).to(dtype).eval().requires_grad_(False)
     if device.type != "cpu":
         copied.compile(dynamic=True)
         return copied
     # What is compiled for one block serves all. In the whole model the compiler would fold the making of the patches'
     # rotary table into each place it is used at, which in bfloat16 takes longer than all it saves.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, WAYS)
     for block in copied.blocks:
         # So too the cores' table, unless told to keep what several read.
-        block.compile(dynamic=True, options={"realize_reads_threshold": 1})
+        compiled = torch.compile(block._call_impl, dynamic=True, options={"realize_reads_threshold": 1})
+        block._compiled_call_impl = _with_recompile_limit(compiled)
     return copied
+
+
+def unfoldable(model: Veca) -> str:
+    """Why the weights of `model` cannot be folded into a `FastVeca`, with the way out; empty when they can.
+
+    Its layers are not called, so whatever acts in a call would be lost.
+    """
+    if type(model).forward is not Veca.forward:
+        return f"a {type(model).__name__} is not called as a Veca is; veca.save it, and optimize what veca.load gives"
+    with torch.device("meta"):
+        plain = Veca(model.config)
+    kinds = {name: type(module) for name, module in plain.named_modules()} | {"": type(model)}
+    for name, module in model.named_modules():
+        if is_parametrized(module):
+            problem = "is parametrized"
+            way = "torch.nn.utils.parametrize.remove_parametrizations makes its weights permanent"
+        elif kinds.get(name) is not type(module) or any(map(is_wrapped, module.parameters(recurse=False))):
+            problem = f"is a {type(module).__name__} that is not the model's own or is quantised"
+            way = "merge adapters into the model, take it unquantised"
+        elif has_hooks(module):
+            problem = "has hooks"
+            way = "remove them (torch.nn.utils.prune.remove and remove_weight_norm make weights permanent)"
+        else:
+            continue
+        label = name or "the model"
+        return f"{label} {problem}, and an optimized model does not call its layers: {way}, or use the model as it is"
+    missing = sorted(plain.state_dict().keys() - model.state_dict().keys())
+    return f"the model has no {missing[0]}, which an optimized one needs; use the model as it is" if missing else ""
+
+
+def _copy(model: Veca) -> Veca:
+    """A deep copy, also of a model in which hooks compute weights, as those of pruning and weight norm do."""
+    computed = (tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor))
+    # deepcopy refuses tensors that were computed with gradients; the hooks compute the copy's anew in each call.
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf})
+
+
+def _with_recompile_limit(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, which may be compiled in `WAYS` ways; what else is compiled in the process keeps its limit."""
+    config: Any = torch._dynamo.config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # as part of something else, which has a limit of its own
+            return compiled(*args, **kwargs)
+        limit = config.recompile_limit
+        config.recompile_limit = max(limit, WAYS)  # quicker than config.patch
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            config.recompile_limit = limit
+
+    return call

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
 from veca.config import VecaConfig
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, warn_caller
 from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
+from veca.layers import is_plain
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
 
 
@@ -65,17 +65,23 @@ class VecaOutput(NamedTuple):
         return self.patches.mT.unflatten(-1, self.grid)
 
 
+class PatchConv(nn.Conv2d):
+    """A convolution whose stride is its kernel, as one matrix product: cuDNN would round float32 to TF32."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        side = self.kernel_size[0]
+        patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, rows, p, columns, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, columns, 3·p·p)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
 class PatchEmbed(nn.Module):
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(config.in_chans, config.embed_dim, config.patch_size, stride=config.patch_size)
+        self.proj = PatchConv(config.in_chans, config.embed_dim, config.patch_size, stride=config.patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        # The convolution as one matrix product: cuDNN would round float32 to TF32 unless told otherwise.
-        side = self.proj.kernel_size[0]
-        patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, rows, p, columns, p)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, N, 3·p·p)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        return self.proj(images).flatten(2).mT  # (B, N, D)
 
 
 class Attention(nn.Module):
@@ -87,12 +93,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False) -> Tensor:
         """Tokens (B, S, D) → the same shape, or with `cls_only` the first core's (B, 1, D)."""
-        # The shortcuts look into both layers. What took the place of a Linear (adapter, quantised) must be called.
-        if type(self.qkv) is nn.Linear and type(self.proj) is nn.Linear:
-            if cls_only:
-                return first_core_attention(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
-            if few_cores(x, self.num_heads, core_rotary):
-                return few_cores_attention(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
+        few = few_cores(x, self.num_heads, core_rotary)
+        if (cls_only or few) and is_plain(self.qkv, nn.Linear) and is_plain(self.proj, nn.Linear):
+            shortcut = first_core_attention if cls_only else few_cores_attention
+            return shortcut(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         out: Tensor = self.proj(core_attention(qkv, core_rotary, patch_rotary))
         return out[:, :1] if cls_only else out
@@ -290,18 +294,18 @@ class Veca(nn.Module):
 
     def _budget(self, cores: int | None) -> int:
         most = self.config.num_cores
-        # A budget that is traced is a symbol, which `index` would pin to one value.
         budget = most if cores is None else cores
-        if not torch.compiler.is_compiling():
-            if not hasattr(budget, "__index__"):
-                raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
-            budget = operator.index(budget)
+        # A budget that is traced is a symbol, which `index` would pin to one value.
+        traced = torch.compiler.is_compiling()
+        if isinstance(budget, bool) or not (traced or hasattr(budget, "__index__")):
+            raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
+        budget = budget if traced else operator.index(budget)
         if not 1 <= budget <= most:
             raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
-        if not torch.compiler.is_compiling() and budget not in self.config.budgets and budget not in self._warned:
+        if not traced and budget not in self.config.budgets and budget not in self._warned:
             self._warned.add(budget)
             trained = ", ".join(map(str, self.config.budgets))
-            warnings.warn(f"cores={budget} was not trained (trained: {trained}); expect lesser features", stacklevel=6)
+            warn_caller(f"cores={budget} was not trained (trained: {trained}); expect lesser features")
         return budget
 
     # The names timm and DINOv3 users know.

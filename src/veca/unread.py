@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from veca.errors import warn_caller
 
 UNREAD = frozenset(
     {".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".jxr", ".svg", ".psd", ".psb", ".xcf", ".tga", ".exr"}
@@ -42,7 +43,7 @@ class LeftOut(dict[tuple[str, ...], Counter[str]]):
 
     def warn(self) -> None:
         if text := str(self):
-            warnings.warn(text, stacklevel=3)
+            warn_caller(text)
 
 
 _left_out: ContextVar[LeftOut | None] = ContextVar("left_out", default=None)

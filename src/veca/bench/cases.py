@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from veca.config import SIZES, VecaConfig, did_you_mean
+from veca.config import SIZES, VecaConfig, did_you_mean, is_budget
 from veca.errors import ArgumentError
 
 Bench: TypeAlias = Literal["attention", "model", "train"]
@@ -42,7 +42,7 @@ class Case:
             )
         if self.batch < 1:
             raise ArgumentError(f"batch={self.batch} in case {self}: must be at least 1")
-        if not 1 <= self.cores <= most:
+        if not is_budget(self.cores, most):
             raise ArgumentError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {most}")
 
     @classmethod

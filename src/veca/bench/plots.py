@@ -30,7 +30,7 @@ class Panel(NamedTuple):
 
 def write_plots(files: Sequence[Path], folder: Path, form: Format = "svg") -> list[Path]:
     """One file per plot that `files` (results.json of runs) have something for; the FLOPs need none."""
-    _pyplot()
+    _figure_class()
     runs = [Results.load(path) for path in files]
     drawn = {
         "flops-resolution": (flops_panels(), "resolution, px", "GFLOPs per image"),
@@ -82,20 +82,17 @@ def _title(run: Results, row: Row, along: Literal["size", "batch"]) -> str:
 
 
 def _draw(panels: Sequence[Panel], across: str, up: str, path: Path) -> None:
-    pyplot = _pyplot()
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.8 * rows), squeeze=False)
-    try:
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
-        for axis, panel in zip(axes.flat, panels, strict=False):
-            _draw_panel(axis, panel, across, up)
-        figure.tight_layout()
-        with atomic_path(path) as part:
-            figure.savefig(part, format=path.suffix[1:], dpi=160)
-    finally:
-        pyplot.close(figure)
+    figure = _figure_class()(figsize=(4.6 * columns, 3.8 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw_panel(axis, panel, across, up)
+    figure.tight_layout()
+    with atomic_path(path) as part:
+        figure.savefig(part, format=path.suffix[1:], dpi=160)
 
 
 def _draw_panel(axis: Axes, panel: Panel, across: str, up: str) -> None:
@@ -125,12 +122,9 @@ def _look(name: str) -> dict[str, Any]:
     return {"color": colour, "linestyle": line, "marker": "o", "markersize": 3.5}
 
 
-def _pyplot() -> Any:
+def _figure_class() -> Any:
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole process
     except ImportError as error:
         raise ArgumentError("plots need matplotlib, which is not installed: pip install 'veca[bench]'") from error
-    matplotlib.use("agg")  # files alone: no display is needed
-    from matplotlib import pyplot
-
-    return pyplot
+    return Figure

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import veca
 from veca.attention import use_kernel
-from veca.config import VecaConfig, size_name
+from veca.config import VecaConfig, is_budget, size_name
 from veca.errors import ArgumentError
 from veca.fast import FastVeca
 from veca.files import atomic_path, check_writable
@@ -299,8 +299,8 @@ def _check_request(model: Veca, cores: int, size: Size | None, form: Format, dty
         )
     if model.coordinate_alpha.is_meta:
         raise ArgumentError("the model is on the meta device and has no weights; load them first")
-    if not 1 <= cores <= config.num_cores:
-        raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
+    if not is_budget(cores, config.num_cores):
+        raise ArgumentError(f"cores={cores!r}; a budget is an integer from 1 to {config.num_cores}")
     if size is not None and (min(size) < config.patch_size or any(side % config.patch_size for side in size)):
         near = "x".join(map(str, nearest_sizes(*size, config.patch_size)))
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The named sizes as models of timm: `timm.create_model("veca_small_patch16")`.
+"""The named sizes as models of timm: `import veca.hub.timm`, then `timm.create_model("veca_small_patch16")`.
 
 Weights that ship have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`.
 

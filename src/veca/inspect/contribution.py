@@ -10,15 +10,14 @@ head, D = H·d; Q tokens that receive, K tokens that give.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from veca.attention import core_probabilities
+from veca.attention import core_probabilities, patch_probabilities
 from veca.errors import ArgumentError
-from veca.inspect.maps import attention_to_patches, look_into
+from veca.inspect.maps import attention_to_patches, look_into, project
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 
@@ -39,7 +38,11 @@ def core_profiles(
     >>> core_profiles(create_model("veca_tiny").eval(), torch.zeros(1, 3, 64, 96), cores=16, layers=(3, -1)).shape
     torch.Size([2, 1, 4, 6, 16])
     """
-    found, out = look_into(model, images, cores, layers, partial(_profiles, piece=piece))
+
+    def look(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+        return _profiles(attn, x, project(attn, x), core_rotary, patch_rotary, piece)
+
+    found, out = look_into(model, images, cores, layers, look)
     return torch.stack(found).unflatten(2, out.grid)
 
 
@@ -60,8 +63,9 @@ def look_inside(
     """`core_maps` and `core_profiles` of one forward pass, and what came out of it."""
 
     def look(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-        attention = attention_to_patches(attn, x, core_rotary, patch_rotary).mean(1)
-        return torch.stack([attention, _profiles(attn, x, core_rotary, patch_rotary, piece).mT])  # (2, B, C, N)
+        qkv = project(attn, x)
+        attention = attention_to_patches(qkv, core_rotary, patch_rotary).mean(1)
+        return torch.stack([attention, _profiles(attn, x, qkv, core_rotary, patch_rotary, piece).mT])  # (2, B, C, N)
 
     found, out = look_into(model, images, cores, layers, look)
     maps, shares = torch.stack(found, dim=1)
@@ -89,11 +93,6 @@ def contributions(attention: Tensor, values: Tensor, weight: Tensor, piece: int 
     return torch.cat(lengths).reshape(*shares.shape[:-2], -1).mT
 
 
-def _profiles(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int) -> Tensor:
-    """(B, N, C), from the arguments of attention's forward pass."""
-    return attention_and_profiles(attn, x, core_rotary, patch_rotary, piece)[1]
-
-
 def attention_and_profiles(
     attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int = PIECE
 ) -> tuple[Tensor, Tensor]:
@@ -101,23 +100,39 @@ def attention_and_profiles(
 
     (B, C, S), the mean over heads, whose rows sum to 1, and (B, N, C).
     """
+    qkv = project(attn, x)
+    qkv = qkv.to(_better(x))  # rounded where the model rounds
+    patch_to_core, core_to_all = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
+    profiles = _shares(attn, patch_to_core, qkv[:, : core_rotary.cos.shape[-2], 2], piece)
+    return core_to_all.unflatten(1, (attn.num_heads, -1)).mean(1), profiles
+
+
+def _profiles(attn: Any, x: Tensor, qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary, piece: int) -> Tensor:
+    """Each patch's profile alone, (B, N, C), from tokens `x` and their queries, keys and values."""
+    qkv = qkv.to(_better(x))
+    patch_to_core = patch_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
+    return _shares(attn, patch_to_core, qkv[:, : core_rotary.cos.shape[-2], 2], piece)
+
+
+def _shares(attn: Any, patch_to_core: Tensor, values: Tensor, piece: int) -> Tensor:
+    """Profiles (B, N, C) from probabilities (B, N, H·C) and the values of the cores (B, C, H, d)."""
     if type(attn.proj) is not nn.Linear:
         raise ArgumentError(
             f"contributions are made of the weights of the output projection, which is a {type(attn.proj).__name__} "
             "here and not a Linear; merge adapters into the model, or take it unquantised"
         )
-    cores, heads = core_rotary.cos.shape[-2], attn.num_heads
-    better = torch.promote_types(x.dtype, torch.float32)
-    qkv = attn.qkv(x).to(better).unflatten(-1, (3, heads, -1))  # rounded where the model rounds
-    patch_to_core, core_to_all = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
-    values = qkv[:, :cores, 2].transpose(1, 2)  # (B, H, C, d)
-    where = "cpu" if x.device.type == "mps" else x.device  # which has no float64
-    attention = patch_to_core.unflatten(-1, (heads, cores)).transpose(1, 2)  # (B, H, N, C)
-    lengths = contributions(attention.to(where), values.to(where), attn.proj.weight.to(where), piece=piece)
+    where = "cpu" if values.device.type == "mps" else values.device  # which has no float64
+    attention = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, N, C)
+    lengths = contributions(
+        attention.to(where), values.transpose(1, 2).to(where), attn.proj.weight.to(where), piece=piece
+    )
     # Values of length 0 (a patch that hears nothing) give no shares; all cores alike is the honest answer.
     lengths = torch.where(lengths.sum(-1, keepdim=True) == 0, 1.0, lengths)
-    profiles = (lengths / lengths.sum(-1, keepdim=True)).to(x.device, better)
-    return core_to_all.unflatten(1, (heads, cores)).mean(1), profiles
+    return (lengths / lengths.sum(-1, keepdim=True)).to(values.device, values.dtype)
+
+
+def _better(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _pieces(count: int, each: int, piece: int) -> list[slice]:

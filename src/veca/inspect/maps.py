@@ -1,6 +1,6 @@
 """Where cores look: the attention of each core over the patches.
 
-Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), H heads.
+Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), H heads of width d.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def core_maps(
     torch.Size([2, 1, 16, 4, 6])
     """
 
-    def look(*args: Any) -> Tensor:
-        return attention_to_patches(*args) if per_head else attention_to_patches(*args).mean(1)
+    def look(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+        attention = attention_to_patches(project(attn, x), core_rotary, patch_rotary)
+        return attention if per_head else attention.mean(1)
 
     found, out = look_into(model, images, cores, layers, look)
     stacked = torch.stack(found)
@@ -75,15 +76,21 @@ def look_into(
     return [found[layer] for layer in wanted], out
 
 
-def attention_to_patches(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-    """What `attn` gives the patches from each core, (B, H, C, N), from the arguments of its forward pass."""
+def project(attn: Any, x: Tensor) -> Tensor:
+    """Queries, keys and values of tokens (B, S, D): (B, S, 3, H, d)."""
+    qkv: Tensor = attn.qkv(x)
+    return qkv.unflatten(-1, (3, attn.num_heads, -1))
+
+
+def attention_to_patches(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    """How each core attends to the patches, (B, H, C, N)."""
     cores = core_rotary[0].shape[-2]
-    q, k, _ = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
     # Rounded where the model rounds, then at least float32: small probabilities are what a map is made of.
     better = torch.promote_types(q.dtype, torch.float32)
     q_core = rotate(q[:, :, :cores], core_rotary).to(better)
     k_core, k_patch = rotate(k[:, :, :cores], core_rotary), rotate(k[:, :, cores:], patch_rotary)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(qkv.device.type, enabled=False):
         logits = q_core @ torch.cat([k_core, k_patch], dim=2).to(better).mT / q.shape[-1] ** 0.5
         probabilities: Tensor = logits.softmax(dim=-1)
     return probabilities[..., cores:]

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.config import size_name
+from veca.config import is_budget, size_name
 from veca.errors import ArgumentError, VecaError
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
@@ -144,10 +144,10 @@ def cores_label(count: int) -> str:
 def choose_budget(model: Veca, cores: int | None) -> int:
     """A budget of the model; None: all its cores."""
     most = model.config.num_cores
-    budget = most if cores is None else operator.index(cores)
-    if not 1 <= budget <= most:
-        raise ArgumentError(f"cores={budget}; a budget is an integer from 1 to {most}")
-    return budget
+    budget = most if cores is None else cores
+    if not is_budget(budget, most):
+        raise ArgumentError(f"cores={budget!r}; a budget is an integer from 1 to {most}")
+    return operator.index(budget)
 
 
 def choose_budgets(model: Veca, budgets: Sequence[int] | None, default: Sequence[int]) -> list[int]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.compiler.config
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -44,9 +43,12 @@ def source_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# Compiled graphs are kept on disk. torch looks them up without looking into our operators, so that those of another
-# version would be run with its kernels.
-torch.compiler.config.cache_key_tag += f"veca-{source_digest(Path(__file__).parent)}"
+KERNELS = source_digest(Path(__file__).parent)
+"""The last argument of every operator, which does nothing with it.
+
+torch keeps compiled graphs on disk and finds them by their text, without looking into our operators. So the text must
+change with the kernels, or those of another version would run.
+"""
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -85,7 +87,7 @@ misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @operator("veca::core_attention")
 def core_attention(
-    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor
+    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, kernels: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Attention of the whole sequence (B, S, H·d), and each row's log-sum-exp (B, H, S), which the backward needs."""
     from veca.kernels.core_attention import forward
@@ -101,7 +103,14 @@ def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @operator("veca::core_attention_backward")
 def core_attention_backward(
-    d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, out: Tensor, lse: Tensor
+    d_out: Tensor,
+    qkv: Tensor,
+    core_points: Tensor,
+    patch_points: Tensor,
+    frequencies: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kernels: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Gradients of qkv and of the cores' coordinates; patches do not move."""
     from veca.kernels.core_attention_backward import backward
@@ -114,13 +123,13 @@ def _(d_out: Tensor, qkv: Tensor, core_points: Tensor, *_: Any) -> tuple[Tensor,
     return qkv.new_empty(qkv.shape), core_points.new_empty(core_points.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*inputs[:4], *output)
 
 
 def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *core_attention_backward(d_out, *ctx.saved_tensors), None, None
+    return *core_attention_backward(d_out, *ctx.saved_tensors, KERNELS), None, None, None
 
 
 core_attention.register_autograd(_backward, setup_context=_save)
@@ -143,7 +152,7 @@ def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...]
 
 
 @operator("veca::swiglu")
-def swiglu(h: Tensor, bias: Tensor) -> Tensor:
+def swiglu(h: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`silu(u) * v` of [u, v] = h + bias: (..., 2W) → (..., W)."""
     from veca.kernels.swiglu import forward
 
@@ -151,12 +160,12 @@ def swiglu(h: Tensor, bias: Tensor) -> Tensor:
 
 
 @swiglu.register_fake
-def _(h: Tensor, bias: Tensor) -> Tensor:
+def _(h: Tensor, bias: Tensor, *_: Any) -> Tensor:
     return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
 
 
 @operator("veca::swiglu_backward")
-def swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
     """Gradients of h and bias."""
     from veca.kernels.swiglu import backward
 
@@ -164,23 +173,23 @@ def swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 
 @swiglu_backward.register_fake
-def _(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _(d_out: Tensor, h: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return h.new_empty(h.shape), bias.new_empty(bias.shape)
 
 
-def _save_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
 
 
-def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-    return swiglu_backward(d_out, *ctx.saved_tensors)
+def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    return *swiglu_backward(d_out, *ctx.saved_tensors, KERNELS), None
 
 
 swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
 
 
 @operator("veca::narrow_linear")
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`x Wᵀ + bias` in float32 of a weight (2, D): (..., D) → (..., 2)."""
     from veca.kernels.narrow_linear import forward
 
@@ -188,12 +197,12 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @narrow_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
 
 
 @operator("veca::narrow_linear_backward")
-def narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
     """Gradients of x, and of weight and bias in one row (2·D + 2)."""
     from veca.kernels.narrow_linear import backward
 
@@ -201,17 +210,17 @@ def narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Te
 
 
 @narrow_linear_backward.register_fake
-def _(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _(d_out: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(2 * x.shape[-1] + 2)
 
 
-def _save_narrow_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_narrow_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
-def _narrow_linear_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    d_x, d_affine = narrow_linear_backward(d_out, *ctx.saved_tensors)
-    return d_x, d_affine[:-2].unflatten(0, (2, -1)), d_affine[-2:]
+def _narrow_linear_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_affine = narrow_linear_backward(d_out, *ctx.saved_tensors, KERNELS)
+    return d_x, d_affine[:-2].unflatten(0, (2, -1)), d_affine[-2:], None
 
 
 narrow_linear.register_autograd(_narrow_linear_backward, setup_context=_save_narrow_linear)
@@ -229,7 +238,14 @@ def _(d_out: tuple[int, ...], x: tuple[int, ...], *_: Any, **__: Any) -> int:
 
 @operator("veca::add_norm")
 def add_norm(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
+    x: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    cores: int,
+    kernels: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of x and update (B, S, D), and in `dtype` its LayerNorm and the sum's first `cores` tokens.
 
@@ -242,7 +258,7 @@ def add_norm(
 
 @add_norm.register_fake
 def _(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     normed = x.new_empty(x.shape, dtype=dtype)
     if update is None:
@@ -259,6 +275,7 @@ def add_norm_backward(
     weight: Tensor,
     eps: float,
     update: torch.dtype | None,
+    kernels: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the update (empty where there was none), and of gain and shift (2, D)."""
     from veca.kernels.add_norm import backward
@@ -275,13 +292,14 @@ def _(
     weight: Tensor,
     eps: float,
     update: torch.dtype | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_update = total.new_empty(0) if update is None else total.new_empty(total.shape, dtype=update)
     return total.new_empty(total.shape), d_update, weight.new_empty(2, *weight.shape)
 
 
 def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, update, weight, _bias, ctx.eps, _dtype, _cores = inputs
+    x, update, weight, _bias, ctx.eps, *_ = inputs
     ctx.update = None if update is None else update.dtype
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if update is None else output[0], weight)
@@ -295,8 +313,8 @@ def _add_norm_backward(
         d_normed = torch.zeros_like(total)
     if ctx.update is None:
         d_total = d_cores = None  # nobody takes the empty sums
-    d_x, d_update, d_affine = add_norm_backward(d_total, d_normed, d_cores, total, weight, ctx.eps, ctx.update)
-    return d_x, None if ctx.update is None else d_update, d_affine[0], d_affine[1], None, None, None
+    d_x, d_update, d_affine = add_norm_backward(d_total, d_normed, d_cores, total, weight, ctx.eps, ctx.update, KERNELS)
+    return d_x, None if ctx.update is None else d_update, *d_affine, None, None, None, None
 
 
 add_norm.register_autograd(_add_norm_backward, setup_context=_save_add_norm)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from veca.checkpoint import load_or_random, weights_hash
-from veca.config import SIZES, did_you_mean
+from veca.config import SIZES, did_you_mean, is_budget
 from veca.device import choose_device
 from veca.errors import VecaError
 from veca.fast import fits, optimize
@@ -146,7 +146,7 @@ class VecaBackbone(Backbone):
     def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
         if asked is None:
             return (self.most,)
-        if wrong := [budget for budget in asked if not 1 <= budget <= self.most]:
+        if wrong := [budget for budget in asked if not is_budget(budget, self.most)]:
             raise BackboneError(f"cores {wrong[0]}: a budget of {self.name} is an integer from 1 to {self.most}")
         return tuple(dict.fromkeys(asked))
 

@@ -61,6 +61,8 @@ def timm_teacher(
     """A teacher from timm by name, with the weights timm has for it, or those of a local file."""
     import timm
 
+    import veca.hub.timm  # noqa: F401 (registers our models, which can teach too)
+
     if not timm.is_model(name.split(".")[0]):
         known = timm.list_models()
         raise TeacherError(f"timm has no model {name!r}{did_you_mean(name, known)}; timm.list_models() has them all")

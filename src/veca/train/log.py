@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
@@ -26,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from torch import Tensor
 
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, warn_caller
 from veca.files import atomic_path
 from veca.text import duration, printable
 from veca.train.tables import (
@@ -161,7 +160,7 @@ class RunLog:
         """A full disk does not end a run: its rows wait, and are tried again."""
         if self._trouble:
             trouble, self._trouble = self._trouble, ""
-            warnings.warn(trouble, stacklevel=3)
+            warn_caller(trouble)
 
 
 def _waits(error: Exception) -> str:

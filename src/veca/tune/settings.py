@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from veca.config import VecaConfig
+from veca.config import VecaConfig, is_budget
 from veca.errors import ArgumentError
 from veca.images import nearest_sizes
 
@@ -75,7 +75,9 @@ class Settings:
         near = nearest_sizes(self.size, self.size, patch)[0]
         self.require("size", self.size % patch == 0, f"a multiple of {patch}. Nearest: {near}")
         asked = tuple(dict.fromkeys(self.cores or config.budgets))
-        self.require("cores", all(1 <= budget <= most for budget in asked), f"from 1 to {most}, the core bank")
+        self.require(
+            "cores", all(is_budget(budget, most) for budget in asked), f"integers from 1 to {most}, the core bank"
+        )
         return {budget: math.ceil(4 * budget / most) for budget in sorted(asked)}
 
     def to_dict(self) -> dict[str, Any]:
