@@ -68,7 +68,7 @@ def terminable() -> Iterator[None]:
 
 
 def drop_lost_terminal(number: int) -> None:
-    """On SIGHUP: if the terminal is gone, write to nowhere. To write to it is an error that would keep a run from saving."""
+    """On SIGHUP, if the terminal is gone: write to nowhere, as an error on writing would keep a run from saving."""
     if number != getattr(signal, "SIGHUP", None):
         return
     for descriptor in (1, 2):
@@ -83,7 +83,7 @@ def drop_lost_terminal(number: int) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Signals while processes are forked would be lost in hooks of the interpreter: they are handled after the block."""
+    """Signals while processes are forked are lost in hooks of the interpreter; here they are handled after the block."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets them
         yield
         return

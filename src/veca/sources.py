@@ -475,8 +475,8 @@ def as_is(record: Any) -> Any:
 
 def init_worker(_: int) -> None:
     end_with_parent()
-    # A terminal, `timeout` and torchrun signal the whole group. The main process decides: it ends its workers, or, where
-    # it trains, first finishes its step with their images.
+    # A terminal, `timeout` and torchrun signal the whole group. The main process decides: it ends its workers, or
+    # where it trains, first finishes its step with their images.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1

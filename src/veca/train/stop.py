@@ -12,6 +12,7 @@ from types import FrameType
 
 from veca.signals import IMPATIENT, STOPPING, Terminated, drop_lost_terminal
 
+
 class Interrupted(BaseException):
     """Asked to stop, and did: everything is saved.
 

@@ -26,7 +26,7 @@ from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
 from veca.device import choose_device
 from veca.errors import ArgumentError
-from veca.files import atomic_path, check_writable
+from veca.files import atomic_path
 from veca.images import normalize
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
@@ -48,6 +48,7 @@ from veca.train.parallel import (
     gathered,
     processes,
     replicate,
+    run_folder,
     sum_of,
     summed,
     whole,
@@ -99,7 +100,8 @@ def finetune(
         if world.size == 1:  # alone it runs on any kind of device
             world = world._replace(device=choose_device(device))
         sets = limited(load_dataset(data, root, settings.task), limit)
-        return Tuner(model, sets, Path(folder), settings, world, restart=restart, say=say).run()
+        with run_folder(folder := Path(folder), world):
+            return Tuner(model, sets, folder, settings, world, restart=restart, say=say).run()
 
 
 class Tuner:
@@ -120,8 +122,6 @@ class Tuner:
         self.say = say = say if world.first else lambda text: None
         _check_data(data, settings.task)
         _check_folder(folder, model)
-        if world.first:
-            check_writable(folder, folder=True)
         for problem in data.problems:
             say(f"{data.name}: {problem}. The score is not the benchmark's.")
         self.device = world.device
