@@ -83,7 +83,7 @@ def drop_lost_terminal(number: int) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Signals while processes are forked are lost in hooks of the interpreter; here they are handled after the block."""
+    """Handle signals after the block: around a fork, hooks of the interpreter would swallow what they raise."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets them
         yield
         return
