@@ -82,21 +82,39 @@ def drop_lost_terminal(number: int) -> None:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Handle signals after the block: around a fork, hooks of the interpreter would swallow what they raise."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets them
-        yield
-        return
+def starting_workers(forked: bool) -> Iterator[None]:
+    """Around the start of processes that call `init_signals_of_worker`: signals are handled after the block.
+
+    Hooks of the interpreter around a fork would swallow what a handler raises. And a signal to the whole group is not
+    to end a worker that has not come to ignoring it: it is blocked in those that are `forked`.
+    """
+    block = forked and hasattr(signal, "pthread_sigmask")
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING) if block else set()
     came: list[tuple[int, FrameType | None]] = []
-    handled = [number for number in STOPPING if callable(signal.getsignal(number))]
+    in_main = threading.current_thread() is threading.main_thread()  # which alone handles signals
+    handled = [number for number in STOPPING if in_main and callable(signal.getsignal(number))]
     before = {number: signal.signal(number, lambda *args: came.append(args)) for number in handled}
     try:
         yield
     finally:
+        if block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler)
     if came and callable(handler := before[came[0][0]]):
         handler(*came[0])
+
+
+def init_signals_of_worker() -> None:
+    """Leave signals to the main process: a terminal, `timeout` and torchrun send them to the whole group.
+
+    That process ends its workers, or where it trains, first finishes its step with their images.
+    """
+    end_with_parent()
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def end_with_parent() -> None:

@@ -10,9 +10,9 @@ import atexit
 import glob
 import gzip
 import io
+import multiprocessing
 import os
 import re
-import signal
 import tarfile
 import time
 import weakref
@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from veca.errors import VecaError
 from veca.images import EXTENSIONS, Fit, ImageError, fit_image, open_image, to_tensor
-from veca.signals import STOPPING, deferred, end_with_parent
+from veca.signals import init_signals_of_worker, starting_workers
 from veca.unread import UNREAD, note_left_out
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
@@ -447,7 +447,8 @@ _BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def begin(loader: DataLoader[Any]) -> Iterator[Any]:
     """What a loader gives. Its processes work until `end`, or until the interpreter ends."""
-    with deferred():
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
+    with starting_workers(forked=method == "fork"):
         items = iter(loader)
         _BEGUN.add(items)
     return items
@@ -474,9 +475,5 @@ def as_is(record: Any) -> Any:
 
 
 def init_worker(_: int) -> None:
-    end_with_parent()
-    # A terminal, `timeout` and torchrun signal the whole group. The main process decides: it ends its workers, or
-    # where it trains, first finishes its step with their images.
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+    init_signals_of_worker()
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
