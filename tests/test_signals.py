@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import resource
 import signal
 import sys
@@ -278,6 +279,17 @@ def test_workers_outlive_the_thread_that_started_them(tmp_path: Path) -> None:
         block.__exit__(None, None, None)
 
 
+def test_two_probes_at_once_share_a_folder(
+    commands: Commands, whole: Callable[[str], Path], started: list[Process], tmp_path: Path
+) -> None:
+    """Features and rows are files that appear whole: what both make is the same."""
+    for i in range(2):
+        started.append(Process(*commands("probe", tmp_path / "out"), log=tmp_path / f"{i}.log"))
+    assert [process.wait() for process in started] == [0, 0], [process.text() for process in started]
+    assert_same("probe", tmp_path / "out", whole("probe"))
+    assert not list(tmp_path.rglob("*.part"))
+
+
 # The command line
 
 
@@ -295,6 +307,23 @@ def test_any_command_exits_as_shells_expect(
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_explorer_ends_without_a_traceback(
+    commands: Commands, started: list[Process], tmp_path: Path, number: signal.Signals
+) -> None:
+    pytest.importorskip("uvicorn", reason="the explorer needs it: pip install '.[web]'")
+    from veca.web.bench import ask
+
+    arguments = ["explore", "--model", commands.folder / "model", "--port", 0, "--device", "cpu"]
+    process = Process(*arguments, log=tmp_path / "log")
+    started.append(process)
+    wait_until(lambda: "Ctrl-C ends it" in process.text(), process)
+    ask(int(re.findall(r":(\d+)/", process.text())[0]), "GET", "/")  # answered, so it is at work
+    process.send(number)
+    assert process.wait() == 128 + number, process.text()
+    assert "Traceback" not in process.text()
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:

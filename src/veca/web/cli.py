@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from veca.errors import ArgumentError
 from veca.model import Veca
 from veca.shipped import shipped_name
+from veca.signals import drop_lost_terminal
 from veca.terminal import Device, err, load_model, out
 from veca.web.guard import is_loopback, names_of
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 
 def explore(
@@ -69,7 +76,32 @@ def explore(
             app, log_level="warning", access_log=False, server_header=False, ws="none", limit_concurrency=512,
             timeout_keep_alive=10, timeout_graceful_shutdown=3,
         )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[bound])
+        server = uvicorn.Server(config)
+        with _ended_by_hangup(server):
+            server.run(sockets=[bound])
+
+
+@contextmanager
+def _ended_by_hangup(server: Server) -> Iterator[None]:
+    """Have SIGHUP end the server as it ends itself on SIGINT and SIGTERM, where a command ends on SIGHUP."""
+    number = getattr(signal, "SIGHUP", None)
+    if number is None or not callable(before := signal.getsignal(number)):
+        yield
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        drop_lost_terminal(number)
+        received.append(number)
+        server.handle_exit(number, frame)
+
+    signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+    if received:
+        before(number, None)
 
 
 def _bound(host: str, port: int) -> socket.socket:
