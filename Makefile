@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
-FORKING := tests/test_distill.py tests/test_resume.py tests/test_finetune_processes.py
+FORKING := tests/test_distill.py tests/test_resume.py tests/test_finetune_processes.py tests/test_signals.py
 
 .PHONY: demo explore test coverage lint bench docs gallery clean
 

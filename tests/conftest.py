@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from veca import VecaConfig
 
 torch.set_num_threads(1)  # the models here are small: threads would mostly wait for each other
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # the tests report to nobody
+
+# Tests send SIGINT, to this process and to those it starts. A shell script starts what runs in its background
+# (`make test &`) with SIGINT ignored, which every process started from there inherits; one that is handled is not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 

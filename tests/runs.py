@@ -5,6 +5,7 @@ A process of its own is forked, so it starts at once, with everything imported; 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -116,6 +117,15 @@ def check_fork() -> None:
         pytest.fail(reason) if os.environ.get("VECA_TESTS_FORK") else pytest.skip(reason)
 
 
+def default_signals() -> None:
+    """For a new process, before it begins (`preexec_fn`): signals as a shell in the foreground leaves them.
+
+    Scripts start background jobs with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and that is inherited.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Process:
     """`veca ARGUMENTS` in a forked process, the leader of a group of its own. `before` runs in it first."""
 
@@ -139,8 +149,8 @@ class Process:
                 os.dup2(descriptor, 1)
                 os.dup2(descriptor, 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                default_signals()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.environ.update(environment or {})
                 sys.argv = ["veca", *map(str, arguments)]
                 if before is not None:
@@ -166,6 +176,16 @@ class Process:
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def members(self) -> list[int]:
+        """It and all processes it started that have not ended."""
+        found = []
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdecimal():
+                    state, _, _, session = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:4]
+                    found += [int(entry)] * (session == str(self.pid) and state != "Z")
+        return found
 
     def running(self) -> bool:
         if self.code == -1:

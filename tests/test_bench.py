@@ -26,6 +26,7 @@ from veca.bench.report import Results, Row
 from veca.bench.run import PARTS, Dtype, Entry, Floors, _enter, pick_setting, run_bench, with_targets
 from veca.cli import app
 from veca.config import SIZES, VecaConfig
+from veca.files import InUseError, locked
 from veca.model import VecaOutput
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -515,3 +516,8 @@ def test_gpu_run(bench: Bench, tmp_path: Path) -> None:
     assert all(error is not None and 0 < error < 0.05 for error in errors)
     assert all(row.peak_mib for row in results.rows if row.contender != "products")
     assert results.profile
+
+
+def test_a_folder_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(InUseError, match="another run is at work in"):
+        run_bench("model", [CASE], CPU, ["dense"], repeats=1, out=tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -441,3 +442,78 @@ def test_pictures_in_formats_that_are_not_read_are_told_of_folders_of_ones_own(t
         data = load_dataset(str(tmp_path))
     assert len(said) == 1
     assert sum(map(len, data.splits.values())) == 20
+
+
+# Datasets of one's own that are not what was meant.
+
+
+def own(folder: Path, **counts: int) -> str:
+    """A folder of classes, each with so many pictures."""
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / name / f"{i}.png")
+    return str(folder)
+
+
+def test_too_few_pictures_to_hold_some_out(tmp_path: Path) -> None:
+    way = r"held out of train: that takes 3 pictures of a class\. Add some, or make the splits yourself"
+    with pytest.raises(DatasetError, match=f"photos: no picture is left for val and test, which is {way}"):
+        load_dataset(own(tmp_path / "photos", cat=1, dog=1))
+    with pytest.raises(DatasetError, match=f"two: no picture is left for val, which is {way}"):
+        load_dataset(own(tmp_path / "two", cat=2, dog=2))
+    assert {name: len(split) for name, split in load_dataset(own(tmp_path / "three", cat=3, dog=3)).splits.items()} == {
+        "train": 2, "val": 2, "test": 2,
+    }  # fmt: skip
+    for kind in ("images", "masks"):
+        (tmp_path / "one" / kind).mkdir(parents=True)
+        Image.fromarray(np.eye(8, dtype=np.uint8)).save(tmp_path / "one" / kind / "7.png")
+    with pytest.raises(DatasetError, match="no picture is left for val and test, which .* takes 3 pictures in all"):
+        load_dataset(str(tmp_path / "one"))
+
+
+def test_one_class_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="photos: all pictures are of one class, cat; at least two are needed"):
+        load_dataset(own(tmp_path / "photos", cat=5))
+    with pytest.raises(DatasetError, match="all pictures are of one class, dog"):
+        load_dataset(own(tmp_path / "other", cat=0, dog=5))
+
+
+def test_classes_without_a_picture_to_learn_from_are_named(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="photos: 1 of 3 classes have no picture to learn from: bird. Add some"
+    ) as said:
+        data = load_dataset(own(tmp_path / "photos", bird=0, cat=5, dog=5))
+    assert len(said) == 1
+    assert data.classes == ["bird", "cat", "dog"]
+    own(tmp_path / "split/train", cat=3, dog=3)
+    own(tmp_path / "split/val", cat=3, fox=3)
+    with pytest.warns(UserWarning, match="1 of 3 classes have no picture to learn from: fox"):
+        load_dataset(str(tmp_path / "split"))
+
+
+def test_pictures_without_a_label_are_counted(tmp_path: Path) -> None:
+    own(tmp_path / "photos", cat=5, dog=5)
+    for name in ("stray.png", ".hidden.png", "notes.txt"):
+        (tmp_path / "photos" / name).touch()
+    with pytest.warns(UserWarning, match=r"^1 picture has no label and is left out, such as .*/stray\.png: ") as said:
+        load_dataset(str(tmp_path / "photos"))
+    assert len(said) == 1
+    for split in ("train", "val"):
+        own(tmp_path / "split" / split, cat=3, dog=3)
+        (tmp_path / "split" / split / "stray.jpg").touch()
+    with pytest.warns(UserWarning, match=r"^2 pictures have no label and are left out, such as .*/train/stray\.jpg: "):
+        load_dataset(str(tmp_path / "split"))
+
+
+def test_samples_of_shards_without_a_label_are_counted(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "pets-train.tar", "w") as archive:
+        for i in range(8):
+            Image.new("RGB", (8, 8)).save(tmp_path / "picture.png")
+            archive.add(tmp_path / "picture.png", f"{i}.png")
+            if i < 6:
+                (tmp_path / "label").write_text(str(i % 2))
+                archive.add(tmp_path / "label", f"{i}.cls")
+    with pytest.warns(UserWarning, match=r"^2 pictures have no label and are left out, such as pets-train.tar/6.png: "):
+        data = load_dataset(str(tmp_path / "pets"))
+    assert sum(map(len, data.splits.values())) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -18,8 +19,9 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli import app
+from veca.files import locked
 from veca.train.checkpoints import listed
-from veca.tune.run import finetune
+from veca.tune.run import Tuner, finetune
 from veca.tune.settings import ClassifySettings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -133,6 +135,33 @@ def test_killed_and_continued_by_two(place: Path, alone: Path, tmp_path: Path) -
     in_two(command(place, "classify", folder, *CLASSIFY), folder)
     assert "resumed: from step 8" in (folder / "events.txt").read_text()
     assert_same_run(folder, alone)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_right_after_the_first_checkpoint(place: Path, alone: Path, tmp_path: Path, processes: int) -> None:
+    """Which is that of step 0: its scores were written before it, and are not computed again."""
+
+    def before() -> None:
+        Tuner._learn = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+
+    folder = tmp_path / "run"
+    (run,) = start_all(command(place, "classify", folder, *CLASSIFY), folder, 1, before)
+    assert run.wait() == -signal.SIGKILL, run.text()
+    assert [path.name for path in listed(folder / "checkpoints")] == ["step-00000000"]
+    (in_one if processes == 1 else lambda asked: in_two(asked, folder))(command(place, "classify", folder, *CLASSIFY))
+    assert "resumed: from step 0" in (folder / "events.txt").read_text()
+    assert {row["step"] for row in table(folder / "validation.csv")} >= {"0"}
+    assert_same_run(folder, alone)
+
+
+def test_a_second_run_in_a_folder_is_refused(place: Path, alone: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(alone, tmp_path / "run")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with locked(folder):
+        run = start_all(command(place, "classify", folder, *CLASSIFY, "--restart"), tmp_path / "second", 1)
+        assert finish(run) == [1]
+    assert f"error: another run is at work in {folder}; wait for it" in run[0].text()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_batch_that_cannot_be_shared(place: Path, tmp_path: Path) -> None:

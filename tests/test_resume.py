@@ -28,6 +28,7 @@ from runs import (
     kill,
     reached,
     start,
+    start_all,
     table,
     tensors,
     train,
@@ -293,6 +294,26 @@ def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked
     assert f"stopped: by SIGTERM, at step {reached(tmp_path / 'run')}\n" in (tmp_path / "run/events.txt").read_text()
     assert finish(start(place.recipe(batch=4), tmp_path / "run", 2)) == [0, 0]
     assert_same_run(tmp_path / "run", pair)
+
+
+# Two at a time
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_run_in_a_folder_is_refused(place: Place, alone: Path, tmp_path: Path, processes: int) -> None:
+    """Whatever it is asked, --restart too; the first is not disturbed."""
+    folder = tmp_path / "run"
+    run = start(place.recipe(data__workers=1), folder)
+    wait_for(folder, 4, run)
+    os.kill(run[0].pid, signal.SIGSTOP)
+    second = ["distill", place.file, "--out", folder, "--device", "cpu", "--restart", "--set", "seed=2"]
+    others = start_all([*second, "--set", f"batch={8 // processes}"], tmp_path / "second", processes)
+    assert finish(others) == [1] * processes
+    assert f"error: another run is at work in {folder}; wait for it, or choose another name" in others[0].text()
+    os.kill(run[0].pid, signal.SIGCONT)
+    assert finish(run) == [0], run[0].text()
+    assert_same_run(folder, alone)
+    assert not (folder / "lock").exists()
 
 
 # Parts that are lost

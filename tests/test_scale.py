@@ -288,6 +288,17 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     assert os.listdir(tmp_path / "out") == ["_job.json"]
 
 
+def test_a_folder_is_of_one_run_at_a_time(tmp_path):
+    folder = scale._Folder(str(tmp_path / "out"))
+    with folder.locked():
+        assert folder.start({"size": 64}, False) == set()
+        with pytest.raises(EmbedError, match="another run is at work in .*out; wait for it"), folder.locked():
+            pass
+    assert os.listdir(tmp_path / "out") == ["_job.json"]
+    with scale._Folder("memory://somewhere/out").locked():
+        pass
+
+
 def test_a_folder_of_others_and_a_file_are_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     for overwrite in (False, True):

@@ -36,6 +36,7 @@ from veca.publish import HEAD, carry_along, cast, without_paths
 from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
+from veca.signals import exit_status, terminable
 from veca.terminal import (
     AtOnce,
     Cores,
@@ -63,7 +64,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="VECA: a vision backbone with linear cost in the number of patches and a budget of cores chosen at inference.",
     epilog="Start with `veca demo`. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done but some pictures failed, "
-    "130 interrupted.",
+    "130 interrupted (Ctrl-C), 143 or 129 stopped by SIGTERM or SIGHUP.",
 )
 # Where a command stands in `veca --help`.
 LOOK, USE, TRAIN, MEASURE = "Look", "Use", "Train", "Measure"
@@ -165,9 +166,9 @@ def embed(
             )  # fmt: skip
         else:
             report = write_features(paths, to, model=load_model(model, device), workers=workers_of(workers), **how)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         err.print("Interrupted. The same command continues where this one stopped.")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_status(stop)) from None
     again = f", {report.resumed:,} of them in an earlier run" if report.resumed else ""
     count = f"{report.pictures:,} picture{'s' * (report.pictures != 1)}"
     out.print(f"{report.out}: {count}{again}, {report.seconds:.1f} s", soft_wrap=True)
@@ -457,7 +458,8 @@ def main() -> None:
     """Run the command line; what a user can mend is one line, not a traceback."""
     warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
     try:
-        app()
+        with terminable():
+            app()
     except (VecaError, OSError) as error:
         if os.environ.get("VECA_DEBUG"):
             raise

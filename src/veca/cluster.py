@@ -41,6 +41,8 @@ def session(address: str | None) -> Iterator[None]:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise EmbedError(f"Ray cannot be had at {address or 'this machine'}: {reason}") from error
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # of the command line, which says how to continue; Ray's does not
         yield
     finally:
         ray.shutdown()

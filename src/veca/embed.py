@@ -29,10 +29,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from veca.fast import fits, optimize, unfoldable
 from veca.features import WRITERS, DamagedPart
-from veca.files import check_writable
+from veca.files import InUseError, check_writable, locked
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
-from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut, locked
+from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
 from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of
 from veca.unread import noting_left_out
 
@@ -107,6 +107,10 @@ def embed(
         with locked(parts.folder), noting_left_out() as left_out:
             parts.resume(overwrite)
             _run(sources, column, parts, new_part, workers, progress)
+        with suppress(OSError):  # not empty, if someone keeps a file of their own in it
+            parts.folder.rmdir()
+    except InUseError as error:
+        raise EmbedError(str(error)) from None
     except DamagedPart as error:
         raise EmbedError(f"{error}; start anew with --overwrite (overwrite=True)") from error
     except torch.OutOfMemoryError as error:

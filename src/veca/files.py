@@ -1,16 +1,29 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and folders that one run at a time writes to."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, VecaError
+
+if sys.platform != "win32":
+    import fcntl
+
+
+_LOCK_TRIES = 100
+
+
+class InUseError(VecaError, ValueError):
+    """A folder that another run writes to."""
 
 
 def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
@@ -53,6 +66,58 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     finally:
         part.unlink(missing_ok=True)
+
+
+_held: set[tuple[int, str]] = set()
+"""Process and path of the lock files that this process holds: the system's locks exclude other processes alone."""
+_held_guard = threading.Lock()
+
+
+@contextmanager
+def locked(folder: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
+    """Refuse a second run in `folder` while the block runs, in this process or another, on any machine that shares it.
+
+    The system frees the lock of a process that dies. After the block the lock file is gone.
+    """
+    path = Path(os.path.realpath(folder), name)
+    holder = os.getpid(), str(path)
+    busy = InUseError(f"another run is at work in {folder}; wait for it, or choose another name")
+    with _held_guard:
+        if holder in _held:
+            raise busy
+        _held.add(holder)
+    try:
+        with _open_locked(path, busy) as file:
+            try:
+                yield
+            finally:
+                # Removed while it is locked, and only if it is still this one: nobody else can have replaced it then.
+                with suppress(OSError):
+                    if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                        path.unlink()
+    finally:
+        _held.discard(holder)
+
+
+def _open_locked(path: Path, busy: InUseError) -> IO[bytes]:
+    """The lock file, open and locked."""
+    for _ in range(_LOCK_TRIES):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError), ExitStack() as stack:  # not found: another run has just removed it
+            file = stack.enter_context(open(path, "ab"))
+            if sys.platform != "win32":
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep
+                except (BlockingIOError, PermissionError):
+                    raise busy from None
+                except OSError:  # a file system without locks
+                    stack.pop_all()
+                    return file
+            # A run that ended since it was opened has removed it: others would lock a new one.
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                stack.pop_all()
+                return file
+    raise busy
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

@@ -11,10 +11,9 @@ import csv
 import glob
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -329,9 +328,6 @@ class Parts:
         with atomic_path(self.out) as path:
             WRITERS[self.out.suffix](path, files, self.schema, self.about)
         self._clear()
-        with suppress(OSError):  # not empty, if someone keeps a file of their own in it
-            (self.folder / "lock").unlink()
-            self.folder.rmdir()
 
     def _clear(self) -> None:
         # The description goes first: parts without one are no run to continue.
@@ -359,20 +355,3 @@ def write_failures(path: Path, parts: Iterable[Iterable[Sequence[str]]]) -> None
         rows.writerow(("path", "error"))
         for failures in parts:
             rows.writerows(failures)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One run at a time; the system takes the lock from a process that dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "wb") as file:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                raise EmbedError(f"another run is at work in {folder}; wait for it, or choose another name") from None
-            except OSError:
-                pass  # a file system without locks
-        yield

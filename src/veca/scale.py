@@ -36,7 +36,7 @@ from veca.config import VecaConfig
 from veca.embed import EmbedReport, check, describe, describe_inputs, listed, progress_line, ready
 from veca.errors import ArgumentError
 from veca.features import PARQUET, feature_schema
-from veca.files import atomic_path
+from veca.files import InUseError, atomic_path, locked
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, cut, same_job, write_failures
 from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
@@ -48,6 +48,8 @@ PARTITION = 4096
 """Pictures that are files, to a partition."""
 
 _BLOCKS = 10_000
+_LOCK = "_lock"
+"""Readers of a folder of Parquet files pass over names that begin so."""
 _TRIES = 4
 """How many workers may die of a partition before it is given up; the rest goes on, and the end says what is missing."""
 
@@ -79,7 +81,7 @@ def embed_on_ray(
     if partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
     folder = _Folder(out if is_remote(out) else os.path.abspath(out))
-    with session(address):
+    with session(address), folder.locked():
         slots = find_slots(device, workers)
         about = describe(model, model_name, settings, torch.device(slots.device))
         most = Part(model, settings, torch.device("cpu")).most
@@ -93,7 +95,8 @@ def embed_on_ray(
             raise _changed(folder)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         done = _run(plan, job, np.frombuffer(save_tensors(tensors), np.uint8), progress)
-    return EmbedReport(*_end(folder, plan, done, found), time.perf_counter() - began, out)
+        totals = _end(folder, plan, done, found)
+    return EmbedReport(*totals, time.perf_counter() - began, out)
 
 
 class _Partition(NamedTuple):
@@ -327,6 +330,18 @@ class _Folder:
         except (ImportError, ValueError) as error:
             raise EmbedError(f"{address}: {error}") from error
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One run at a time, where the folder is on a disk: object stores have no locks."""
+        if is_remote(self.address) or self.fs.isfile(self.root):  # which `start` refuses
+            yield
+            return
+        try:
+            with locked(self.root, _LOCK):
+                yield
+        except InUseError as error:
+            raise EmbedError(str(error)) from None
+
     def start(self, job: dict[str, Any], overwrite: bool) -> set[int]:
         """Make the folder this job's; the partitions an earlier run of it left there."""
         if self.fs.isfile(self.root):
@@ -409,7 +424,8 @@ class _Folder:
     def _names(self) -> list[str]:
         self.fs.invalidate_cache()
         try:
-            return sorted(name.rstrip("/").rpartition("/")[2] for name in self.fs.ls(self.root, detail=False))
+            names = (name.rstrip("/").rpartition("/")[2] for name in self.fs.ls(self.root, detail=False))
+            return sorted(name for name in names if name != _LOCK)
         except FileNotFoundError:
             return []
 

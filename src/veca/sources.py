@@ -10,11 +10,10 @@ import atexit
 import glob
 import gzip
 import io
+import multiprocessing
 import os
 import re
-import signal
 import tarfile
-import threading
 import time
 import weakref
 from collections import Counter
@@ -23,7 +22,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, NamedTuple, TypeGuard, cast
 
 import fsspec
@@ -37,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from veca.errors import VecaError
 from veca.images import EXTENSIONS, Fit, ImageError, fit_image, open_image, to_tensor
+from veca.signals import init_signals_of_worker, starting_workers
 from veca.unread import UNREAD, note_left_out
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
@@ -448,7 +447,8 @@ _BEGUN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def begin(loader: DataLoader[Any]) -> Iterator[Any]:
     """What a loader gives. Its processes work until `end`, or until the interpreter ends."""
-    with interrupts_later():
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
+    with starting_workers(forked=method == "fork"):
         items = iter(loader)
         _BEGUN.add(items)
     return items
@@ -460,6 +460,7 @@ def end(items: Iterator[Any]) -> None:
     for worker in getattr(items, "_workers", []):
         if worker.is_alive():  # it hangs, and does not heed SIGTERM
             worker.kill()
+            worker.join()
 
 
 @atexit.register
@@ -468,33 +469,11 @@ def _end_all() -> None:
         end(items)
 
 
-@contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Ctrl-C while processes are forked would be lost in a hook of the interpreter: it is raised after the block."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets it
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])
-
-
 def as_is(record: Any) -> Any:
     """To collate nothing: a name, which processes that are not forked can be sent."""
     return record
 
 
 def init_worker(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process gets it too, and ends its workers
+    init_signals_of_worker()
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
-
-
-def init_steady_worker(number: int) -> None:
-    init_worker(number)
-    # torchrun and timeout send it to all processes: those that train finish their step first, and need pictures for it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

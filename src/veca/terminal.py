@@ -16,6 +16,7 @@ from veca.checkpoint import load_or_random
 from veca.device import choose_device
 from veca.model import Veca
 from veca.shipped import shipped_name
+from veca.signals import exit_status
 from veca.text import origin
 
 # Names are shown as they are: a:dog:b.png has no dog in it.
@@ -88,7 +89,7 @@ def stoppable(folder: Path, say: Callable[[str], None], restart: bool = False) -
         if first:
             say(f"Stopped, and saved in {folder}. {command} continues where this one stopped.")
         raise typer.Exit(128 + stop.number) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if first:
             say(f"Stopped at once. {command} continues from the last checkpoint in {folder}.")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_status(stop)) from None

@@ -7,6 +7,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -33,6 +34,7 @@ from veca.bench.machine import (
 from veca.bench.report import Results, Row, baseline
 from veca.device import choose_device
 from veca.errors import ArgumentError
+from veca.files import locked
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -101,7 +103,10 @@ def run_bench(
         raise ArgumentError(f"repeats={repeats}: must be at least 1")
     plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with (
+        locked(out) if out is not None else nullcontext(),
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+    ):
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
         floors = Floors.measure(setting)
         results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())

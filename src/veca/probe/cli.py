@@ -21,6 +21,7 @@ from veca.probe.rows import Row
 from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, limited
 from veca.probe.run import classify as run_classify
 from veca.probe.run import knn as run_knn
+from veca.signals import exit_status
 from veca.terminal import AtOnce, Device, Workers, out, warn, workers_of
 
 probe_app = typer.Typer(
@@ -241,9 +242,9 @@ def _processes(asked: int | None, backbone: Backbone) -> int:
 def _interruptible() -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         warn("Interrupted. The same command continues after the rows and the parts of features that are finished.")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_status(stop)) from None
 
 
 def _load(model: str, device: str, precision: Precision | None, compile: bool) -> Backbone:

@@ -36,7 +36,7 @@ from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import Places, Split
 from veca.probe.progress import bar
 from veca.probe.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
-from veca.sources import as_is, begin, end, init_steady_worker
+from veca.sources import as_is, begin, end, init_worker
 
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""
@@ -240,7 +240,7 @@ def decoding(
     """
     loader = DataLoader(
         items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate,
-        worker_init_fn=init_steady_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
+        worker_init_fn=init_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
         multiprocessing_context="fork" if forked else None,
     )  # fmt: skip
     batches = begin(loader)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from veca.images import MAX_PIXELS, MEAN, STD, ImageError, open_image, resample
-from veca.sources import as_is, as_text, begin, end, init_steady_worker
+from veca.sources import as_is, as_text, begin, end, init_worker
 from veca.teachers import Targets
 from veca.train.augment import Augmentation, augment_batch, augment_image
 from veca.train.draws import Augment, Stream, View, place, replacement, view_of
@@ -355,7 +355,7 @@ def _no_news_of_children() -> Iterator[None]:
 
 
 def _init_worker(number: int) -> None:
-    init_steady_worker(number)
+    init_worker(number)
     # Memory of pictures is kept for the next ones; getting new memory is a quarter of what a JPEG takes.
     Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
 

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from veca.device import choose_device
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, VecaError
+from veca.files import check_writable, locked
 from veca.model import Veca
 
 SILENCE, PATIENCE = datetime.timedelta(minutes=20), datetime.timedelta(days=7)
@@ -82,6 +84,22 @@ def first_alone(world: World) -> Iterator[None]:
     except RuntimeError as error:
         raise ArgumentError("another process has ended; what it said is the reason") from error
     dist.destroy_process_group(patient)
+
+
+@contextlib.contextmanager
+def run_folder(folder: Path, world: World) -> Iterator[None]:
+    """The folder of a run, writable and locked by the first process; where it cannot be, all raise why."""
+    with contextlib.ExitStack() as stack:
+        problem: Exception | None = None
+        if world.first:
+            try:
+                check_writable(folder, folder=True)
+                stack.enter_context(locked(folder))
+            except (VecaError, OSError) as error:
+                problem = error
+        if problem := gathered(problem, world)[0]:
+            raise problem
+        yield
 
 
 def shard(model: Veca, world: World) -> None:

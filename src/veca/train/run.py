@@ -9,11 +9,10 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
-from veca.files import check_writable
 from veca.teachers.known import KNOWN
 from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
-from veca.train.parallel import processes
+from veca.train.parallel import processes, run_folder
 from veca.train.plan import describe_plan
 from veca.train.recipe import Recipe, RecipeError
 
@@ -31,9 +30,7 @@ def distill(
 
     What the folder holds of the same run is continued, unless it is to `restart`.
     """
-    with processes(device) as world:
-        if world.first:
-            check_writable(folder, folder=True)
+    with processes(device) as world, run_folder(folder, world):
         report = Trainer(recipe, folder, world, restart=restart, wandb=wandb, say=say).run()
         return report if world.first else None
 

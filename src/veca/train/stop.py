@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by a signal, which waits until the step at hand is done."""
+"""How a training run is asked to stop: by a signal, which waits until the step at hand is done."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-IMPATIENT = 1.0
-"""Seconds within which a signal is the same one: `timeout` and torchrun send it to a process and to its group."""
+from veca.signals import IMPATIENT, STOPPING, Terminated, drop_lost_terminal
 
 
 class Interrupted(BaseException):
     """Asked to stop, and did: everything is saved.
 
-    No `Exception`, as KeyboardInterrupt is none: whoever goes on after a bad picture shall not go on after this.
+    A BaseException, as KeyboardInterrupt is, so that `except Exception` cannot swallow it.
     """
 
     def __init__(self, number: int) -> None:
@@ -27,7 +26,10 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def signals(note: Callable[[int], object]) -> Iterator[None]:
-    """While the block runs SIGINT and SIGTERM are only noted; a second one, a while later, ends the run at once."""
+    """While the block runs SIGINT, SIGTERM and SIGHUP are only noted; a second one, a while later, ends it at once.
+
+    One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -35,12 +37,14 @@ def signals(note: Callable[[int], object]) -> Iterator[None]:
 
     def heard(number: int, frame: FrameType | None) -> None:
         nonlocal first
+        drop_lost_terminal(number)
         if time.monotonic() - first > IMPATIENT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
         first = min(first, time.monotonic())
         note(number)
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, heard) for number in wanted}
     try:
         yield
     finally:

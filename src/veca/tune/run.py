@@ -14,6 +14,7 @@ import math
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
 from veca.device import choose_device
 from veca.errors import ArgumentError
-from veca.files import atomic_path, check_writable
+from veca.files import atomic_path
 from veca.images import normalize
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
@@ -48,6 +49,7 @@ from veca.train.parallel import (
     gathered,
     processes,
     replicate,
+    run_folder,
     sum_of,
     summed,
     whole,
@@ -98,8 +100,12 @@ def finetune(
         settings.require("batch", settings.batch % world.size == 0, rule)
         if world.size == 1:  # alone it runs on any kind of device
             world = world._replace(device=choose_device(device))
-        sets = limited(load_dataset(data, root, settings.task), limit)
-        return Tuner(model, sets, Path(folder), settings, world, restart=restart, say=say).run()
+        with warnings.catch_warnings():
+            if not world.first:  # the first process speaks for all
+                warnings.simplefilter("ignore")
+            sets = limited(load_dataset(data, root, settings.task), limit)
+        with run_folder(folder := Path(folder), world):
+            return Tuner(model, sets, folder, settings, world, restart=restart, say=say).run()
 
 
 class Tuner:
@@ -120,8 +126,6 @@ class Tuner:
         self.say = say = say if world.first else lambda text: None
         _check_data(data, settings.task)
         _check_folder(folder, model)
-        if world.first:
-            check_writable(folder, folder=True)
         for problem in data.problems:
             say(f"{data.name}: {problem}. The score is not the benchmark's.")
         self.device = world.device
@@ -172,7 +176,7 @@ class Tuner:
                     self._event(log, live, notice)
                 if not self.resumed:
                     self._validate(log, live)
-                    self._save()
+                    self._save(log)
                 try:
                     for batch in self.task.training(self.step, self.steps, self.world.rank, self.world.size):
                         self._advance(batch, log, live)
@@ -193,7 +197,7 @@ class Tuner:
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.folder / "finetune.json") as part:
             part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
-        first = self.step + 1 if self.step else 0
+        first = self.step + 1 if self.resumed else 0
         with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
             yield log
 
@@ -234,9 +238,7 @@ class Tuner:
             self._validate(log, live)
         if due or stop or self.step % SAVE_EVERY == 0:
             with self.meter.pause():
-                if log:
-                    log.flush()  # a run that goes on from here does not write these rows again
-                self._save()
+                self._save(log)
         if stop and not last:
             self._event(log, live, f"stopped: by {signal.Signals(stop).name}, at step {self.step:,}")
             gathered(None, self.world)  # torchrun ends the others when one leaves: not before all is saved
@@ -366,9 +368,10 @@ class Tuner:
         asked = {**self._asked(), "started_from": self.origin["provenance"]}
         return {"weights": "fine-tuned", "classes": self.data.classes, **score, "finetune": asked}
 
-    def _save(self) -> None:
-        if not self.world.first:
+    def _save(self, log: RunLog | None) -> None:
+        if not log:  # not the first process
             return
+        log.flush()  # a run that goes on from here does not write these rows again
         state = self.optimizer.state
         kept = {
             f"{name}/{key}": whole(value)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from veca.errors import ArgumentError
 from veca.model import Veca
 from veca.shipped import shipped_name
+from veca.signals import drop_lost_terminal
 from veca.terminal import Device, err, load_model, out
 from veca.web.guard import is_loopback, names_of
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 
 def explore(
@@ -63,7 +70,32 @@ def explore(
         address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
         out.print(f"Explorer: {address}", soft_wrap=True, markup=False)
         err.print("Ctrl-C ends it.")
-        create_server(app).run(sockets=[bound])
+        server = create_server(app)
+        with _ended_by_hangup(server):
+            server.run(sockets=[bound])
+
+
+@contextmanager
+def _ended_by_hangup(server: Server) -> Iterator[None]:
+    """Have SIGHUP end the server as it ends itself on SIGINT and SIGTERM, where a command ends on SIGHUP."""
+    number = getattr(signal, "SIGHUP", None)
+    if number is None or not callable(before := signal.getsignal(number)):
+        yield
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        drop_lost_terminal(number)
+        received.append(number)
+        server.handle_exit(number, frame)
+
+    signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+    if received:
+        before(number, None)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -9,13 +9,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from veca.images import EXTENSIONS
 from veca.probe.datasets.base import IGNORE, DatasetError, Maps, Places, Split
 from veca.probe.datasets.classes import identity, table
-from veca.probe.datasets.layout import class_folders, pictures_in, read_lines, subfolders
+from veca.probe.datasets.layout import class_folders, pictures_in, read_lines, subfolders, warn_unlabelled
 
 _SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _KINDS = {"segment": ("masks", "annotations", "labels"), "depth": ("depths", "depth")}
@@ -42,7 +44,14 @@ def read_folder(root: Path, task: str | None) -> tuple[str, dict[str, Split], li
     if not classes:
         raise DatasetError(f"{root}: has no folders of classes. Expected:{LAYOUT}")
     found = {splits[folder]: class_folders(root, folder, classes) for folder in splits}
+    beside = [entry.path for folder in ("", *splits) for entry in os.scandir(root / folder) if _is_picture(entry)]
+    warn_unlabelled(beside, "a picture lies in the folder of its class")
     return "classify", found or {"all": class_folders(root, "", classes)}, classes
+
+
+def _is_picture(entry: os.DirEntry[str]) -> bool:
+    suffix = os.path.splitext(entry.name)[1].lower()
+    return suffix in EXTENSIONS and not entry.name.startswith(".") and entry.is_file()
 
 
 def _paired(root: Path, task: str | None, above: dict[str, str]) -> tuple[str, dict[str, Split], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,13 @@ def pictures_in(root: Path, folder: str) -> list[str]:
         raise DatasetError(f"{bad.name}: {bad.error}")
     start = len(str(root)) + 1
     return [item.path[start:] for item in items]
+
+
+def warn_unlabelled(names: Sequence[str], why: str) -> None:
+    """Say once how many pictures of a dataset are left out."""
+    if names:
+        which = "1 picture has no label and is" if len(names) == 1 else f"{len(names):,} pictures have no label and are"
+        warnings.warn(f"{which} left out, such as {min(names)}: {why}", stacklevel=2)
 
 
 def class_folders(root: Path, folder: str, classes: Sequence[str]) -> Split:

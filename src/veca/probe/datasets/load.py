@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from veca.probe.datasets import imagenet, published, published_dense
 from veca.probe.datasets.base import HELD_OUT, IGNORE, DatasetError, DepthRules, ProbeData, Split, Task, held_out
@@ -18,6 +21,8 @@ SPECS = {spec.name: spec for spec in (*imagenet.SPECS, *published.SPECS, *publis
 """The published datasets by name."""
 _TEST_SHARE = 0.2
 """Of a dataset of one's own without any splits."""
+_NAMED = 10
+"""Classes that a warning names."""
 
 
 def load_dataset(
@@ -127,9 +132,32 @@ def _own_folder(root: Path, task: str | None) -> ProbeData:
     return _own(root.resolve().name, task, splits, classes)
 
 
+def _checked_classes(name: str, splits: dict[str, Split], classes: list[str]) -> list[str]:
+    """The names of the classes, by number where there are none; at least two of them must have pictures."""
+    present = np.unique(np.concatenate([split.labels for split in splits.values()])).tolist()
+    classes = classes or [str(i) for i in range(present[-1] + 1)]
+    if present[-1] >= len(classes):
+        raise DatasetError(f"{name}: has class {present[-1]}, but {len(classes)} names of classes")
+    if len(present) < 2:
+        raise DatasetError(
+            f"{name}: all pictures are of one class, {classes[present[0]]}; at least two are needed to tell apart. "
+            f"Expected:{LAYOUT}"
+        )
+    learnable = set(splits["train"].labels.tolist()) if "train" in splits else set(range(len(classes)))
+    if lacking := [each for i, each in enumerate(classes) if i not in learnable]:
+        some = ", ".join(lacking[:_NAMED]) + " …" * (len(lacking) > _NAMED)
+        warnings.warn(
+            f"{name}: {len(lacking):,} of {len(classes):,} classes have no picture to learn from: {some}. Add some, or "
+            "remove the folder or the name if it is no class",
+            stacklevel=2,
+        )
+    return classes
+
+
 def _own(name: str, task: str, splits: dict[str, Split], classes: list[str]) -> ProbeData:
     """A dataset of one's own, with the splits it lacks."""
     protocol: dict[str, Any] = {"dataset": name}
+    needed = 3 if "all" in splits else 2
     if "all" in splits:
         train, test = held_out(splits.pop("all"), _TEST_SHARE)
         splits |= {"train": train, "test": test}
@@ -137,13 +165,16 @@ def _own(name: str, task: str, splits: dict[str, Split], classes: list[str]) -> 
     if "train" in splits and "val" not in splits:
         splits, protocol["val"] = _with_val(splits)
     splits = {split: splits[split] for split in ("train", "val", "test") if split in splits}
+    if empty := [split for split, found in splits.items() if not len(found)]:
+        each = "of a class" if task == "classify" else "in all"
+        raise DatasetError(
+            f"{name}: no picture is left for {' and '.join(empty)}, which is held out of train: that takes {needed} "
+            f"pictures {each}. Add some, or make the splits yourself: train, val, test"
+        )
     if task == "segment":
         splits, classes = with_classes(splits, classes)
     if task == "classify":
-        highest = max(int(split.labels.max()) for split in splits.values())
-        classes = classes or [str(i) for i in range(highest + 1)]
-        if highest >= len(classes):
-            raise DatasetError(f"{name}: has class {highest}, but {len(classes)} names of classes")
+        classes = _checked_classes(name, splits, classes)
     depth = DepthRules() if task == "depth" else None
     ignore = IGNORE if task == "segment" else None
     return _finished(name, cast(Task, task), classes, splits, ignore, depth, protocol, [])

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from veca.probe.datasets.base import DatasetError, Maps, Places, Split
+from veca.probe.datasets.layout import warn_unlabelled
 from veca.sources import as_text, is_picture, shard_items
 
 SUFFIXES = {"classify": "cls", "segment": "seg.png", "depth": "depth.png"}
@@ -77,6 +78,9 @@ def read_shards(paths: Sequence[str], task: str | None) -> tuple[str, dict[str, 
     task = task or there[0]
     if task not in there:
         raise DatasetError(f"{paths[0]}: has labels to {' and to '.join(there)}, not to {task}. Expected:{_LAYOUT}")
+    end, samples = SUFFIXES[task], (row for rows in indexed.values() for row in rows.values())
+    unlabelled = [row["image"][0].replace("\0", "/") for row in samples if "image" in row and end not in row]
+    warn_unlabelled(unlabelled, f"a picture 7.jpg has its label in 7.{end}")
     return task, {split: _split(root, rows, task) for split, rows in indexed.items()}
 
 
