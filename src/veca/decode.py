@@ -74,6 +74,12 @@ def strict_pillow(limit: int) -> Iterator[None]:
                 Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
 
 
+def max_bytes(max_pixels: int) -> int:
+    """The largest file that is read for a picture of so many pixels."""
+    # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
+    return 8 * max_pixels + 2**26
+
+
 def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Image.Image:
     """The picture in `source`, loaded, in the mode the file has; call it inside `strict_pillow`.
 
@@ -84,13 +90,12 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
         _check_pixels(source, max_pixels)
         source.load()
         return source
-    # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
-    max_bytes = 8 * max_pixels + 2**26
-    with _opened(source, max_bytes) as stream:
+    limit = max_bytes(max_pixels)
+    with _opened(source, limit) as stream:
         stream.seek(0, os.SEEK_END)
         size = stream.tell()
-        if size > max_bytes:
-            rule = f"at most {max_bytes:,} are read for {max_pixels:,} pixels"
+        if size > limit:
+            rule = f"at most {limit:,} are read for {max_pixels:,} pixels"
             raise ImageTooLargeError(f"{size:,} bytes; {rule}. Shrink it or raise max_pixels")
         if not size:
             raise ImageError("empty, 0 bytes; fetch or save it again")
