@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from veca.errors import VecaError
 
 PAGE_BYTES = 1 << 29
-"""Largest page, unpacked; pyarrow needs a multiple of it."""
+VALUE_BYTES = 1 << 27
+"""Largest page, unpacked, and largest picture. pyarrow holds a page, a copy of its dictionary and the values of a batch."""
 _ROWS = 16
 _BATCH_BYTES = 1 << 27
 """Rows that are held at a time, and how many bytes they may have."""
@@ -25,6 +26,9 @@ _HEADER_BYTES = 1 << 24
 """Largest header of a page, as pyarrow has it."""
 _EMPTY_ROWS = 4096
 """So many rows may take less than a byte each."""
+_REPEATS = 64
+_REPEATED_BYTES = 1 << 32
+"""Pages may give so many times their bytes, by repeating values, or so many bytes."""
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
 _LEVELS = 64
 """A page's header has four structures in each other at most."""
@@ -44,24 +48,33 @@ class Value(NamedTuple):
 
 def values(file: IO[bytes], table: pq.ParquetFile, column: str, limit: int) -> Iterator[Value]:
     """The rows of a column of bytes, or of structures with a field `bytes`; none of more than `limit` bytes."""
+    limit = min(limit, VALUE_BYTES)
     leaves = [table.schema.column(i).path for i in range(len(table.schema))]
     leaf = leaves.index(column if column in leaves else f"{column}.bytes")
     refused: dict[int, str] = {}
+    unpacked: dict[int, int] = {}
 
     def rows_at_once(group: int) -> int:
         try:
-            return _rows_at_once(file, table.metadata.row_group(group).column(leaf), limit)
+            pages = _checked_pages(file, table.metadata.row_group(group).column(leaf), limit)
         except TableError as error:
             refused[group] = str(error)
             return 0
+        unpacked[group] = sum(page.unpacked for page in pages)
+        # No value is larger than the largest page.
+        return min(_ROWS, max(1, _BATCH_BYTES // max((page.unpacked for page in pages), default=1)))
 
-    for rows, groups in groupby(range(table.num_row_groups), rows_at_once):
-        if rows:
-            for batch in table.iter_batches(rows, row_groups=list(groups), columns=[leaves[leaf]]):
-                yield from (_value(each, limit) for each in batch.column(0))
-        else:
-            for group in groups:
-                yield Value(error=refused[group], rows=table.metadata.row_group(group).num_rows)
+    for rows, run in groupby(range(table.num_row_groups), rows_at_once):
+        if not rows:
+            yield from (Value(error=refused[i], rows=table.metadata.row_group(i).num_rows) for i in run)
+            continue
+        groups, given = list(run), 0
+        most = max(_REPEATED_BYTES, _REPEATS * sum(unpacked[i] for i in groups))
+        for batch in table.iter_batches(rows, row_groups=groups, columns=[leaves[leaf]]):
+            if (given := given + batch.nbytes) > most:
+                raise TableError(f"its rows repeat the same values, over {most:,} bytes together")
+            yield from (_value(each, limit) for each in batch.column(0))
+            del batch  # or it would be in memory beside the next one
 
 
 def _value(value: Any, limit: int) -> Value:
@@ -75,21 +88,20 @@ def _value(value: Any, limit: int) -> Value:
     return Value(buffer.to_pybytes())
 
 
-def _rows_at_once(file: IO[bytes], chunk: pq.ColumnChunkMetaData, limit: int) -> int:
-    """How many rows of a column chunk can be unpacked together; no value is larger than the largest page."""
-    largest, rows = 1, 0
+def _checked_pages(file: IO[bytes], chunk: pq.ColumnChunkMetaData, limit: int) -> list[_Page]:
+    """The pages of a column in a row group, if all can be unpacked."""
+    pages = []
     for page in _pages(file, chunk):
-        largest = max(largest, page.unpacked)
-        rows += 0 if page.kind == _DICTIONARY else page.values
-        if page.unpacked > PAGE_BYTES or page.unpacked // max(page.values, 1) > limit:
-            most = min(PAGE_BYTES, limit * page.values)
-            raise TableError(
-                f"a page of {page.unpacked:,} bytes for {page.values:,} values; at most {most:,} are read. "
-                "Write the table with smaller row groups"
-            )
+        pages.append(page)
+        if page.unpacked > PAGE_BYTES:
+            rule = f"at most {PAGE_BYTES:,} are read. Write the table with smaller row groups"
+            raise TableError(f"a page of {page.unpacked:,} bytes; {rule}")
+        if (mean := page.unpacked // max(page.values, 1)) > limit:
+            raise TableError(f"{mean:,} bytes for each row; at most {limit:,} are read")
+    rows = sum(page.values for page in pages if page.kind != _DICTIONARY)
     if rows > max(_EMPTY_ROWS, chunk.total_compressed_size):
         raise TableError(f"{rows:,} rows in {chunk.total_compressed_size:,} bytes cannot be pictures")
-    return min(_ROWS, max(1, _BATCH_BYTES // largest))
+    return pages
 
 
 class _Page(NamedTuple):

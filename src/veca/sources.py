@@ -15,6 +15,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -491,7 +492,10 @@ class _Decoder(Dataset[Record]):
         if item.number == _NOTHING.number:
             return Record("", number=item.number)
         try:
-            image = open_image(_content(item), max_pixels=self.max_pixels)
+            with warnings.catch_warnings():
+                # Pillow may have tens of thousands of them for one file.
+                warnings.simplefilter("ignore")
+                image = open_image(_content(item), max_pixels=self.max_pixels)
             fitted = fit_image(image, self.size, self.fit, self.max_pixels)
             # An array, not a tensor: tensors travel in shared memory, which containers have little of.
             pixels = to_tensor(fitted).numpy()

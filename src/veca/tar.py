@@ -9,7 +9,6 @@ not kept passes by in pieces.
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Callable, Iterator
 from typing import IO, Literal, NamedTuple
 
@@ -125,7 +124,7 @@ class _Extended:
 
     def add(self, tape: Tape, head: _Header) -> None:
         end = tape.position + head.size + -head.size % _BLOCK
-        self.used += head.size
+        self.used += head.size if head.kind in _LONG_NAME + _PAX else 0  # nothing is needed of others
         if self.used > HEADER_BYTES:
             self.error = f"a header of {head.size:,} bytes in an archive; at most {HEADER_BYTES:,} are read"
             if tape.ends_before(end):
@@ -208,4 +207,3 @@ def _pass_sparse_map(tape: Tape, block: bytes) -> None:
         if len(block := tape.read(_BLOCK)) < _BLOCK:
             raise TarError("it ends within a sparse map")
         more = block[504]
-
