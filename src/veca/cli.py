@@ -140,6 +140,14 @@ def embed(
     save_dtype: Annotated[SaveDtype, typer.Option(help="Of the saved features.")] = "float32",
     max_pixels: Annotated[int, typer.Option(help="Larger pictures are not opened.")] = MAX_PIXELS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, replacing what is there.")] = False,
+    skip_nonfinite: Annotated[
+        bool,
+        typer.Option("--skip-nonfinite", help="Pictures whose features have NaN or infinity fail, not the run."),
+    ] = False,
+    ignore_dates: Annotated[
+        bool,
+        typer.Option("--ignore-dates", help="Continue a run although its files have other dates, as copies do."),
+    ] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Write features of many pictures to one file, or with Ray to a folder of files.
@@ -157,7 +165,7 @@ def embed(
     if engine == "plain" and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
     how: dict[str, Any] = {"settings": settings, "column": column, "overwrite": overwrite, "progress": progress}
-    how["model_name"] = shipped_name(model) or model
+    how |= {"model_name": shipped_name(model) or model, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates}
     try:
         if engine == "ray":
             report = write_on_ray(
@@ -169,7 +177,8 @@ def embed(
     except KeyboardInterrupt as stop:
         err.print("Interrupted. The same command continues where this one stopped.")
         raise typer.Exit(exit_status(stop)) from None
-    again = f", {report.resumed:,} of them in an earlier run" if report.resumed else ""
+    resumed = report.resumed - report.resumed_failures
+    again = f", {resumed:,} of them in an earlier run" if resumed else ""
     count = f"{report.pictures:,} picture{'s' * (report.pictures != 1)}"
     out.print(f"{report.out}: {count}{again}, {report.seconds:.1f} s", soft_wrap=True)
     if report.failures:

@@ -74,6 +74,12 @@ def strict_pillow(limit: int) -> Iterator[None]:
                 Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
 
 
+def max_bytes(max_pixels: int) -> int:
+    """The largest file that is read for a picture of so many pixels."""
+    # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
+    return 8 * max_pixels + 2**26
+
+
 def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Image.Image:
     """The picture in `source`, loaded, in the mode the file has; call it inside `strict_pillow`.
 
@@ -84,22 +90,26 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
         _check_pixels(source, max_pixels)
         source.load()
         return source
-    # The fattest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
-    max_bytes = 8 * max_pixels + 2**26
-    with _opened(source, max_bytes) as stream:
+    limit = max_bytes(max_pixels)
+    with _opened(source, limit) as stream:
         stream.seek(0, os.SEEK_END)
         size = stream.tell()
-        if size > max_bytes:
-            rule = f"at most {max_bytes:,} are read for {max_pixels:,} pixels"
+        if size > limit:
+            rule = f"at most {limit:,} are read for {max_pixels:,} pixels"
             raise ImageTooLargeError(f"{size:,} bytes; {rule}. Shrink it or raise max_pixels")
         if not size:
             raise ImageError("empty, 0 bytes; fetch or save it again")
         stream.seek(0)
         passes = 1
-        if stream.read(3) == b"\xff\xd8\xff":
-            stream.seek(0)
+        start = stream.read(4)
+        stream.seek(0)
+        if start[:3] == b"\xff\xd8\xff":
             jpeg, passes = _whole_jpeg(stream.read())
             stream = io.BytesIO(jpeg)
+        for magic, check in _CHECKS.items():
+            if start.startswith(magic):
+                check(stream, size)
+                stream.seek(0)
         with Image.open(stream, formats=FORMATS) as image:
             # Many raw files of cameras are TIFF inside, and their first page is a thumbnail.
             if image.format == "TIFF" and unread_suffix(source):
@@ -195,9 +205,60 @@ def _whole_jpeg(data: bytes) -> tuple[bytes, int]:
     if sent < 64 * components:
         raise ImageError("truncated JPEG, it stops before its last pass; save it again")
     end = match.start() if match else len(data)
+    view = memoryview(data)  # data may be large: one copy is enough
     if passes == 1 and frame in (0xC0, 0xC1):
-        return data[: scan_end or end] + b"\xff\x00" * 8, passes
-    return data[: end + 2], passes
+        return b"".join((view[: scan_end or end], b"\xff\x00" * 8)), passes
+    return bytes(view[: end + 2]), passes
+
+
+# Pillow goes through these one by one, in Python.
+_MOST_PNG_CHUNKS, _MOST_GIF_BLOCKS, _MOST_PPM_HEADER = 10_000, 2**16, 2**16
+
+
+def _check_png_chunks(stream: BinaryIO, size: int) -> None:
+    """Refuse a PNG of very many chunks; those of pixels may be one for each kibibyte."""
+    position, pixels, others = 8, 0, 0
+    while position < size:
+        stream.seek(position)
+        length, kind = int.from_bytes(stream.read(4)), stream.read(4)
+        if kind == b"IEND":
+            return
+        position += 12 + length
+        pixels, others = (pixels + 1, others) if kind in (b"IDAT", b"fdAT") else (pixels, others + 1)
+        if others > _MOST_PNG_CHUNKS or pixels > _MOST_PNG_CHUNKS + size // 1024:
+            raise ImageError("PNG in very many chunks; save it again")
+
+
+def _check_gif_blocks(stream: BinaryIO, size: int) -> None:
+    """Refuse a GIF with very many blocks of comments and the like before its first frame."""
+    flags = stream.read(11)[10:]
+    position, blocks = 13 + (3 << (flags[0] & 7) + 1 if flags and flags[0] & 128 else 0), 0
+    stream.seek(position)
+    while stream.read(1) == b"!":
+        stream.read(1)
+        while length := stream.read(1):
+            blocks += 1
+            if blocks > _MOST_GIF_BLOCKS:
+                raise ImageError("GIF with very many blocks before its first frame; save it again")
+            if not length[0]:
+                break
+            stream.seek(length[0], os.SEEK_CUR)
+
+
+def _check_ppm_header(stream: BinaryIO, size: int) -> None:
+    """Refuse a PPM with very long comments before its sizes."""
+    head = stream.read(_MOST_PPM_HEADER)
+    words = 3 if head[1:2] in (b"1", b"4") else 4  # a bitmap has no largest value
+    if size > len(head) and len(re.sub(rb"#[^\r\n]*", b"", head).split(maxsplit=words)) < words:
+        raise ImageError(f"PPM with a header of over {_MOST_PPM_HEADER:,} bytes; save it again")
+
+
+_CHECKS = {
+    b"\x89PNG": _check_png_chunks,
+    b"GIF8": _check_gif_blocks,
+    **{b"P%c" % kind: _check_ppm_header for kind in b"123456fF"},
+}
+"""By the first bytes of a file."""
 
 
 def _check_pixels(image: Image.Image, max_pixels: int) -> None:

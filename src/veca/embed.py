@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -25,20 +25,31 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from veca.fast import fits, optimize, unfoldable
 from veca.features import WRITERS, DamagedPart
 from veca.files import InUseError, check_writable, locked
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
-from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
-from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of
+from veca.parts import EmbedError, EmbedSettings, NonFiniteError, Part, Parts, Precision, SaveDtype, cut
+from veca.sources import SHARDS, TABLES, OnRead, Record, as_text, count, decoded, expand, is_remote, items_of
 from veca.unread import noting_left_out
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]
 
 _KEEP_SECONDS = 60.0
+_SILENT_SECONDS = 2.0
+"""After so long without a picture, what is read instead is shown."""
 
 
 class EmbedReport(NamedTuple):
@@ -53,6 +64,8 @@ class EmbedReport(NamedTuple):
     seconds: float
     out: Path | str
     """A file; of `veca.scale` a folder, or its address."""
+    resumed_failures: int = 0
+    """How many of `resumed` are failures."""
 
 
 def embed(
@@ -66,6 +79,8 @@ def embed(
     column: str | None = None,
     workers: int = 0,
     overwrite: bool = False,
+    skip_nonfinite: bool = False,
+    ignore_dates: bool = False,
     progress: bool = True,
 ) -> EmbedReport:
     """Write the features of all pictures in `inputs` to `out` (`.parquet`, `.safetensors` or `.npz`).
@@ -73,10 +88,11 @@ def embed(
     `inputs` are files, folders (all below, links to folders excepted), globs, tar shards (`.tar`, `.tar.gz`, `.tgz`)
     and Parquet files, whose pictures are bytes in `column` (None: the only one of bytes, or `image`), here or at
     addresses that fsspec reads; rows keep their order, and a folder's is sorted. A picture that cannot be read is a
-    row in `<out>.failures.csv` and stops nothing. The model moves to `device` (None: it stays where it is). `workers`
-    processes decode pictures, with 0 this one does; it alone unpacks compressed shards, once more when `progress` has
-    to count. Called again after an interruption, with the same arguments, it continues; `overwrite` starts anew and
-    replaces an earlier `out`.
+    row in `<out>.failures.csv` and stops nothing; one whose features have NaN or infinity stops the run, unless
+    `skip_nonfinite` makes it such a row too. The model moves to `device` (None: it stays where it is). `workers`
+    processes decode pictures, with 0 this one does; it alone unpacks compressed shards. Called again after an
+    interruption, with the same arguments, it continues if the files have the names, sizes and dates they had
+    (`ignore_dates`: names and sizes); `overwrite` starts anew and replaces an earlier `out`.
 
     >>> import tempfile, veca
     >>> from PIL import Image
@@ -95,24 +111,28 @@ def embed(
     device = torch.device(device) if device is not None else next(model.parameters()).device
     settings = settings or EmbedSettings()
     _check_file(out, settings)
-    settings = check(sources, model, settings, workers, column)
+    with reading_line(progress) as on_read:
+        settings = check(sources, model, settings, workers, column, on_read)
     about = describe(model, model_name, settings, device)
     parts = Parts(out, settings, about, describe_inputs(sources, column))
     if out.exists() and not overwrite and not parts.unfinished:
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
     check_writable(out)
     was_training = model.training
-    new_part = partial(Part, ready(model, settings, device), settings, device)
+    new_part = partial(Part, ready(model, settings, device), settings, device, skip_nonfinite)
     try:
         with locked(parts.folder), noting_left_out() as left_out:
             parts.resume(overwrite)
-            _run(sources, column, parts, new_part, workers, progress)
+            _run(sources, column, parts, new_part, workers, ignore_dates, progress)
         with suppress(OSError):  # not empty, if someone keeps a file of their own in it
             parts.folder.rmdir()
     except InUseError as error:
         raise EmbedError(str(error)) from None
     except DamagedPart as error:
         raise EmbedError(f"{error}; start anew with --overwrite (overwrite=True)") from error
+    except NonFiniteError as error:
+        way = "--skip-nonfinite (skip_nonfinite=True) lists such pictures as failures and goes on"
+        raise EmbedError(f"{error}. Nothing was written of it; {way}. {parts.kept}") from error
     except torch.OutOfMemoryError as error:
         raise EmbedError(f"no memory on {device} for batch={settings.batch}: lower it. {parts.kept}") from error
     except RuntimeError as error:
@@ -129,7 +149,8 @@ def embed(
     finally:
         model.train(was_training)
     left_out.warn()
-    return EmbedReport(parts.pictures, parts.failed, parts.resumed, time.perf_counter() - began, out)
+    seconds = time.perf_counter() - began
+    return EmbedReport(parts.pictures, parts.failed, parts.resumed, seconds, out, parts.resumed_failures)
 
 
 def listed(inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -161,7 +182,12 @@ def _check_file(out: Path, settings: EmbedSettings) -> None:
 
 
 def check(
-    sources: list[str], model: Veca, settings: EmbedSettings, workers: int, column: str | None = None
+    sources: list[str],
+    model: Veca,
+    settings: EmbedSettings,
+    workers: int,
+    column: str | None = None,
+    on_read: OnRead | None = None,
 ) -> EmbedSettings:
     """The settings with the budget filled in, if all can work together."""
     most, patch = model.config.num_cores, model.config.patch_size
@@ -177,7 +203,7 @@ def check(
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
         with noting_left_out() as left_out:
-            first = next(expand(source, column), None)
+            first = next(expand(source, column, on_read), None)
         if first is None:
             names = os.listdir(source) if os.path.isdir(source) else []
             kinds = ((SHARDS, "tar shards", "*.tar"), (TABLES, "Parquet files", "*.parquet"))
@@ -206,11 +232,50 @@ def describe_inputs(sources: list[str], column: str | None) -> str:
     return hashlib.sha256("\0".join(places).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def progress_line(*counts: str, shown: bool) -> Progress:
+def progress_line(*counts: str | ProgressColumn, shown: bool) -> Progress:
     """The line that every engine shows: what it does, `counts`, how fast, how long."""
     said = ("{task.description}", *counts, "{task.fields[rate]}", "{task.fields[failed]} failed")
-    columns = (*map(TextColumn, said), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not shown)
+    columns = (each if isinstance(each, ProgressColumn) else TextColumn(each) for each in said)
+    left = (BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    return Progress(*columns, *left, console=Console(stderr=True), disable=not shown)
+
+
+class _Reading:
+    """Shows what is read while no picture comes: an archive may hold other files for minutes."""
+
+    def __init__(self, show: Callable[[str], object] = lambda text: None) -> None:
+        self.show, self.since = show, time.monotonic()
+
+    def __call__(self, path: str, size: int) -> None:
+        if (now := time.monotonic()) - self.since > _SILENT_SECONDS:
+            self.since = now - _SILENT_SECONDS / 2  # again in a second
+            name = "".join(c if c.isprintable() else "?" for c in as_text(os.path.basename(path)))
+            self.show(f"reading {escape(name)}: {size / 1e9:.1f} GB")
+
+    def picture_came(self) -> None:
+        self.since = time.monotonic()
+
+
+@contextmanager
+def reading_line(shown: bool) -> Iterator[_Reading]:
+    """A line that comes when the block reads for long without a picture, and goes with the block.
+
+    It has no thread: processes may be forked in the block.
+    """
+    line = Progress(
+        TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+        auto_refresh=False, disable=not shown,
+    )  # fmt: skip
+    task = line.add_task("")
+
+    def show(text: str) -> None:
+        line.start()
+        line.update(task, description=text, refresh=True)
+
+    try:
+        yield _Reading(show)
+    finally:
+        line.stop()
 
 
 def _run(
@@ -219,29 +284,36 @@ def _run(
     parts: Parts,
     new_part: Callable[[], Part],
     workers: int,
+    ignore_dates: bool,
     progress: bool,
 ) -> None:
-    total = count(sources) if progress else None
-    items = items_of(sources, column)
-    parts.skip(items)
     part = new_part()
     s = part.settings
+    # Compressed shards are not counted: it would take as long as reading them.
+    total = count(sources, unpack=False) if progress else None
+    on_read = _Reading()
+    items = items_of(sources, column, s.max_pixels, on_read)
+    with reading_line(progress) as line:
+        on_read.show = line.show
+        parts.skip(items, ignore_dates)
     parts.restore(part)
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
         decoded(items, s.size, s.fit, s.max_pixels, workers) as records,
-        progress_line("{task.completed}/{task.total}", shown=progress) as bar,
+        progress_line(MofNCompleteColumn(), shown=progress) as bar,
     ):
         task = bar.add_task("embedding", total=total, completed=parts.resumed, rate="", failed=parts.failed)
+        on_read.show = lambda text: bar.update(task, description=text)
 
         def watched() -> Iterator[Record]:
-            began, failed = time.perf_counter(), parts.failed + len(part.failures)
+            began = time.perf_counter()
             for done, record in enumerate(records, 1):
                 parts.last = record.name
-                failed += record.pixels is None
+                on_read.picture_came()
                 yield record
                 rate = f"{done / (time.perf_counter() - began):.1f} pictures/s"
-                bar.update(task, advance=1, rate=rate, failed=failed)
+                failed = parts.failed + len(part.failures)
+                bar.update(task, description="embedding", advance=1, rate=rate, failed=failed)
                 if time.monotonic() - parts.kept_at > _KEEP_SECONDS:
                     parts.keep(part)
 
@@ -253,6 +325,7 @@ def _run(
         try:
             for whole in cut(watched(), next_part, part.most, part):
                 parts.store(whole)
+                on_read.picture_came()
                 del whole  # or it would be in memory beside the next one
             next_part()
         except BaseException:

@@ -44,6 +44,10 @@ class EmbedError(VecaError, ValueError):
     """A run that cannot start, go on or end: the message says why and the way out."""
 
 
+class NonFiniteError(EmbedError):
+    """Features with NaN or infinity."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbedSettings:
     """Everything beside the model and the pictures that the numbers depend on."""
@@ -77,18 +81,27 @@ class EmbedSettings:
 
 
 class Part:
-    """Pictures on their way to one file of features, in input order. Batches take them as they come, by shape."""
+    """Pictures on their way to one file of features, in input order. Batches take them as they come, by shape.
 
-    def __init__(self, model: Veca, settings: EmbedSettings, device: torch.device) -> None:
-        self.model, self.settings, self.device = model, settings, device
+    A picture whose features are not finite is an error, or with `skip_nonfinite` one of the failures.
+    """
+
+    def __init__(
+        self, model: Veca, settings: EmbedSettings, device: torch.device, skip_nonfinite: bool = False
+    ) -> None:
+        self.model, self.settings, self.device, self.skip_nonfinite = model, settings, device, skip_nonfinite
         # A subclass may make something else of a call, as timm's models do.
         self.run = model if type(model).forward is Veca.forward else partial(Veca.forward, model)
         self.names: list[str] = []
+        self.stamps: list[str] = []
+        """For each name, what tells whether its file was replaced: see `Item`."""
         self.rows: list[tuple[str, int, int, int, int, int | None]] = []
         self.failures: list[tuple[str, str]] = []
         self._features: dict[str, dict[int, NDArray[Any]]] = {"cls": {}, "patches": {}}
         self._waiting: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
         self._waiting_bytes = self._feature_bytes = 0
+        self._nonfinite: dict[int, str] = {}
+        """Rows since the last batch was whole that become failures, and why."""
         self.settled = (0, 0)
         """Of names and rows, how many there were when last no picture waited for its batch."""
         picture = self._bytes_of(settings.size, settings.size)
@@ -109,13 +122,28 @@ class Part:
     def add(self, record: Record) -> None:
         self._add(record)
         if not self._waiting:
-            self.settled = (len(self.names), len(self.rows))
+            self._settle()
 
-    def restore(self, names: list[str], failures: Iterable[Sequence[str]], table: pa.Table) -> None:
+    def _settle(self) -> None:
+        """No picture waits for its batch: rows that were found to be failures go."""
+        if self._nonfinite:
+            first, patch = min(self._nonfinite), self.model.config.patch_size
+            good = [*range(first), *(i for i in range(first, len(self.rows)) if i not in self._nonfinite)]
+            for i, reason in sorted(self._nonfinite.items()):
+                name, _, _, rows, columns, _ = self.rows[i]
+                self.failures.append((name, reason))
+                self._feature_bytes -= self._bytes_of(rows * patch, columns * patch)
+            self.rows = [self.rows[i] for i in good]
+            for name, features in self._features.items():
+                self._features[name] = {new: features[old] for new, old in enumerate(good) if old in features}
+            self._nonfinite = {}
+        self.settled = (len(self.names), len(self.rows))
+
+    def restore(self, names: list[str], stamps: list[str], failures: Iterable[Sequence[str]], table: pa.Table) -> None:
         """Begin with what another part had settled."""
         patch = self.model.config.patch_size
         columns: list[list[Any]] = [table[i].to_pylist() for i in range(6)]
-        self.names, self.rows = names, list(zip(*columns, strict=True))
+        self.names, self.stamps, self.rows = names, stamps, list(zip(*columns, strict=True))
         self.failures = [(name, error) for name, error in failures]
         self._feature_bytes = sum(self._bytes_of(row[3] * patch, row[4] * patch) for row in self.rows)
         for name in table.schema.names[6:]:
@@ -124,6 +152,7 @@ class Part:
 
     def _add(self, record: Record) -> None:
         self.names.append(record.name)
+        self.stamps.append(record.stamp)
         if record.pixels is None:
             self.failures.append((record.name, record.error))
             return
@@ -151,13 +180,32 @@ class Part:
                 if wanted:
                     # A copy always: a view of one token would keep all tokens in memory.
                     features = getattr(output, name).to("cpu", getattr(torch, s.save_dtype), copy=True)
-                    indices = (index for index, _ in group)
-                    self._features[name].update(zip(indices, features.flatten(1).numpy(), strict=True))
+                    indices = [index for index, _ in group]
+                    rows = features.flatten(1).numpy()
+                    self._features[name].update(zip(indices, rows, strict=True))
+                    if not np.isfinite(rows).all():
+                        self._note_nonfinite(indices, rows, getattr(output, name))
+
+    def _note_nonfinite(self, indices: list[int], rows: NDArray[Any], output: torch.Tensor) -> None:
+        s = self.settings
+        bad = ~np.isfinite(rows).all(axis=1)
+        broken = bad.all() and not all(p.isfinite().all() for p in self.model.parameters())
+        reasons = [
+            (broken, "the weights have NaN or infinity in them"),
+            (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--save-dtype)"),
+            (s.precision == "float16", "float16 may overflow: compute in bfloat16 or float32 (--precision)"),
+        ]
+        why = next((text for holds, text in reasons if holds), "look at the weights, and at --precision")
+        reason = f"its features are not finite: {why}"
+        self._nonfinite.update({indices[i]: reason for i in np.flatnonzero(bad)})
+        if not self.skip_nonfinite:
+            raise NonFiniteError(f"{self.rows[min(self._nonfinite)][0]}: {reason}")
 
     def table(self, schema: pa.Schema, count: int | None = None) -> pa.Table:
         """All rows, or the first `count`, which must be settled."""
         if count is None:
             self._embed(*self._waiting)
+            self._settle()
             count = len(self.rows)
         columns: dict[str, Any] = {n: [row[i] for row in self.rows[:count]] for i, n in enumerate(schema.names[:6])}
         for name in schema.names[6:]:
@@ -190,7 +238,8 @@ def cut(
 class Parts:
     """The finished parts of a run, in a folder beside `out`, and what they become.
 
-    Each part knows the totals up to its end and a digest of all names so far, so the last tells where to go on.
+    Each part knows the totals up to its end and digests of all pictures so far (their names; these and the sizes of
+    their files; these and their dates), so the last tells where to go on.
     """
 
     def __init__(self, out: Path, settings: EmbedSettings, about: dict[str, Any], inputs: str) -> None:
@@ -198,13 +247,15 @@ class Parts:
         self.folder = out.with_name(f"{out.name}.parts")
         self.job = {**about, "inputs": inputs}
         self.schema = feature_schema(about["dim"], settings.save_dtype, settings.with_global, settings.dense)
-        self.count = self.items = self.pictures = self.failed = self.resumed = self.rows = 0
-        self.digest = self.last = ""
+        self.count = self.items = self.pictures = self.failed = self.resumed = self.resumed_failures = self.rows = 0
+        self.digests = dict.fromkeys(_DIGESTS, "")
+        self.last = ""
         self.begun = self.folder / "begun.parquet"
-        self.taken_over: tuple[list[str], list[Sequence[str]], pa.Table] | None = None
-        """Names, failures and pictures of `begun`, for the part that goes on with them."""
+        self.taken_over: tuple[list[str], list[str], list[Sequence[str]], pa.Table] | None = None
+        """Names, stamps, failures and pictures of `begun`, for the part that goes on with them."""
         self.names: list[str] = []
         """What `begun` holds of the part at hand, and `rows` how many of them are pictures."""
+        self.stamps: list[str] = []
         self.kept_at = time.monotonic()
 
     @property
@@ -222,11 +273,14 @@ class Parts:
     def _file(self, index: int) -> Path:
         return self.folder / f"{index:06d}.parquet"
 
-    def _state(self, file: Path, *keys: str) -> list[Any]:
+    def _state(self, file: Path, *keys: str) -> dict[str, Any]:
+        """What the part knows, and `keys` for sure."""
         with reading(file):
-            state = json.loads(pq.read_schema(file).metadata[b"veca"])
-            values = [state[key] for key in keys]
-        return values
+            state = dict(json.loads(pq.read_schema(file).metadata[b"veca"]))
+            missing = [key for key in keys if key not in state]
+            if missing:
+                raise KeyError(missing[0])
+        return state
 
     def _describe(self) -> None:
         with atomic_path(self.folder / "job.json") as path:
@@ -243,7 +297,7 @@ class Parts:
         if not described:  # nothing is lost: the part at hand is in memory
             self._describe()
         if not self.begun.exists():
-            self.names, self.rows = [], 0
+            self.names, self.stamps, self.rows = [], [], 0
 
     def resume(self, overwrite: bool) -> None:
         """Take over the parts of an earlier run of the same job; refuse those of another."""
@@ -259,30 +313,42 @@ class Parts:
             self.count += 1
         if self.count:
             last = self._state(self._file(self.count - 1), "items", "pictures", "failed", "digest")
-            self.items, self.pictures, self.failed, self.digest = last
+            self.items, self.pictures, self.failed = (last[key] for key in ("items", "pictures", "failed"))
+            # Parts of earlier versions know the names alone.
+            self.digests = {key: last[key] for key in _DIGESTS if key in last}
+        failures: list[Sequence[str]] = []
         if self.begun.exists():
             try:
-                part, names, failures = self._state(self.begun, "part", "names", "failures")
-                if part == self.count:
-                    self.taken_over = names, failures, read_part(self.begun, self.schema)
-                    self.names, self.rows = list(names), len(names) - len(failures)
+                state = self._state(self.begun, "part", "names", "failures")
+                if state["part"] == self.count:
+                    names, failures = state["names"], state["failures"]
+                    stamps = state.get("stamps") or [""] * len(names)
+                    self.taken_over = names, stamps, failures, read_part(self.begun, self.schema)
+                    self.names, self.stamps, self.rows = list(names), list(stamps), len(names) - len(failures)
             except DamagedPart:
+                failures = []
                 self.begun.unlink()  # one part at most, which is computed again
-        self.resumed = self.items + len(self.names)
+        self.resumed, self.resumed_failures = self.items + len(self.names), self.failed + len(failures)
 
-    def _follow(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.digest = hashlib.sha256(f"{self.digest}{name}".encode()).hexdigest()
+    def _follow(self, pictures: Iterable[tuple[str, str]]) -> None:
+        """Names, and stamps."""
+        for name, stamp in pictures:
+            for key, text in identities(name, stamp).items():
+                if key in self.digests:
+                    self.digests[key] = hashlib.sha256(f"{self.digests[key]}{text}".encode()).hexdigest()
 
-    def skip(self, items: Iterator[Item]) -> None:
-        """Pass over what is done, if it is still the same."""
-        expected, self.digest = self.digest, ""
-        self._follow(item.name for item in islice(items, self.items))
-        if self.digest != expected or [item.name for item in islice(items, len(self.names))] != self.names:
-            raise EmbedError(
-                f"the inputs have changed: their first {self.resumed:,} pictures are not those already embedded in "
-                f"{self.folder}. Restore them, or start anew with --overwrite (overwrite=True)"
-            )
+    def skip(self, items: Iterator[Item], ignore_dates: bool = False) -> None:
+        """Pass over what is done, if it is still the same; with `ignore_dates`, names and sizes are."""
+        expected, self.digests = self.digests, dict.fromkeys(self.digests, "")
+        self._follow((item.name, item.stamp) for item in islice(items, self.items))
+        changed = {key for key, digest in self.digests.items() if digest != expected[key]}
+        found = [(item.name, item.stamp) for item in islice(items, len(self.names))]
+        kept = list(zip(self.names, self.stamps, strict=True))
+        changed |= {"digest"} if len(found) != len(kept) else set()
+        for now, before in zip(found, kept, strict=False):
+            compared = [key for key in _DIGESTS if before[1] or key == "digest"]
+            changed |= {key for key in compared if identities(*now)[key] != identities(*before)[key]}
+        refuse_changed(changed, ignore_dates, f"their first {self.resumed:,} pictures", str(self.folder))
 
     def restore(self, part: Part) -> None:
         """What an earlier run had of the part at hand."""
@@ -296,24 +362,26 @@ class Parts:
         self._still_there()
         if not rows or names <= len(self.names):
             return
-        state = {"part": self.count, "names": part.names[:names], "failures": part.failures[: names - rows]}
+        state = {"part": self.count, "names": part.names[:names], "stamps": part.stamps[:names]}
+        state["failures"] = part.failures[: names - rows]
         with atomic_path(self.begun) as path:
             write_part(path, part.table(self.schema, rows), state)
-        self.names, self.rows = part.names[:names], rows
+        self.names, self.stamps, self.rows = part.names[:names], part.stamps[:names], rows
 
     def store(self, part: Part) -> None:
         self._still_there()
-        self._follow(part.names)
-        table, pictures, failed = part.table(self.schema), len(part.rows), len(part.failures)
+        self._follow(zip(part.names, part.stamps, strict=True))
+        table = part.table(self.schema)
+        pictures, failed = len(part.rows), len(part.failures)
         totals = (self.items + pictures + failed, self.pictures + pictures, self.failed + failed)
         state: dict[str, Any] = dict(zip(("items", "pictures", "failed"), totals, strict=True))
-        state |= {"digest": self.digest, "failures": part.failures}
+        state |= {**self.digests, "failures": part.failures}
         with atomic_path(self._file(self.count)) as path:
             write_part(path, table, state)
         part.settled = (0, 0)  # or a run stopped just now would keep it once more, as the next part
         self.count += 1
         self.items, self.pictures, self.failed = totals
-        self.names, self.rows = [], 0
+        self.names, self.stamps, self.rows = [], [], 0
 
     def merge(self) -> None:
         """The parts as one file, and nothing else left; whenever it stops, doing it again gives the same."""
@@ -322,7 +390,7 @@ class Parts:
         files = [self._file(index) for index in range(self.count)]
         if self.failed:
             with atomic_path(failures) as path:
-                write_failures(path, (self._state(file, "failures")[0] for file in files))
+                write_failures(path, (self._state(file, "failures")["failures"] for file in files))
         else:
             failures.unlink(missing_ok=True)
         with atomic_path(self.out) as path:
@@ -336,6 +404,30 @@ class Parts:
         for file in chain(self.folder.glob("[0-9]*.parquet"), self.folder.glob(".*.part"), temporary):
             file.unlink()
         self.begun.unlink(missing_ok=True)
+
+
+_DIGESTS = ("digest", "sizes", "dates")
+
+
+def identities(name: str, stamp: str) -> dict[str, str]:
+    """What tells a picture from others: by its name alone, also by the size of its file, and also by its date."""
+    size = stamp.partition(" ")[0]
+    return dict(zip(_DIGESTS, (name, f"{name}\0{size}", f"{name}\0{stamp}"), strict=True))
+
+
+def refuse_changed(changed: set[str], ignore_dates: bool, which: str, folder: str) -> None:
+    """Raise if pictures differ from those embedded before; `changed` has some of `_DIGESTS`."""
+    if changed == {"dates"} and not ignore_dates:
+        raise EmbedError(
+            f"the inputs have changed: {which} have the names and sizes of those already embedded in {folder}, but "
+            "other dates. If they are only new copies, continue with --ignore-dates (ignore_dates=True); if not, start "
+            "anew with --overwrite (overwrite=True)"
+        )
+    if changed - {"dates"}:
+        raise EmbedError(
+            f"the inputs have changed: {which} are not those already embedded in {folder}. Restore them, or start "
+            "anew with --overwrite (overwrite=True)"
+        )
 
 
 def same_job(folder: object, old: dict[str, Any], new: dict[str, Any]) -> None:

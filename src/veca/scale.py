@@ -33,13 +33,34 @@ from safetensors.torch import save as save_tensors
 
 from veca.cluster import Slots, find_slots, quiet, session
 from veca.config import VecaConfig
-from veca.embed import EmbedReport, check, describe, describe_inputs, listed, progress_line, ready
+from veca.embed import EmbedReport, check, describe, describe_inputs, listed, progress_line, reading_line, ready
 from veca.errors import ArgumentError
 from veca.features import PARQUET, feature_schema
 from veca.files import InUseError, atomic_path, locked
 from veca.model import Veca
-from veca.parts import EmbedError, EmbedSettings, Part, cut, same_job, write_failures
-from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
+from veca.parts import (
+    EmbedError,
+    EmbedSettings,
+    NonFiniteError,
+    Part,
+    cut,
+    identities,
+    refuse_changed,
+    same_job,
+    write_failures,
+)
+from veca.sources import (
+    SHARDS,
+    TABLES,
+    Item,
+    SourceError,
+    decoded,
+    files_of,
+    is_container,
+    is_remote,
+    stamped,
+    unpacked,
+)
 from veca.unread import noting_left_out
 
 Engine = Literal["plain", "ray"]
@@ -67,6 +88,8 @@ def embed_on_ray(
     workers: int | None = None,
     partition: int = PARTITION,
     overwrite: bool = False,
+    skip_nonfinite: bool = False,
+    ignore_dates: bool = False,
     progress: bool = True,
 ) -> EmbedReport:
     """`veca.embed.embed` on Ray: `out` is a folder, on a disk that all machines share, or an address as s3://….
@@ -77,7 +100,8 @@ def embed_on_ray(
     """
     began = time.perf_counter()
     sources, out = listed(inputs), os.fspath(out)
-    settings = check(sources, model, settings or EmbedSettings(), workers or 0, column)
+    with reading_line(progress) as on_read:
+        settings = check(sources, model, settings or EmbedSettings(), workers or 0, column, on_read)
     if partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
     folder = _Folder(out if is_remote(out) else os.path.abspath(out))
@@ -86,7 +110,10 @@ def embed_on_ray(
         about = describe(model, model_name, settings, torch.device(slots.device))
         most = Part(model, settings, torch.device("cpu")).most
         partition = max(1, partition // most) * most  # parts are never divided
-        job = _Job(folder.address, os.getcwd(), about, settings, model.config.to_dict(), slots, column, most)
+        job = _Job(
+            folder.address, os.getcwd(), about, settings, model.config.to_dict(), slots, column, most, skip_nonfinite,
+            ignore_dates,
+        )  # fmt: skip
         found = folder.start({**about, "inputs": describe_inputs(sources, column), "partition": partition}, overwrite)
         with noting_left_out() as left_out:
             plan = list(_plan(sources, partition))
@@ -95,12 +122,13 @@ def embed_on_ray(
             raise _changed(folder)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         done = _run(plan, job, np.frombuffer(save_tensors(tensors), np.uint8), progress)
-        totals = _end(folder, plan, done, found)
-    return EmbedReport(*totals, time.perf_counter() - began, out)
+        pictures, failed, resumed = _end(folder, plan, done, found)
+    again = sum(each.failed for number, each in done.items() if each.kept and number in found)
+    return EmbedReport(pictures, failed, resumed, time.perf_counter() - began, out, again)
 
 
 class _Partition(NamedTuple):
-    """Consecutive pictures, or the shard or table that holds them; `digest` tells them from others."""
+    """Consecutive pictures, or the shard or table that holds them; `digest` tells their names from others."""
 
     digest: str
     files: list[Item]
@@ -137,6 +165,8 @@ class _Job:
     slots: Slots
     column: str | None
     most: int
+    skip_nonfinite: bool = False
+    ignore_dates: bool = False
 
 
 class _Done(NamedTuple):
@@ -171,6 +201,9 @@ class _Embedder:
             return self._embed(number, row["digest"], files)._asdict()
         except SourceError as error:
             return _Done(number, error=str(error), given_up=True)._asdict()
+        except NonFiniteError as error:
+            way = "--skip-nonfinite (skip_nonfinite=True) lists such pictures as failures and goes on"
+            return _Done(number, error=f"{error}; {way} (partition {number})")._asdict()
         except torch.OutOfMemoryError:
             return _Done(number, error=f"no memory for batch={self.job.settings.batch}: lower it")._asdict()
         except Exception as error:
@@ -179,30 +212,33 @@ class _Embedder:
 
     def _embed(self, number: int, digest: str, files: list[Item]) -> _Done:
         job, s, folder = self.job, self.job.settings, _Folder(self.job.out)
-        if done := folder.finished(number, digest):
+        with suppress(OSError):
+            os.chdir(job.cwd)  # for relative paths
+        files = list(map(stamped, files))
+        digests = {"digest": digest, **_digests(files)}
+        if done := folder.finished(number, digests, job.ignore_dates):
             return done
         model, device = self._ready(folder, files), torch.device(job.slots.device)
         schema = feature_schema(job.about["dim"], s.save_dtype, s.with_global, s.dense)
-        items, pictures, failures = unpacked(files, job.column), 0, list[tuple[str, str]]()
+        items, pictures, failures = unpacked(files, job.column, s.max_pixels), 0, list[tuple[str, str]]()
         with (
             folder.new(_name(number)) as path,
             pq.ParquetWriter(path, schema.with_metadata({"veca": json.dumps(job.about)}), **PARQUET) as writer,
             decoded(items, s.size, s.fit, s.max_pixels, job.slots.workers) as records,
         ):
-            for part in cut(records, partial(Part, model, s, device), job.most):
+            for part in cut(records, partial(Part, model, s, device, job.skip_nonfinite), job.most):
+                table = part.table(schema)
                 if part.rows:
-                    writer.write_table(part.table(schema))
+                    writer.write_table(table)
                 pictures, failures = pictures + len(part.rows), failures + part.failures
-                del part  # or it would be in memory beside the next one
-            state = {"digest": digest, "pictures": pictures, "failures": failures}
+                del part, table  # or they would be in memory beside the next ones
+            state = {**digests, "pictures": pictures, "failures": failures}
             writer.add_key_value_metadata({"veca_partition": json.dumps(state)})
         return _Done(number, pictures, len(failures))
 
     def _ready(self, folder: _Folder, files: list[Item]) -> Veca:
         """The model; the first time also a look around, for what a cluster may lack."""
         job = self.job
-        with suppress(OSError):
-            os.chdir(job.cwd)  # for relative paths
         place = os.path.dirname(next((file.path for file in files if file.path), ""))
         if place and not is_remote(place) and not os.path.isdir(place):
             raise EmbedError(f"{place} is not there; pictures must be on a disk that all machines share, or remote")
@@ -222,6 +258,13 @@ class _Embedder:
             torch.set_num_threads(max(1, job.slots.workers))
         self.model = ready(model, job.settings, torch.device(job.slots.device))
         return self.model
+
+
+def _digests(files: list[Item]) -> dict[str, str]:
+    """Of the sizes and the dates of a partition's files."""
+    found = [identities(file.name, file.stamp) for file in files]
+    texts = {key: "\0".join(each[key] for each in found) for key in ("sizes", "dates")}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
 def _versions(about: dict[str, Any]) -> str:
@@ -411,14 +454,15 @@ class _Folder:
             raise ArgumentError(f"{about.num_rows} rows instead of {state['pictures']}")
         return state
 
-    def finished(self, number: int, digest: str) -> _Done | None:
+    def finished(self, number: int, digests: dict[str, str], ignore_dates: bool = False) -> _Done | None:
         """What an earlier worker or run left, if it is whole and of the same pictures."""
         try:
             state = self.state(number)
         except (OSError, ValueError, KeyError):  # not there, or not whole: a file system may leave half a file
             return None
-        if state["digest"] != digest:
-            raise _changed(self)
+        # Partitions of earlier versions know the names alone.
+        changed = {key for key, digest in digests.items() if state.get(key, digest) != digest}
+        refuse_changed(changed, ignore_dates, f"the pictures of {_name(number)}", self.address)
         return _Done(number, state["pictures"], len(state["failures"]), kept=True)
 
     def _names(self) -> list[str]:

@@ -13,16 +13,16 @@ import io
 import multiprocessing
 import os
 import re
-import tarfile
 import time
+import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeGuard, cast
+from typing import IO, Any, NamedTuple, TypeGuard
 
 import fsspec
 import numpy as np
@@ -33,9 +33,12 @@ from numpy.typing import NDArray
 from PIL import AvifImagePlugin
 from torch.utils.data import DataLoader, Dataset
 
+from veca import parquet
+from veca.decode import max_bytes
 from veca.errors import VecaError
-from veca.images import EXTENSIONS, Fit, ImageError, fit_image, open_image, to_tensor
+from veca.images import EXTENSIONS, MAX_PIXELS, Fit, ImageError, fit_image, open_image, to_tensor
 from veca.signals import init_signals_of_worker, starting_workers
+from veca.tar import Member, Tape, TarError, members
 from veca.unread import UNREAD, note_left_out
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
@@ -43,12 +46,16 @@ TABLES = (".parquet",)
 
 _LABELS = {"seg", "depth", "mask", "label"}
 MEMBER_BYTES = 1 << 30
+"""Largest picture in an archive, a table or at an address, whatever `max_pixels` allows."""
+_SENT_BYTES = 1 << 27
+"""Of pictures on their way to decoding processes, together; a larger one goes alone."""
 _BLOCK = 1 << 20
 """How much of a remote file is fetched at a time where it is read piece by piece."""
 _PAUSES = (0.5, 5.0)
 """Seconds between tries to fetch something."""
-_ROWS = 16
-"""Rows of a table that are held at a time."""
+
+OnRead = Callable[[str, int], None]
+"""Is told an archive and how many of its bytes passed so far, unpacked; pictures need not come for long."""
 
 
 class SourceError(VecaError, ValueError):
@@ -58,7 +65,8 @@ class SourceError(VecaError, ValueError):
 class Item(NamedTuple):
     """One picture to come, small enough to send to another process: a file, a span of it, bytes, or what is wrong.
 
-    `number` is its place in its shard or table, or in its run of files that are pictures themselves.
+    `stamp` is the size of the file it is in, then after a blank its date or checksum; parts that are not known are
+    empty. `number` is its place in its shard or table, or in its run of files that are pictures themselves.
     """
 
     name: str
@@ -66,39 +74,70 @@ class Item(NamedTuple):
     span: tuple[int, int] | None = None
     data: bytes | None = None
     error: str = ""
+    stamp: str = ""
     number: int = 0
 
 
-def items_of(sources: Sequence[str], column: str | None = None) -> Iterator[Item]:
-    """All pictures of all sources, in order, found as they are asked for."""
-    return unpacked(chain.from_iterable(files_of(source, SHARDS + TABLES) for source in sources), column)
+def items_of(
+    sources: Sequence[str], column: str | None = None, max_pixels: int = MAX_PIXELS, on_read: OnRead | None = None
+) -> Iterator[Item]:
+    """All pictures of all sources, in order, found as they are asked for; none of more bytes than so many pixels take.
+
+    Those of a Parquet file are in `column` (None: in the only one they can be).
+    """
+    files = chain.from_iterable(files_of(source, SHARDS + TABLES) for source in sources)
+    return unpacked(files, column, max_pixels, on_read)
 
 
-def expand(source: str, column: str | None = None) -> Iterator[Item]:
+def expand(source: str, column: str | None = None, on_read: OnRead | None = None) -> Iterator[Item]:
     """The pictures of one file, folder, glob, tar shard or Parquet file."""
-    return items_of([source], column)
+    return items_of([source], column, on_read=on_read)
 
 
-def unpacked(files: Iterable[Item], column: str | None = None) -> Iterator[Item]:
-    """The pictures of files, numbered; those of a Parquet file are in `column` (None: in the only one they can be)."""
-    number = 0
-    for file in files:
+def unpacked(
+    files: Iterable[Item], column: str | None = None, max_pixels: int = MAX_PIXELS, on_read: OnRead | None = None
+) -> Iterator[Item]:
+    """The pictures of files, numbered, as `items_of` has them."""
+    number, limit = 0, min(MEMBER_BYTES, max_bytes(max_pixels))
+    for file in map(stamped, files):
         if not is_container(file):
-            yield _numbered(file, number)
+            large = is_remote(file.path) and (size := _bytes_of(file)) > limit
+            error = f"{size:,} bytes; at most {limit:,} are read" if large else file.error
+            yield Item(file.name, file.path, error=error, stamp=file.stamp, number=number)
             number += 1
             continue
         remote = is_remote(file.path)
         opener = open_remote if remote else open
         if file.path.lower().endswith(TABLES):
-            items = table_items(file.path, opener, column)
+            items = table_items(file.path, opener, column, limit)
         else:
-            items = shard_items(file.path, opener, read=remote)
-        yield from (_numbered(item, i) for i, item in enumerate(items))
+            items = shard_items(file.path, opener, read=remote, limit=limit, on_read=on_read)
+        yield from (Item(*item[:-2], file.stamp, i) for i, item in enumerate(items))
         number = 0
 
 
-def _numbered(item: Item, number: int) -> Item:
-    return Item(*item[:-1], number)
+def stamped(file: Item) -> Item:
+    """With its stamp; one at an address has it from where it is listed."""
+    if file.stamp or not file.path or is_remote(file.path):
+        return file
+    try:
+        about = os.stat(file.path)
+    except OSError:  # it is told when the file is opened
+        return file
+    return Item(*file[:-2], f"{about.st_size} {about.st_mtime_ns}", file.number)
+
+
+def remote_stamp(about: dict[str, Any]) -> str:
+    """As `Item.stamp`, as far as the file system tells: best a checksum, which a copy has too."""
+    keys = ("md5Hash", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
+    size, change = about.get("size"), next((about[key] for key in keys if about.get(key)), "")
+    return f"{'' if size is None else size} {change}"
+
+
+def _bytes_of(file: Item) -> int:
+    """-1 where it is not known."""
+    size = file.stamp.partition(" ")[0]
+    return int(size) if size.isdigit() else -1
 
 
 def is_container(file: Item) -> bool:
@@ -106,17 +145,18 @@ def is_container(file: Item) -> bool:
     return file.path.lower().endswith(SHARDS + TABLES)
 
 
-def count(sources: Sequence[str]) -> int | None:
-    """How many pictures there are; None if a remote shard would have to be read for it."""
+def count(sources: Sequence[str], unpack: bool = True, on_read: OnRead | None = None) -> int | None:
+    """How many pictures there are; None if a shard would have to be fetched for it, or unpacked without `unpack`."""
     total = 0
     for file in chain.from_iterable(files_of(source, SHARDS + TABLES) for source in sources):
         if file.path.lower().endswith(TABLES):
             with suppress(Exception), (open_remote if is_remote(file.path) else open)(file.path, "rb") as raw:
                 total += pq.read_metadata(raw).num_rows
-        elif is_container(file) and is_remote(file.path):
+        elif is_container(file) and (is_remote(file.path) or (_is_packed(file.path) and not unpack)):
             return None
         else:
-            total += sum(1 for _ in unpacked([file]))
+            # With this limit no picture is read.
+            total += sum(1 for _ in shard_items(file.path, limit=-1, on_read=on_read)) if is_container(file) else 1
     return total
 
 
@@ -124,10 +164,7 @@ def files_of(source: str, containers: tuple[str, ...] = SHARDS) -> Iterator[Item
     """The files of one source: pictures, and what ends as one of `containers` as it is, if it is named or by a glob."""
     if is_remote(source):
         for _, address, about in remote_files(source, containers):
-            size = about.get("size") or 0
-            large = size > MEMBER_BYTES and not address.lower().endswith(containers)
-            error = f"{size:,} bytes; at most {MEMBER_BYTES:,} are read" if large else ""
-            yield Item(as_text(address), address, error=error)
+            yield Item(as_text(address), address, stamp=remote_stamp(about))
     elif os.path.isdir(source):
         yield from _walk(source, ("**", "*"), ())
     elif os.path.lexists(source):
@@ -229,10 +266,12 @@ def fetched(address: str, fetch: Callable[[], bytes]) -> bytes:
 
 
 def remote_bytes(address: str, offset: int | None, size: int) -> bytes:
-    """A file at an address, or a span of it."""
+    """A file at an address, or a span of it; -1 stands for a size that is not known."""
     if size > MEMBER_BYTES:
         raise ImageError(f"{size:,} bytes; at most {MEMBER_BYTES:,} are read")
     fs, path = fsspec.url_to_fs(address)  # asked for here, so that a forked process has its own
+    if offset is None and size < 0:
+        return _stream_bytes(fs.open(path, "rb"))
     if offset is None:
         return fs.cat_file(path)
     data: bytes = fs.cat_file(path, start=offset, end=offset + size)
@@ -241,45 +280,79 @@ def remote_bytes(address: str, offset: int | None, size: int) -> bytes:
     return data
 
 
+def _stream_bytes(stream: IO[bytes]) -> bytes:
+    """All of it, if it is not too much: such a stream need not end."""
+    pieces, size = list[bytes](), 0
+    with stream:
+        while piece := stream.read(_BLOCK):
+            pieces.append(piece)
+            if (size := size + len(piece)) > MEMBER_BYTES:
+                raise ImageError(f"more than {MEMBER_BYTES:,} bytes; so many are read")
+    return b"".join(pieces)
+
+
 def _walk(root: str, pattern: Sequence[str], containers: tuple[str, ...]) -> Iterator[Item]:
     """Pictures whose path from `root` matches, sorted; nothing hidden. One folder's names are held at a time."""
     problems: list[OSError] = []
     kinds = Counter[str]()
-    for folder, folders, names in os.walk(root, onerror=problems.append):
-        here = Path(folder).relative_to(root).parts
-        folders[:] = sorted(f for f in folders if f[0] != "." and _matches((*here, f), pattern, part=True))
-        above = "" if Path(folder) == Path() else str(Path(folder))
-        for name in sorted(name for name in names if name[0] != "." and _matches((*here, name), pattern)):
+    match = 1 << len(pattern)
+    waiting = [("" if Path(root) == Path() else str(Path(root)), _start(1, pattern))]
+    while waiting:  # folders may lie deeper in each other than functions can call themselves
+        above, places = waiting.pop()
+        try:
+            folders, names = _listed(above or ".")
+        except OSError as error:
+            problems.append(error)
+            continue
+        for name in names:
+            if not _after(name, places, pattern) & match:
+                continue
             path = os.path.join(above, name)  # a Path for each of millions would take as long as all the rest
             suffix = os.path.splitext(name)[1].lower()
             if suffix in EXTENSIONS or name.lower().endswith(containers):
                 yield Item(as_text(path), path)
             elif suffix in UNREAD:
                 kinds[suffix] += 1
+        for name in reversed(folders):
+            if (beyond := _after(name, places, pattern)) & ~match:
+                waiting.append((os.path.join(above, name), beyond))
     note_left_out((root, *pattern), kinds)
     yield from (Item(as_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
 
 
-def _matches(parts: Sequence[str], pattern: Sequence[str], part: bool = False) -> bool:
-    """Whether the path matches; with `part`, whether one that goes on from it can."""
-    if not parts or not pattern:
-        return bool(pattern) if part else not parts and not pattern
-    if pattern[0] == "**":
-        return _matches(parts, pattern[1:], part) or _matches(parts[1:], pattern, part)
-    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:], part)
+def _listed(folder: str) -> tuple[list[str], list[str]]:
+    """Folders to go on with, and names of files; sorted, without hidden ones and links to folders."""
+    folders, names = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            try:
+                below = entry.is_dir()
+            except OSError:
+                below = False
+            if not below:
+                names.append(entry.name)
+            elif not entry.is_symlink():
+                folders.append(entry.name)
+    return sorted(folders), sorted(names)
 
 
-class _Tape:
-    """A file for `tarfile`, which takes a broken header for the end and believes any length a header claims."""
+def _after(name: str, places: int, pattern: Sequence[str]) -> int:
+    """Where in the pattern one more part of a path may lead, as bits; the bit after the last: the path matches."""
+    found = 0
+    for place, part in enumerate(pattern):
+        if places >> place & 1 and (part == "**" or fnmatchcase(name, part)):
+            found |= 1 << (place if part == "**" else place + 1)
+    return _start(found, pattern)
 
-    def __init__(self, file: gzip.GzipFile | IO[bytes]) -> None:
-        self.file, self.seek, self.tell, self.last = file, file.seek, file.tell, b""
 
-    def read(self, size: int) -> bytes:
-        if size > MEMBER_BYTES:
-            raise tarfile.ReadError(f"a header of {size:,} bytes")
-        self.last = self.file.read(size)
-        return self.last
+def _start(places: int, pattern: Sequence[str]) -> int:
+    """`**` may stand for nothing, so where it is, what follows it may be too."""
+    for place, part in enumerate(pattern):
+        if part == "**" and places >> place & 1:
+            places |= 1 << place + 1
+    return places
 
 
 def is_picture(member: str) -> bool:
@@ -293,50 +366,75 @@ def shard_items(
     opener: Callable[[str, str], IO[bytes]] = open,
     wanted: Callable[[str], bool] = is_picture,
     read: bool = False,
+    limit: int = MEMBER_BYTES,
+    on_read: OnRead | None = None,
 ) -> Iterator[Item]:
-    """The members of a tar archive whose names are `wanted`; nothing is unpacked. With `read` they come as bytes."""
-    packed, after = path.lower().endswith("gz"), "its start"
+    """The members of a tar archive whose names are `wanted`; nothing is unpacked. With `read` they come as bytes.
+
+    Those of more than `limit` bytes are passed over, with an error.
+    """
+    packed, after = _is_packed(path), "its start"
     try:
         with opener(path, "rb") as raw, gzip.open(raw) if packed else nullcontext(raw) as file:
-            tape = _Tape(file)
-            archive = tarfile.TarFile(fileobj=cast(IO[bytes], tape))
-            while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # it would remember them all
-                if not member.isdir() and wanted(member.name):
-                    yield _member(path, archive, member, packed or read)
+            tape = Tape(file, None if on_read is None else lambda size: on_read(path, size))
+            for member in members(tape):
+                if member.kind != "folder" and (member.error or wanted(member.name)):
+                    yield _member(path, tape, member, packed or read, limit)
                 after = member.name
-            if tape.last.strip(b"\0") or len(tape.last) != tarfile.BLOCKSIZE:
-                raise tarfile.ReadError("it ends without its end mark" if not tape.last else "broken header")
     except SourceError:
         raise
     except Exception as error:  # a damaged archive surfaces as almost anything
         yield Item(as_text(path), error=as_text(f"damaged archive, nothing was read after {after}: {error}"))
 
 
-def _member(path: str, archive: tarfile.TarFile, member: tarfile.TarInfo, read: bool) -> Item:
+def _member(path: str, tape: Tape, member: Member, read: bool, limit: int) -> Item:
     name = as_text(f"{path}/{member.name}")
-    if not member.isfile():
-        return Item(name, error="a link or special file in an archive; only regular files are read")
-    if member.size > MEMBER_BYTES:
-        return Item(name, error=f"{member.size:,} bytes in an archive; at most {MEMBER_BYTES:,} are read")
-    if read or member.issparse():
-        file = archive.extractfile(member)
-        return Item(name, data=file.read() if file else b"")
-    return Item(name, path, span=(member.offset_data, member.size))
+    if error := _refusal(member, limit):
+        return Item(name, error=error)
+    if not read:
+        return Item(name, path, span=(member.offset, member.size))
+    data = tape.read(member.size)
+    if len(data) < member.size:
+        raise TarError(f"it ends within {member.name}")
+    return Item(name, data=data)
 
 
-def table_items(path: str, opener: Callable[[str, str], IO[bytes]] = open, column: str | None = None) -> Iterator[Item]:
-    """The rows of a Parquet file, named by their numbers, with the bytes of the pictures in `column`."""
+def _is_packed(path: str) -> bool:
+    return path.lower().endswith("gz")
+
+
+def _refusal(member: Member, limit: int) -> str:
+    """Why the member is not read, or nothing."""
+    if member.error:
+        return member.error
+    if member.kind == "sparse":
+        return "a sparse file in an archive; only regular files are read. Pack it again without --sparse"
+    if member.kind != "file":
+        return "a link or special file in an archive; only regular files are read"
+    if member.size > limit:
+        return f"{member.size:,} bytes in an archive; at most {limit:,} are read"
+    return ""
+
+
+def table_items(
+    path: str,
+    opener: Callable[[str, str], IO[bytes]] = open,
+    column: str | None = None,
+    limit: int = MEMBER_BYTES,
+) -> Iterator[Item]:
+    """The rows of a Parquet file, named by their numbers, with the bytes of the pictures in `column`.
+
+    Those of more than `limit` bytes come as errors.
+    """
     row = 0
     try:
         with opener(path, "rb") as raw, pq.ParquetFile(raw) as table:
             chosen = _picture_column(path, table.schema_arrow, column)
-            for batch in table.iter_batches(_ROWS, columns=[chosen]):
-                for value in batch.column(0).to_pylist():
-                    data = value.get("bytes") if isinstance(value, dict) else value
-                    name = as_text(f"{path}/{row}")
-                    yield Item(name, data=data) if data is not None else Item(name, error="the row has no picture")
-                    row += 1
+            for value in parquet.values(raw, table, chosen, limit):
+                name = as_text(f"{path}/{row}")
+                many = f"rows {row} to {row + value.rows - 1} are not read: " if value.rows > 1 else ""
+                yield Item(name, data=value.data, error=f"{many}{value.error}" if value.error else "")
+                row += value.rows
     except SourceError:
         raise
     except Exception as error:  # a damaged table surfaces as almost anything
@@ -379,6 +477,7 @@ class Record(NamedTuple):
     size: tuple[int, int] = (0, 0)
     pixels: NDArray[np.uint8] | None = None
     error: str = ""
+    stamp: str = ""
     number: int = 0
 
 
@@ -389,17 +488,23 @@ class _Decoder(Dataset[Record]):
         self.size, self.fit, self.max_pixels = size, fit, max_pixels
 
     def __getitem__(self, item: Item) -> Record:
+        if item.number == _NOTHING.number:
+            return Record("", number=item.number)
         try:
-            image = open_image(_content(item), max_pixels=self.max_pixels)
+            with warnings.catch_warnings():
+                # Pillow may have tens of thousands of them for one file.
+                warnings.simplefilter("ignore")
+                image = open_image(_content(item), max_pixels=self.max_pixels)
             fitted = fit_image(image, self.size, self.fit, self.max_pixels)
             # An array, not a tensor: tensors travel in shared memory, which containers have little of.
-            return Record(item.name, image.size, to_tensor(fitted).numpy(), number=item.number)
+            pixels = to_tensor(fitted).numpy()
+            return Record(item.name, image.size, pixels, stamp=item.stamp, number=item.number)
         except SourceError:
             raise
         except Exception as error:  # whatever one picture does, the others are to be embedded
             reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
             reason = reason.removeprefix("<bytes>: ").removeprefix(f"{item.path}: ")  # the row has the name
-            return Record(item.name, error=as_text(reason)[:1000], number=item.number)
+            return Record(item.name, error=as_text(reason)[:1000], stamp=item.stamp, number=item.number)
 
 
 def _content(item: Item) -> str | bytes:
@@ -408,7 +513,7 @@ def _content(item: Item) -> str | bytes:
     if item.data is not None:
         return item.data
     if is_remote(item.path):
-        return fetched(item.path, lambda: remote_bytes(item.path, None, 0))
+        return fetched(item.path, lambda: remote_bytes(item.path, None, _bytes_of(item)))
     return item.path if item.span is None else read_span(item.path, *item.span)
 
 
@@ -422,13 +527,44 @@ def read_span(path: str, offset: int, size: int) -> bytes:
     return data
 
 
+class _Window:
+    """Bounds the bytes on their way to decoding processes, which `DataLoader` counts by items alone.
+
+    It asks for the next item whenever a record comes back, and cannot be kept waiting. So when there are bytes enough
+    on their way, it is given an item that means nothing, whose record is left out.
+    """
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self.items, self.bytes = items, 0
+        self.sizes = deque[int]()
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in self.items:
+            size = len(item.data or b"")
+            while self.bytes and self.bytes + size > _SENT_BYTES:
+                yield _NOTHING
+            self.bytes += size
+            self.sizes.append(size)
+            yield item
+
+    def came_back(self, records: Iterator[Record]) -> Iterator[Record]:
+        for record in records:
+            if record.number != _NOTHING.number:
+                self.bytes -= self.sizes.popleft()
+                yield record
+
+
+_NOTHING = Item("", number=-1)
+
+
 @contextmanager
 def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers: int) -> Iterator[Iterator[Record]]:
     """The records of `items`, in their order, made by `workers` processes (0: by this one) while the block runs."""
+    window = _Window(items)
     loader = DataLoader(
         _Decoder(size, fit, max_pixels),
         batch_size=None,
-        sampler=items,
+        sampler=window,
         num_workers=workers,
         collate_fn=as_is,
         worker_init_fn=init_worker,
@@ -437,7 +573,7 @@ def decoded(items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers
     )
     records = begin(loader)
     try:
-        yield records
+        yield window.came_back(records)
     finally:
         end(records)
 

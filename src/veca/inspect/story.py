@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
 from veca.checkpoint import weights_hash
 from veca.config import size_name
-from veca.embed import listed, progress_line
+from veca.embed import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.inspect.contribution import PIECE, attention_and_profiles
@@ -192,7 +193,9 @@ def measure_cores(
     sources = _checked(listed(pictures), size, limit, batch, model.config.patch_size)
     device = model.norm.weight.device
     batch = batch or max(1, (AT_ONCE_ON_CPU if device.type == "cpu" else AT_ONCE) // size**2)
-    total = count(sources) if progress or limit else None
+    with reading_line(progress) as on_read:
+        # Compressed shards take as long to count as to read: only where the total is needed.
+        total = count(sources, unpack=limit is not None, on_read=on_read) if progress or limit else None
     items = items_of(sources)
     if limit is not None:
         items = islice(items, limit) if total is None else _evenly(items, total, limit)
@@ -203,7 +206,7 @@ def measure_cores(
     with (
         noting_left_out() as left_out,
         decoded(items, size, "crop", MAX_PIXELS, workers) as records,
-        progress_line("{task.completed}/{task.total}", shown=progress) as bar,
+        progress_line(MofNCompleteColumn(), shown=progress) as bar,
         looking(model),
     ):
         task = bar.add_task("measuring", total=total, rate="", failed=0)

@@ -259,8 +259,7 @@ class _Index:
         prefix = len(as_text(address)) + 1
         for item in shard_items(address, open_remote if is_remote(address) else open):
             if item.span is None:
-                reason = item.error or "a sparse file in an archive; only regular files are read"
-                place.problems.append((item.name, reason))
+                place.problems.append((item.name, item.error))
                 continue
             self._add(place, _Row(item.name[prefix:].encode(), *item.span))
             if self.count % 1000 == 0:

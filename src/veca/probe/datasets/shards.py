@@ -104,7 +104,7 @@ def _index(shards: Sequence[str], root: str) -> _Rows:
             if not key or (kind != "image" and kind not in SUFFIXES.values()):
                 continue
             if item.span is None:
-                raise DatasetError(f"{item.name}: {item.error or 'a sparse file in an archive; pack it again'}")
+                raise DatasetError(f"{item.name}: {item.error}")
             sample = rows.setdefault(f"{shard}\0{folder}/{key}", {})
             if kind in sample:
                 raise DatasetError(f"{item.name}: sample {key} has this twice")
