@@ -36,12 +36,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from veca.errors import NonFiniteError
 from veca.fast import fits, optimize, unfoldable
 from veca.features import WRITERS, DamagedPart
 from veca.files import InUseError, check_writable, locked
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
-from veca.parts import EmbedError, EmbedSettings, NonFiniteError, Part, Parts, Precision, SaveDtype, cut
+from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
 from veca.sources import SHARDS, TABLES, OnRead, Record, as_text, count, decoded, expand, is_remote, items_of
 from veca.unread import noting_left_out
 

@@ -27,6 +27,10 @@ class ArgumentError(VecaError, ValueError):
     """An argument or option has a value that cannot be used."""
 
 
+class NonFiniteError(VecaError, ValueError):
+    """A model gave features with NaN or infinity in them."""
+
+
 def warn_caller(message: str) -> None:
     """Warn, pointing at the line of the program that called into veca, however deep inside this is called."""
     frame, level = sys._getframe(1), 2

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from veca.errors import VecaError
+from veca.errors import NonFiniteError, VecaError
 from veca.features import WRITERS, DamagedPart, feature_schema, read_part, reading, write_part
 from veca.files import atomic_path
 from veca.images import MAX_PIXELS, Fit, normalize
@@ -42,10 +42,6 @@ _PART_PICTURES = 1024
 
 class EmbedError(VecaError, ValueError):
     """A run that cannot start, go on or end: the message says why and the way out."""
-
-
-class NonFiniteError(EmbedError):
-    """Features with NaN or infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,14 +34,13 @@ from safetensors.torch import save as save_tensors
 from veca.cluster import Slots, find_slots, quiet, session
 from veca.config import VecaConfig
 from veca.embed import EmbedReport, check, describe, describe_inputs, listed, progress_line, reading_line, ready
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, NonFiniteError
 from veca.features import PARQUET, feature_schema
 from veca.files import InUseError, atomic_path, locked
 from veca.model import Veca
 from veca.parts import (
     EmbedError,
     EmbedSettings,
-    NonFiniteError,
     Part,
     cut,
     identities,

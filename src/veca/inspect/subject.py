@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.config import is_budget, size_name
-from veca.errors import ArgumentError, VecaError
+from veca.errors import ArgumentError, NonFiniteError
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
 from veca.text import origin, printable
@@ -29,10 +29,6 @@ Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 The teachers of `veca.teachers` are such."""
 Say: TypeAlias = Callable[[str], None]
 LONGEST_NAME = 28
-
-
-class NonFiniteError(VecaError, ValueError):
-    """A model gave NaN or infinity, of which there is nothing to show."""
 
 
 def quiet(text: str) -> None:

@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 import veca
+from veca.errors import NonFiniteError
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
 from veca.inspect import heat
-from veca.inspect.subject import NonFiniteError
 from veca.model import Veca
 from veca.text import origin
 from veca.web import analysis
