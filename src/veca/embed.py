@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut, locked
 from veca.sources import SHARDS, TABLES, Record, count, decoded, expand, is_remote, items_of
 from veca.unread import noting_left_out
+from veca.version import __version__
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]
 
@@ -188,7 +188,7 @@ def describe(model: Veca, name: str, settings: EmbedSettings, device: torch.devi
     for key, tensor in model.state_dict().items():
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
-    about: dict[str, Any] = {"veca": version("veca"), "torch": torch.__version__, "device": device.type, "model": name}
+    about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
     about |= {"provenance": model.provenance, "weights": digest.hexdigest()}
     about |= {"dim": model.config.num_features, "patch_size": model.config.patch_size}
     return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))

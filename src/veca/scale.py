@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +40,7 @@ from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, cut, same_job, write_failures
 from veca.sources import SHARDS, TABLES, Item, SourceError, decoded, files_of, is_container, is_remote, unpacked
 from veca.unread import noting_left_out
+from veca.version import __version__
 
 Engine = Literal["plain", "ray"]
 
@@ -207,7 +207,7 @@ class _Embedder:
             return self.model
         if not folder.holds("_job.json"):
             raise EmbedError(f"{job.out} is not there; it must be on a disk that all machines share, or remote")
-        have = {"veca": version("veca"), "torch": torch.__version__}
+        have = {"veca": __version__, "torch": torch.__version__}
         if other := [f"{name} {have[name]}" for name in have if have[name] != job.about[name]]:
             raise EmbedError(f"{' and '.join(other)} where the run was started with {_versions(job.about)}")
         import ray
