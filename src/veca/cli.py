@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from veca.bench.cli import bench_app
 from veca.bench.flops import model_flops
 from veca.checkpoint import load_or_random, save_official
 from veca.config import size_name
+from veca.console import as_message
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
@@ -53,7 +55,7 @@ from veca.terminal import (
     warn,
     workers_of,
 )
-from veca.text import origin
+from veca.text import origin, printable, shorten
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
 
@@ -262,7 +264,7 @@ def report(
                 f"reports need {error.name}, which is not installed: pip install 'veca[train]'"
             ) from error
         path = write_report(folder)
-    out.print(f"Report: {path.resolve()}", soft_wrap=True, markup=False)
+    out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -303,9 +305,9 @@ def cores(
         name=shipped_name(model) or Path(model).name or model,
     )  # fmt: skip
     out.print(story_table(story))
-    out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True, markup=False)
+    out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True)
     if chart is not None:
-        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True, markup=False)
+        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True)
     if failed := story.about["failed"]:
         warn(f"{failed:,} failed: see {to}")
         raise typer.Exit(3)
@@ -342,17 +344,22 @@ def info(
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
-    table = Table("", shipped_name(source) or source, box=None, header_style="bold")
+    table = Table("", _cell(shipped_name(source) or source), box=None, header_style="bold")
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     told = {"weights": phrase} if (phrase := origin(model.provenance)) else {}
     for key, value in {**config.to_dict(), **model.provenance, **told}.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        table.add_row(key.replace("_", " "), shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)")
+        shown = shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)"
+        table.add_row(_cell(key.replace("_", " ")), printable(shown))
     for budget, gflops in facts["gflops"].items():
         table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
     out.print(table)
     say_if_random(model, source)
+
+
+def _cell(text: str) -> str:
+    return shorten(printable(text), 100)
 
 
 StoredDtype = Literal["float32", "float16", "bfloat16"]
@@ -420,7 +427,7 @@ def export(
         warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):
         checks = write_export(model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=name, check=check)
-    out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True, markup=False)
+    out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True)
     if not check:
         return
     runtime = "onnxruntime" if chosen == "onnx" else chosen
@@ -450,19 +457,40 @@ def _version(
 
 
 def _say(text: str) -> None:
-    err.print(text, markup=False, soft_wrap=True)  # a path may have brackets in it, and is to be copied whole
+    err.print(text, soft_wrap=True)  # a path may have brackets in it, and is to be copied whole
 
 
 def main() -> None:
     """Run the command line; what a user can mend is one line, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where a terminal takes ASCII alone, the rest is escaped
+            stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
     try:
-        app()
-    except (VecaError, OSError) as error:
-        if os.environ.get("VECA_DEBUG"):
-            raise
-        err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away, as `head` does: nothing is left to tell it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
         sys.exit(1)
+    except (VecaError, OSError, MemoryError, RuntimeError) as error:
+        if os.environ.get("VECA_DEBUG") or not (told := _message(error)):
+            raise
+        err.print(f"error: {as_message(told)}", style="red", soft_wrap=True)
+        sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    """What to tell a user of an error that is no defect; empty for one that is."""
+    if isinstance(error, VecaError | OSError):
+        return str(error)
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if not memory:
+        return ""
+    said = str(error).partition("\n")[0]
+    return f"out of memory{f' ({said})' if said else ''}. Use a smaller size or batch, fewer workers, or another device"
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from veca.console import progress_bar
 from veca.fast import fits, optimize
 from veca.features import WRITERS, DamagedPart
 from veca.files import check_writable
@@ -204,8 +204,7 @@ def describe_inputs(sources: list[str], column: str | None) -> str:
 def progress_line(*counts: str, shown: bool) -> Progress:
     """The line that every engine shows: what it does, `counts`, how fast, how long."""
     said = ("{task.description}", *counts, "{task.fields[rate]}", "{task.fields[failed]} failed")
-    columns = (*map(TextColumn, said), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not shown)
+    return progress_bar(*said, BarColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn(), shown=shown)
 
 
 def _run(

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from veca.checkpoint import load_or_random
+from veca.console import PlainConsole, as_message
 from veca.device import choose_device
 from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.text import origin
 
-# Names are shown as they are: a:dog:b.png has no dog in it.
-out, err = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
+out, err = PlainConsole(), PlainConsole(stderr=True)
 
 _NAMED = "A name, a .safetensors file or folder, or a released .pt checkpoint."
 Model = Annotated[str, typer.Option(help=_NAMED)]
@@ -51,7 +50,7 @@ def load_model(source: str, device: str) -> Veca:
     model = load_or_random(source, device=choose_device(device))
     say_if_random(model, source)
     if name := shipped_name(source):
-        err.print(f"Weights: {name}, {origin(model.provenance)}.", markup=False, soft_wrap=True)
+        err.print(f"Weights: {name}, {origin(model.provenance)}.", soft_wrap=True)
     return model
 
 
@@ -72,7 +71,7 @@ def workers_of(asked: int | None, most: int | None = 8) -> int:
 
 
 def warn(text: str) -> None:
-    err.print(text, style="yellow", markup=False, soft_wrap=True)
+    err.print(as_message(text), style="yellow", soft_wrap=True)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from veca.bench.cases import Case
+from veca.console import PlainConsole
 from veca.errors import ArgumentError
 from veca.files import atomic_path
 
@@ -81,7 +82,7 @@ class Results:
             writer.writeheader()
             writer.writerows(dataclasses.asdict(row) for row in self.rows)
         with atomic_path(paths[2]) as part, part.open("w") as file:
-            self.show(Console(file=file))
+            self.show(PlainConsole(file=file))
         return paths
 
     @classmethod

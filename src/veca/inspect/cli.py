@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from veca.config import did_you_mean
@@ -152,10 +151,10 @@ def _write(
         if beside:
             chosen["beside"] = {name: _backbone(name, model) for name in beside}
         name = shipped_name(source) or Path(source).name or source
-        figure = draw(model, images, name=name, say=lambda text: status.update(escape(text)), **chosen)
+        figure = draw(model, images, name=name, say=lambda text: status.update(err.render_str(text)), **chosen)
         status.update("writing")
         write_figure(figure, to)
-    out.print(f"Figure: {to.resolve()}", soft_wrap=True, markup=False)
+    out.print(f"Figure: {to.resolve()}", soft_wrap=True)
 
 
 def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:

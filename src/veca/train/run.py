@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
+from veca.console import as_message
 from veca.files import check_writable
 from veca.teachers.known import KNOWN
 from veca.train.data import DataError, Pictures
@@ -56,4 +57,4 @@ def show_plan(recipe: Recipe, pictures: int | None = None, processes: int = 1) -
     if teacher and config.output_dim is None and config.embed_dim != teacher["width"]:
         config = VecaConfig.from_dict({**config.to_dict(), "output_dim": teacher["width"]})
     plan = describe_plan(recipe, config, pictures, world_size=processes, teacher=teacher)
-    return Group(plan, Text(note, style="yellow")) if note else plan
+    return Group(plan, Text(as_message(note), style="yellow")) if note else plan

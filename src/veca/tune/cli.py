@@ -60,7 +60,7 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
                 model, data, to, settings, root=root, limit=limit, device=device, restart=restart, say=warn
             )
         if report is not None:
-            out.print(f"Report: {report.resolve()}", soft_wrap=True, markup=False)
+            out.print(f"Report: {report.resolve()}", soft_wrap=True)
 
 
 _add(

@@ -62,7 +62,7 @@ def explore(
         app = create_app(models, hosts=hosts, token=token)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
         address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
-        out.print(f"Explorer: {address}", soft_wrap=True, markup=False)
+        out.print(f"Explorer: {address}", soft_wrap=True)
         err.print("Ctrl-C ends it.")
         # A connection that says nothing is closed soon, and there are only so many.
         config = uvicorn.Config(
