@@ -23,7 +23,7 @@ from veca.console import as_message
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
-from veca.errors import ArgumentError, VecaError
+from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.files import check_writable
 from veca.hub.export import OUTPUTS, form_of, parse_size
 from veca.hub.export import Dtype as ExportDtype
@@ -39,7 +39,9 @@ from veca.scale import PARTITION, Engine
 from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
 from veca.terminal import (
+    MOST_WORKERS,
     AtOnce,
+    Commands,
     Cores,
     Device,
     Model,
@@ -55,11 +57,12 @@ from veca.terminal import (
     warn,
     workers_of,
 )
-from veca.text import origin, printable, shorten
+from veca.text import origin, printable, quoted, shorten
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -118,6 +121,8 @@ def embed(
     workers: Annotated[
         int | None,
         typer.Option(
+            min=0,
+            max=MOST_WORKERS,
             help="Decoding processes; with Ray, of each model.",
             show_default="one per CPU, at most 8; with Ray: the CPUs there are for each GPU, 0 without GPUs",
         ),
@@ -202,14 +207,10 @@ def distill(
 
     Interrupted or killed? Run the same command again: it continues, and the result is the same.
     """
-    try:
+    with needs_extra("training needs", "train"):
         from veca.train.recipe import load_recipe
         from veca.train.run import distill as train
         from veca.train.run import show_plan
-    except ImportError as error:
-        raise ArgumentError(
-            f"training needs {error.name}, which is not installed: pip install 'veca[train]'"
-        ) from error
 
     asked = load_recipe(recipe, changes or [])
     folder = to or Path("runs") / recipe.stem
@@ -257,12 +258,8 @@ def report(
         for problem in left_out:
             warn(f"left out: {problem}")
     else:
-        try:
+        with needs_extra("reports need", "train"):
             from veca.train.report import write_report
-        except ImportError as error:
-            raise ArgumentError(
-                f"reports need {error.name}, which is not installed: pip install 'veca[train]'"
-            ) from error
         path = write_report(folder)
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
@@ -313,6 +310,9 @@ def cores(
         raise typer.Exit(3)
 
 
+_LARGEST = 2**20  # pixels of a side: beyond it, no cost is worth telling
+
+
 @app.command(rich_help_panel=USE)
 def info(
     source: Source,
@@ -328,10 +328,10 @@ def info(
     """
     model = load_or_random(source, device="meta", dtype=None)  # what it is does not depend on the numbers in it
     config = model.config
-    if size < config.patch_size or size % config.patch_size:
-        raise ArgumentError(f"size={size}: must be a positive multiple of {config.patch_size}")
+    if not config.patch_size <= size <= _LARGEST or size % config.patch_size:
+        raise ArgumentError(f"size={quoted(size)}: must be a multiple of {config.patch_size} up to {_LARGEST:,}")
     if cores is not None and not 1 <= cores <= config.num_cores:
-        raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
+        raise ArgumentError(f"cores={quoted(cores)}; a budget is an integer from 1 to {config.num_cores}")
     budgets = [cores] if cores else list(config.budgets)
     facts: dict[str, Any] = {
         "size": size_name(config) or "custom",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from veca.errors import VecaError
+from veca.text import quoted
 
 
 class ConfigError(VecaError, ValueError):
@@ -59,7 +61,7 @@ class VecaConfig:
 
         def require(name: str, holds: bool, rule: str) -> None:
             if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
+                raise ConfigError(f"{name}={quoted(getattr(self, name))}: must be {rule}")
 
         # The upper bounds stop a hostile file from asking for a model no machine can hold.
         require("depth", 1 <= self.depth <= 1024, "from 1 to 1024")
@@ -115,13 +117,14 @@ _NUMBERS = ("mlp_ratio", "rope_zero_fraction", "coordinate_shift", "coordinate_r
 
 def _check_type(name: str, value: object) -> None:
     if name in _NUMBERS:
-        fits, kind = type(value) in (int, float) and math.isfinite(value), "a finite number"  # type: ignore[arg-type]
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        fits, kind = abs(number) <= sys.float_info.max, "a finite number"
     elif name == "budgets":
         fits, kind = isinstance(value, tuple) and all(type(c) is int for c in value), "a tuple of integers"
     else:
         fits, kind = type(value) is int or (name == "output_dim" and value is None), "an integer"
     if not fits:
-        raise ConfigError(f"{name}={value!r}: must be {kind}")
+        raise ConfigError(f"{name}={quoted(value)}: must be {kind}")
 
 
 SIZES: dict[str, VecaConfig] = {

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingC
 from veca.console import progress_bar
 from veca.fast import fits, optimize
 from veca.features import WRITERS, DamagedPart
-from veca.files import check_writable
+from veca.files import check_utf8, check_writable
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut, locked
@@ -100,6 +100,7 @@ def embed(
     parts = Parts(out, settings, about, describe_inputs(sources, column))
     if out.exists() and not overwrite and not parts.unfinished:
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
+    check_utf8(out)
     check_writable(out)
     was_training = model.training
     new_part = partial(Part, ready(model, settings, device), settings, device)

@@ -332,7 +332,7 @@ class _Folder:
         if self.fs.isfile(self.root):
             raise EmbedError(f"{self.address} is a file; Ray writes a folder of Parquet files: choose another name")
         old: Any = None
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             old = json.loads(self.fs.cat_file(f"{self.root}/_job.json"))
         names, found = self._names(), self.partitions()
         if overwrite and isinstance(old, dict):

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from veca.checkpoint import load_or_random
 from veca.console import PlainConsole, as_message
@@ -19,6 +20,8 @@ from veca.shipped import shipped_name
 from veca.text import origin
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
+
+MOST_WORKERS = 1024
 
 _NAMED = "A name, a .safetensors file or folder, or a released .pt checkpoint."
 Model = Annotated[str, typer.Option(help=_NAMED)]
@@ -40,9 +43,38 @@ Cores = Annotated[
     typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all.", show_default="all"),
 ]
 Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
-AtOnce = Annotated[int | None, typer.Option(min=1, help="Pictures per forward pass.", show_default="by their size")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Decoding processes.", show_default="one per CPU, at most 8")]
+AtOnce = Annotated[
+    int | None, typer.Option(min=1, max=65_536, help="Pictures per forward pass.", show_default="by their size")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=0, max=MOST_WORKERS, help="Decoding processes.", show_default="one per CPU, at most 8")
+]
 Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")]
+
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""Click's class. Typer does not export it, and some versions bring their own Click."""
+
+
+class Commands(TyperGroup):
+    """The commands of the command line. What is wrong with their usage is said in printable text."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _printable_usage() -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        error.message = as_message(error.message)
+        raise
 
 
 def load_model(source: str, device: str) -> Veca:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,23 @@ def shorten(text: str, most: int = 2_000) -> str:
         return text
     half = max(1, most // 2 - 20)  # 40 are left for the words between
     return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+
+
+_reprs = reprlib.Repr()
+_reprs.maxlevel, _reprs.maxstring, _reprs.maxother, _reprs.maxlong = 4, 200, 200, 60
+_reprs.maxdict = _reprs.maxlist = _reprs.maxtuple = 16
+
+
+def quoted(value: object) -> str:
+    """A value of a file or a user for a message: its repr, of limited length however large or nested it is.
+
+    >>> quoted([1, "a"]), quoted(10**100)
+    ("[1, 'a']", '1000000000000000000000000000...00000000000000000000000000000')
+    """
+    try:
+        return _reprs.repr(value)
+    except ValueError:  # an integer of too many digits
+        return f"<{type(value).__name__}>"
 
 
 def number(value: float, form: str = ".4g") -> str:

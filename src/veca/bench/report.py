@@ -91,7 +91,7 @@ class Results:
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is no results.json of `veca bench`: {error}") from error
 
     def show(self, console: Console) -> None:

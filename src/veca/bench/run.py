@@ -33,6 +33,7 @@ from veca.bench.report import Results, Row, baseline
 from veca.console import progress_bar
 from veca.device import choose_device
 from veca.errors import ArgumentError
+from veca.files import check_writable
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -99,6 +100,8 @@ def run_bench(
     """Measure; what is found is in `out`, if given, after every case, so that an end before the end loses little."""
     if repeats < 1:
         raise ArgumentError(f"repeats={repeats}: must be at least 1")
+    if out is not None:
+        check_writable(out, folder=True)
     plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with progress_bar(*columns, transient=True) as progress:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from veca.config import did_you_mean
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, needs_extra
 from veca.images import Fit
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
@@ -163,12 +163,8 @@ def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
 
 
 def _backbone(name: str, model: Veca) -> Backbone:
-    try:
+    with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
-    except ImportError as error:
-        raise ArgumentError(
-            f"--beside needs {error.name}, which is not installed: pip install 'veca[train]'"
-        ) from error
     return load_teacher(name).to(model.norm.weight.device)
 
 

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from veca.config import VecaConfig, get_config
 from veca.console import as_message
-from veca.files import check_writable
+from veca.files import check_utf8, check_writable
 from veca.teachers.known import KNOWN
+from veca.text import quoted
 from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
 from veca.train.parallel import processes
@@ -34,6 +35,7 @@ def distill(
     """
     with processes(device) as world:
         if world.first:
+            check_utf8(folder)
             check_writable(folder, folder=True)
         report = Trainer(recipe, folder, world, restart=restart, wandb=wandb, say=say).run()
         return report if world.first else None
@@ -44,8 +46,9 @@ def show_plan(recipe: Recipe, pictures: int | None = None, processes: int = 1) -
 
     A recipe whose pictures are not there yet has a plan too: with a note that says why they are not counted.
     """
-    if processes < 1 or (pictures is not None and pictures < 1):
-        raise RecipeError(f"processes={processes}, pictures={pictures}: a plan is for at least 1 of each")
+    if not 1 <= processes < 2**63 or (pictures is not None and not 1 <= pictures < 2**63):
+        asked = f"processes={quoted(processes)}, pictures={quoted(pictures)}"
+        raise RecipeError(f"{asked}: a plan is for at least 1 of each, and fewer than 2^63")
     note = ""
     if pictures is None:
         try:

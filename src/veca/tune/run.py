@@ -26,7 +26,7 @@ from veca.checkpoint import load_or_random, weights_hash
 from veca.config import VecaConfig
 from veca.device import choose_device
 from veca.errors import ArgumentError
-from veca.files import atomic_path, check_writable
+from veca.files import atomic_path, check_utf8, check_writable
 from veca.images import normalize
 from veca.probe.datasets import DatasetError, ProbeData, load_dataset
 from veca.probe.dense_data import Labelled
@@ -121,6 +121,7 @@ class Tuner:
         _check_data(data, settings.task)
         _check_folder(folder, model)
         if world.first:
+            check_utf8(folder)
             check_writable(folder, folder=True)
         for problem in data.problems:
             say(f"{data.name}: {problem}. The score is not the benchmark's.")
