@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from veca.config import did_you_mean
+from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
 
 
@@ -59,7 +60,8 @@ def timm_teacher(
     name: str, meet: Meet = "input", file: str | Path | None = None, pretrained: bool = True, **options: Any
 ) -> TimmTeacher:
     """A teacher from timm by name, with the weights timm has for it, or those of a local file."""
-    import timm
+    with needs_extra(f"{name} needs", "train"):
+        import timm
 
     if not timm.is_model(name.split(".")[0]):
         known = timm.list_models()

@@ -41,8 +41,8 @@ def _require(where: str, value: object, holds: bool, rule: str) -> None:
 
 
 def _check_odds(where: str, odds: Mapping[int, float]) -> None:
-    fine = bool(odds) and all(odd >= 0 for odd in odds.values()) and sum(odds.values()) > 0
-    _require(where, odds, fine, "choices with odds that are not negative, and not all zero")
+    fine = bool(odds) and all(odd >= 0 for odd in odds.values()) and 0 < sum(odds.values()) < math.inf
+    _require(where, odds, fine, "choices with odds that are not negative, not all zero and not too large")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,6 +137,8 @@ def _own(name: str, task: str, splits: dict[str, Split], classes: list[str]) -> 
     if "train" in splits and "val" not in splits:
         splits, protocol["val"] = _with_val(splits)
     splits = {split: splits[split] for split in ("train", "val", "test") if split in splits}
+    if empty := [split for split, found in splits.items() if not len(found)]:
+        raise DatasetError(f"{name}: too few pictures, none is left for {' and '.join(empty)}; add some")
     if task == "segment":
         splits, classes = with_classes(splits, classes)
     if task == "classify":
