@@ -1,20 +1,24 @@
-"""VECA: a vision backbone whose patches talk through a few elastic cores."""
+"""VECA: a vision backbone whose patches talk through a few elastic cores.
 
-from importlib.metadata import PackageNotFoundError, version
+Public names are imported when they are first used: `import veca` alone does not import torch, which takes seconds.
+"""
 
-from veca import hub, images
-from veca.checkpoint import CheckpointError, create_model, load, save
-from veca.config import ConfigError, VecaConfig
+import importlib
+from typing import TYPE_CHECKING
+
+from veca import hub
 from veca.errors import VecaError
-from veca.fast import optimize
-from veca.images import ImageError
-from veca.model import Veca, VecaOutput
-from veca.shipped import list_models
 
-try:
-    __version__ = version("veca")
-except PackageNotFoundError:  # run from its sources, as torch.hub does
-    __version__ = "0+sources"
+if TYPE_CHECKING:
+    from veca import images
+    from veca.checkpoint import CheckpointError, create_model, load, save
+    from veca.config import ConfigError, VecaConfig
+    from veca.fast import optimize
+    from veca.images import ImageError
+    from veca.model import Veca, VecaOutput
+    from veca.shipped import list_models
+    from veca.version import __version__ as __version__
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -31,3 +35,33 @@ __all__ = [
     "optimize",
     "save",
 ]
+
+_MODULES = {
+    "checkpoint": ("CheckpointError", "create_model", "load", "save"),
+    "config": ("ConfigError", "VecaConfig"),
+    "fast": ("optimize",),
+    "images": ("ImageError",),
+    "model": ("Veca", "VecaOutput"),
+    "shipped": ("list_models",),
+    "version": ("__version__",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+if not TYPE_CHECKING:  # a type checker would take any attribute to exist
+
+    def __getattr__(name):
+        """A public name, or a module of this package, as `veca.config`."""
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(f"veca.{_MODULE_OF[name]}"), name)
+            globals()[name] = value
+            return value
+        if name.isidentifier() and not name.startswith("_"):
+            try:
+                return importlib.import_module(f"veca.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"veca.{name}":
+                    raise
+        raise AttributeError(f"module 'veca' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *_MODULE_OF, *__all__})

@@ -1,6 +1,21 @@
-"""`python -m veca`, which is also what torchrun starts: `torchrun --nproc-per-node=gpu -m veca distill …`."""
+"""The `veca` command and `python -m veca`, which is also what torchrun starts: `torchrun … -m veca distill …`."""
 
-from veca.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line.
+
+    Importing it takes seconds, and nothing before this function does: Ctrl-C then ends the command without a traceback.
+    """
+    try:
+        from veca.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -18,10 +19,11 @@ from veca.bench.cli import bench_app
 from veca.bench.flops import model_flops
 from veca.checkpoint import load_or_random, save_official
 from veca.config import size_name
+from veca.console import as_message
 from veca.demo import demo as write_demo
 from veca.embed import EmbedSettings, Precision, SaveDtype
 from veca.embed import embed as write_features
-from veca.errors import ArgumentError, VecaError
+from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.files import check_writable
 from veca.hub.export import OUTPUTS, form_of, parse_size
 from veca.hub.export import Dtype as ExportDtype
@@ -38,7 +40,9 @@ from veca.scale import embed_on_ray as write_on_ray
 from veca.shipped import shipped_name
 from veca.signals import exit_status, terminable
 from veca.terminal import (
+    MOST_WORKERS,
     AtOnce,
+    Commands,
     Cores,
     Device,
     Model,
@@ -54,11 +58,12 @@ from veca.terminal import (
     warn,
     workers_of,
 )
-from veca.text import origin
+from veca.text import origin, printable, quoted, shorten
 from veca.tune.cli import finetune_app
 from veca.web.cli import explore
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -117,6 +122,8 @@ def embed(
     workers: Annotated[
         int | None,
         typer.Option(
+            min=0,
+            max=MOST_WORKERS,
             help="Decoding processes; with Ray, of each model.",
             show_default="one per CPU, at most 8; with Ray: the CPUs there are for each GPU, 0 without GPUs",
         ),
@@ -210,14 +217,10 @@ def distill(
 
     Interrupted or killed? Run the same command again: it continues, and the result is the same.
     """
-    try:
+    with needs_extra("training needs", "train"):
         from veca.train.recipe import load_recipe
         from veca.train.run import distill as train
         from veca.train.run import show_plan
-    except ImportError as error:
-        raise ArgumentError(
-            f"training needs {error.name}, which is not installed: pip install 'veca[train]'"
-        ) from error
 
     asked = load_recipe(recipe, changes or [])
     folder = to or Path("runs") / recipe.stem
@@ -265,14 +268,10 @@ def report(
         for problem in left_out:
             warn(f"left out: {problem}")
     else:
-        try:
+        with needs_extra("reports need", "train"):
             from veca.train.report import write_report
-        except ImportError as error:
-            raise ArgumentError(
-                f"reports need {error.name}, which is not installed: pip install 'veca[train]'"
-            ) from error
         path = write_report(folder)
-    out.print(f"Report: {path.resolve()}", soft_wrap=True, markup=False)
+    out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -313,12 +312,15 @@ def cores(
         name=shipped_name(model) or Path(model).name or model,
     )  # fmt: skip
     out.print(story_table(story))
-    out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True, markup=False)
+    out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True)
     if chart is not None:
-        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True, markup=False)
+        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True)
     if failed := story.about["failed"]:
         warn(f"{failed:,} failed: see {to}")
         raise typer.Exit(3)
+
+
+_LARGEST = 2**20  # pixels of a side: beyond it, no cost is worth telling
 
 
 @app.command(rich_help_panel=USE)
@@ -336,10 +338,10 @@ def info(
     """
     model = load_or_random(source, device="meta", dtype=None)  # what it is does not depend on the numbers in it
     config = model.config
-    if size < config.patch_size or size % config.patch_size:
-        raise ArgumentError(f"size={size}: must be a positive multiple of {config.patch_size}")
+    if not config.patch_size <= size <= _LARGEST or size % config.patch_size:
+        raise ArgumentError(f"size={quoted(size)}: must be a multiple of {config.patch_size} up to {_LARGEST:,}")
     if cores is not None and not 1 <= cores <= config.num_cores:
-        raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {config.num_cores}")
+        raise ArgumentError(f"cores={quoted(cores)}; a budget is an integer from 1 to {config.num_cores}")
     budgets = [cores] if cores else list(config.budgets)
     facts: dict[str, Any] = {
         "size": size_name(config) or "custom",
@@ -352,17 +354,22 @@ def info(
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
-    table = Table("", shipped_name(source) or source, box=None, header_style="bold")
+    table = Table("", _cell(shipped_name(source) or source), box=None, header_style="bold")
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     told = {"weights": phrase} if (phrase := origin(model.provenance)) else {}
     for key, value in {**config.to_dict(), **model.provenance, **told}.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        table.add_row(key.replace("_", " "), shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)")
+        shown = shown if len(shown) <= 100 else f"{shown[:80]}… (all of it: --json)"
+        table.add_row(_cell(key.replace("_", " ")), printable(shown))
     for budget, gflops in facts["gflops"].items():
         table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
     out.print(table)
     say_if_random(model, source)
+
+
+def _cell(text: str) -> str:
+    return shorten(printable(text), 100)
 
 
 StoredDtype = Literal["float32", "float16", "bfloat16"]
@@ -430,7 +437,7 @@ def export(
         warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):
         checks = write_export(model, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=name, check=check)
-    out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True, markup=False)
+    out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True)
     if not check:
         return
     runtime = "onnxruntime" if chosen == "onnx" else chosen
@@ -460,20 +467,41 @@ def _version(
 
 
 def _say(text: str) -> None:
-    err.print(text, markup=False, soft_wrap=True)  # a path may have brackets in it, and is to be copied whole
+    err.print(text, soft_wrap=True)  # a path may have brackets in it, and is to be copied whole
 
 
 def main() -> None:
     """Run the command line; what a user can mend is one line, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where a terminal takes ASCII alone, the rest is escaped
+            stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
     try:
-        with terminable():
-            app()
-    except (VecaError, OSError) as error:
-        if os.environ.get("VECA_DEBUG"):
-            raise
-        err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        try:
+            with terminable():
+                app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away, as `head` does: nothing is left to tell it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
         sys.exit(1)
+    except (VecaError, OSError, MemoryError, RuntimeError) as error:
+        if os.environ.get("VECA_DEBUG") or not (told := _message(error)):
+            raise
+        err.print(f"error: {as_message(told)}", style="red", soft_wrap=True)
+        sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    """What to tell a user of an error that is no defect; empty for one that is."""
+    if isinstance(error, VecaError | OSError):
+        return str(error)
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if not memory:
+        return ""
+    said = str(error).partition("\n")[0]
+    return f"out of memory{f' ({said})' if said else ''}. Use a smaller size or batch, fewer workers, or another device"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -123,9 +124,8 @@ _NUMBERS = ("mlp_ratio", "rope_zero_fraction", "coordinate_shift", "coordinate_r
 
 def _check_type(name: str, value: object) -> None:
     if name in _NUMBERS:
-        # An integer is compared, not converted: 10**400 is no float.
-        fits = type(value) is int or (type(value) is float and math.isfinite(value))
-        kind = "a finite number"
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        fits, kind = abs(number) <= sys.float_info.max, "a finite number"
     elif name == "budgets":
         fits, kind = isinstance(value, tuple) and all(type(c) is int for c in value), "a tuple of integers"
     else:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageOps
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 from torch import Tensor
 
 from veca.bench.flops import model_flops
 from veca.bench.latency import measure
+from veca.console import progress_bar
 from veca.errors import ArgumentError
 from veca.files import atomic_path, check_writable
 from veca.images import fit_image, normalize, open_image, to_tensor
@@ -89,7 +89,7 @@ def demo(
     model = model if device is None else model.to(device)
     was_training = model.training
     model.eval()
-    bar = Progress(console=Console(stderr=True), disable=not progress)
+    bar = progress_bar("{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), shown=progress)
     try:
         with bar, torch.inference_mode():
             looking = bar.add_task("looking at pictures", total=len(photos) * (len(budgets) + 1))

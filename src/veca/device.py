@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from veca.errors import ArgumentError
+from veca.text import quoted
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -14,11 +15,15 @@ def choose_device(name: str = "auto") -> torch.device:
     device(type='cpu')
     """
     found = torch.accelerator.current_accelerator(check_available=True)
+    here = ["cpu", *(f"{found.type}:{i}" for i in range(torch.accelerator.device_count()))] if found else ["cpu"]
     try:
-        return torch.empty(0, device=found or "cpu" if name == "auto" else name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        here = [f"{found.type}:{i}" for i in range(torch.accelerator.device_count())] if found else []
+        device = torch.empty(0, device=found or "cpu" if name == "auto" else name).device
+        reason = "it holds no numbers" if device.type == "meta" else ""
+    except (RuntimeError, AssertionError, ImportError) as error:
+        missing = isinstance(error, NotImplementedError | ImportError)
+        reason = "this PyTorch was built without it" if missing else str(error).splitlines()[0].rstrip(".")
+    if reason:
         raise ArgumentError(
-            f"device {name!r} cannot be used: {reason}. On this machine there is {', '.join(['cpu', *here])}"
-        ) from error
+            f"device {quoted(name)} cannot be used: {reason}. On this machine there is {', '.join(here)}"
+        )
+    return device

@@ -18,33 +18,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
-    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
+from veca.console import progress_bar
 from veca.errors import NonFiniteError
 from veca.fast import fits, optimize, unfoldable
 from veca.features import WRITERS, DamagedPart
-from veca.files import InUseError, check_writable, locked
+from veca.files import InUseError, check_utf8, check_writable, locked
 from veca.images import EXTENSIONS, PATCH
 from veca.model import Veca
 from veca.parts import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
-from veca.sources import SHARDS, TABLES, OnRead, Record, as_text, count, decoded, expand, is_remote, items_of
+from veca.sources import SHARDS, TABLES, OnRead, Record, count, decoded, expand, is_remote, items_of
 from veca.unread import noting_left_out
+from veca.version import __version__
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]
 
@@ -118,6 +116,7 @@ def embed(
     parts = Parts(out, settings, about, describe_inputs(sources, column))
     if out.exists() and not overwrite and not parts.unfinished:
         raise EmbedError(f"{out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
+    check_utf8(out)
     check_writable(out)
     was_training = model.training
     new_part = partial(Part, ready(model, settings, device), settings, device, skip_nonfinite)
@@ -220,7 +219,7 @@ def describe(model: Veca, name: str, settings: EmbedSettings, device: torch.devi
     for key, tensor in model.state_dict().items():
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
-    about: dict[str, Any] = {"veca": version("veca"), "torch": torch.__version__, "device": device.type, "model": name}
+    about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
     about |= {"provenance": model.provenance, "weights": digest.hexdigest()}
     about |= {"dim": model.config.num_features, "patch_size": model.config.patch_size}
     return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))
@@ -236,9 +235,7 @@ def describe_inputs(sources: list[str], column: str | None) -> str:
 def progress_line(*counts: str | ProgressColumn, shown: bool) -> Progress:
     """The line that every engine shows: what it does, `counts`, how fast, how long."""
     said = ("{task.description}", *counts, "{task.fields[rate]}", "{task.fields[failed]} failed")
-    columns = (each if isinstance(each, ProgressColumn) else TextColumn(each) for each in said)
-    left = (BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    return Progress(*columns, *left, console=Console(stderr=True), disable=not shown)
+    return progress_bar(*said, BarColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn(), shown=shown)
 
 
 class _Reading:
@@ -250,8 +247,7 @@ class _Reading:
     def __call__(self, path: str, size: int) -> None:
         if (now := time.monotonic()) - self.since > _SILENT_SECONDS:
             self.since = now - _SILENT_SECONDS / 2  # again in a second
-            name = "".join(c if c.isprintable() else "?" for c in as_text(os.path.basename(path)))
-            self.show(f"reading {escape(name)}: {size / 1e9:.1f} GB")
+            self.show(f"reading {os.path.basename(path)}: {size / 1e9:.1f} GB")
 
     def picture_came(self) -> None:
         self.since = time.monotonic()
@@ -263,10 +259,7 @@ def reading_line(shown: bool) -> Iterator[_Reading]:
 
     It has no thread: processes may be forked in the block.
     """
-    line = Progress(
-        TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True,
-        auto_refresh=False, disable=not shown,
-    )  # fmt: skip
+    line = progress_bar("{task.description}", TimeElapsedColumn(), shown=shown, transient=True, auto_refresh=False)
     task = line.add_task("")
 
     def show(text: str) -> None:

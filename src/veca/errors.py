@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LIBRARIES = ("veca", "torch", "timm", "transformers")
 """Packages whose frames lie between a caller's line and ours."""
@@ -37,3 +39,14 @@ def warn_caller(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+@contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Around imports of optional packages: one that is not installed is an error that names the extra with it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "veca").partition(".")[0] == "veca":  # a module of ours is missing: a defect
+            raise
+        raise ArgumentError(f"{what} {error.name}, which is not installed: pip install 'veca[{extra}]'") from error

@@ -31,6 +31,8 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
 
     Folders on the way are made, as they would be later.
     """
+    if "\0" in os.fspath(path):
+        raise ArgumentError(f"{os.fspath(path)!r} cannot be written: no name holds a NUL; choose another")
     place = Path(path) if folder else _file(path).parent
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -39,6 +41,14 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
     except OSError as error:
         reason = "not a folder" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
         raise ArgumentError(f"{path} cannot be written ({place}: {reason}); choose another place") from error
+
+
+def check_utf8(path: str | os.PathLike[str]) -> None:
+    """Raise if the name is not UTF-8, which pyarrow and safetensors need to open a file."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{path} is no name in UTF-8, as files of features need; choose another") from None
 
 
 @contextmanager

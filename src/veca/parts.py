@@ -298,7 +298,7 @@ class Parts:
     def resume(self, overwrite: bool) -> None:
         """Take over the parts of an earlier run of the same job; refuse those of another."""
         old = None
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             old = json.loads((self.folder / "job.json").read_text())
         if overwrite or old is None or not self.unfinished:
             self._clear()

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -61,6 +60,7 @@ from veca.sources import (
     unpacked,
 )
 from veca.unread import noting_left_out
+from veca.version import __version__
 
 Engine = Literal["plain", "ray"]
 
@@ -245,7 +245,7 @@ class _Embedder:
             return self.model
         if not folder.holds("_job.json"):
             raise EmbedError(f"{job.out} is not there; it must be on a disk that all machines share, or remote")
-        have = {"veca": version("veca"), "torch": torch.__version__}
+        have = {"veca": __version__, "torch": torch.__version__}
         if other := [f"{name} {have[name]}" for name in have if have[name] != job.about[name]]:
             raise EmbedError(f"{' and '.join(other)} where the run was started with {_versions(job.about)}")
         import ray
@@ -389,7 +389,7 @@ class _Folder:
         if self.fs.isfile(self.root):
             raise EmbedError(f"{self.address} is a file; Ray writes a folder of Parquet files: choose another name")
         old: Any = None
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             old = json.loads(self.fs.cat_file(f"{self.root}/_job.json"))
         names, found = self._names(), self.partitions()
         if overwrite and isinstance(old, dict):

@@ -7,20 +7,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
 from veca.checkpoint import load_or_random
+from veca.console import PlainConsole, as_message
 from veca.device import choose_device
 from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.signals import exit_status
 from veca.text import origin
 
-# Names are shown as they are: a:dog:b.png has no dog in it.
-out, err = Console(highlight=False, emoji=False), Console(stderr=True, highlight=False, emoji=False)
+out, err = PlainConsole(), PlainConsole(stderr=True)
+
+MOST_WORKERS = 1024
 
 _NAMED = "A name, a .safetensors file or folder, or a released .pt checkpoint."
 Model = Annotated[str, typer.Option(help=_NAMED)]
@@ -42,9 +44,38 @@ Cores = Annotated[
     typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all.", show_default="all"),
 ]
 Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
-AtOnce = Annotated[int | None, typer.Option(min=1, help="Pictures per forward pass.", show_default="by their size")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Decoding processes.", show_default="one per CPU, at most 8")]
+AtOnce = Annotated[
+    int | None, typer.Option(min=1, max=65_536, help="Pictures per forward pass.", show_default="by their size")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=0, max=MOST_WORKERS, help="Decoding processes.", show_default="one per CPU, at most 8")
+]
 Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")]
+
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""Click's class. Typer does not export it, and some versions bring their own Click."""
+
+
+class Commands(TyperGroup):
+    """The commands of the command line. What is wrong with their usage is said in printable text."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _printable_usage() -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        error.message = as_message(error.message)
+        raise
 
 
 def load_model(source: str, device: str) -> Veca:
@@ -52,7 +83,7 @@ def load_model(source: str, device: str) -> Veca:
     model = load_or_random(source, device=choose_device(device))
     say_if_random(model, source)
     if name := shipped_name(source):
-        err.print(f"Weights: {name}, {origin(model.provenance)}.", markup=False, soft_wrap=True)
+        err.print(f"Weights: {name}, {origin(model.provenance)}.", soft_wrap=True)
     return model
 
 
@@ -73,7 +104,7 @@ def workers_of(asked: int | None, most: int | None = 8) -> int:
 
 
 def warn(text: str) -> None:
-    err.print(text, style="yellow", markup=False, soft_wrap=True)
+    err.print(as_message(text), style="yellow", soft_wrap=True)
 
 
 @contextmanager

@@ -8,13 +8,27 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def printable(text: str) -> str:
-    r"""Text on one line, without control characters or anything else that cannot be written.
+def printable(text: str, keep: str = "") -> str:
+    r"""Text on one line, without control characters or anything else that cannot be written, but those in `keep`.
 
     >>> printable("a\nb\x1b[31m\udce9é")
     'a\\nb\\x1b[31m\\udce9é'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def shorten(text: str, most: int = 2_000) -> str:
+    """At most `most` characters of a text: its start and its end, where what is wrong and what helps are said.
+
+    >>> shorten("size=" + 1000 * "1" + ": must be at most 64", 80)
+    'size=111111111111111 … 985 characters … : must be at most 64'
+    """
+    if len(text) <= most:
+        return text
+    half = max(1, most // 2 - 20)  # 40 are left for the words between
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
 
 
 def excerpt(text: str, limit: int = 200) -> str:
@@ -28,8 +42,8 @@ def excerpt(text: str, limit: int = 200) -> str:
 
 
 _REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 100, 100, 100
-_REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 20
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 4, 200, 60, 200
+_REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 16
 
 
 def quoted(value: object, limit: int = 200) -> str:

@@ -15,10 +15,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from veca.bench.machine import machine_facts
+from veca.console import PlainConsole
 from veca.images import ImageError, open_image
 from veca.train.augment import augment_image
 from veca.train.data import Batch, Pictures, TrainBatches, see, to_model_input
@@ -70,7 +70,7 @@ def run(
     for name, work in stages.items():
         rate(work, numbers, 0.2)
         table.add_row(name, f"{rate(work, numbers, seconds):,.0f}")
-    console = Console()
+    console = PlainConsole()
     console.print(table)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import profile as record
 
 from veca.bench.latency import Call, synchronize, timed
+from veca.version import __version__
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
@@ -103,10 +104,10 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     if device.type == "cuda":
         facts["CUDA"] = str(torch.version.cuda)
-    for package in ("triton", "timm", "veca"):
+    for package in ("triton", "timm"):
         with contextlib.suppress(PackageNotFoundError):
             facts[package] = version(package)
-    return facts
+    return facts | {"veca": __version__}
 
 
 def _processor() -> str:

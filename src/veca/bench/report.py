@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from veca.bench.cases import Case
+from veca.console import PlainConsole
 from veca.errors import ArgumentError
 from veca.files import atomic_path
 
@@ -81,7 +82,7 @@ class Results:
             writer.writeheader()
             writer.writerows(dataclasses.asdict(row) for row in self.rows)
         with atomic_path(paths[2]) as part, part.open("w") as file:
-            self.show(Console(file=file))
+            self.show(PlainConsole(file=file))
         return paths
 
     @classmethod
@@ -90,7 +91,7 @@ class Results:
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is no results.json of `veca bench`: {error}") from error
 
     def show(self, console: Console) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from veca.bench import contenders
 from veca.bench.accuracy import add_errors
@@ -32,9 +31,10 @@ from veca.bench.machine import (
     where_the_time_goes,
 )
 from veca.bench.report import Results, Row, baseline
+from veca.console import progress_bar
 from veca.device import choose_device
 from veca.errors import ArgumentError
-from veca.files import locked
+from veca.files import check_writable, locked
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -101,12 +101,11 @@ def run_bench(
     """Measure; what is found is in `out`, if given, after every case, so that an end before the end loses little."""
     if repeats < 1:
         raise ArgumentError(f"repeats={repeats}: must be at least 1")
+    if out is not None:
+        check_writable(out, folder=True)
     plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        locked(out) if out is not None else nullcontext(),
-        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
-    ):
+    with locked(out) if out is not None else nullcontext(), progress_bar(*columns, transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
         floors = Floors.measure(setting)
         results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())
@@ -115,7 +114,7 @@ def run_bench(
             def say(doing: str, label: str = f"{what}, {case}") -> None:
                 progress.update(task, description=f"{label}: {doing}", advance=1)
                 if not progress.console.is_terminal:  # no bar there: a line in the log says how far it is
-                    progress.console.print(f"{label}: {doing}", soft_wrap=True, highlight=False)
+                    progress.console.print(f"{label}: {doing}", soft_wrap=True)
 
             contest = Contest(what, case, setting, floors)
             workload = Workload(case, setting, torch.float32 if bench == "train" else None)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from veca.config import did_you_mean
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, needs_extra
 from veca.images import Fit
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
@@ -152,10 +151,10 @@ def _write(
         if beside:
             chosen["beside"] = {name: _backbone(name, model) for name in beside}
         name = shipped_name(source) or Path(source).name or source
-        figure = draw(model, images, name=name, say=lambda text: status.update(escape(text)), **chosen)
+        figure = draw(model, images, name=name, say=lambda text: status.update(err.render_str(text)), **chosen)
         status.update("writing")
         write_figure(figure, to)
-    out.print(f"Figure: {to.resolve()}", soft_wrap=True, markup=False)
+    out.print(f"Figure: {to.resolve()}", soft_wrap=True)
 
 
 def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
@@ -164,12 +163,8 @@ def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
 
 
 def _backbone(name: str, model: Veca) -> Backbone:
-    try:
+    with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
-    except ImportError as error:
-        raise ArgumentError(
-            f"--beside needs {error.name}, which is not installed: pip install 'veca[train]'"
-        ) from error
     return load_teacher(name).to(model.norm.weight.device)
 
 

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
@@ -41,6 +40,7 @@ from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of
 from veca.unread import noting_left_out
+from veca.version import __version__
 
 AT_ONCE, AT_ONCE_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
 """Pixels of a batch, unless told."""
@@ -279,7 +279,7 @@ def _about(model: Veca, name: str | None, sources: Sequence[str]) -> dict[str, A
         "config": model.config.to_dict(),
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "sources": list(sources),
-        "versions": {"veca": version("veca"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"veca": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": where,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,9 @@ from veca.config import SIZES, did_you_mean, is_budget
 from veca.device import choose_device
 from veca.errors import VecaError
 from veca.fast import fits, optimize
-from veca.images import MEAN, STD, nearest_sizes
+from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes
 from veca.model import Veca
+from veca.text import quoted
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Kind: TypeAlias = Literal["cls", "cls+mean"]
@@ -220,6 +222,7 @@ class OtherBackbone(Backbone):
         self.teacher = teacher.to(device).eval().requires_grad_(False)
 
     def side(self, size: int) -> int:
+        _check_side(size)
         if size < 1:
             raise BackboneError(f"size {size}: a side has at least {self.patch} pixels for {self.name}")
         return nearest_sizes(size, size, self.patch)[0]
@@ -229,7 +232,13 @@ class OtherBackbone(Backbone):
         return cls, patches if dense else None
 
 
+def _check_side(size: int) -> None:
+    if size > (most := math.isqrt(MAX_PIXELS)):
+        raise BackboneError(f"size {quoted(size)}: a side has at most {most:,} pixels")
+
+
 def _whole_patches(backbone: Backbone, size: int) -> int:
+    _check_side(size)
     if size < backbone.patch or size % backbone.patch:
         near = nearest_sizes(size, size, backbone.patch)[0]
         raise BackboneError(f"size {size}: {backbone.name} takes multiples of {backbone.patch}. Nearest: {near}")
@@ -274,7 +283,7 @@ def _is_veca(source: str) -> bool:
         try:
             described = json.loads((path / "config.json").read_text())
             return not isinstance(described, dict) or described.get("model_type", "veca") == "veca"
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return True
     if source in NAMED or source.startswith("timm:") or "/" in source:
         return False

@@ -22,7 +22,7 @@ from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, limited
 from veca.probe.run import classify as run_classify
 from veca.probe.run import knn as run_knn
 from veca.signals import exit_status
-from veca.terminal import AtOnce, Device, Workers, out, warn, workers_of
+from veca.terminal import MOST_WORKERS, AtOnce, Device, Workers, out, warn, workers_of
 
 probe_app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +47,7 @@ Cores = Annotated[
 Sizes = Annotated[str, typer.Option(help="Sides in pixels, as 256,384: of the centre that is seen.")]
 ShortSides = Annotated[str, typer.Option(help="Short sides in pixels, as 512,768; a head is trained for each.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many pictures of each split; for a try.")]
-Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of all that is random.")]
 PrecisionOf = Annotated[
     Precision | None,
     typer.Option(help="Of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
@@ -60,6 +60,7 @@ Processes = Annotated[
     int | None,
     typer.Option(
         min=0,
+        max=MOST_WORKERS,
         help="Processes that decode; on a CPU they compute too, each on one core.",
         show_default="one per CPU, beside a GPU at most 8",
     ),
@@ -73,7 +74,7 @@ Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Every = Annotated[
     int | None, typer.Option(min=1, help="Score on val after so many steps.", show_default="a tenth of all")
 ]
-DenseBatchSize = Annotated[int, typer.Option(min=1, help="Pictures in a batch.")]
+DenseBatchSize = Annotated[int, typer.Option(min=1, max=65_536, help="Pictures in a batch.")]
 NormOf = Annotated[NormName, typer.Option(help="Of the features, before the head.")]
 Slide = Annotated[bool, typer.Option("--slide", help="Score by sliding square windows, not whole pictures at once.")]
 _RATES, _DECAYS, _DENSE_RATES = (
@@ -205,7 +206,7 @@ def depth(
     head: Annotated[
         Literal["bins", "regression"], typer.Option(help="Weights of depths between the two ends, or the depth itself.")
     ] = "bins",
-    bins: Annotated[int, typer.Option(min=2, help="How many depths.")] = 256,
+    bins: Annotated[int, typer.Option(min=2, max=65_536, help="How many depths.")] = 256,
     loss: Annotated[Literal["sig", "l1", "l2"], typer.Option(help="sig: scale-invariant, in logarithms.")] = "sig",
     rates: Rates = _DENSE_RATES,
     decay: Decay = 1e-4,

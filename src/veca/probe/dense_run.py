@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.files import check_writable
+from veca.files import check_utf8, check_writable
 from veca.probe.backbones import Backbone
 from veca.probe.crops import slide
 from veca.probe.datasets.base import ProbeData
@@ -108,6 +108,7 @@ def _probe(
             about["ignore"] = _ignore(data)
         return about
 
+    check_utf8(out)
     check_writable(out, folder=True)
     rows: list[Row] = []
     for jobs in settings.jobs(task, backbone, data, protocol, (), say):

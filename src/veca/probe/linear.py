@@ -140,6 +140,7 @@ def train_linear(
     best_weight, best_bias = heads.weight.clone(), heads.bias.clone()
     best_score = torch.full((len(pairs),), -1.0, dtype=torch.float64, device=device)
     losses, scores = [], []
+    batch = min(batch, len(features))
     step, steps = 0, epochs * math.ceil(len(features) / batch)
     for epoch in range(epochs):
         loss = torch.zeros(len(pairs), device=device)

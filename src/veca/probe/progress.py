@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+
+from veca.console import progress_bar
 
 Advance = Callable[[int], None]
 
@@ -15,12 +16,9 @@ Advance = Callable[[int], None]
 @contextmanager
 def bar(what: str, total: int, unit: str, show: bool = True) -> Iterator[Advance]:
     """A bar while the block runs; call what it gives with how many more `unit` are done."""
-    said = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
-    columns = *said, TextColumn("left"), TimeRemainingColumn()
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}", "left"
     # What processes that are forked meanwhile print must not wait for a lock of this one.
-    shown = Progress(
-        *columns, console=Console(stderr=True), disable=not show, redirect_stdout=False, redirect_stderr=False
-    )
+    shown = progress_bar(*columns, TimeRemainingColumn(), shown=show, redirect_stdout=False, redirect_stderr=False)
     with shown as progress:
         task = progress.add_task(what, total=total, rate="")
         began, done = time.perf_counter(), 0

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,6 +24,7 @@ from veca.probe.backbones import Backbone
 from veca.probe.datasets.base import ProbeData
 from veca.probe.features import content, digest_of
 from veca.probe.results import SCHEMA
+from veca.version import __version__
 
 VERSION = 1
 """Of the code that makes numbers: to be raised when the same settings give others."""
@@ -147,7 +147,7 @@ def by_class(classes: Sequence[str], values: Iterable[float]) -> dict[str, float
 def versions(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
-        "veca": version("veca"),
+        "veca": __version__,
         "torch": torch.__version__,
         "device": name,
         "python": platform.python_version(),

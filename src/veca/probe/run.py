@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.files import check_writable
+from veca.files import check_utf8, check_writable
 from veca.probe.backbones import Backbone, Kind
 from veca.probe.datasets.base import DatasetError, ProbeData
 from veca.probe.features import Extraction, View, as_plain, listed, spread, without_bad
@@ -117,6 +117,7 @@ def classify(
     `also` are further sets with the same classes, such as ImageNetV2 for ImageNet, scored with the same head.
     """
     check_data(data, ("classify", "multilabel"), say)
+    check_utf8(out)
     check_writable(out, folder=True)
     for other in also:
         if len(other.classes) != len(data.classes):
@@ -143,6 +144,7 @@ def knn(backbone: Backbone, data: ProbeData, out: Path, settings: KnnSettings, s
             f"{data.name} has several labels for a picture, which neighbours do not vote on: classify it"
         )
     check_data(data, ("classify",), say)
+    check_utf8(out)
     check_writable(out, folder=True)
     rows = []
 

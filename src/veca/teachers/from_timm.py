@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from veca.checkpoint import read_safetensors
 from veca.config import did_you_mean
+from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
 from veca.text import excerpt
 from veca.torch_file import read_torch_file
@@ -59,7 +60,8 @@ def timm_teacher(
     name: str, meet: Meet = "input", file: str | Path | None = None, pretrained: bool = True, **options: Any
 ) -> TimmTeacher:
     """A teacher from timm by name, with the weights timm has for it, or those of a local file."""
-    import timm
+    with needs_extra(f"{name} needs", "train"):
+        import timm
 
     import veca.hub.timm  # noqa: F401 (registers our models, which can teach too)
 

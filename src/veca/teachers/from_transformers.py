@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
 
 
@@ -110,7 +111,8 @@ def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False)
 
     `trust_remote_code` lets Python files that come with the weights run, as older C-RADIO's need it.
     """
-    import transformers
+    with needs_extra(f"{name} needs", "train"):
+        import transformers
 
     trust = {"trust_remote_code": trust_remote_code}
     try:

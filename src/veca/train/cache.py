@@ -40,6 +40,7 @@ from veca.files import atomic_path
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.data import Batch, Pictures
 from veca.train.recipe import Recipe, RecipeError
+from veca.version import __version__
 
 SPARE = 10 * 10**9
 """Bytes of a disk that are left for others, checkpoints above all."""
@@ -93,10 +94,9 @@ def cache_about(recipe: Recipe, teacher: Teacher | Standardized, fingerprint: st
     for name, tensor in sorted(teacher.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    versions = {}
-    for package in ("veca", about["library"]):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    versions = {"veca": __version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions[about["library"]] = importlib.metadata.version(about["library"])
     return {
         "teacher": about,
         "weights": digest.hexdigest(),

@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Column
 from torch import Tensor
 
+from veca.console import PlainColumn, PlainConsole, progress_bar
 from veca.errors import ArgumentError, warn_caller
 from veca.files import atomic_path
-from veca.text import duration, printable
+from veca.text import duration, printable, shorten
 from veca.train.tables import (
     EVENTS,
     METRIC_KEYS,
@@ -347,10 +347,11 @@ class LiveLine:
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar: a step that was skipped, a picture that cannot be read."""
+        text = shorten(printable(text))
         if self._bar is None:
-            self._print(printable(text))
+            self._print(text)
         else:
-            self._bar.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(text, soft_wrap=True)
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -381,8 +382,9 @@ class LiveLine:
 
 
 def _bar(stream: TextIO) -> Progress:
-    facts = TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-    return Progress(BarColumn(16), MofNCompleteColumn(), facts, console=Console(file=stream), refresh_per_second=4)
+    facts = PlainColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    console = PlainConsole(file=stream)
+    return progress_bar(BarColumn(16), MofNCompleteColumn(), facts, console=console, refresh_per_second=4)
 
 
 def memory_gib(device: torch.device) -> float:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from veca.device import choose_device
 from veca.errors import ArgumentError, VecaError
-from veca.files import check_writable, locked
+from veca.files import check_utf8, check_writable, locked
 from veca.model import Veca
 
 SILENCE, PATIENCE = datetime.timedelta(minutes=20), datetime.timedelta(days=7)
@@ -93,6 +93,7 @@ def run_folder(folder: Path, world: World) -> Iterator[None]:
         problem: Exception | None = None
         if world.first:
             try:
+                check_utf8(folder)
                 check_writable(folder, folder=True)
                 stack.enter_context(locked(folder))
             except (VecaError, OSError) as error:

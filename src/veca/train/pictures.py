@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
+from veca.console import progress_bar
 from veca.errors import VecaError
 from veca.files import atomic_path
 from veca.images import ImageError
@@ -104,8 +104,8 @@ class Pictures:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
         left_out = LeftOut()
         old, index = _Index.load(cache) if cache is not None else _Index(), _Index()
-        columns = [TextColumn("{task.description}"), TextColumn("{task.fields[found]}"), TimeElapsedColumn()]
-        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        columns = "{task.description}", "{task.fields[found]}", TimeElapsedColumn()
+        with progress_bar(*columns, shown=progress) as bar:
             task = bar.add_task("finding pictures", total=None, found="")
 
             def show(count: int) -> None:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from veca.config import VecaConfig
 from veca.flops import model_flops, patches
 from veca.model import Veca
-from veca.text import duration
+from veca.text import duration, printable, shorten
 from veca.train.cache import cache_bytes
 from veca.train.optimizers import Split, split_parameters
 from veca.train.recipe import Recipe, RecipeError
@@ -301,14 +301,14 @@ def _run_table(plan: Plan) -> Table:
 
     table.add_row("student", f"{recipe.model.size}, {sum(p.numel() for p in named.values()):,} parameters")
     if recipe.model.start:
-        table.add_row("starts from", escape(recipe.model.start))
+        table.add_row("starts from", _plain(recipe.model.start))
     table.add_row("moved by NorMuon", numbers(_matrices(split)))
     table.add_row("moved by AdamW", numbers(split.adamw))
-    table.add_row("teacher", f"{escape(recipe.teacher.name)}, {_teacher(plan)}")
+    table.add_row("teacher", _plain(f"{recipe.teacher.name}, {_teacher(plan)}"))
     if (size := plan.cache_bytes()) is not None:
-        said = f"up to {size / 1e9:,.1f} GB in {escape(str(recipe.teacher.cache))}"
+        said = f"up to {size / 1e9:,.1f} GB in {recipe.teacher.cache}"
         limit = recipe.teacher.cache_gb
-        table.add_row("cache of targets", said if limit is None else f"{said}, but at most {limit:g}")
+        table.add_row("cache of targets", _plain(said if limit is None else f"{said}, but at most {limit:g}"))
     table.add_row("pictures", "not counted" if plan.pictures is None else f"{plan.pictures:,}")
     batch = f"{recipe.batch} × {recipe.accumulate} accumulated × {_count(plan.world_size, 'process')}"
     table.add_row("batch", f"{global_batch(recipe, plan.world_size):,} pictures: {batch}")
@@ -427,6 +427,11 @@ def _memory_table(plan: Plan) -> Table:
         shared = sum(memory) - kept + kept // plan.world_size
         table.add_row("shared out", f"{shared / 2**30:,.3f}", f"weights and states, by {plan.world_size}")
     return table
+
+
+def _plain(text: str) -> Text:
+    """What a recipe names, for any console: a `str` would be read as markup."""
+    return Text(shorten(printable(text), 200))
 
 
 def _table(title: str, first: str, *heads: str) -> Table:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import yaml
 from veca.config import did_you_mean, get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
+from veca.text import quoted
 
 Kind = TypeVar("Kind")
 
@@ -29,14 +31,18 @@ class RecipeError(VecaError, ValueError):
     """A recipe that cannot be followed: the message names the key, the value and the rule."""
 
 
+_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What `yaml.safe_load` raises; ValueError: of no UTF-8, a date that is none, a number of thousands of digits."""
+
+
 def _require(where: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        raise RecipeError(f"{where}={value!r}: must be {rule}")
+        raise RecipeError(f"{where}={quoted(value)}: must be {rule}")
 
 
 def _check_odds(where: str, odds: Mapping[int, float]) -> None:
-    fine = bool(odds) and all(odd >= 0 for odd in odds.values()) and sum(odds.values()) > 0
-    _require(where, odds, fine, "choices with odds that are not negative, and not all zero")
+    fine = bool(odds) and all(odd >= 0 for odd in odds.values()) and 0 < sum(odds.values()) < math.inf
+    _require(where, odds, fine, "choices with odds that are not negative, not all zero and not too large")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +327,8 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         hint = f". There: {', '.join(near)}" if near else ""
         raise RecipeError(f"{path}: no such recipe{hint}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
+    except (OSError, *_NO_YAML) as error:
+        raise RecipeError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} holds {type(values).__name__}, not the keys of a recipe")
     return build(Recipe, values, changes)
@@ -347,7 +353,7 @@ def _set(values: dict[str, Any], change: str) -> None:
             raise RecipeError(f"--set {change}: {name} has no keys of its own")
     try:
         values[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise RecipeError(f"--set {change}: the value is not YAML") from error
 
 
@@ -383,6 +389,8 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return _number(value, where)
     names = {int: "an integer", bool: "true or false", str: "text", type(None): "null"}
     _require(where, value, type(value) is kind, names[kind])
+    if kind is int:
+        _require(where, value, -(2**63) <= value < 2**63, "an integer of 64 bits")
     return value
 
 
@@ -414,6 +422,6 @@ def _number(value: Any, where: str) -> float:
     if isinstance(value, str):  # YAML takes 4e-4 for text: it would have it 4.0e-4
         with contextlib.suppress(ValueError):
             value = float(value)
-    fine = type(value) in (int, float) and math.isfinite(value)
+    fine = type(value) in (int, float) and abs(value) <= sys.float_info.max
     _require(where, value, fine, "a finite number")
     return value

@@ -23,7 +23,7 @@ from veca.errors import ArgumentError
 from veca.html import details, figure, heat_table, section, table, write_page
 from veca.text import duration, number, printable
 from veca.train.plan import resolution_odds, shares
-from veca.train.recipe import Recipe, RecipeError
+from veca.train.recipe import Recipe
 from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, read_table
 
 SHOWN_ROWS, SHOWN_EVENTS = 12, 200
@@ -107,10 +107,11 @@ def _read(folder: Path) -> _Run:
             validation.setdefault(int(row["step"]), {})[int(row["resolution"]), int(row["budget"])] = values
     lines = [line.split("\t", 2) for line in _text(folder / EVENTS).splitlines()]
     text, recipe = _text(folder / "recipe.yaml"), None
-    with contextlib.suppress(RecipeError, yaml.YAMLError, TypeError, AttributeError):  # of another version, or torn
+    # Of another version, or torn; a RecipeError is a ValueError.
+    with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         recipe = Recipe.from_dict(yaml.safe_load(text)) if text else None
     summary: Any = {}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         summary = json.loads(_text(folder / "summary.json") or "{}")
     return _Run(
         printable(folder.resolve().name),

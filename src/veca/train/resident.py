@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from torch import Tensor
 
+from veca.console import progress_bar
 from veca.resize import filters
 from veca.teachers import Standardized, Targets
 from veca.train.augment import Augmentation
@@ -49,12 +49,12 @@ class Resident:
         self.images = torch.zeros(len(pictures), 3, side, side, dtype=torch.uint8, device=device)
         self.bad: dict[int, tuple[str, str]] = {}
         seen = torch.zeros(len(pictures), dtype=torch.bool)
-        columns = TextColumn("decoding pictures"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = "decoding pictures", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with (
             validation_batches(
                 pictures, side, _AT_ONCE, workers=workers, short_side=1.0, max_pixels=max_pixels
             ) as batches,
-            Progress(*columns, console=Console(stderr=True), disable=not progress) as bar,
+            progress_bar(*columns, shown=progress) as bar,
         ):
             task = bar.add_task("", total=len(pictures))
             reasons: dict[str, tuple[str, str]] = {}
@@ -95,8 +95,8 @@ class Taught:
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
         # As the teacher has them: zeros, most of a CNN's map, are exact in eight bits, and so no mean is off by them.
         self.glimpses: Tensor | None = None
-        columns = TextColumn("asking the teacher"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        columns = "asking the teacher", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with progress_bar(*columns, shown=progress) as bar:
             task, together = bar.add_task("", total=count), lessons.at_once(resident.side)
             for start in range(0, count, together):
                 part = slice(start, start + together)

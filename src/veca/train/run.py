@@ -9,7 +9,9 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
+from veca.console import as_message
 from veca.teachers.known import KNOWN
+from veca.text import quoted
 from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
 from veca.train.parallel import processes, run_folder
@@ -40,8 +42,9 @@ def show_plan(recipe: Recipe, pictures: int | None = None, processes: int = 1) -
 
     A recipe whose pictures are not there yet has a plan too: with a note that says why they are not counted.
     """
-    if processes < 1 or (pictures is not None and pictures < 1):
-        raise RecipeError(f"processes={processes}, pictures={pictures}: a plan is for at least 1 of each")
+    if not 1 <= processes < 2**63 or (pictures is not None and not 1 <= pictures < 2**63):
+        asked = f"processes={quoted(processes)}, pictures={quoted(pictures)}"
+        raise RecipeError(f"{asked}: a plan is for at least 1 of each, and fewer than 2^63")
     note = ""
     if pictures is None:
         try:
@@ -53,4 +56,4 @@ def show_plan(recipe: Recipe, pictures: int | None = None, processes: int = 1) -
     if teacher and config.output_dim is None and config.embed_dim != teacher["width"]:
         config = VecaConfig.from_dict({**config.to_dict(), "output_dim": teacher["width"]})
     plan = describe_plan(recipe, config, pictures, world_size=processes, teacher=teacher)
-    return Group(plan, Text(note, style="yellow")) if note else plan
+    return Group(plan, Text(as_message(note), style="yellow")) if note else plan

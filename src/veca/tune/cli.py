@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.errors import ArgumentError
+from veca.errors import needs_extra
 from veca.probe.cli import Data, Limit, Root, SkipBad, numbers
 from veca.terminal import Device, Restart, Size, Source, Workers, out, stoppable, warn, workers_of
 from veca.tune.settings import ClassifySettings, Head, SegmentSettings
@@ -42,13 +42,9 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
         root: Root = None, limit: Limit = None, device: Device = "auto", workers: Workers = None,
         skip_bad: SkipBad = False, restart: Restart = False,
     ) -> None:  # fmt: skip
-        try:
+        with needs_extra("tuning needs", "train"):
             from veca.train.recipe import build
             from veca.tune.run import finetune
-        except ImportError as error:
-            raise ArgumentError(
-                f"tuning needs {error.name}, which is not installed: pip install 'veca[train]'"
-            ) from error
         asked = {
             "size": size, "cores": [] if cores == "all" else numbers(cores, "cores", int), "epochs": epochs,
             "batch": batch, "rate": rate, "layer_decay": layer_decay, "head": head, "workers": workers_of(workers),
@@ -60,7 +56,7 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
                 model, data, to, settings, root=root, limit=limit, device=device, restart=restart, say=warn
             )
         if report is not None:
-            out.print(f"Report: {report.resolve()}", soft_wrap=True, markup=False)
+            out.print(f"Report: {report.resolve()}", soft_wrap=True)
 
 
 _add(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from veca.charts import Line, line_chart, smooth
+from veca.errors import ArgumentError, VecaError
 from veca.html import details, figure, heat_table, section, table, write_page
 from veca.probe.gallery import class_colours
 from veca.text import duration, number, printable
@@ -27,6 +28,18 @@ def is_tuned(folder: Path) -> bool:
 
 def write_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a fine-tune, of the files that are there; its path comes back."""
+    try:
+        return _write_report(folder)
+    except VecaError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ArgumentError(
+            f"{folder}: {ASKED} or result.json is not as `veca finetune` wrote it ({type(error).__name__}: {error}); "
+            "the same command writes them again"
+        ) from error
+
+
+def _write_report(folder: Path) -> Path:
     asked, result = (_read(folder / name) for name in (ASKED, "result.json"))
     rows = read_table(folder / METRICS)
     out = folder / "report.html"
@@ -53,7 +66,7 @@ def write_report(folder: Path) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -76,14 +89,18 @@ def _facts(asked: Mapping[str, Any], result: Mapping[str, Any], rows: Sequence[M
         probe = "" if before is None else f"; the linear probe it began from {before:.2f}"
         facts[f"{metric} on {result['scored_on']}, C = {cores}"] = f"{after:.2f} %{probe}"
         facts["Best on val"] = f"{result['best']['score']:.2f} % at step {result['best']['step']:,}, kept"
-    return {term: escape(printable(value)) for term, value in facts.items()}
+    return {escape(printable(term)): escape(printable(value)) for term, value in facts.items()}
 
 
 def _scores(result: Mapping[str, Any]) -> str:
     metric, after, before = result["metric"], result["after"], result["before"]
     names = list(next(iter(after.values())))
     body = [
-        [cores, number(before.get(cores, {}).get(metric, math.nan), ".2f"), *(f"{v[name]:.2f}" for name in names)]
+        [
+            escape(cores),
+            number(before.get(cores, {}).get(metric, math.nan), ".2f"),
+            *(f"{v[name]:.2f}" for name in names),
+        ]
         for cores, v in after.items()
     ]
     lines = [
@@ -92,12 +109,12 @@ def _scores(result: Mapping[str, Any]) -> str:
         if found
     ]
     label = f"{metric} against budget"
-    where = f"On {result['scored_on']}, in percent, by the weights that were best on val."
+    where = f"On {escape(result['scored_on'])}, in percent, by the weights that were best on val."
     return figure(
         "Against the budget",
         line_chart(lines, "budget, cores", f"{metric}, %", label, [float(c) for c in after], log=False),
         f"{where} The linear probe is the head at the start, on frozen features: one head for all budgets.",
-    ) + table(["cores", f"linear probe, {metric}", *names], body)
+    ) + table(["cores", f"linear probe, {escape(metric)}", *map(escape, names)], body)
 
 
 def _curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: str) -> str:
@@ -116,7 +133,7 @@ def _curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: str) -> s
     moved = [line._replace(name=f"val, {line.name}", colour=line.colour + 1) for line in drawn["loss"]]
     return "\n".join(
         [
-            figure(f"{metric} on val", line_chart(drawn[metric], "step", f"{metric}, %", metric, log=False)),
+            figure(f"{escape(metric)} on val", line_chart(drawn[metric], "step", f"{metric}, %", metric, log=False)),
             figure("Loss", line_chart([*train, *moved], "step", "loss", "loss against steps", log=False)),
             figure(
                 "Learning rate",
@@ -130,7 +147,7 @@ def _classes(result: Mapping[str, Any]) -> str:
     classes = [escape(printable(name)) for name in result["classes"]]
     scored = sorted(result["per_class"].items(), key=lambda item: item[1])
     each = table(
-        ["class", f"{result['metric']}, %"], [[escape(printable(k)), f"{v:.2f}"] for k, v in scored], words={0}
+        ["class", f"{escape(result['metric'])}, %"], [[escape(printable(k)), f"{v:.2f}"] for k, v in scored], words={0}
     )
     pairs = [[classes[true], classes[said], f"{count:,}"] for true, said, count in result["confusions"]]
     heads = ["class", "taken for", "pixels" if result["metric"] == "mIoU" else "pictures"]

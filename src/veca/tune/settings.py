@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from veca.config import VecaConfig, is_budget
 from veca.errors import ArgumentError
-from veca.images import nearest_sizes
+from veca.images import MAX_PIXELS, nearest_sizes
+from veca.text import quoted
 
 Task: TypeAlias = Literal["classify", "segment"]
 Augment: TypeAlias = Literal["flip", "colour", "trivial"]
@@ -57,7 +58,10 @@ class Settings:
     def __post_init__(self) -> None:
         self.require("size", self.size >= 1, "at least 1")
         self.require("epochs", 0 < self.epochs < math.inf, "above 0")
-        self.require("batch", self.batch >= 1, "at least 1")
+        self.require("size", self.size <= (most := math.isqrt(MAX_PIXELS)), f"at most {most:,}")
+        self.require("batch", 1 <= self.batch <= 1_000_000, "from 1 to 1,000,000")
+        self.require("workers", 0 <= self.workers <= 1024, "from 0 to 1024")
+        self.require("seed", 0 <= self.seed < 2**63, "from 0 to 2^63 - 1")
         self.require("rate", 0 < self.rate <= 1, "above 0, at most 1")
         self.require("layer_decay", 0 < self.layer_decay <= 1, "above 0, at most 1; 1 is one rate for all layers")
         self.require("decay", 0 <= self.decay < 1, "from 0 to under 1")
@@ -67,7 +71,7 @@ class Settings:
 
     def require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise ArgumentError(f"{name}={getattr(self, name)!r}: must be {rule}")
+            raise ArgumentError(f"{name}={quoted(getattr(self, name))}: must be {rule}")
 
     def budgets(self, config: VecaConfig) -> dict[int, float]:
         """Budgets and their odds, which are the paper's: large ones come more often. Size and budgets are checked."""

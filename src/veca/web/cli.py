@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.shipped import shipped_name
 from veca.signals import drop_lost_terminal
 from veca.terminal import Device, err, load_model, out
+from veca.text import quoted
 from veca.web.guard import is_loopback, names_of
 
 if TYPE_CHECKING:
@@ -46,13 +47,9 @@ def explore(
     device: Device = "auto",
 ) -> None:
     """Open a local page that shows, while you drag, what a model does with your picture at any budget."""
-    try:
+    with needs_extra("the explorer needs", "web"):
         from veca.web.app import create_app
         from veca.web.connections import create_server
-    except ImportError as error:
-        raise ArgumentError(
-            f"the explorer needs {error.name}, which is not installed: pip install 'veca[web]'"
-        ) from error
 
     if token is not None and not (
         len(token) >= 8 and token.isascii() and token.replace("-", "").replace("_", "").isalnum()
@@ -68,7 +65,7 @@ def explore(
         app = create_app(models, hosts=hosts, token=token)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
         address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
-        out.print(f"Explorer: {address}", soft_wrap=True, markup=False)
+        out.print(f"Explorer: {address}", soft_wrap=True)
         err.print("Ctrl-C ends it.")
         server = create_server(app)
         with _ended_by_hangup(server):
@@ -105,10 +102,10 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(128)  # from now on clients wait, and are not refused
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, UnicodeError) as error:  # the latter: no host has such a name
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise ArgumentError(
-            f"cannot answer at {host}, port {port}: {reason}; choose another --port or --host"
+            f"cannot answer at {quoted(host)}, port {port}: {reason}; choose another --port or --host"
         ) from error
     return bound
 

@@ -1,0 +1,24 @@
+"""The version of this package: what every file that veca writes says it was made with."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def _find_version() -> str:
+    try:
+        return version("veca")
+    except PackageNotFoundError:  # not installed: run from its sources, as torch.hub does
+        pass
+    try:
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        if project["name"] == "veca":
+            return f"{project['version']}+sources"
+    except (OSError, ValueError, KeyError):
+        pass
+    return "0+sources"
+
+
+__version__ = _find_version()
