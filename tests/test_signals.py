@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -237,9 +238,15 @@ def test_a_terminal_that_closes(
     process = Process(*commands(command, out), log=tmp_path / "log", before=before)
     started.append(process)
     os.close(own)
-    reader = threading.Thread(target=lambda: _drain(terminal), daemon=True)
-    reader.start()
-    wait_until(lambda: saved(command, out) and len(process.members()) >= 3, process)
+    os.set_blocking(terminal, False)
+
+    def drained() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(terminal, 4096):
+                pass
+        return True
+
+    wait_until(lambda: drained() and saved(command, out) and len(process.members()) >= 3, process)
     at = reached(out)
     os.close(terminal)
     assert process.wait() == 128 + signal.SIGHUP
@@ -249,14 +256,6 @@ def test_a_terminal_that_closes(
         assert "stopped: by SIGHUP" in (out / "events.txt").read_text()
     commands.run(command, out)
     assert_same(command, out, whole(command))
-
-
-def _drain(terminal: int) -> None:
-    try:
-        while os.read(terminal, 4096):
-            pass
-    except OSError:
-        pass
 
 
 def test_workers_outlive_the_thread_that_started_them(tmp_path: Path) -> None:

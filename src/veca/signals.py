@@ -52,8 +52,9 @@ def terminable() -> Iterator[None]:
         received.append((number, time.monotonic()))
         raise Terminated(number)
 
-    numbers = [n for n in STOPPING if n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
-    before = {number: signal.signal(number, handle) for number in numbers}
+    in_main = threading.current_thread() is threading.main_thread()
+    others = [number for number in STOPPING if in_main and number != signal.SIGINT]
+    before = {number: signal.signal(number, handle) for number in others if signal.getsignal(number) is signal.SIG_DFL}
     try:
         yield
     except Terminated as error:
