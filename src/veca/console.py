@@ -29,10 +29,10 @@ class PlainConsole(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(as_message(text, LONGEST), **options)
 
-    def status(self, status: RenderableType, **options: Any) -> Status:  # type: ignore[override]
+    def status(self, status: RenderableType, **options: Any) -> Status:
         return super().status(self.render_str(status) if isinstance(status, str) else status, **options)
 
 
