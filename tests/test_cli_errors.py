@@ -390,3 +390,26 @@ def test_errors_have_one_base() -> None:
     assert issubclass(ConfigError, veca.VecaError)
     assert issubclass(ArgumentError, ValueError)
     assert not issubclass(typer.BadParameter, veca.VecaError)
+
+
+def test_a_report_of_hostile_results_has_no_markup_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = "<script>alert(1)</script>"
+    asked = {"model": bad, "task": "classify", "data": {"name": bad, "train": 1}}
+    result = {
+        "metric": bad, "cores": bad, "after": {bad: {bad: 1.0}, "8": {bad: 1.0}}, "before": {"8": {bad: 1.0}},
+        "scored_on": bad, "best": {"score": 1.0, "step": 1}, "steps": 1, "classes": [bad], "per_class": {bad: 1.0},
+        "confusions": [[0, 0, 1]], "matrix": [[1]], "gallery": [], "asked": asked, "problems": [bad],
+    }  # fmt: skip
+    (tmp_path / "finetune.json").write_text(json.dumps(asked))
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    assert call(["report", "."], tmp_path, monkeypatch) == 1  # budgets are numbers
+    assert "could not convert" in capsys.readouterr().err
+    for key in ("cores", "after"):
+        result[key] = json.loads(json.dumps(result[key]).replace(json.dumps(bad), '"64"', 1))
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    assert call(["report", "."], tmp_path, monkeypatch) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;script&gt;" in page
+    assert bad not in page
