@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from veca.bench.flops import attention_flops, dense_attention_flops
 from veca.bench.report import Results, Row
 from veca.config import SIZES
-from veca.errors import ArgumentError
+from veca.errors import needs_extra
 from veca.files import atomic_path
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def _look(name: str) -> dict[str, Any]:
 
 
 def _figure_class() -> Any:
-    try:
+    with needs_extra("plots need", "bench"):
+        import matplotlib  # noqa: F401
         from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole process
-    except ImportError as error:
-        raise ArgumentError("plots need matplotlib, which is not installed: pip install 'veca[bench]'") from error
     return Figure
