@@ -18,7 +18,7 @@ from veca.errors import VecaError
 
 PAGE_BYTES = 1 << 29
 VALUE_BYTES = 1 << 27
-"""Largest page, unpacked, and largest picture. pyarrow holds a page, a copy of its dictionary and the values of a batch."""
+"""Largest page, unpacked, and largest picture: pyarrow holds a page, a copy of its dictionary and some rows at once."""
 _ROWS = 16
 _BATCH_BYTES = 1 << 27
 """Rows that are held at a time, and how many bytes they may have."""
