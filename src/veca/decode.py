@@ -230,19 +230,19 @@ def _check_png_chunks(stream: BinaryIO, size: int) -> None:
 
 
 def _check_gif_blocks(stream: BinaryIO, size: int) -> None:
-    """Refuse a GIF with very many blocks of comments and the like before its first frame."""
+    """Refuse a GIF with very many blocks of comments and the like, or stray bytes, before its first frame."""
     flags = stream.read(11)[10:]
-    position, blocks = 13 + (3 << (flags[0] & 7) + 1 if flags and flags[0] & 128 else 0), 0
-    stream.seek(position)
-    while stream.read(1) == b"!":
-        stream.read(1)
-        while length := stream.read(1):
-            blocks += 1
-            if blocks > _MOST_GIF_BLOCKS:
-                raise ImageError("GIF with very many blocks before its first frame; save it again")
-            if not length[0]:
-                break
+    stream.seek(13 + (6 << (flags[0] & 7) if flags and flags[0] & 128 else 0))
+    blocks = 0
+    while (mark := stream.read(1)) and mark not in (b",", b";"):
+        length = stream.read(2)[1:] if mark == b"!" else b""
+        blocks += 1
+        while length and length[0] and blocks <= _MOST_GIF_BLOCKS:
             stream.seek(length[0], os.SEEK_CUR)
+            length = stream.read(1)
+            blocks += 1
+        if blocks > _MOST_GIF_BLOCKS:
+            raise ImageError("GIF with very many blocks before its first frame; save it again")
 
 
 def _check_ppm_header(stream: BinaryIO, size: int) -> None:

@@ -18,7 +18,7 @@ from veca.errors import VecaError
 
 PAGE_BYTES = 1 << 29
 VALUE_BYTES = 1 << 27
-"""Largest page, unpacked, and largest picture. pyarrow holds a page, its dictionary twice and the values of a batch."""
+"""Largest page, unpacked, and largest picture: pyarrow holds a page, a copy of its dictionary and some rows at once."""
 _ROWS = 16
 _BATCH_BYTES = 1 << 27
 """Rows that are held at a time, and how many bytes they may have."""
@@ -139,7 +139,7 @@ def _page(file: IO[bytes], position: int) -> tuple[int, _Page]:
                 raise TableError("a broken page header") from None
             size *= 16
     kind, unpacked, packed = (fields.get(i, -1) for i in (1, 2, 3))
-    about: dict[int, Any] = next((fields[i] for i in (5, 7, 8) if isinstance(fields.get(i), dict)), {})
+    about = next((fields[i] for i in (5, 7, 8) if isinstance(fields.get(i), dict)), {})
     page = _Page(kind, packed, unpacked, about.get(1, 0))
     if not all(type(number) is int and number >= 0 for number in page):
         raise TableError("a broken page header")
