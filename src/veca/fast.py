@@ -348,8 +348,8 @@ def optimize(
       happen to be a width of the model at the first call, a budget small enough for the few-cores path, `cls_only`.
       A CPU needs a C++ compiler.
 
-    Hooks, parametrizations and replaced layers stay in a compiled copy. Fused kernels call no layer: there a model that
-    has any of these is refused.
+    Hooks, parametrizations and replaced layers stay in a compiled copy. Fused kernels call no layer, so a model that
+    has any is refused there.
 
     >>> import veca
     >>> model = veca.create_model("veca_tiny")

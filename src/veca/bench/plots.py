@@ -124,7 +124,7 @@ def _look(name: str) -> dict[str, Any]:
 
 def _figure_class() -> Any:
     try:
-        import matplotlib.figure  # not pyplot, which would choose a backend for the whole process
+        from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole process
     except ImportError as error:
         raise ArgumentError("plots need matplotlib, which is not installed: pip install 'veca[bench]'") from error
-    return matplotlib.figure.Figure
+    return Figure
