@@ -358,20 +358,20 @@ def test_gpu_pruned_model_is_refused_or_folded_as_pruned() -> None:
     assert relative_error(pruned[3], before[3]) > 0.3
 
 
-def test_the_recompile_limit_is_raised_while_optimized_blocks_run() -> None:
-    fast, during = veca.optimize(make()), []
-    config = torch._dynamo.config
-    limit = config.recompile_limit
-    fast.blocks[0].register_forward_pre_hook(lambda *_: during.append(config.recompile_limit))
-    with torch.compiler.set_stance("force_eager"):  # a hook in a compiled block would be traced
+@pytest.mark.parametrize(("limit", "expected"), [(8, 64), (100, 100)])
+def test_the_recompile_limit_is_raised_while_optimized_blocks_run(limit: int, expected: int) -> None:
+    import torch._dynamo.config as config
+
+    during: list[int] = []
+    with config.patch(recompile_limit=limit), torch.compiler.set_stance("force_eager"):  # a hook would be traced
+        fast = veca.optimize(make())
+        assert config.recompile_limit == limit
+        fast.blocks[0].register_forward_pre_hook(lambda *_: during.append(config.recompile_limit))
         run(fast)
         with pytest.raises(TypeError):
             fast.blocks[0]()
-        assert during == [64, 64]
-        assert config.recompile_limit == limit < 64
-        with config.patch(recompile_limit=100):
-            run(fast)
-            assert during[-1] == config.recompile_limit == 100
+        assert during == [expected, expected]
+        assert config.recompile_limit == limit
 
 
 # Settings of the process
