@@ -43,7 +43,8 @@ LAYERS = [
 ]
 """One of each kind; of those in blocks the last, where `cls_only` takes a path of its own."""
 WAYS = {"few cores": (8, False), "all cores": (64, False), "cls_only": (8, True)}
-TOLERANCE = 1e-5
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
+"""Rounding of float32 in a model of sharp attention; a layer that is left out makes a difference of more than 1e-3."""
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +97,14 @@ def test_hooks_fire_and_take_effect(name: str, way: str, device: str) -> None:
     layer, before, calls = model.get_submodule(name), run(model, way), []
     for register in (layer.register_forward_pre_hook, layer.register_forward_hook):
         with register(lambda *_: calls.append(name)):
-            assert difference(run(model, way), before) <= TOLERANCE
+            assert difference(run(model, way), before) <= TOLERANCE[device]
     assert calls == [name, name]
     for handle in (layer.register_forward_pre_hook(shift_input), layer.register_forward_hook(scale_output)):
         with handle:
             found, expected = run(model, way), plain(model, way)
-        assert difference(found, expected) <= TOLERANCE
+        assert difference(found, expected) <= TOLERANCE[device]
         assert difference(found, before) > 1e-3
-    assert difference(run(model, way), before) == 0, "and afterwards all is as it was"
+    assert difference(run(model, way), before) <= TOLERANCE[device], "and afterwards all is as it was"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,7 +128,7 @@ def test_hooks_of_all_modules_fire_for_every_layer(device: str) -> None:
     with register_module_forward_hook(lambda module, *_: called.add(names.get(id(module)))):
         found = run(model)
     assert set(LAYERS) <= called
-    assert difference(found, run(model)) <= TOLERANCE
+    assert difference(found, run(model)) <= TOLERANCE[device]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,7 +140,7 @@ def test_a_replaced_forward_is_called(device: str) -> None:
         layer, calls = model.get_submodule(name), []
         own = layer.forward
         layer.forward = lambda x, own=own, calls=calls: calls.append(x) or own(x)  # type: ignore[method-assign]
-        assert difference(run(model), before) <= TOLERANCE
+        assert difference(run(model), before) <= TOLERANCE[device]
         assert len(calls) == 1
         del layer.forward
 
@@ -180,12 +181,12 @@ def test_quantised_weights_and_layers_without_bias_are_called(way: str) -> None:
         layer: Any = model.get_submodule(name)
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(Quantised(layer.weight.detach()), requires_grad=False)
-    assert difference(run(model, way), before) <= TOLERANCE
+    assert difference(run(model, way), before) <= TOLERANCE["cpu"]
     assert "is quantised" in unfoldable(model)
     model = make()
     for block in model.blocks:
         block.attn.qkv.bias = block.attn.proj.bias = None
-    assert difference(run(model, way), plain(model, way)) <= TOLERANCE
+    assert difference(run(model, way), plain(model, way)) <= TOLERANCE["cpu"]
     assert unfoldable(model).startswith("the model has no blocks.0.attn.proj.bias")
 
 
@@ -253,26 +254,26 @@ def test_computed_weights_are_used(kind: str, device: str) -> None:
                 parameter.mul_(0.7)
     found = {way: run(model, way) for way in WAYS}
     for way in WAYS:
-        assert difference(found[way], plain(model, way)) <= TOLERANCE
+        assert difference(found[way], plain(model, way)) <= TOLERANCE[device]
     change(model, kind, 1)
     for way in WAYS:
-        assert difference(found[way], run(model, way)) <= TOLERANCE
+        assert difference(found[way], run(model, way)) <= TOLERANCE[device]
         assert difference(found[way], before[way]) > 1e-3
 
 
 def test_compiled_and_exported_models_call_them_too() -> None:
     model = make(depth=1)
     before = run(model)
-    assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), before) <= TOLERANCE
+    assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), before) <= TOLERANCE["cpu"]
     for name in ("blocks.0.attn.proj", "blocks.0.norm1", "patch_embed.proj"):
         model.get_submodule(name).register_forward_hook(scale_output)
     torch.compiler.reset()
     expected = plain(model)
-    assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), expected) <= TOLERANCE
+    assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), expected) <= TOLERANCE["cpu"]
     with torch.no_grad():
         for strict in (True, False):
             program = torch.export.export(model, (pictures(), 8, False), strict=strict)
-            assert difference(run(program.module()), expected) <= TOLERANCE
+            assert difference(run(program.module()), expected) <= TOLERANCE["cpu"]
     assert difference(expected, before) > 1e-3
 
 
@@ -285,7 +286,7 @@ def test_optimized_copy_computes_the_same_weights(kind: str) -> None:
     change(model, kind, 0)
     expected = run(model)
     with torch.compiler.set_stance("force_eager"):
-        assert difference(run(veca.optimize(model)), expected) <= TOLERANCE
+        assert difference(run(veca.optimize(model)), expected) <= TOLERANCE["cpu"]
     assert difference(run(model), expected) == 0
 
 
@@ -296,7 +297,7 @@ def test_hooks_take_effect_in_a_compiled_copy(monkeypatch: pytest.MonkeyPatch) -
     for name in ("attn.proj", "norm1", "mlp.fc1"):
         model.blocks[0].get_submodule(name).register_forward_hook(scale_output)
     prune_some(model.blocks[0].attn.qkv)
-    assert difference(run(veca.optimize(model)), plain(model)) <= TOLERANCE
+    assert difference(run(veca.optimize(model)), plain(model)) <= TOLERANCE["cpu"]
 
 
 @pytest.mark.parametrize("name", [*LAYERS, "patch_embed", "blocks.1", "blocks.1.attn", "blocks.1.mlp", ""])
@@ -357,20 +358,20 @@ def test_gpu_pruned_model_is_refused_or_folded_as_pruned() -> None:
     assert relative_error(pruned[3], before[3]) > 0.3
 
 
-def test_the_recompile_limit_is_raised_while_optimized_blocks_run() -> None:
-    fast, during = veca.optimize(make()), []
-    config = torch._dynamo.config
-    limit = config.recompile_limit
-    fast.blocks[0].register_forward_pre_hook(lambda *_: during.append(config.recompile_limit))
-    with torch.compiler.set_stance("force_eager"):  # a hook in a compiled block would be traced
+@pytest.mark.parametrize(("limit", "expected"), [(8, 64), (100, 100)])
+def test_the_recompile_limit_is_raised_while_optimized_blocks_run(limit: int, expected: int) -> None:
+    import torch._dynamo.config as config
+
+    during: list[int] = []
+    with config.patch(recompile_limit=limit), torch.compiler.set_stance("force_eager"):  # a hook would be traced
+        fast = veca.optimize(make())
+        assert config.recompile_limit == limit
+        fast.blocks[0].register_forward_pre_hook(lambda *_: during.append(config.recompile_limit))
         run(fast)
         with pytest.raises(TypeError):
             fast.blocks[0]()
-        assert during == [64, 64]
-        assert config.recompile_limit == limit < 64
-        with config.patch(recompile_limit=100):
-            run(fast)
-            assert during[-1] == config.recompile_limit == 100
+        assert during == [expected, expected]
+        assert config.recompile_limit == limit
 
 
 # Settings of the process
@@ -667,5 +668,5 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
         VecaBackbone(model, "tiny", device, "float32").cores((8, cores))
     with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
         Case("veca_tiny", 224, 1, cores)
-    with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be integers from 1 to 64"):
+    with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):
         ClassifySettings(size=32, cores=(8, cores)).budgets(model.config)

@@ -79,9 +79,7 @@ class Settings:
         near = nearest_sizes(self.size, self.size, patch)[0]
         self.require("size", self.size % patch == 0, f"a multiple of {patch}. Nearest: {near}")
         asked = tuple(dict.fromkeys(self.cores or config.budgets))
-        self.require(
-            "cores", all(is_budget(budget, most) for budget in asked), f"integers from 1 to {most}, the core bank"
-        )
+        self.require("cores", all(is_budget(budget, most) for budget in asked), f"from 1 to {most}, the core bank")
         return {budget: math.ceil(4 * budget / most) for budget in sorted(asked)}
 
     def to_dict(self) -> dict[str, Any]:
