@@ -280,7 +280,7 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     results = run_bench("model", [CASE, CASE], CPU, ["dense", "products", "veca-float8"], repeats=1)
     assert [row.contender for row in results.rows] == 2 * ["veca float8", "dense", "products"]
     assert [row.failure for row in results.rows[:3]] == [
-        "ValueError: float8 weights need a CUDA device; this run is on cpu",
+        "ArgumentError: float8 weights need a CUDA device; this run is on cpu",
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 8 EiB.",
         None,
     ]
@@ -382,7 +382,7 @@ def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert infinite.error is infinite.against_eager is None
     results.show(Console(width=200))
     assert f"{wrong.error:.2e}" in (shown := capsys.readouterr().out)
-    assert "veca compiled: error not known: ValueError: the result has values that are not finite" in shown
+    assert "veca compiled: error not known: ArgumentError: the result has values that are not finite" in shown
 
 
 def test_exact_gradients_of_parts_are_those_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
