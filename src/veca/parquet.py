@@ -139,7 +139,7 @@ def _page(file: IO[bytes], position: int) -> tuple[int, _Page]:
                 raise TableError("a broken page header") from None
             size *= 16
     kind, unpacked, packed = (fields.get(i, -1) for i in (1, 2, 3))
-    about = next((fields[i] for i in (5, 7, 8) if isinstance(fields.get(i), dict)), {})
+    about: dict[int, Any] = next((fields[i] for i in (5, 7, 8) if isinstance(fields.get(i), dict)), {})
     page = _Page(kind, packed, unpacked, about.get(1, 0))
     if not all(type(number) is int and number >= 0 for number in page):
         raise TableError("a broken page header")
