@@ -313,8 +313,8 @@ def tables(mib: int = 900) -> Iterator[Case]:
         return table([(2, values, data, 0), (0, rows, repeated(rows), 8)], rows, claims)
 
     yield Case("good.parquet", table([(0, 1, value(honest()), 0)], 1), True)
-    yield Case("one-value.parquet", dictionary(zeros(900), 1, 1000))
-    yield Case("lies.parquet", dictionary(zeros(900), 1, 1000, claims=1000))
+    yield Case("one-value.parquet", dictionary(zeros(600), 1, 1000))
+    yield Case("lies.parquet", dictionary(zeros(600), 1, 1000, claims=1000))
     yield Case("one-of-many.parquet", dictionary(zeros(min(mib, 500), *[b"x"] * 9), 10, 6, claims=1000))
     yield Case("repeats.parquet", dictionary(zeros(100, b"x"), 2, 8))
     yield Case("page.parquet", table([(0, 16, zeros(mib // 2, *[b"x"] * 15), 0)], 16))

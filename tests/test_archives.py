@@ -28,7 +28,7 @@ def test_hostile_archives_neither_end_the_run_nor_fill_memory(tmp_path: Path) ->
     report = fuzz.run(60, 0, tmp_path, workers=1, mib=160)
     assert report.problems == []
     assert report.pictures >= 60
-    assert max(report.mib.values()) < 1536
+    assert max(report.mib.values()) < 1024
 
 
 def of_tarfile(data: bytes) -> list[tuple[str, str, int, int]]:

@@ -30,9 +30,12 @@ import torch
 from fsspec.implementations.memory import MemoryFile
 from PIL import Image
 from safetensors import safe_open
+from typer.testing import CliRunner
 
+import veca
 from veca import Veca, VecaConfig, images, parts, sources
 from veca import embed as engine
+from veca.cli import app
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, embed
 from veca.features import WRITERS
 
@@ -289,18 +292,26 @@ def test_the_column_of_pictures(tmp_path, model):
         go(path, out, model, overwrite=True)
 
 
-def test_a_damaged_table_gives_what_it_can(tmp_path, model):
+@pytest.mark.parametrize("place", ["header", "page"])
+def test_a_damaged_table_gives_what_it_can(tmp_path, model, place):
     path = tmp_path / "t.parquet"
     table = pa.table({"image": [encoded(i) for i in range(40)]})
     pq.write_table(table, path, row_group_size=20, compression="none", use_dictionary=False)
-    start = pq.read_metadata(path).row_group(1).column(0).data_page_offset
     data = bytearray(path.read_bytes())
+    if place == "header":
+        start = pq.read_metadata(path).row_group(1).column(0).data_page_offset
+    else:
+        start = data.index(encoded(20)) - 4  # its length
     data[start : start + 100] = b"x" * 100
     path.write_bytes(data)
     report = go(path, tmp_path / "f.parquet", model, progress=True)
-    assert paths(report.out) == [f"{path}/{row}" for row in range(16)]
-    assert list(failures(report.out)) == [str(path)]
-    assert "damaged table, nothing was read from row 16 on" in failures(report.out)[str(path)]
+    if place == "page":
+        assert paths(report.out) == [f"{path}/{row}" for row in range(16)]
+        assert list(failures(report.out)) == [str(path)]
+        assert "damaged table, nothing was read from row 16 on" in failures(report.out)[str(path)]
+    else:
+        assert paths(report.out) == [f"{path}/{row}" for row in range(20)]
+        assert failures(report.out) == {f"{path}/20": "rows 20 to 39 are not read: a broken page header"}
     path.write_bytes(b"PAR1")
     assert go(path, tmp_path / "g.parquet", model, progress=True)[:2] == (0, 1)
 
@@ -778,6 +789,162 @@ def test_another_job_is_not_continued(photos, tmp_path, model):
         go(photos, out, model)
     (photos / "class0" / "00a.png").unlink()
     assert go(photos, out, model).resumed >= 4
+
+
+def replaced(path: Path, way: str) -> None:
+    """Another file under the same name, of another size or date."""
+    about = path.stat()
+    if way == "size":
+        path.write_bytes(path.read_bytes() + b"more")
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    else:
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("way", ["size", "date"])
+@pytest.mark.parametrize("where", ["part", "begun", "shard"])
+def test_a_replaced_picture_is_noticed(photos, tmp_path, model, monkeypatch, way, where):
+    """Among those of finished parts, of the part that was begun, or as the shard that holds them."""
+    source, victim = photos, photos / "class0" / "00.png"
+    if where == "begun":
+        monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
+    if where == "shard":
+        source = victim = shard(tmp_path / "s.tar", {f"{i}.png": encoded(i) for i in range(11)})
+    go(source, tmp_path / "whole.parquet", model)
+    interrupted(source, tmp_path / "f.parquet", model)
+    before = victim.read_bytes(), victim.stat()
+    replaced(victim, way)
+    if way == "size":
+        with pytest.raises(EmbedError, match=r"the inputs have changed: .* are not those already embedded"):
+            go(source, tmp_path / "f.parquet", model, ignore_dates=True)
+        victim.write_bytes(before[0])
+        os.utime(victim, ns=(before[1].st_atime_ns, before[1].st_mtime_ns))
+    else:
+        with pytest.raises(EmbedError, match=r"the inputs have changed: .* but other dates.*--ignore-dates"):
+            go(source, tmp_path / "f.parquet", model)
+    report = go(source, tmp_path / "f.parquet", model, ignore_dates=way == "date")
+    assert report.resumed >= 4
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+def test_new_dates_that_were_ignored_are_the_dates_from_then_on(photos, tmp_path, model):
+    interrupted(photos, tmp_path / "f.parquet", model, batches=3)
+    replaced(photos / "class0" / "00.png", "date")
+    with pytest.raises(Stop), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "normalize", counted(parts.normalize, 2))
+        go(photos, tmp_path / "f.parquet", model, ignore_dates=True)
+    assert go(photos, tmp_path / "f.parquet", model).resumed > 4
+
+
+def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
+    fs = fsspec.filesystem("memory")
+    fs.put(str(photos), "/bucket/photos", recursive=True)
+    try:
+        interrupted("memory://bucket/photos", tmp_path / "f.parquet", model)
+        fs.pipe_file("/bucket/photos/class0/00.png", encoded(99))
+        with pytest.raises(EmbedError, match="the inputs have changed"):
+            go("memory://bucket/photos", tmp_path / "f.parquet", model)
+    finally:
+        fs.rm("/bucket", recursive=True)
+
+
+def test_a_run_of_an_earlier_version_continues(photos, tmp_path, model):
+    """Its parts know no sizes and dates."""
+    go(photos, tmp_path / "whole.parquet", model)
+    interrupted(photos, tmp_path / "f.parquet", model, batches=3)
+    for path in (tmp_path / "f.parquet.parts").glob("*.parquet"):
+        table = pq.read_table(path)
+        state = json.loads(table.schema.metadata[b"veca"])
+        for key in ("sizes", "dates", "stamps"):
+            state.pop(key, None)
+        parts.write_part(path, table, state)
+    replaced(photos / "class0" / "00.png", "date")
+    interrupted(photos, tmp_path / "f.parquet", model, batches=1)
+    assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+def broken_model(monkeypatch, values: dict[str, float]) -> Veca:
+    """A model whose features of the named pictures have these values in them."""
+    model, names = _model(), []
+    real = parts.Part._embed
+
+    def embed_named(part, *shapes):
+        names[:] = [[Path(part.rows[i][0]).name for i, _ in part._waiting[shape]] for shape in shapes]
+        real(part, *shapes)
+
+    def poison(_, __, output):
+        for row, name in enumerate(names.pop(0)):
+            output.cls[row, 0] = values.get(name, output.cls[row, 0])
+
+    monkeypatch.setattr(parts.Part, "_embed", embed_named)
+    model.register_forward_hook(poison)
+    return model
+
+
+def test_features_that_are_not_finite_stop_the_run(photos, tmp_path, monkeypatch):
+    go(photos, tmp_path / "whole.parquet", _model())
+    with monkeypatch.context() as patch:
+        broken = broken_model(patch, {"08.png": float("nan")})
+        with pytest.raises(EmbedError, match=r"class0/08\.png: its features are not finite.*--skip-nonf.* 3 finished"):
+            go(photos, tmp_path / "f.parquet", broken)
+    assert not (tmp_path / "f.parquet").exists()
+    report = go(photos, tmp_path / "f.parquet", _model())  # the same weights
+    assert report[:3] == (11, 1, 4)
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("fit", ["crop", "keep"])
+def test_features_that_are_not_finite_can_be_failures(photos, tmp_path, monkeypatch, dense, fit):
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=dense, fit=fit)
+    go(photos, tmp_path / "whole.parquet", _model(), settings)
+    monkeypatch.setattr(parts, "_PART_PICTURES", 6)
+    model = broken_model(monkeypatch, {"04.png": float("nan"), "05.png": float("inf")})
+    report = go(photos, tmp_path / "f.parquet", model, settings, skip_nonfinite=True)
+    assert report[:2] == (9, 3)
+    rows = {row["path"]: row for row in pq.read_table(tmp_path / "whole.parquet").to_pylist()}
+    found = pq.read_table(tmp_path / "f.parquet").to_pylist()
+    assert [Path(row["path"]).stem for row in found] == ["00", "02", "06", "08", "10", "01", "03", "07", "09"]
+    assert all(np.isfinite(row["cls"]).all() for row in found)
+    assert all(np.allclose(row["cls"], rows[row["path"]]["cls"], atol=1e-5) for row in found)
+    reasons = failures(tmp_path / "f.parquet")
+    assert [Path(name).name for name in reasons] == ["03.jpg", "04.png", "05.png"]
+    assert "its features are not finite" in reasons[str(photos / "class0" / "04.png")]
+    whole, written = (tmp_path / "f.parquet").read_bytes(), reasons
+    for batches in range(1, 6):
+        out = tmp_path / f"{batches}.parquet"
+        interrupted(photos, out, model, settings, batches, skip_nonfinite=True)
+        go(photos, out, model, settings, skip_nonfinite=True)
+        assert out.read_bytes() == whole
+        assert failures(out) == written
+
+
+def test_why_features_are_not_finite_is_told(photos, tmp_path):
+    model = _model()
+    model.norm.weight.data[5] = float("nan")
+    with pytest.raises(EmbedError, match=r"class0/00\.png: .* the weights have NaN or infinity in them"):
+        go(photos, tmp_path / "f.parquet", model)
+    assert go(photos, tmp_path / "g.parquet", model, skip_nonfinite=True)[:2] == (0, 12)
+    model = _model()
+    model.norm.weight.data[5] = 1e30
+    with pytest.raises(EmbedError, match=r"float16 cannot hold them: save float32"):
+        go(photos, tmp_path / "h.parquet", model, EmbedSettings(cores=8, size=32, save_dtype="float16"))
+    assert go(photos, tmp_path / "i.parquet", model).pictures == 11
+
+
+def test_the_command_counts_what_an_earlier_run_did(photos, tmp_path, monkeypatch):
+    weights = tmp_path / "weights"
+    veca.save(_model(), weights)
+    options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch", "2", "--workers", "0"]
+    command = ["embed", str(photos), "--out", str(tmp_path / "f.parquet"), *options]
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Parts, "merge", counted(parts.Parts.merge, 0))
+        with pytest.raises(Stop):
+            CliRunner().invoke(app, command)
+    said = CliRunner().invoke(app, command)
+    assert "11 pictures, 11 of them in an earlier run" in said.stdout.replace("\n", "")
+    assert said.exit_code == 3
 
 
 def test_inputs_that_shrank_below_what_is_done_are_refused(photos, tmp_path, model):

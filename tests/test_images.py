@@ -578,6 +578,44 @@ def test_a_tiff_without_its_last_strips_is_refused() -> None:
         open_image(rgb_tiff(**raw, t273=("I", [8, 8, 8])) + bytes(padding))
 
 
+_MANY = 70_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png(np.zeros((4, 4), np.uint8), extra=chunk(b"tEXt", b"a\0b") * _MANY),
+        png(np.zeros((4, 4), np.uint8), extra=chunk(b"abCd", b"") * _MANY),
+        png(np.zeros((4, 4), np.uint8), extra=chunk(b"IDAT", b"") * _MANY),
+        encode(Image.new("L", (4, 4)), "GIF")[:-1].replace(b",", b"!\xfe\x01a\0" * _MANY + b",", 1) + b";",
+        encode(Image.new("L", (4, 4)), "GIF")[:-1].replace(b",", b"!\xfe" + b"\x01a" * _MANY + b"\0,", 1) + b";",
+        encode(Image.new("L", (4, 4)), "GIF")[:-1].replace(b",", bytes(_MANY) + b",", 1) + b";",
+        b"P6 " + b"#\n" * _MANY + b"4 4 255\n" + bytes(48),
+        b"P6 #" + b"x" * _MANY + b"\n4 4 255\n" + bytes(48),
+        b"P4" + b" " * _MANY + b"4 4\n" + bytes(4),
+    ],
+    ids=["text", "unknown", "pixels", "comments", "comment", "stray", "lines", "line", "blanks"],
+)
+def test_very_many_small_pieces_are_refused_at_once(data: bytes) -> None:
+    """Pillow would go through them one by one, for seconds or minutes."""
+    with pytest.raises(ImageError, match=r"very many (chunks|blocks)|header of over"):
+        open_image(data)
+
+
+def test_pieces_of_good_files_are_not_too_many() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1024, 4096), dtype=np.uint8)
+    data = zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels), 1)
+    split = b"".join(chunk(b"IDAT", data[i : i + 1024]) for i in range(0, len(data), 1024))
+    text = chunk(b"tEXt", b"key\0value") * 5000
+    start = struct.pack(">IIBBBBB", 4096, 1024, 8, 0, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", start) + text + split + chunk(b"IEND", b"")
+    np.testing.assert_array_equal(np.asarray(open_image(file))[..., 0], pixels)
+    gif = encode(Image.new("L", (4, 4), 7), "GIF", comment=b"c" * 60_000)
+    assert open_image(gif).size == (4, 4)
+    assert open_image(b"P5 #" + b"x" * 60_000 + b"\n400 400 255\n" + bytes(160_000)).size == (400, 400)
+    assert open_image(b"P4\n" + b"800 800\n" + b" " * 80_000).size == (800, 800)
+
+
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "PNG"])
 def test_cut_files_of_other_formats_are_refused(image: Image.Image, kind: str) -> None:
     data = encode(image, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -197,7 +198,7 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
     assert killer.killed
     assert killer.there < 16, "the worker was killed too late to matter"
     assert "16/16 partitions" in said.stderr
-    assert "121 pictures, 26 of them in an earlier run" in said.stdout
+    assert "121 pictures, 25 of them in an earlier run" in said.stdout
     assert table(out) == table(plain)
     assert [path for path in whole if path.stat().st_mtime_ns != times[path]] == [whole[1]]
     assert sorted(name for name in os.listdir(out) if not name.endswith(".parquet")) == ["_done.json", "_job.json"]
@@ -230,6 +231,27 @@ def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, m
     found = tried("/nowhere/at/all/a.png")
     assert not found["given_up"]
     assert "/nowhere/at/all is not there; pictures must be on a disk that all machines share" in found["error"]
+
+
+def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inputs, tmp_path, model):
+    import ray
+
+    (tmp_path / "out").mkdir()
+    broken = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
+    broken.norm.weight.data[0] = float("inf")
+    made = at_hand(inputs, tmp_path / "out", broken, SETTINGS)
+    worker, first = made["worker"], made["plan"][0]
+    worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(1)))
+    row = {"number": 0, "digest": first.digest, "files": json.dumps([list(file) for file in first.files])}
+    found = worker(row)
+    assert not found["given_up"]
+    assert "00.png: its features are not finite: the weights have NaN or infinity" in found["error"]
+    assert "--skip-nonfinite" in found["error"]
+    assert not list((tmp_path / "out").iterdir())
+    worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
+    assert worker(row)["failed"] == 12
+    state = scale._Folder(str(tmp_path / "out")).state(0)
+    assert (state["pictures"], len(state["failures"])) == (0, 12)
 
 
 def test_what_is_missing_is_named(inputs, tmp_path, model):
@@ -279,6 +301,13 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
         folder.start({"size": 64}, False)
     with pytest.raises(EmbedError, match=r"inputs have changed.*--overwrite"):
         worker._embed(0, "others", first.files)
+    for stamp, ignored in (("7 0", True), (f"{os.path.getsize(first.files[0].path)} 0", False)):
+        changed = [first.files[0]._replace(stamp=stamp), *first.files[1:]]
+        worker.job = dataclasses.replace(worker.job, ignore_dates=ignored)
+        with pytest.raises(EmbedError, match=r"inputs have changed: the pictures of 00000000\.parquet"):
+            worker._embed(0, first.digest, changed)
+    worker.job = dataclasses.replace(worker.job, ignore_dates=True)
+    assert worker._embed(0, first.digest, changed)[:4] == (0, 11, 1, True)
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
     folder.end({}, None)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
