@@ -139,7 +139,8 @@ def _largest_value(file: IO[bytes], page: _Page, compression: str) -> int:
     file.seek(page.start)
     data: Any = file.read(page.packed)
     if compression != "UNCOMPRESSED":
-        data = pa.Codec(compression.lower()).decompress(data, page.unpacked)
+        codec: Any = compression.lower()
+        data = pa.Codec(codec).decompress(data, page.unpacked)
     view, at, largest = memoryview(data), 0, 0
     for _ in range(page.values):
         size = int.from_bytes(view[at : at + 4], "little")
