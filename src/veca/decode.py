@@ -212,7 +212,7 @@ def _whole_jpeg(data: bytes) -> tuple[bytes, int]:
 
 
 # Pillow goes through these one by one, in Python.
-_MOST_PNG_CHUNKS, _MOST_GIF_BLOCKS, _MOST_PPM_HEADER = 10_000, 2**16, 2**16
+_MOST_PNG_CHUNKS, _MOST_GIF_BLOCKS, _MOST_PPM_HEADER = 2**16, 2**16, 2**16
 
 
 def _check_png_chunks(stream: BinaryIO, size: int) -> None:

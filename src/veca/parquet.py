@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 from veca.errors import VecaError
 
 PAGE_BYTES = 1 << 29
+"""Largest page, unpacked; pyarrow takes up to three times its memory, and of a dictionary twice and its largest value
+three times."""
 VALUE_BYTES = 1 << 27
-"""Largest page, unpacked, and largest picture: pyarrow holds a page, a copy of its dictionary and some rows at once."""
+"""Largest picture."""
 _ROWS = 16
 _BATCH_BYTES = 1 << 27
 """Rows that are held at a time, and how many bytes they may have."""
@@ -30,6 +32,8 @@ _REPEATS = 64
 _REPEATED_BYTES = 1 << 32
 """Pages may give so many times their bytes, by repeating values, or so many bytes."""
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
+_MOST_VALUES = 1 << 20
+"""Of a dictionary larger than a value may be: its values are looked at one by one."""
 _LEVELS = 64
 """A page's header has four structures in each other at most."""
 
@@ -57,7 +61,7 @@ def values(file: IO[bytes], table: pq.ParquetFile, column: str, limit: int) -> I
     def rows_at_once(group: int) -> int:
         try:
             pages = _checked_pages(file, table.metadata.row_group(group).column(leaf), limit)
-        except TableError as error:
+        except (TableError, pa.ArrowException, OSError) as error:
             refused[group] = str(error)
             return 0
         unpacked[group] = sum(page.unpacked for page in pages)
@@ -94,10 +98,13 @@ def _checked_pages(file: IO[bytes], chunk: pq.ColumnChunkMetaData, limit: int) -
     for page in _pages(file, chunk):
         pages.append(page)
         if page.unpacked > PAGE_BYTES:
-            rule = f"at most {PAGE_BYTES:,} are read. Write the table with smaller row groups"
-            raise TableError(f"a page of {page.unpacked:,} bytes; {rule}")
-        if (mean := page.unpacked // max(page.values, 1)) > limit:
-            raise TableError(f"{mean:,} bytes for each row; at most {limit:,} are read")
+            way = "Write the table with smaller row groups"
+            raise TableError(f"a page of {page.unpacked:,} bytes; at most {PAGE_BYTES:,} are read. {way}")
+        largest = page.unpacked // max(page.values, 1)
+        if page.kind == _DICTIONARY and page.unpacked > VALUE_BYTES >= largest:
+            largest = _largest_value(file, page, chunk.compression)
+        if largest > limit:
+            raise TableError(f"values of {largest:,} bytes; at most {limit:,} are read")
     rows = sum(page.values for page in pages if page.kind != _DICTIONARY)
     if rows > max(_EMPTY_ROWS, chunk.total_compressed_size):
         raise TableError(f"{rows:,} rows in {chunk.total_compressed_size:,} bytes cannot be pictures")
@@ -105,6 +112,7 @@ def _checked_pages(file: IO[bytes], chunk: pq.ColumnChunkMetaData, limit: int) -
 
 
 class _Page(NamedTuple):
+    start: int
     kind: int
     packed: int
     unpacked: int
@@ -118,14 +126,30 @@ def _pages(file: IO[bytes], chunk: pq.ColumnChunkMetaData) -> Iterator[_Page]:
         position = first
     end, seen = position + chunk.total_compressed_size, 0
     while seen < chunk.num_values and position < end:
-        length, page = _page(file, position)
+        page = _page(file, position)
         seen += page.values if page.kind in (_DATA, _DATA_2) else 0
-        position += length + page.packed
+        position = page.start + page.packed
         yield page
 
 
-def _page(file: IO[bytes], position: int) -> tuple[int, _Page]:
-    """The length of a page's header, and what it says."""
+def _largest_value(file: IO[bytes], page: _Page, compression: str) -> int:
+    """Of a dictionary, which is unpacked for it and left again."""
+    if page.values > _MOST_VALUES:
+        raise TableError(f"a dictionary of {page.values:,} values; pictures have at most {_MOST_VALUES:,}")
+    file.seek(page.start)
+    data: Any = file.read(page.packed)
+    if compression != "UNCOMPRESSED":
+        codec: Any = compression.lower()
+        data = pa.Codec(codec).decompress(data, page.unpacked)
+    view, at, largest = memoryview(data), 0, 0
+    for _ in range(page.values):
+        size = int.from_bytes(view[at : at + 4], "little")
+        at, largest = at + 4 + size, max(largest, size)
+    return largest
+
+
+def _page(file: IO[bytes], position: int) -> _Page:
+    """What the header of a page says; its data start after it."""
     size = 1 << 12
     while True:
         file.seek(position)
@@ -140,10 +164,10 @@ def _page(file: IO[bytes], position: int) -> tuple[int, _Page]:
             size *= 16
     kind, unpacked, packed = (fields.get(i, -1) for i in (1, 2, 3))
     about: dict[int, Any] = next((fields[i] for i in (5, 7, 8) if isinstance(fields.get(i), dict)), {})
-    page = _Page(kind, packed, unpacked, about.get(1, 0))
+    page = _Page(position + header.at, kind, packed, unpacked, about.get(1, 0))
     if not all(type(number) is int and number >= 0 for number in page):
         raise TableError("a broken page header")
-    return header.at, page
+    return page
 
 
 class _Thrift:
