@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -473,8 +474,10 @@ def _say(text: str) -> None:
 def main() -> None:
     """Run the command line; what a user can mend is one line, not a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # where a terminal takes ASCII alone, the rest is escaped
-            stream.reconfigure(errors="backslashreplace")
+        # Where a terminal takes ASCII alone, the rest is escaped. Not every descriptor lets a stream be changed.
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
     try:
         try:
