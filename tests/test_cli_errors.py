@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -413,3 +415,17 @@ def test_a_report_of_hostile_results_has_no_markup_of_theirs(
     page = (tmp_path / "report.html").read_text()
     assert "&lt;script&gt;" in page
     assert bad not in page
+
+
+def test_all_errors_have_one_base() -> None:
+    """Also a ValueError where callers have known them as one; what stops a run is no error."""
+    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(veca.__path__, "veca.")]
+    errors = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Exception) and value.__module__.startswith("veca.")
+    }
+    assert {veca.CheckpointError, veca.ConfigError, veca.ImageError} < errors
+    assert [error.__qualname__ for error in errors if not issubclass(error, veca.VecaError)] == []
+    assert issubclass(veca.CheckpointError, ValueError)

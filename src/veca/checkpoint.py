@@ -135,7 +135,8 @@ def _not_finite(model: Veca) -> str:
         return ""
     counts = {name: int((~tensor.cpu().double().isfinite()).sum()) for name, tensor in tensors.items()}
     total, first = sum(counts.values()), next((name for name in counts if counts[name]), "")
-    return f"{total:,} values of the weights are NaN or infinite, the first of them in {first}" if total else ""
+    values = "value" if total == 1 else "values"
+    return f"its weights hold {total:,} NaN or infinite {values}, the first in {first}" if total else ""
 
 
 def load_or_random(

@@ -326,6 +326,6 @@ def _run(
             with suppress(OSError, EmbedError):  # what stopped the run is to be told
                 parts.keep(part)
             raise
-        bar.update(task, description="merging")
+        bar.update(task, description="merging", failed=parts.failed)
         parts.merge()
         bar.update(task, description="embedded")
