@@ -15,7 +15,6 @@ import json
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from veca.config import SIZES, ConfigError, VecaConfig, did_you_mean, get_config
-from veca.errors import ArgumentError, VecaError
+from veca.errors import ArgumentError, VecaError, warn_caller
 from veca.files import atomic_path
 from veca.model import Veca
-from veca.released import config_from_released, from_official, is_plain, released_config, strip_prefixes, to_official
+from veca.released import config_from_released, from_official, is_literal, released_config, strip_prefixes, to_official
 from veca.shipped import find_shipped, list_models
 from veca.text import excerpt, quoted
 from veca.torch_file import Unsupported, read_torch_file
@@ -79,7 +78,7 @@ def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
     shipped = find_shipped(name)
     if shipped is None:
         raise CheckpointError(_not_shipped(name))
-    model = _load(shipped, None, torch.float32, stacklevel=3).train()
+    model = load(shipped).train()
     if "num_classes" in overrides:
         model.reset_classifier(overrides["num_classes"])
     return model
@@ -102,12 +101,6 @@ def load(
     >>> load("veca_tiny", dtype=None).norm.weight.dtype
     torch.float16
     """
-    return _load(source, device, dtype, stacklevel=3)
-
-
-def _load(
-    source: str | os.PathLike[str], device: str | torch.device | None, dtype: torch.dtype | None, stacklevel: int
-) -> Veca:
     path = _find(source)
     tensors, config, provenance = _read(path)
     if config.depth > max(_MANY_LAYERS, len(tensors)):
@@ -121,7 +114,7 @@ def _load(
     model.provenance = provenance
     model = model.to(device=device, dtype=dtype).eval()
     if problem := _not_finite(model):
-        warnings.warn(f"{path}: {problem}", stacklevel=stacklevel)
+        warn_caller(f"{path}: {problem}")
     return model
 
 
@@ -146,7 +139,7 @@ def load_or_random(
 ) -> Veca:
     """`load`, but a named size whose weights do not ship gets random ones, always the same; `provenance` says so."""
     if str(source) not in SIZES or Path(source).exists() or find_shipped(source):
-        return _load(source, device, dtype, stacklevel=3)
+        return load(source, device, dtype)
     # Drawn on the CPU wherever the model goes, so that the weights are the same there; on meta nothing is drawn.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if str(device) == "meta" else "cpu"):
         torch.manual_seed(0)
@@ -429,7 +422,7 @@ def _from_released(
     with torch.device("meta"):
         expected = to_official(Veca(config).state_dict(), config)
     _check_tensors(path, student, {name: tensor.shape for name, tensor in expected.items()})
-    plain = {key: value for key, value in official.items() if is_plain(key) and is_plain(value)}
+    plain = {key: value for key, value in official.items() if is_literal(key) and is_literal(value)}
     provenance = {"source": path.name, "official_config": repr(plain)}
     return from_official(student, config), config, provenance
 

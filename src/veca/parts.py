@@ -185,7 +185,8 @@ class Part:
     def _note_nonfinite(self, indices: list[int], rows: NDArray[Any], output: torch.Tensor) -> None:
         s = self.settings
         bad = ~np.isfinite(rows).all(axis=1)
-        broken = bad.all() and not all(p.isfinite().all() for p in self.model.parameters())
+        weights = chain(self.model.parameters(), self.model.buffers())  # an optimized model has its own as buffers
+        broken = bad.all() and not all(tensor.isfinite().all() for tensor in weights)
         reasons = [
             (broken, "the weights have NaN or infinity in them"),
             (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--save-dtype)"),

@@ -44,25 +44,26 @@ def strip_prefixes(name: str) -> str:
     return name[start:]
 
 
-def is_plain(value: object) -> bool:
+def is_literal(value: object) -> bool:
     """Whether `ast.literal_eval(repr(value))` is the value again; for data that is not nested deeply."""
     if type(value) is dict:
-        return all(is_plain(key) and is_plain(each) for key, each in value.items())
+        return all(is_literal(key) and is_literal(each) for key, each in value.items())
     if type(value) in (list, tuple):
-        return all(map(is_plain, value))  # type: ignore[call-overload]
+        return all(map(is_literal, value))  # type: ignore[call-overload]
     return type(value) in (str, int, bool, type(None)) or (type(value) is float and math.isfinite(value))
 
 
 def config_from_released(
     official: Mapping[str, Any], tensors: Mapping[str, Tensor | Unsupported] | None = None
 ) -> VecaConfig:
+    """The configuration that a released one stands for; `output_dim` is read off the tensors."""
     for key in (
         "model_family",
         "rope_zero_freqs_from",
         "patch_embed_use_ln",
         *(k for keys in _KEYS.values() for k in keys),
     ):
-        if key in official and not is_plain(official[key]):
+        if key in official and not is_literal(official[key]):
             raise ConfigError(f"{key} is {quoted(official[key])}, which is not plain data")
     if official.get("rope_zero_freqs_from", "low") != "low" or official.get("patch_embed_use_ln"):
         raise ConfigError(

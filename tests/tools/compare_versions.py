@@ -128,6 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the package folder of the other version, .../src/veca")
     source = parser.parse_args().source
+    if not (source / "kernels").is_dir():
+        parser.error(f"{source} is not the package folder of a version: it has no kernels/")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         other = import_other(source, Path(folder))

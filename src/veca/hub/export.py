@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import veca
 from veca.attention import use_kernel
 from veca.config import VecaConfig, is_budget, size_name
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, needs_extra
 from veca.fast import FastVeca
 from veca.files import atomic_path, check_writable
 from veca.images import MEAN, STD, nearest_sizes
@@ -324,12 +324,8 @@ def _check_request(model: Veca, cores: int, size: Size | None, form: Format, dty
 def _check_installed(form: Format) -> None:
     needed = ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ()
     for package in needed:
-        try:
+        with needs_extra("ONNX files need", "export"):
             importlib.import_module(package)
-        except ImportError as error:
-            raise ArgumentError(
-                f"ONNX files need {package}, which is not installed: pip install 'veca[export]'"
-            ) from error
 
 
 @contextmanager

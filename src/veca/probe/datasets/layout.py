@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from veca.errors import warn_caller
 from veca.probe.datasets.base import DatasetError, DepthRules, Places, Split, Task
 from veca.sources import files_of
 
@@ -153,7 +153,7 @@ def warn_unlabelled(names: Sequence[str], why: str) -> None:
     """Say once how many pictures of a dataset are left out."""
     if names:
         which = "1 picture has no label and is" if len(names) == 1 else f"{len(names):,} pictures have no label and are"
-        warnings.warn(f"{which} left out, such as {min(names)}: {why}", stacklevel=2)
+        warn_caller(f"{which} left out, such as {min(names)}: {why}")
 
 
 def class_folders(root: Path, folder: str, classes: Sequence[str]) -> Split:

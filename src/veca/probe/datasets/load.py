@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 
+from veca.errors import warn_caller
 from veca.probe.datasets import imagenet, published, published_dense
 from veca.probe.datasets.base import HELD_OUT, IGNORE, DatasetError, DepthRules, ProbeData, Split, Task, held_out
 from veca.probe.datasets.folders import LAYOUT, read_folder, with_classes
@@ -146,10 +146,9 @@ def _checked_classes(name: str, splits: dict[str, Split], classes: list[str]) ->
     learnable = set(splits["train"].labels.tolist()) if "train" in splits else set(range(len(classes)))
     if lacking := [each for i, each in enumerate(classes) if i not in learnable]:
         some = ", ".join(lacking[:_NAMED]) + " …" * (len(lacking) > _NAMED)
-        warnings.warn(
+        warn_caller(
             f"{name}: {len(lacking):,} of {len(classes):,} classes have no picture to learn from: {some}. Add some, or "
-            "remove the folder or the name if it is no class",
-            stacklevel=2,
+            "remove the folder or the name if it is no class"
         )
     return classes
 
