@@ -30,11 +30,11 @@ from veca.cli.main import app
 from veca.data import sources
 from veca.data.sources import Item, files_of
 from veca.embed import partitions as parts
+from veca.embed import ray_engine as scale
 from veca.embed import run as engine
 from veca.embed.ray_cluster import Slots, session
 from veca.embed.ray_engine import embed_on_ray
 from veca.embed.run import EmbedError, EmbedSettings, embed
-from veca.embed.run import ray_engine as scale
 
 SETTINGS = EmbedSettings(cores=8, size=48, batch=2)
 
