@@ -21,7 +21,7 @@ from veca.heads.dense import (
     scale_invariant_loss,
 )
 from veca.heads.dense_fit import evaluate, fit_dense, polynomial
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 
 WIDTH = 6
 
@@ -40,7 +40,7 @@ def scenes(seed: int, count: int, depth: bool = False) -> Callable[[], Iterator[
     def batches() -> Iterator[DenseBatch]:
         for i in range(count):
             patches, cls = features(4, seed=1000 * seed + 2 * i)
-            truth = resized(patches[:, :1] + cls[:, :1, None, None], (16, 20))[:, 0]
+            truth = resize_maps(patches[:, :1] + cls[:, :1, None, None], (16, 20))[:, 0]
             if depth:
                 labels = (truth + 4).clamp(0, 9)
                 labels[:, :3] = 0

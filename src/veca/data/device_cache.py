@@ -22,7 +22,7 @@ from veca.data.augment import Augmentation
 from veca.data.index import Pictures
 from veca.data.loader import MOST_FAILURES, Batch, DataError, normalized, validation_batches
 from veca.data.sampler import Augment, Stream, Views, places, replacement, views_of
-from veca.images.resize import filters
+from veca.images.resize import resize_matrix
 from veca.teachers import Standardized, Targets
 from veca.train.validation import Lessons
 from veca.utils.console import progress_bar
@@ -286,7 +286,7 @@ def cell_matrices(cells: int, boxes: Boxes, patch: int, out: int, device: torch.
     found = torch.zeros(len(boxes), out, cells)
     for matrix, (begin, end) in zip(found, boxes, strict=True):
         first, last = int(begin) // patch, int(end) // patch
-        matrix[:, first:last] = filters(last - first, out, matrix, antialias=True)
+        matrix[:, first:last] = resize_matrix(last - first, out, matrix, antialias=True)
     return found.to(device, torch.bfloat16)
 
 

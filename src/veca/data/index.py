@@ -39,7 +39,7 @@ from veca.data.sources import (
 )
 from veca.errors import VecaError
 from veca.images import ImageError
-from veca.images.formats import LeftOut, noting_left_out
+from veca.images.formats import UnsupportedFiles, collect_unsupported
 from veca.utils.console import progress_bar
 from veca.utils.files import atomic_path
 
@@ -102,7 +102,7 @@ class Pictures:
         sources = [sources] if isinstance(sources, str) else list(sources)
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
-        left_out = LeftOut()
+        left_out = UnsupportedFiles()
         old, index = _Index.load(cache) if cache is not None else _Index(), _Index()
         columns = "{task.description}", "{task.fields[found]}", TimeElapsedColumn()
         with progress_bar(*columns, shown=progress) as bar:
@@ -115,11 +115,11 @@ class Pictures:
 
             for source in sources:
                 before = index.count
-                with noting_left_out() as left_here:
+                with collect_unsupported() as left_here:
                     index.add(source, old, show)
                 if index.count == before:
                     problems = [p for place in index.places for p in place.problems]
-                    raise DataError(left_here.after(_nothing(source, problems)))
+                    raise DataError(left_here.append_to(_nothing(source, problems)))
                 left_out |= left_here
         if progress:
             left_out.warn()

@@ -38,7 +38,7 @@ from veca.data.tar import Member, Tape, TarError, members
 from veca.errors import VecaError
 from veca.images import EXTENSIONS, MAX_PIXELS, Fit, ImageError, fit_image, open_image, to_tensor
 from veca.images.decode import max_bytes
-from veca.images.formats import UNREAD, note_left_out
+from veca.images.formats import UNSUPPORTED, report_unsupported
 from veca.utils.signals import init_signals_of_worker, starting_workers
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
@@ -208,9 +208,9 @@ def remote_files(source: str, containers: tuple[str, ...]) -> Iterator[tuple[str
             where = source if name == path else fs.unstrip_protocol(name)  # an address of one file stays as it is
             base = source.rpartition("/")[0] if name == path else fs.unstrip_protocol(root)
             yield base, where, about
-        elif shown and (suffix := os.path.splitext(name)[1].lower()) in UNREAD:
+        elif shown and (suffix := os.path.splitext(name)[1].lower()) in UNSUPPORTED:
             kinds[suffix] += 1
-    note_left_out((source,), kinds)
+    report_unsupported((source,), kinds)
 
 
 def fixed_part(path: str) -> str:
@@ -311,12 +311,12 @@ def _walk(root: str, pattern: Sequence[str], containers: tuple[str, ...]) -> Ite
             suffix = os.path.splitext(name)[1].lower()
             if suffix in EXTENSIONS or name.lower().endswith(containers):
                 yield Item(as_text(path), path)
-            elif suffix in UNREAD:
+            elif suffix in UNSUPPORTED:
                 kinds[suffix] += 1
         for name in reversed(folders):
             if (beyond := _after(name, places, pattern)) & ~match:
                 waiting.append((os.path.join(above, name), beyond))
-    note_left_out((root, *pattern), kinds)
+    report_unsupported((root, *pattern), kinds)
     yield from (Item(as_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
 
 

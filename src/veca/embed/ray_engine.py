@@ -57,7 +57,7 @@ from veca.embed.partitions import (
 from veca.embed.ray_cluster import Slots, find_slots, quiet, session
 from veca.embed.run import EmbedReport, check, describe, describe_inputs, listed, progress_line, reading_line, ready
 from veca.errors import ArgumentError, NonFiniteError
-from veca.images.formats import noting_left_out
+from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.files import InUseError, atomic_path, locked
 from veca.version import __version__
@@ -114,7 +114,7 @@ def embed_on_ray(
             ignore_dates,
         )  # fmt: skip
         found = folder.start({**about, "inputs": describe_inputs(sources, column), "partition": partition}, overwrite)
-        with noting_left_out() as left_out:
+        with collect_unsupported() as left_out:
             plan = list(_plan(sources, partition))
         left_out.warn()
         if any(number >= len(plan) for number in found):

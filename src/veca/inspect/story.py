@@ -33,7 +33,7 @@ from veca.data.sources import Item, Record, SourceError, count, decoded, expand,
 from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
-from veca.images.formats import noting_left_out
+from veca.images.formats import collect_unsupported
 from veca.inspect.contribution import PIECE, attention_and_profiles
 from veca.inspect.maps import look_into
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, exact, overlap, pair_overlap, winners
@@ -204,7 +204,7 @@ def measure_cores(
     failures: list[tuple[str, str]] = []
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
-        noting_left_out() as left_out,
+        collect_unsupported() as left_out,
         decoded(items, size, "crop", MAX_PIXELS, workers) as records,
         progress_line(MofNCompleteColumn(), shown=progress) as bar,
         looking(model),
@@ -242,11 +242,11 @@ def _checked(sources: list[str], size: int, limit: int | None, batch: int | None
     if not sources:
         raise ArgumentError("no pictures given; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        with noting_left_out() as left_out:
+        with collect_unsupported() as left_out:
             first = next(expand(source), None)
         if first is None:
             none = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
-            raise SourceError(left_out.after(f"{none}'{os.path.join(source, '*.tar')}'"))
+            raise SourceError(left_out.append_to(f"{none}'{os.path.join(source, '*.tar')}'"))
     return sources
 
 

@@ -23,7 +23,7 @@ from veca.data.datasets.base import ProbeData
 from veca.heads.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many
 from veca.heads.metrics import Confusion
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 from veca.probe.backbones import Backbone
 from veca.probe.dense_data import DenseData, opened
 from veca.probe.features import as_plain, content, listed
@@ -201,7 +201,7 @@ class _Size:
             images, (self.side, self.side), (_stride(self.side),) * 2,
         )  # fmt: skip
         groups = heads.groups(images.movedim(1, -1), size)
-        return ((heads.predict(resized(together[those], size)), those) for those in groups)
+        return ((heads.predict(resize_maps(together[those], size)), those) for those in groups)
 
     def said(self, sweep: DenseSweep, meter: Meter) -> dict[str, Any]:
         """What `Job.finish` takes of a head's training and its score."""
