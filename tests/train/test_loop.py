@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import veca
-from veca.data.loader import DataError, Pictures
+from veca.data.index import DataError, ImageIndex
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.loop import Interrupted, Trainer, TrainingError
@@ -194,9 +194,9 @@ def test_statistics_are_of_enough_pictures_and_the_teacher_sees_as_many_at_a_tim
     monkeypatch.setattr("veca.train.validation.FEW_PICTURES", few)
     more: dict[str, Any] = {"teacher": {"name": "efficientnet-lite2", "micro_batch": 3}}
     recipe = small_recipe(tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0})
-    pictures, own = Pictures.find([str(tmp_path)], None, progress=False), Colours()
+    pictures, own = ImageIndex.build([str(tmp_path)], None, progress=False), Colours()
     chosen = [str(tmp_path / f"{i}.png") for i in range(validation)]
-    held_out = Pictures.find(chosen, None, progress=False) if validation else None
+    held_out = ImageIndex.build(chosen, None, progress=False) if validation else None
     Lessons(Standardized(own), recipe, CPU, 16).take_statistics(pictures, held_out)
     assert own.seen == seen
 

@@ -32,7 +32,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from veca.data.sources import SHARDS, TABLES, OnRead, Record, count, decoded, expand, is_remote, items_of
+from veca.data.loader import Record, decode_items
+from veca.data.remote import is_remote
+from veca.data.sources import SHARDS, TABLES, OnRead, count_images, iter_items
 from veca.embed.formats import WRITERS, DamagedPart
 from veca.embed.partitions import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
 from veca.errors import NonFiniteError
@@ -203,7 +205,7 @@ def check(
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
         with collect_unsupported() as left_out:
-            first = next(expand(source, column, on_read), None)
+            first = next(iter_items([source], column, on_read=on_read), None)
         if first is None:
             names = os.listdir(source) if os.path.isdir(source) else []
             kinds = ((SHARDS, "tar shards", "*.tar"), (TABLES, "Parquet files", "*.parquet"))
@@ -284,16 +286,16 @@ def _run(
     part = new_part()
     s = part.settings
     # Compressed shards are not counted: it would take as long as reading them.
-    total = count(sources, unpack=False) if progress else None
+    total = count_images(sources, unpack=False) if progress else None
     on_read = _Reading()
-    items = items_of(sources, column, s.max_pixels, on_read)
+    items = iter_items(sources, column, s.max_pixels, on_read)
     with reading_line(progress) as line:
         on_read.show = line.show
         parts.skip(items, ignore_dates)
     parts.restore(part)
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
-        decoded(items, s.size, s.fit, s.max_pixels, workers) as records,
+        decode_items(items, s.size, s.fit, s.max_pixels, workers) as records,
         progress_line(MofNCompleteColumn(), shown=progress) as bar,
     ):
         task = bar.add_task("embedding", total=total, completed=parts.resumed, rate="", failed=parts.failed)

@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.data.crops import slide
 from veca.data.datasets.base import ProbeData
+from veca.data.transforms import slide_windows
 from veca.heads.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many
 from veca.heads.metrics import Confusion
@@ -196,7 +196,7 @@ class _Size:
         size = labels.shape[-2], labels.shape[-1]
         if not self.settings.slide:
             return heads.predictions(*self.features(images, cores), size)
-        together = slide(
+        together = slide_windows(
             lambda part: heads(*self.features(part, cores), (part.shape[-2], part.shape[-1])),
             images, (self.side, self.side), (_stride(self.side),) * 2,
         )  # fmt: skip

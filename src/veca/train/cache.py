@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from veca.data.loader import Batch, Pictures
+from veca.data.index import ImageIndex
+from veca.data.loader import Batch
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.recipe import Recipe, RecipeError
 from veca.utils.files import atomic_path
@@ -114,7 +115,7 @@ def cache_about(recipe: Recipe, teacher: Teacher | Standardized, fingerprint: st
 def open_cache(
     recipe: Recipe,
     teacher: Teacher | Standardized,
-    pictures: Pictures,
+    pictures: ImageIndex,
     patch_size: int,
     say: Callable[[str], None] = print,
 ) -> TargetCache | None:
@@ -198,7 +199,7 @@ class TargetCache:
         """The same batches; the targets of each are read while the one before it is learnt."""
         before: Batch | None = None
         for batch in batches:
-            self.expect(batch.indices, batch.views, batch.images.shape[-1])
+            self.expect(batch.indices, batch.variants, batch.images.shape[-1])
             if before is not None:
                 yield before
             before = batch
@@ -213,12 +214,12 @@ class TargetCache:
         """
         self._tell()
         resolution, device = images.shape[-1], images.device
-        found = self.get(batch.indices, batch.views, resolution)
+        found = self.get(batch.indices, batch.variants, resolution)
         missing = found.missing
         self.hits, self.misses = self.hits + len(images) - len(missing), self.misses + len(missing)
         if len(missing) == len(images):
             fresh = self.round(compute(images))
-            self.put(batch.indices, batch.views, resolution, fresh)
+            self.put(batch.indices, batch.variants, resolution, fresh)
             return fresh
         have = Targets(*(tensor.to(device, non_blocking=True) for tensor in found.targets))
         if len(missing):
@@ -226,7 +227,7 @@ class TargetCache:
             asked = torch.cat([missing, rest[: -len(missing) % together]]).to(device)
             fresh = Targets(*(tensor[: len(missing)] for tensor in self.round(compute(images[asked]))))
             rows = asked[: len(missing)]
-            self.put(batch.indices[missing], batch.views[missing], resolution, fresh)
+            self.put(batch.indices[missing], batch.variants[missing], resolution, fresh)
             for tensor, new in zip(have, fresh, strict=True):
                 tensor[rows] = new
         return have

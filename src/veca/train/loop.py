@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 import veca
 from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
-from veca.data.device_cache import Resident, ResidentBatches, Taught
-from veca.data.loader import Batch, DataError, TrainBatches, to_model_input
+from veca.data.device_cache import DeviceImageCache, DeviceLoader
+from veca.data.index import DataError
+from veca.data.loader import Batch, TrainLoader, to_model_input
 from veca.errors import VecaError
 from veca.optimized import WAYS
 from veca.train.cache import TargetCache, open_cache
@@ -45,6 +46,7 @@ from veca.train.start import check_data, check_recipe, check_start, find_picture
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
 from veca.train.stop import Interrupted, signals
 from veca.train.tables import Grid, grid_means
+from veca.train.teacher_maps import TeacherMaps
 from veca.train.validation import Lessons, validate
 from veca.utils.files import atomic_path
 
@@ -83,7 +85,7 @@ class Trainer:
             check_recipe(saved.facts, recipe, folder)
         self.pictures, self.validation = find_pictures(recipe, folder, world)
         for found in filter(None, (self.pictures, self.validation)):
-            self.notices += found.complaints()
+            self.notices += found.describe_problems()
         self.teacher = make_teacher(recipe).to(world.device)
         self.model = make_student(recipe, self.teacher).to(world.device)
         if recipe.parallel == "fsdp":
@@ -245,25 +247,28 @@ class Trainer:
             yield
         self.cache = None
 
-    def batches(self) -> TrainBatches | ResidentBatches:
+    def batches(self) -> TrainLoader | DeviceLoader:
         """The pictures of the steps to come."""
         recipe, data = self.recipe, self.recipe.data
         common: dict[str, Any] = {
-            "resolution_of": lambda f: self.draws(f // recipe.accumulate)[1], "batch": recipe.batch,
-            "rank": self.world.rank, "world": self.world.size, "seed": recipe.seed, "short_side": data.short_side,
-            "crops": data.crops, "augment": data.augment, "views": data.views, "start": self.step * recipe.accumulate,
+            "resolution_of": lambda f: self.draws(f // recipe.accumulate)[1], "batch_size": recipe.batch,
+            "rank": self.world.rank, "world_size": self.world.size, "seed": recipe.seed, "short_side": data.short_side,
+            "crops": data.crops, "augment": data.augment, "num_variants": data.views,
+            "start": self.step * recipe.accumulate,
         }  # fmt: skip
         if data.resident is not None:
             side, most = data.resident, data.max_pixels
-            kept = Resident(self.pictures, side, self.world.device, data.workers, most, progress=self.world.first)
+            kept = DeviceImageCache(
+                self.pictures, side, self.world.device, data.workers, most, progress=self.world.first
+            )
             taught = None
             if recipe.teacher.resident is not None:
                 dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
-                taught = Taught(kept, self.lessons, dtype, data.short_side, progress=self.world.first)
-            return ResidentBatches(kept, compile=recipe.compile, taught=taught, **common)
+                taught = TeacherMaps(kept, self.lessons, dtype, data.short_side, progress=self.world.first)
+            return DeviceLoader(kept, targets=taught, **common)
         on_gpu = self.world.device.type == "cuda" and data.augment_on != "cpu"
         where: Any = "gpu" if on_gpu else "cpu"
-        return TrainBatches(self.pictures, workers=data.workers, max_pixels=data.max_pixels, where=where, **common)
+        return TrainLoader(self.pictures, workers=data.workers, max_pixels=data.max_pixels, where=where, **common)
 
     def _asked_to_stop(self) -> bool:
         total, most = self.watch.seen()

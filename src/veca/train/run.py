@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
-from veca.data.loader import DataError, Pictures
+from veca.data.index import DataError, ImageIndex
 from veca.teachers.known import KNOWN
 from veca.train.loop import Trainer
 from veca.train.parallel import processes, run_folder
@@ -48,7 +48,7 @@ def show_plan(recipe: Recipe, pictures: int | None = None, processes: int = 1) -
     note = ""
     if pictures is None:
         try:
-            pictures = len(Pictures.find(recipe.data.train))
+            pictures = len(ImageIndex.build(recipe.data.train))
         except DataError as error:
             note = f"data.train: {error}"
     teacher = KNOWN.get(recipe.teacher.name, {})

@@ -10,7 +10,7 @@ import torch
 
 import veca
 from veca.config import VecaConfig, get_config
-from veca.data.loader import Pictures
+from veca.data.index import ImageIndex
 from veca.model import Veca
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
 from veca.train.parallel import World, gathered
@@ -31,7 +31,7 @@ _FREE = (
     ),
     *("teacher.cache", "teacher.cache_gb", "schedule", "precision", "parallel", "batch"),
 )
-"""Keys of a recipe that a run which continues may change. Pictures may have moved, but must be the same; so must the
+"""Keys of a recipe that a run which continues may change. ImageIndex may have moved, but must be the same; so must the
 batch of all processes together."""
 
 
@@ -70,16 +70,16 @@ def check_start(recipe: Recipe, folder: Path) -> None:
         raise RecipeError(f"model.start={start} is in {folder}, where it would be written over: take another --out")
 
 
-def find_pictures(recipe: Recipe, folder: Path, world: World) -> tuple[Pictures, Pictures | None]:
+def find_pictures(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex, ImageIndex | None]:
     """Training and validation pictures; the first process makes the index, the others read it."""
     if not recipe.data.train:
         raise RecipeError("data.train: no pictures to train on; name folders, globs or tar shards")
 
-    def find() -> tuple[Pictures, Pictures | None]:
-        train = Pictures.find(recipe.data.train, folder / "train.index", progress=world.first)
+    def find() -> tuple[ImageIndex, ImageIndex | None]:
+        train = ImageIndex.build(recipe.data.train, folder / "train.index", progress=world.first)
         if not recipe.data.validation:
             return train, None
-        return train, Pictures.find(recipe.data.validation, folder / "validation.index", progress=world.first)
+        return train, ImageIndex.build(recipe.data.validation, folder / "validation.index", progress=world.first)
 
     folder.mkdir(parents=True, exist_ok=True)
     found = find() if world.first else None
@@ -103,7 +103,7 @@ def check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> None
         )
 
 
-def check_data(facts: Mapping[str, Any], pictures: Pictures, recipe: Recipe, world: World, folder: Path) -> None:
+def check_data(facts: Mapping[str, Any], pictures: ImageIndex, recipe: Recipe, world: World, folder: Path) -> None:
     """A run goes on with the pictures, and as many at a time, as it has had so far."""
     if facts["pictures"] != pictures.fingerprint:
         raise RecipeError(

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.data.loader import Batch, DataError, Pictures, to_model_input, validation_batches
+from veca.data.index import DataError, ImageIndex
+from veca.data.loader import Batch, to_model_input, validation_loader
 from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.objective import Losses, distillation_losses
@@ -31,13 +32,13 @@ class Lessons:
     def __init__(self, teacher: Teacher | Standardized, recipe: Recipe, world: World, patch_size: int) -> None:
         self.teacher, self.recipe, self.world, self.patch_size = teacher, recipe, world, patch_size
         self.skipped: list[tuple[str, str]] = []
-        """Pictures that could not be used so far, and why; whoever reports them empties the list."""
+        """ImageIndex that could not be used so far, and why; whoever reports them empties the list."""
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
 
     def at_once(self, resolution: int) -> int:
-        """Pictures the teacher takes at a time."""
+        """ImageIndex the teacher takes at a time."""
         asked = self.recipe.teacher.micro_batch
         if not isinstance(asked, int):
             fitting = [count for size, count in asked.items() if size >= resolution]
@@ -54,7 +55,7 @@ class Lessons:
             parts = [self.teacher(part, grid, zoom) for part in images.split(together)]
         return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
 
-    def take_statistics(self, pictures: Pictures, validation: Pictures | None) -> None:
+    def take_statistics(self, pictures: ImageIndex, validation: ImageIndex | None) -> None:
         """Those a standardized teacher needs, alike in every process: over the validation pictures, and training ones
         where those are few.
         """
@@ -69,11 +70,11 @@ class Lessons:
             self.teacher.fit(found if enough else _some(found, STATISTICS_PICTURES), (side, side))
         broadcast([self.teacher.means, self.teacher.deviations], self.world)
 
-    def centres(self, pictures: Pictures, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
+    def centres(self, pictures: ImageIndex, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
         """The centre of every picture once, dealt to the processes, or all of them for this one `alone`."""
         data = self.recipe.data
         rank, size = (0, 1) if alone else (self.world.rank, self.world.size)
-        found = validation_batches(
+        found = validation_loader(
             pictures, resolution, batch, rank, size, data.workers, data.short_side, data.max_pixels
         )
         with found as batches:
@@ -84,7 +85,7 @@ class Lessons:
 
 
 @torch.no_grad()
-def validate(model: Veca, lessons: Lessons, pictures: Pictures) -> Grid:
+def validate(model: Veca, lessons: Lessons, pictures: ImageIndex) -> Grid:
     """Losses on the pictures at each resolution and budget of the recipe's grid."""
     recipe, world = lessons.recipe, lessons.world
     resolutions, budgets = recipe.grid()

@@ -26,9 +26,8 @@ from torch import Tensor
 from veca.checkpoint import load_or_random, weights_hash
 from veca.checkpoint.pretrained import find_shipped
 from veca.config import VecaConfig
-from veca.data.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
-from veca.data.views import seeded
+from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
 from veca.heads.metrics import Confusion
 from veca.images import normalize
@@ -258,7 +257,7 @@ class Tuner:
             raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
         place = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
-        chance = seeded(seed_of("augment", settings.seed, step))
+        chance = seeded_random(seed_of("augment", settings.seed, step))
         pixels = batch.pixels.to(self.device, non_blocking=True)
         images = normalize(self._augmented(pixels, chance, sum(counts), place))
         labels = batch.labels.to(self.device, non_blocking=True)
@@ -295,10 +294,10 @@ class Tuner:
         """`pixels` are those at `place` in a batch of `count`; what is drawn for a picture follows from its place."""
         if self.settings.augment == "flip":  # crops and flips are done where pictures are decoded
             return pixels
-        among = COLOURS if self.settings.augment == "colour" else range(len(OPS))
+        among = COLOUR_OPS if self.settings.augment == "colour" else range(len(OPS))
         drawn = [(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5) for _ in range(count)]
         op, bin, negative = np.array(drawn, np.uint64)[place].T
-        chosen = choose(op, bin, negative.astype(np.bool_), among)
+        chosen = choose_ops(op, bin, negative.astype(np.bool_), among)
         return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
     def _autocast(self) -> torch.autocast:
