@@ -13,8 +13,8 @@ from torch import Tensor
 from veca.config import get_config
 from veca.data.device_cache import DeviceImageCache, DeviceLoader
 from veca.data.index import DataError, ImageIndex
-from veca.data.loader import TrainLoader
-from veca.data.sampler import crop_offset, sample_transforms
+from veca.data.loader import Batch, train_loader
+from veca.data.sampler import TrainSampler, crop_offset, sample_transforms
 from veca.images import MEAN, STD, normalize
 from veca.teachers import Standardized, Teacher
 from veca.train.parallel import World
@@ -42,6 +42,10 @@ def cached(index: ImageIndex, side: int = SIDE, device: torch.device = CPU) -> D
     return DeviceImageCache(index, side, device, workers=0, max_pixels=10**6, progress=False)
 
 
+def first_batch(cache: DeviceImageCache, targets: TeacherMaps | None = None, **options: Any) -> Batch:
+    return next(iter(DeviceLoader(cache, TrainSampler(len(cache.images), **options), targets)))
+
+
 def assert_close_pixels(found: Tensor, expected: Tensor) -> None:
     """Pillow computes in fixed point."""
     apart = (found.int() - expected.int()).abs()
@@ -64,9 +68,10 @@ def test_batches_are_those_of_the_loader_but_for_rounding(
     squares: ImageIndex, resolution: int, short_side: float, more: Any
 ) -> None:
     options = {"resolution_of": lambda f: resolution, "batch_size": 8, "short_side": short_side, **more}
-    with TrainLoader(squares, workers=0, where="gpu", **options) as there:
+    sampler = TrainSampler(len(squares), **options)
+    with train_loader(squares, sampler, workers=0, where="gpu") as there:
         expected = [batch for batch, _ in zip(there, range(3), strict=False)]
-    with DeviceLoader(cached(squares), **options) as here:
+    with DeviceLoader(cached(squares), sampler) as here:
         found = [batch for batch, _ in zip(here, range(3), strict=False)]
     assert any(batch.skipped for batch in found)
     for a, b in zip(found, expected, strict=True):
@@ -93,7 +98,7 @@ def test_nothing_but_bad_pictures(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(b"no picture")
     kept = cached(ImageIndex.build([str(tmp_path)], None, progress=False))
     with pytest.raises(DataError, match="in a row cannot be used"):
-        next(iter(DeviceLoader(kept, resolution_of=lambda f: 32, batch_size=1)))
+        first_batch(kept, resolution_of=lambda f: 32, batch_size=1)
 
 
 class Blurry(Teacher):
@@ -133,8 +138,7 @@ def test_targets_of_a_crop_are_cells_of_the_whole(
     assert plan.memory().resident == sum(tensor.nbytes for tensor in tensors)
     assert plan.teacher_flops() == 0
     options: Any = {"resolution_of": lambda f: 24, "batch_size": 16, "short_side": 5 / 3, "augment": "colour"}
-    batches = DeviceLoader(pixels, targets=taught, **options)
-    batch = batches.make_batch(0)
+    batch = first_batch(pixels, taught, **options)
     assert batch.targets is not None
     exact = lessons.targets(normalize(batch.images))
     for found, expected in zip(batch.targets, exact, strict=True):
@@ -175,7 +179,7 @@ def test_a_second_look_gives_the_mean_of_its_map_over_the_crop(squares: ImageInd
     kept = (pixels.images, taught.maps, taught.cls, taught.glimpses)
     assert plan.memory().resident == sum(tensor.nbytes for tensor in kept)
     options: Any = {"resolution_of": lambda f: 32, "batch_size": 12, "augment": "flip", "crops": (0.4, 1.0)}
-    batch = DeviceLoader(pixels, targets=taught, **options).make_batch(0)
+    batch = first_batch(pixels, taught, **options)
     assert batch.targets is not None
     views = sample_transforms(0, batch.indices.tolist(), batch.variants.tolist(), "flip")
     spans = np.rint(5 * np.interp(views.scale, (0, 1), (0.4, 1.0))).astype(np.int64)
@@ -207,9 +211,7 @@ def test_a_second_look_loses_nothing_in_eight_bits_where_the_teacher_is_silent(s
     pixels, found = cached(squares), []
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         taught = TeacherMaps(pixels, lessons, dtype, progress=False)
-        batch = DeviceLoader(
-            pixels, targets=taught, resolution_of=lambda f: 32, batch_size=12, augment="flip"
-        ).make_batch(0)
+        batch = first_batch(pixels, taught, resolution_of=lambda f: 32, batch_size=12, augment="flip")
         assert batch.targets is not None
         found.append(batch.targets.cls)
     assert found[0].std(0).min() > 1
@@ -224,7 +226,7 @@ def test_a_teacher_with_a_global_feature_of_its_own_gives_that_of_the_whole(squa
     pixels = cached(squares)
     taught = TeacherMaps(pixels, lessons, torch.bfloat16, short_side=5 / 3, progress=False)
     options: Any = {"resolution_of": lambda f: 24, "batch_size": 4, "short_side": 5 / 3, "augment": "flip"}
-    batch = DeviceLoader(pixels, targets=taught, **options).make_batch(0)
+    batch = first_batch(pixels, taught, **options)
     assert batch.targets is not None
     assert torch.equal(batch.targets.cls, taught.cls[batch.indices])
 
@@ -244,7 +246,7 @@ def test_views_of_other_sizes_and_resolutions(
     pixels = cached(squares)
     taught = TeacherMaps(pixels, lessons, torch.bfloat16, progress=False)
     options: Any = {"resolution_of": lambda f: resolution, "batch_size": 12, "augment": "flip", "crops": crops}
-    batch = DeviceLoader(pixels, targets=taught, **options).make_batch(0)
+    batch = first_batch(pixels, taught, **options)
     assert batch.targets is not None
     views = sample_transforms(0, batch.indices.tolist(), batch.variants.tolist(), "flip")
     spans = [round(5 * (crops[0] + share * (crops[1] - crops[0]))) if crops else 4 for share in views.scale.tolist()]
@@ -291,6 +293,6 @@ def test_recipes_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_pixels_but_for_rounding(squares: ImageIndex) -> None:
     options: Any = {"resolution_of": lambda f: 32, "batch_size": 8}
-    expected = next(iter(DeviceLoader(cached(squares), **options)))
-    found = next(iter(DeviceLoader(cached(squares, device=torch.device("cuda")), **options)))
+    expected = first_batch(cached(squares), **options)
+    found = first_batch(cached(squares, device=torch.device("cuda")), **options)
     assert_close_pixels(found.images.cpu(), expected.images)

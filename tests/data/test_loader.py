@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -28,9 +29,9 @@ from veca.bench import data as bench
 from veca.data import index as index_module
 from veca.data import loader
 from veca.data.index import DataError, ImageIndex
-from veca.data.loader import Batch, TrainLoader, load_crop, to_model_input
+from veca.data.loader import Batch, ImageLoader, load_crop, to_model_input, train_loader
 from veca.data.loader import validation_loader as validation
-from veca.data.sampler import AugmentMode, TransformParams, batch_positions, epoch_order, sample_transform
+from veca.data.sampler import AugmentMode, TrainSampler, TransformParams, epoch_order, sample_transforms
 from veca.images import normalize, open_image
 
 
@@ -72,9 +73,19 @@ def members() -> dict[str, bytes]:
     return {f"{i:03}.png": encoded(photo(i)) for i in range(5)}
 
 
+def load(
+    found: ImageIndex, *, workers: int, max_pixels: int = 10**8, where: Any = "cpu", **options: Any
+) -> ImageLoader:
+    sampler = TrainSampler(len(found), **({"resolution_of": lambda _: 32, "batch_size": 4} | options))
+    return train_loader(found, sampler, workers, max_pixels, where)
+
+
+def sample_transform(seed: int, image: int, variant: int, augment: AugmentMode = "trivial") -> TransformParams:
+    return sample_transforms(seed, [image], [variant], augment).item()
+
+
 def batches(found: ImageIndex, count: int, **options: object) -> list[Batch]:
-    options = {"resolution_of": lambda _: 32, "batch_size": 4, "workers": 0, "seed": 3} | options
-    with TrainLoader(found, **options) as stream:
+    with load(found, **({"workers": 0, "seed": 3} | options)) as stream:
         return [batch for batch, _ in zip(stream, range(count), strict=False)]
 
 
@@ -102,8 +113,9 @@ def test_every_epoch_is_another_order_of_all() -> None:
 
 
 def test_ranks_share_out_the_stream_without_gaps() -> None:
-    places = [place for forward in range(3) for rank in range(4) for place in batch_positions(forward, 5, rank, 4)]
-    assert places == list(range(60))
+    samplers = [TrainSampler(60, 5, lambda _: 32, rank=rank, world_size=4) for rank in range(4)]
+    images = [image for forward in range(3) for sampler in samplers for image in sampler.plan(forward).images]
+    assert images == epoch_order(60, 0, 0).tolist()
 
 
 def test_an_epoch_shows_each_picture_once(photos: Path) -> None:
@@ -332,7 +344,7 @@ def test_a_killed_worker_is_an_error(photos: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
     list(DataLoader([1, 2], num_workers=1, multiprocessing_context="fork"))  # leaves a handler behind
     assert callable(signal.getsignal(signal.SIGCHLD))
-    with TrainLoader(find(photos), resolution_of=lambda _: 32, batch_size=4, workers=2) as stream:
+    with load(find(photos), workers=2) as stream:
         steps = iter(stream)
         next(steps)
         os.kill(stream._pool.processes[0].pid, signal.SIGKILL)
@@ -342,7 +354,7 @@ def test_a_killed_worker_is_an_error(photos: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_end_with_the_block(photos: Path) -> None:
-    with TrainLoader(find(photos), resolution_of=lambda _: 32, batch_size=4, workers=2) as stream:
+    with load(find(photos), workers=2) as stream:
         next(iter(stream))
         kept = stream.__iter__()
         next(kept)
@@ -355,10 +367,11 @@ def test_an_interrupt_ends_everything(photos: Path) -> None:
     script = textwrap.dedent("""
         import os, signal, sys, threading
         from veca.data.index import ImageIndex
-        from veca.data.loader import TrainLoader
+        from veca.data.loader import train_loader
+        from veca.data.sampler import TrainSampler
         found = ImageIndex.build(sys.argv[1:], progress=False)
         try:
-            with TrainLoader(found, resolution_of=lambda _: 32, batch_size=4, workers=2) as stream:
+            with train_loader(found, TrainSampler(len(found), 4, lambda _: 32), workers=2) as stream:
                 for step, _ in enumerate(stream):
                     if step == 3:
                         workers = [process.pid for process in stream._pool.processes]
@@ -379,9 +392,10 @@ def test_an_unfinished_loop_does_not_keep_the_interpreter(photos: Path) -> None:
         import sys
         from veca.probe.features import decoding
         from veca.data.index import ImageIndex
-        from veca.data.loader import TrainLoader
+        from veca.data.loader import train_loader
+        from veca.data.sampler import TrainSampler
         found = ImageIndex.build(sys.argv[1:], progress=False)
-        steps = iter(TrainLoader(found, resolution_of=lambda _: 32, batch_size=4, workers=2))
+        steps = iter(train_loader(found, TrainSampler(len(found), 4, lambda _: 32), workers=2))
         block = decoding(list(range(100)), ([i] for i in range(100)), workers=2)
         print(len(next(steps).images), next(block.__enter__()))
     """)
@@ -622,7 +636,7 @@ def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_second_loop_starts_again(photos: Path) -> None:
-    with TrainLoader(find(photos), resolution_of=lambda _: 32, batch_size=4, workers=1) as stream:
+    with load(find(photos), workers=1) as stream:
         first = iter(stream)
         one = next(first)
         second = iter(stream)

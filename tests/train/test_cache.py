@@ -19,7 +19,7 @@ from conftest import make_tiny
 from torch import Tensor
 
 from veca.data.loader import Batch
-from veca.data.sampler import sample_transform
+from veca.data.sampler import sample_transforms
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train import cache as module
 from veca.train.cache import TargetCache, cache_about, cache_bytes
@@ -264,8 +264,8 @@ def test_more_views_leave_the_first_as_they_were(tmp_path: Path) -> None:
     """So they have the same cache."""
     few, more = (Recipe.from_dict({"data": {"views": views}}) for views in (2, 3))
     assert cache_about(few, Small(), "a") == cache_about(more, Small(), "a")
-    assert [sample_transform(0, 5, epoch % 2) for epoch in (0, 1)] == [
-        sample_transform(0, 5, epoch % 3) for epoch in (0, 1)
+    assert [sample_transforms(0, [5], [epoch % 2]).item() for epoch in (0, 1)] == [
+        sample_transforms(0, [5], [epoch % 3]).item() for epoch in (0, 1)
     ]
 
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from veca.bench.machine import machine_facts
 from veca.data.index import ImageIndex
-from veca.data.loader import Batch, TrainLoader, load_crop, to_model_input
-from veca.data.sampler import sample_transform
+from veca.data.loader import Batch, load_crop, to_model_input, train_loader
+from veca.data.sampler import TrainSampler, sample_transforms
 from veca.data.transforms import augment_image
 from veca.images import ImageError, open_image
 from veca.utils.console import PlainConsole
@@ -54,10 +54,10 @@ def run(
     numbers = [i % len(pictures) for i in range(max(len(pictures), 100_000))]
 
     def seen(number: int) -> object:
-        return load_crop(pictures.read(number), sample_transform(0, number, 0), resolution, 1.125, _PIXELS)
+        return load_crop(pictures.read(number), sample_transforms(0, [number], [0]).item(), resolution, 1.125, _PIXELS)
 
     def augmented(number: int) -> object:
-        view = sample_transform(0, number, 0)
+        view = sample_transforms(0, [number], [0]).item()
         image = load_crop(pictures.read(number), view, resolution, 1.125, _PIXELS)
         return augment_image(image, view.op, view.strength)
 
@@ -77,9 +77,8 @@ def run(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = Table("augmented on", "images/s", "for a core", title=f"{workers} workers, batch {batch}")
     for where in ("cpu", "gpu") if device == "cuda" else ("cpu",):
-        with TrainLoader(
-            pictures, resolution_of=lambda _: resolution, batch_size=batch, workers=workers, where=where
-        ) as stream:
+        sampler = TrainSampler(len(pictures), batch, lambda _: resolution)
+        with train_loader(pictures, sampler, workers, where=where) as stream:
             steps = iter(stream)
 
             def take(_: int, steps: Iterator[Batch] = steps) -> None:

@@ -1,7 +1,7 @@
 """Training images decoded once and cached on the device, where batches are made without the CPU.
 
 They are kept as squares: the short side resized to `side` pixels, the centre cropped. Batches have the images, crops
-and operations of `TrainLoader`; pixels may differ by rounding, and the ends of long sides are lost.
+and operations of `train_loader`; pixels may differ by rounding, and the ends of long sides are lost.
 
 Shapes: N images, B of them in a batch, S side of the squares, R rows and columns of a batch.
 """
@@ -9,7 +9,7 @@ Shapes: N images, B of them in a batch, S side of the squares, R rows and column
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,24 +19,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from torch import Tensor
 
 from veca.data.index import DataError, ImageIndex
-from veca.data.loader import MAX_FAILURES, Batch, too_many_failures, validation_loader
-from veca.data.sampler import AugmentMode, EpochSampler, TransformParams, crop_offset, replacement, sample_transforms
+from veca.data.loader import Batch, too_many_failures, validation_loader
+from veca.data.sampler import BatchPlan, TrainSampler, TransformParams, crop_offset
 from veca.data.transforms import Augmentation
 from veca.images.resize import Mode, resize_matrix
 from veca.utils.console import progress_bar
 
 _DECODE_BATCH = 256
+# Start and end of crops along one side
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Start and end of crops along one side."""
 
 
 class CachedTargets(Protocol):
     """Targets of whole images, cut to the crops of a batch: see `veca.train.teacher_maps`."""
 
+    # Of a map, along each side of the square
     cells: int
-    """Of a map, along each side of the square."""
+    # Pixels of a cell along each side
     patch: int
-    """Pixels of a cell along each side."""
 
     def crop(self, index: Tensor, rows: Tensor, columns: Tensor) -> Any:
         """Return the targets of crops of the images `index` (B), by matrices (B, G, cells) that resize each side."""
@@ -75,31 +75,13 @@ class DeviceImageCache:
 
 
 class DeviceLoader:
-    """The batches of `TrainLoader`, made from cached images.
+    """The batches of `train_loader`, made from cached images.
 
     With cached `targets`, crops start and end at cells of the maps, and batches bring their targets.
     """
 
-    def __init__(
-        self,
-        cache: DeviceImageCache,
-        *,
-        resolution_of: Callable[[int], int],
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        short_side: float = 1.125,
-        crops: tuple[float, float] | None = None,
-        augment: AugmentMode = "trivial",
-        num_variants: int | None = None,
-        start: int = 0,
-        targets: CachedTargets | None = None,
-    ) -> None:
-        self.cache, self.targets, self.resolution_of, self.seed = cache, targets, resolution_of, seed
-        self.short_side, self.augment, self.num_variants, self.start = short_side, augment, num_variants, start
-        self.crops = crops or (1 / short_side, 1 / short_side)
-        self.sampler = EpochSampler(len(cache.images), batch_size, rank, world_size, seed)
+    def __init__(self, cache: DeviceImageCache, sampler: TrainSampler, targets: CachedTargets | None = None) -> None:
+        self.cache, self.sampler, self.targets = cache, sampler, targets
 
     def __enter__(self) -> DeviceLoader:
         return self
@@ -108,21 +90,16 @@ class DeviceLoader:
         pass
 
     def __iter__(self) -> Iterator[Batch]:
-        forward = self.start
-        while True:
-            yield self.make_batch(forward)
-            forward += 1
+        return map(self.make_batch, self.sampler)
 
-    def make_batch(self, forward: int) -> Batch:
+    def make_batch(self, plan: BatchPlan) -> Batch:
         """Make the batch of one forward pass."""
-        resolution, device, side = self.resolution_of(forward), self.cache.images.device, self.cache.side
-        chosen, epochs = self.sampler(forward)
-        variants = [epoch % self.num_variants for epoch in epochs] if self.num_variants else epochs
+        resolution, device, side = plan.resolution, self.cache.images.device, self.cache.side
         skipped: list[tuple[str, str]] = []
-        numbers = [self._readable(image, variant, skipped) for image, variant in zip(chosen, variants, strict=True)]
-        params = sample_transforms(self.seed, numbers, variants, self.augment)
+        numbers = [self._readable(*pair, skipped) for pair in zip(plan.images, plan.variants, strict=True)]
+        params = self.sampler.sample(numbers, plan.variants)
         if self.targets is None:
-            short = round(self.short_side * resolution)
+            short = round(self.sampler.short_side * resolution)
             x, y = (crop_offset(share, short - resolution) for share in (params.x, params.y))
             matrices = shifted_crop_matrices(side, short, resolution, device)
         else:
@@ -141,14 +118,15 @@ class DeviceLoader:
             cells = crop_matrices(self.targets.cells, spans, grid, "bilinear", torch.bfloat16, device)
             targets = self.targets.crop(index, cells[y_crop], _flip_rows(cells[x_crop], flip))
         augmentation = None
-        if self.augment in ("trivial", "colour"):
+        if self.sampler.augment in ("trivial", "colour"):
             augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
-        return Batch(images, augmentation, torch.tensor(numbers), torch.tensor(variants), skipped, targets)
+        return Batch(images, augmentation, torch.tensor(numbers), torch.tensor(plan.variants), skipped, targets)
 
     def _cell_spans(self, params: TransformParams, cells: int) -> tuple[Spans, NDArray[np.int64], NDArray[np.int64]]:
         """Return the spans of cells that crops can have along a side, and which of these each image has in x and y."""
-        least, most = (min(max(1, round(cells * share)), cells) for share in self.crops)
-        sizes = np.rint(cells * np.interp(params.scale, (0, 1), self.crops)).astype(np.int64).clip(least, most)
+        shares = self.sampler.crops or (1 / self.sampler.short_side,) * 2
+        least, most = (min(max(1, round(cells * share)), cells) for share in shares)
+        sizes = np.rint(cells * np.interp(params.scale, (0, 1), shares)).astype(np.int64).clip(least, most)
         spans = tuple((at, at + size) for size in range(least, most + 1) for at in range(cells - size + 1))
         first = np.array([spans.index((0, size)) for size in range(least, most + 1)])[sizes - least]
         x, y = (first + crop_offset(share, cells - sizes) for share in (params.x, params.y))
@@ -156,8 +134,7 @@ class DeviceLoader:
 
     def _readable(self, first: int, variant: int, skipped: list[tuple[str, str]]) -> int:
         """Return the image, or its replacement where it cannot be read."""
-        for attempt in range(MAX_FAILURES):
-            image = replacement(len(self.cache.images), self.seed, first, variant, attempt) if attempt else first
+        for image in self.sampler.candidates(first, variant):
             if image not in self.cache.unreadable:
                 return image
             skipped.append(self.cache.unreadable[image])

@@ -34,8 +34,8 @@ from veca.utils.files import atomic_path
 
 _FORMAT = 1
 _FLUSH_ROWS = 1 << 16
-_COLUMNS: list[tuple[str, pa.DataType]] = [("name", pa.large_binary()), ("offset", pa.int64()), ("bytes", pa.int64())]
-_INDEX_SCHEMA = pa.schema(_COLUMNS)
+_FIELDS = pa.field("name", pa.large_binary()), pa.field("offset", pa.int64()), pa.field("bytes", pa.int64())
+_INDEX_SCHEMA = pa.schema(_FIELDS)
 
 
 class DataError(VecaError, ValueError):

@@ -5,7 +5,6 @@ Shapes: B images, R rows and columns.
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import queue
@@ -13,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -26,31 +25,22 @@ from torch import Tensor
 
 from veca.data.index import DataError, ImageIndex
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
-from veca.data.sampler import (
-    AugmentMode,
-    EpochSampler,
-    TransformParams,
-    crop_offset,
-    replacement,
-    sample_transform,
-)
+from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset
 from veca.data.sources import Item
 from veca.data.transforms import Augmentation, augment_batch, augment_image
 from veca.data.workers import WorkerDiedError, WorkerPool
 from veca.images import MAX_PIXELS, Fit, ImageError, fit_image, normalize, open_image, resample, to_tensor
 
-MAX_FAILURES = 100
-"""Abort after this many consecutive unreadable images."""
+# Encoded images on their way to worker processes, together; a larger one is sent alone
 _SENT_BYTES = 1 << 27
-"""Encoded images on their way to worker processes, together; a larger one is sent alone."""
+# Images that a worker returns at a time
 _TASK_IMAGES = 16
-"""Images that a worker returns at a time."""
+# Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory.
 _SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
-"""Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory."""
+# How long to wait for a thread that waits for a worker
 _JOIN_SECONDS = 10.0
-"""How long to wait for a thread that waits for a worker."""
+# A JPEG is decoded at reduced size as long as this many pixels are left for each one of the result
 _DRAFT_FACTOR = 2
-"""A JPEG is decoded at reduced size as long as this many pixels are left for each one of the result."""
 
 
 def describe_error(error: Exception, name: str) -> str:
@@ -73,8 +63,8 @@ class Record(NamedTuple):
     number: int = 0
 
 
+# A task without work; see `_ByteWindow`
 _PADDING = Item("", number=-1)
-"""A task without work; see `_ByteWindow`."""
 
 
 @dataclass(frozen=True)
@@ -173,18 +163,18 @@ def load_crop(
 class Batch:
     """Images of a forward pass, on the CPU (pinned where there is a GPU) or on the device."""
 
+    # (B, 3, R, R) uint8
     images: Tensor
-    """(B, 3, R, R) uint8."""
+    # What `to_model_input` still has to apply
     augmentation: Augmentation | None
-    """What `to_model_input` still has to apply."""
+    # (B) int64, numbers in the index
     indices: Tensor
-    """(B) int64, numbers in the index."""
+    # (B) int64, which random variant of the image: with number and seed it determines every pixel
     variants: Tensor
-    """(B) int64, which random variant of the image: with number and seed it determines every pixel."""
+    # Names of unreadable images and why; in training each was replaced by another
     skipped: list[tuple[str, str]]
-    """Names of unreadable images and why; in training each was replaced by another."""
+    # Teacher's targets, where they are cached
     targets: Any = None
-    """Teacher's targets, where they are cached."""
 
 
 def to_model_input(batch: Batch, device: torch.device | str) -> Tensor:
@@ -198,28 +188,17 @@ def to_model_input(batch: Batch, device: torch.device | str) -> Tensor:
     return normalize(images.contiguous())
 
 
-class _BatchPlan(NamedTuple):
-    """Images of a batch to come, and the variant of each."""
-
-    resolution: int
-    images: Sequence[int]
-    variants: Sequence[int]
-
-
 class _CropTask(NamedTuple):
-    """A part of a batch for a worker; its pixels go to a slot of the shared memory."""
+    """A part of a batch for a worker, whose pixels go to slot `number` modulo the slots of the shared memory."""
 
     number: int
-    resolution: int
-    images: Sequence[int]
-    variants: Sequence[int]
+    plan: BatchPlan
 
 
 class _CropResult(NamedTuple):
     """What a worker made of a task; `pixels` only if they are not in shared memory."""
 
     images: list[int]
-    params: list[TransformParams]
     skipped: list[tuple[str, str]]
     pixels: NDArray[np.uint8] | None
     error: str = ""
@@ -229,27 +208,16 @@ class _CropDecoder:
     """Decodes the images of a task, in a worker process."""
 
     def __init__(
-        self,
-        index: ImageIndex,
-        *,
-        seed: int = 0,
-        short_side: float,
-        crops: tuple[float, float] | None = None,
-        augment: AugmentMode,
-        max_pixels: int,
-        apply_op: bool = True,
-        replace: bool,
-        slots: int = 0,
+        self, index: ImageIndex, sampler: TrainSampler, max_pixels: int, apply_op: bool, replace: bool, slots: int
     ) -> None:
-        self.index, self.seed, self.short_side, self.crops, self.augment = index, seed, short_side, crops, augment
-        self.max_pixels, self.apply_op, self.replace = max_pixels, apply_op, replace
+        self.index, self.sampler, self.max_pixels = index, sampler, max_pixels
+        self.apply_op, self.replace, self.slots = apply_op, replace, slots
         # Anonymous memory that forked processes share: it is not taken from /dev/shm, of which containers have little.
         self.shared = mmap.mmap(-1, slots * _SLOT_BYTES) if slots else None
-        self.slots = slots
 
     def slot(self, task: _CropTask) -> NDArray[np.uint8] | None:
         """Return the shared memory for a task's pixels, None where there is none or not enough."""
-        shape = len(task.images), task.resolution, task.resolution, 3
+        shape = _pixel_shape(task.plan)
         if self.shared is None or math.prod(shape) > _SLOT_BYTES:
             return None
         offset = task.number % self.slots * _SLOT_BYTES
@@ -257,15 +225,12 @@ class _CropDecoder:
 
     def __call__(self, task: _CropTask) -> _CropResult:
         slot = self.slot(task)
-        shape = len(task.images), task.resolution, task.resolution, 3
-        pixels = np.empty(shape, np.uint8) if slot is None else slot
-        result = _CropResult([], [], [], pixels if slot is None else None)
-        for first, variant in zip(task.images, task.variants, strict=True):
-            for attempt in range(MAX_FAILURES):
-                image = replacement(len(self.index), self.seed, first, variant, attempt) if attempt else first
-                params = sample_transform(self.seed, image, variant, self.augment)
+        pixels = np.empty(_pixel_shape(task.plan), np.uint8) if slot is None else slot
+        result = _CropResult([], [], pixels if slot is None else None)
+        for first, variant in zip(task.plan.images, task.plan.variants, strict=True):
+            for image in self.sampler.candidates(first, variant):
                 try:
-                    pixels[len(result.images)] = self.load(image, params, task.resolution)
+                    pixels[len(result.images)] = self.load(image, variant, task.plan.resolution)
                 except Exception as error:  # no image may end the run
                     name = self.index.name(image)
                     result.skipped.append((name, describe_error(error, name)))
@@ -273,16 +238,21 @@ class _CropDecoder:
                         break
                 else:
                     result.images.append(image)
-                    result.params.append(params)
                     break
             else:
                 return result._replace(error=too_many_failures(*result.skipped[-1]), pixels=None)
         return result
 
-    def load(self, image: int, params: TransformParams, resolution: int) -> NDArray[np.uint8]:
-        short_side = self.short_side if self.crops is None else 1 / np.interp(params.scale, (0, 1), self.crops)
+    def load(self, image: int, variant: int, resolution: int) -> NDArray[np.uint8]:
+        sampler = self.sampler
+        params = sampler.sample([image], [variant]).item()
+        short_side = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
         crop = load_crop(self.index.read(image), params, resolution, float(short_side), self.max_pixels)
         return np.asarray(augment_image(crop, params.op, params.strength) if self.apply_op else crop)
+
+
+def _pixel_shape(plan: BatchPlan) -> tuple[int, int, int, int]:
+    return len(plan.images), plan.resolution, plan.resolution, 3
 
 
 def too_many_failures(name: str, reason: str) -> str:
@@ -293,22 +263,28 @@ def too_many_failures(name: str, reason: str) -> str:
 class ImageLoader:
     """Batches of an index, decoded ahead by `workers` processes (0: by this one), which end with the `with` block.
 
-    `plans` gives the batches to make; iterating again starts over.
+    Iterating again starts over. Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op`
+    the operation of TrivialAugmentWide is left to `to_model_input`, with the same pixels.
     """
 
     def __init__(
         self,
-        decoder: Callable[..., _CropDecoder],
-        plans: Callable[[], Iterator[_BatchPlan]],
-        batch_size: int,
+        index: ImageIndex,
+        sampler: TrainSampler,
+        plans: Iterable[BatchPlan],
+        *,
         workers: int,
+        max_pixels: int,
+        replace: bool,
+        apply_op: bool = True,
     ) -> None:
-        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(batch_size / max(1, workers))))
+        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(sampler.batch_size / max(1, workers))))
         # Two batches ahead, shared by the workers
-        self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * max(1, workers))))
+        self._prefetch = max(2, math.ceil(2 * sampler.batch_size / (self._task_images * max(1, workers))))
         self._fork = sys.platform == "linux"
         # One slot more than tasks under way: a slot is read before the task after those is begun.
-        self._decoder = decoder(slots=workers * self._prefetch + 1 if workers and self._fork else 0)
+        slots = workers * self._prefetch + 1 if workers and self._fork else 0
+        self._decoder = _CropDecoder(index, sampler, max_pixels, apply_op, replace, slots)
         self._plans, self._workers = plans, workers
         self._pool: WorkerPool[_CropTask, _CropResult] | None = None
 
@@ -326,7 +302,7 @@ class ImageLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        pending = deque[tuple[_BatchPlan, _CropTask]]()
+        pending = deque[tuple[BatchPlan, _CropTask]]()
 
         def tasks() -> Iterator[_CropTask]:
             for plan, task in self._tasks():
@@ -341,36 +317,41 @@ class ImageLoader:
             if self._pool is pool:  # and not that of a later loop
                 self.close()
 
-    def _tasks(self) -> Iterator[tuple[_BatchPlan, _CropTask]]:
+    def _tasks(self) -> Iterator[tuple[BatchPlan, _CropTask]]:
         """Split batches into tasks that fit in a slot, numbered through."""
         number = 0
-        for plan in self._plans():
+        for plan in self._plans:
             size = max(1, min(self._task_images, _SLOT_BYTES // (3 * plan.resolution**2)))
             for start in range(0, len(plan.images), size):
                 part = slice(start, start + size)
-                yield plan, _CropTask(number, plan.resolution, plan.images[part], plan.variants[part])
+                yield plan, _CropTask(number, BatchPlan(plan.resolution, plan.images[part], plan.variants[part]))
                 number += 1
 
-    def _collect(self, results: Iterator[_CropResult], pending: deque[tuple[_BatchPlan, _CropTask]]) -> Iterator[Batch]:
+    def _collect(self, results: Iterator[_CropResult], pending: deque[tuple[BatchPlan, _CropTask]]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
-        images, collected, asked = torch.empty(0), list[_CropResult](), 0
+        pixels, images, skipped, asked = torch.empty(0), list[int](), list[tuple[str, str]](), 0
         while (result := self._next(results)) is not None:
             plan, task = pending.popleft()
             if result.error:
                 raise DataError(f"{result.error}. Check the sources and data.max_pixels")
             if not asked:
-                shape = len(plan.images), plan.resolution, plan.resolution, 3
-                images, collected = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()), []
-            pixels = result.pixels if result.pixels is not None else self._decoder.slot(task)
-            assert pixels is not None
-            start, count = sum(len(other.images) for other in collected), len(result.images)
+                pixels = torch.empty(_pixel_shape(plan), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                images, skipped = [], []
+            part = result.pixels if result.pixels is not None else self._decoder.slot(task)
+            assert part is not None
             # Copied by numpy: torch would use a thread per core, which the workers need.
-            images.numpy()[start : start + count] = pixels[:count]
-            collected.append(result)
-            asked += len(task.images)
+            pixels.numpy()[len(images) : len(images) + len(result.images)] = part[: len(result.images)]
+            images += result.images
+            skipped += result.skipped
+            asked += len(task.plan.images)
             if asked == len(plan.images):
-                yield self._to_batch(images[: start + count], plan, collected)
-                asked = 0
+                variants, asked = plan.variants[: len(images)], 0
+                augmentation = None
+                if not self._decoder.apply_op:
+                    params = self._decoder.sampler.sample(images, variants)
+                    augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
+                numbers = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
+                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, *numbers, skipped)
 
     @staticmethod
     def _next(results: Iterator[_CropResult]) -> _CropResult | None:
@@ -379,17 +360,6 @@ class ImageLoader:
         except WorkerDiedError as error:
             reason = "Memory may be short (fewer data.workers need less), or somebody killed it"
             raise DataError(f"a process that reads pictures has died: {error}. {reason}") from error
-
-    def _to_batch(self, images: Tensor, plan: _BatchPlan, results: list[_CropResult]) -> Batch:
-        params = [each for result in results for each in result.params]
-        skipped = [problem for result in results for problem in result.skipped]
-        indices = torch.tensor([image for result in results for image in result.images], dtype=torch.int64)
-        augmentation = None
-        if not self._decoder.apply_op:
-            strengths = torch.tensor([each.strength for each in params], dtype=torch.float64)
-            augmentation = Augmentation(torch.tensor([each.op for each in params], dtype=torch.int64), strengths)
-        variants = torch.tensor(plan.variants, dtype=torch.int64)[: len(indices)]
-        return Batch(images.permute(0, 3, 1, 2), augmentation, indices, variants, skipped)
 
 
 def _prefetch_one(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -421,48 +391,16 @@ def _prefetch_one(batches: Iterator[Batch]) -> Iterator[Batch]:
         thread.join(_JOIN_SECONDS)  # it may wait for a worker that hangs, which is killed after this
 
 
-class TrainLoader(ImageLoader):
-    """The batches of forward passes `start`, `start` + 1, … of one process, without end.
-
-    `resolution_of` gives the resolution of a forward pass. With `crops` the side of each crop is random too, as a share
-    of the image's short side between these two, in place of 1 / `short_side`. `num_variants` limits the random variants
-    of an image: epochs take them in turn. With `where="gpu"` the operation of TrivialAugmentWide is left to
-    `to_model_input`, with the same pixels.
-    """
-
-    def __init__(
-        self,
-        index: ImageIndex,
-        *,
-        resolution_of: Callable[[int], int],
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        short_side: float = 1.125,
-        crops: tuple[float, float] | None = None,
-        augment: AugmentMode = "trivial",
-        num_variants: int | None = None,
-        workers: int = 8,
-        max_pixels: int = MAX_PIXELS,
-        start: int = 0,
-        where: Literal["cpu", "gpu"] = "cpu",
-    ) -> None:
-        sampler = EpochSampler(len(index), batch_size, rank, world_size, seed)
-
-        def plans() -> Iterator[_BatchPlan]:
-            forward = start
-            while True:
-                images, epochs = sampler(forward)
-                variants = [epoch % num_variants for epoch in epochs] if num_variants else epochs
-                yield _BatchPlan(resolution_of(forward), images, variants)
-                forward += 1
-
-        decoder = functools.partial(
-            _CropDecoder, index, seed=seed, short_side=short_side, crops=crops, augment=augment, max_pixels=max_pixels,
-            apply_op=where == "cpu" or augment in ("flip", "none"), replace=True,
-        )  # fmt: skip
-        super().__init__(decoder, plans, batch_size, workers)
+def train_loader(
+    index: ImageIndex,
+    sampler: TrainSampler,
+    workers: int = 8,
+    max_pixels: int = MAX_PIXELS,
+    where: Literal["cpu", "gpu"] = "cpu",
+) -> ImageLoader:
+    """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
+    apply_op = where == "cpu" or sampler.augment in ("flip", "none")
+    return ImageLoader(index, sampler, sampler, workers=workers, max_pixels=max_pixels, replace=True, apply_op=apply_op)
 
 
 def validation_loader(
@@ -479,13 +417,8 @@ def validation_loader(
 
     A batch is shorter at the end and where images are unreadable: those are in its `skipped`. A process may get none.
     """
-
-    def plans() -> Iterator[_BatchPlan]:
-        for start in range(rank * batch_size, len(index), world_size * batch_size):
-            images = range(start, min(start + batch_size, len(index)))
-            yield _BatchPlan(resolution, images, [0] * len(images))
-
-    decoder = functools.partial(
-        _CropDecoder, index, short_side=short_side, augment="none", max_pixels=max_pixels, replace=False
-    )
-    return ImageLoader(decoder, plans, batch_size, workers)
+    sampler = TrainSampler(len(index), batch_size, lambda _: resolution, short_side=short_side, augment="none")
+    starts = range(rank * batch_size, len(index), world_size * batch_size)
+    images = [range(start, min(start + batch_size, len(index))) for start in starts]
+    plans = [BatchPlan(resolution, part, [0] * len(part)) for part in images]
+    return ImageLoader(index, sampler, plans, workers=workers, max_pixels=max_pixels, replace=False)

@@ -16,24 +16,24 @@ import pyarrow.parquet as pq
 
 from veca.errors import VecaError
 
+# Largest decompressed page. pyarrow needs up to three times as much memory for it; for a dictionary, twice as much
+# and three times its largest value.
 PAGE_BYTES = 1 << 29
-"""Largest decompressed page. pyarrow needs up to three times as much memory for it; for a dictionary, twice as much and
-three times its largest value."""
+# Largest encoded image
 VALUE_BYTES = 1 << 27
-"""Largest encoded image."""
+# Rows held in memory at a time, and their bytes
 _BATCH_ROWS, _BATCH_BYTES = 16, 1 << 27
-"""Rows held in memory at a time, and their bytes."""
+# Largest page header, as in pyarrow
 _PAGE_HEADER_BYTES = 1 << 24
-"""Largest page header, as in pyarrow."""
+# This many rows may take less than a byte each
 _EMPTY_ROWS = 4096
-"""This many rows may take less than a byte each."""
+# By repeating values, pages may yield this many times their bytes, or this many bytes
 _REPEATS, _REPEATED_BYTES = 64, 1 << 32
-"""By repeating values, pages may yield this many times their bytes, or this many bytes."""
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
+# Of a dictionary larger than one value may be: its values are measured one by one
 _MAX_VALUES = 1 << 20
-"""Of a dictionary larger than one value may be: its values are measured one by one."""
+# Page headers nest structs at most four deep
 _MAX_NESTING = 64
-"""Page headers nest structs at most four deep."""
 
 
 class TableError(VecaError, ValueError):

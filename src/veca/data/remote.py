@@ -17,14 +17,14 @@ from veca.errors import VecaError
 from veca.images import EXTENSIONS, ImageError
 from veca.images.formats import UNSUPPORTED, report_unsupported
 
+# Largest encoded image in an archive, a table or a remote file, whatever `max_pixels` allows
 MAX_IMAGE_BYTES = 1 << 30
-"""Largest encoded image in an archive, a table or a remote file, whatever `max_pixels` allows."""
+# How much of a remote file is fetched at a time where it is read sequentially
 _BLOCK_BYTES = 1 << 20
-"""How much of a remote file is fetched at a time where it is read sequentially."""
+# Seconds between attempts to read
 _RETRY_PAUSES = (0.5, 5.0)
-"""Seconds between attempts to read."""
+# Where file systems report what changes with a file; a checksum, which a copy has too, comes first
 _VERSION_KEYS = ("md5Hash", "ETag", "etag", "mtime", "LastModified", "last_modified", "created")
-"""Where file systems report what changes with a file; a checksum, which a copy has too, comes first."""
 
 
 class SourceError(VecaError, ValueError):
@@ -87,7 +87,7 @@ def fixed_part(path: str) -> str:
     return re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
 
 
-def open_file(path: str) -> IO[bytes]:
+def open_source(path: str) -> IO[bytes]:
     """Open a local path or an address for reading."""
     return io.BufferedReader(_RemoteFile(path), _BLOCK_BYTES) if is_remote(path) else open(path, "rb")
 

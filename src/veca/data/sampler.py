@@ -9,7 +9,9 @@ with the same G, and sees the same pixels, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 from veca.data.transforms import COLOUR_OPS, OPS, choose_ops
 
 AugmentMode = Literal["trivial", "colour", "flip", "none"]
+
+# Abort after this many consecutive unreadable images
+MAX_FAILURES = 100
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -28,32 +33,83 @@ def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(raw, kind="stable")
 
 
-def batch_positions(forward: int, batch_size: int, rank: int = 0, world_size: int = 1) -> range:
-    """Return the positions in the stream of images that one process takes in one forward pass.
+class BatchPlan(NamedTuple):
+    """Images of a batch to be made, and which random variant of each."""
 
-    >>> [batch_positions(2, batch_size=4, rank=rank, world_size=2) for rank in (0, 1)]
-    [range(16, 20), range(20, 24)]
+    resolution: int
+    images: Sequence[int]
+    variants: Sequence[int]
+
+
+class TransformParams(NamedTuple):
+    """Random parameters of the transform of one image, or arrays of them for several images."""
+
+    # Position of the crop, as shares of the room for it; 0.5 is the exact centre
+    x: Any
+    y: Any
+    flip: Any
+    # Size of the crop, as a share of the way from the smallest to the largest allowed
+    scale: Any
+    # TrivialAugmentWide: number of the operation, and its strength
+    op: Any
+    strength: Any
+
+    def item(self) -> TransformParams:
+        """Return the parameters of the first of several images, as plain numbers."""
+        return TransformParams(*(values[0].item() for values in self))
+
+
+@dataclass
+class TrainSampler:
+    """Samples the images of one process's forward passes `start`, `start` + 1, … and their transforms.
+
+    `count` images are shuffled anew in each epoch, unreadable ones included. `resolution_of` gives the resolution of a
+    forward pass. The short side of an image is resized to `short_side` × resolution before the crop; with `crops` the
+    side of each crop is random instead, as a share of the short side between these two. `num_variants` limits the
+    random variants of an image: epochs take them in turn.
     """
-    start = (forward * world_size + rank) * batch_size
-    return range(start, start + batch_size)
 
+    count: int
+    batch_size: int
+    resolution_of: Callable[[int], int]
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    short_side: float = 1.125
+    crops: tuple[float, float] | None = None
+    augment: AugmentMode = "trivial"
+    num_variants: int | None = None
+    start: int = 0
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
-class EpochSampler:
-    """Gives the images, of `count`, that each forward pass of one process takes, unreadable ones included."""
+    def __iter__(self) -> Iterator[BatchPlan]:
+        return map(self.plan, itertools.count(self.start))
 
-    def __init__(self, count: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
-        self.count, self.share, self.seed = count, (batch_size, rank, world_size), seed
-        self._orders: dict[int, NDArray[np.int64]] = {}
-
-    def __call__(self, forward: int) -> tuple[list[int], list[int]]:
-        """Return the images of a forward pass, and the epoch of each."""
-        epochs, positions = np.divmod(np.array(batch_positions(forward, *self.share)), self.count)
+    def plan(self, forward: int) -> BatchPlan:
+        """Return the images of one forward pass."""
+        first = (forward * self.world_size + self.rank) * self.batch_size
+        epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.count)
         images, present = np.empty_like(positions), np.unique(epochs).tolist()
         cached = self._orders
         self._orders = {e: cached[e] if e in cached else epoch_order(self.count, self.seed, e) for e in present}
         for epoch in present:
             images[epochs == epoch] = self._orders[epoch][positions[epochs == epoch]]
-        return images.tolist(), epochs.tolist()
+        variants = epochs % self.num_variants if self.num_variants else epochs
+        return BatchPlan(self.resolution_of(forward), images.tolist(), variants.tolist())
+
+    def sample(self, images: Sequence[int], variants: Sequence[int]) -> TransformParams:
+        """Draw the transforms of images; each depends only on the seed, the image and its variant."""
+        return sample_transforms(self.seed, images, variants, self.augment)
+
+    def candidates(self, image: int, variant: int) -> Iterator[int]:
+        """Yield an image and its random replacements, to be tried until one can be read."""
+        yield image
+        for attempt in range(1, MAX_FAILURES):
+            digest = hashlib.sha256(f"instead {self.seed} {image} {variant} {attempt}".encode()).digest()
+            yield int.from_bytes(digest[:8]) % self.count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"resolution_of": None, "_orders": {}}  # workers need neither, and pickle no closures
 
 
 def shuffled_batches(
@@ -76,29 +132,15 @@ def shuffled_batches(
         yield batch
 
 
-class TransformParams(NamedTuple):
-    """Random parameters of the transform of one image, or arrays of them for several images."""
-
-    x: Any
-    y: Any
-    """Position of the crop, as shares of the room for it; 0.5 is the exact centre."""
-    flip: Any
-    scale: Any
-    """Size of the crop, as a share of the way from the smallest to the largest allowed."""
-    op: Any
-    """Number of the TrivialAugmentWide operation."""
-    strength: Any
-
-
 def sample_transforms(
-    seed: int, images: Sequence[int], epochs: Sequence[int], augment: AugmentMode = "trivial"
+    seed: int, images: Sequence[int], variants: Sequence[int], augment: AugmentMode = "trivial"
 ) -> TransformParams:
-    """Draw the parameters of several images; those of each depend only on the seed, its number and its epoch."""
+    """Draw the parameters of several images as arrays; see `TrainSampler.sample`."""
     count = len(images)
     if augment == "none":
         centre, zeros = np.full(count, 0.5), np.zeros(count)
         return TransformParams(centre, centre, zeros.astype(bool), centre, zeros.astype(np.int64), zeros)
-    texts = [f"view {seed} {image} {epoch}" for image, epoch in zip(images, epochs, strict=True)]
+    texts = [f"view {seed} {image} {variant}" for image, variant in zip(images, variants, strict=True)]
     digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
     # A digest of 32 bytes is four random numbers: x, y, operation, and bits for everything else.
     x, y, op, bits = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(count, 4).T
@@ -106,17 +148,6 @@ def sample_transforms(
     ops, strengths = choose_ops(op, bits >> np.uint64(2), (bits & np.uint64(2)).astype(bool), among)
     scale, flip = (bits >> np.uint64(32)) / 2.0**32, (bits & np.uint64(1)).astype(bool)
     return TransformParams(x / 2.0**64, y / 2.0**64, flip, scale, ops, strengths)
-
-
-def sample_transform(seed: int, image: int, epoch: int, augment: AugmentMode = "trivial") -> TransformParams:
-    """Draw the parameters of one image, as plain numbers."""
-    return TransformParams(*(values[0].item() for values in sample_transforms(seed, [image], [epoch], augment)))
-
-
-def replacement(count: int, seed: int, image: int, epoch: int, attempt: int) -> int:
-    """Choose another image for one that cannot be read."""
-    digest = hashlib.sha256(f"instead {seed} {image} {epoch} {attempt}".encode()).digest()
-    return int.from_bytes(digest[:8]) % count
 
 
 def crop_offset(share: ArrayLike, room: ArrayLike) -> Any:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from veca.data import parquet
-from veca.data.remote import MAX_IMAGE_BYTES, SourceError, as_text, fixed_part, is_remote, list_remote, open_file
+from veca.data.remote import MAX_IMAGE_BYTES, SourceError, as_text, fixed_part, is_remote, list_remote, open_source
 from veca.data.tar import Member, TarError, TarReader, iter_members
 from veca.images import EXTENSIONS, MAX_PIXELS
 from veca.images.decode import max_bytes
@@ -32,8 +32,8 @@ TABLES = (".parquet",)
 
 _LABELS = {"seg", "depth", "mask", "label"}
 
+# Called with an archive's path and how many of its bytes (uncompressed) were read: images may be far apart in it
 OnRead = Callable[[str, int], None]
-"""Called with an archive's path and how many of its bytes (uncompressed) were read: images may be far apart in it."""
 
 
 class Item(NamedTuple):
@@ -45,8 +45,8 @@ class Item(NamedTuple):
 
     name: str
     path: str = ""
+    # Offset and size in bytes
     span: tuple[int, int] | None = None
-    """Offset and size in bytes."""
     data: bytes | None = None
     error: str = ""
     stamp: str = ""
@@ -111,7 +111,7 @@ def count_images(sources: Sequence[str], unpack: bool = True, on_read: OnRead | 
     total = 0
     for file in _list_all(sources):
         if file.path.lower().endswith(TABLES):
-            with suppress(Exception), open_file(file.path) as raw:
+            with suppress(Exception), open_source(file.path) as raw:
                 total += pq.read_metadata(raw).num_rows
         elif not is_container(file):
             total += 1
@@ -232,7 +232,7 @@ def shard_items(
     """
     compressed, last = _is_compressed(path), "its start"
     try:
-        with open_file(path) as raw, gzip.open(raw) if compressed else nullcontext(raw) as file:
+        with open_source(path) as raw, gzip.open(raw) if compressed else nullcontext(raw) as file:
             reader = TarReader(file, None if on_read is None else lambda size: on_read(path, size))
             for member in iter_members(reader):
                 if member.kind != "folder" and (member.error or wanted(member.name)):
@@ -273,7 +273,7 @@ def table_items(path: str, column: str | None = None, limit: int = MAX_IMAGE_BYT
     """
     row = 0
     try:
-        with open_file(path) as raw, pq.ParquetFile(raw) as table:
+        with open_source(path) as raw, pq.ParquetFile(raw) as table:
             column = _image_column(path, table.schema_arrow, column)
             for value in parquet.iter_values(raw, table, column, limit):
                 rows = f"rows {row} to {row + value.rows - 1} are not read: " if value.rows > 1 else ""

@@ -14,18 +14,18 @@ from typing import IO, Literal, NamedTuple
 
 from veca.errors import VecaError
 
+# Limit of all long names and PAX records of one member; beyond it the member is an error
 HEADER_BYTES = 1 << 20
-"""Limit of all long names and PAX records of one member; beyond it the member is an error."""
+# The longest path that Linux supports
 NAME_BYTES = 4096
-"""The longest path that Linux supports."""
 
 _BLOCK_SIZE = 512
 _PIECE = 1 << 20
 _LONG_NAME, _LONG_LINK, _PAX, _GLOBAL_PAX = b"L", b"K", b"xX", b"g"
 _EXTENDED = _LONG_NAME + _LONG_LINK + _PAX + _GLOBAL_PAX
 _REGULAR, _FOLDER, _OLD_SPARSE = b"07\0", b"5", b"S"
+# Links, devices, folders and pipes: no data follow, whatever size the header states
 _WITHOUT_DATA = b"123456"
-"""Links, devices, folders and pipes: no data follow, whatever size the header states."""
 
 
 class TarError(VecaError, ValueError):
@@ -39,8 +39,8 @@ class Member(NamedTuple):
     kind: Literal["file", "folder", "sparse", "other"]
     offset: int
     size: int
+    # Why its full name is not known
     error: str = ""
-    """Why its full name is unextended."""
 
 
 class TarReader:

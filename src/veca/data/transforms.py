@@ -25,8 +25,8 @@ from torch import Tensor
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS, ImageTooLargeError, fit, nearest_sizes, resample, to_tensor
 
+# Of a random resized crop: its share of the image's area, and its width over its height
 CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
-"""Of a random resized crop: its share of the image's area, and its width over its height."""
 
 
 def seeded_random(*numbers: int) -> random.Random:
@@ -39,7 +39,7 @@ def centre_crop(image: Image.Image, side: int) -> Tensor:
 
     This is "crop" of `fit_image`, for any side.
     """
-    return to_tensor(fit.centre_crop(image, side, side))
+    return to_tensor(fit.crop_centre(image, side, side))
 
 
 def random_resized_crop(
@@ -151,13 +151,13 @@ def _count_windows(side: int, window: int, starts: list[int]) -> Tensor:
     return count
 
 
+# Number of strengths of each operation
 BINS = 31
-"""Strengths of each operation."""
+# Largest strength of operations whose strength rises linearly from 0 and has a random sign
 _MAX_STRENGTH = {"ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0}
 _MAX_STRENGTH |= dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), 0.99)
-"""Of operations whose strength rises linearly from 0 and has a random sign."""
+# Names of the operations, by number
 OPS = ("Identity", *_MAX_STRENGTH, "Posterize", "Solarize", "AutoContrast", "Equalize")
-"""Names of the operations, by number."""
 _SIGNED = np.array([name in _MAX_STRENGTH for name in OPS])
 # Computed by torch, as in torchvision, so that the strengths are the same float32 numbers.
 _STRENGTHS = np.zeros((len(OPS), BINS))
@@ -167,8 +167,8 @@ _STRENGTHS[OPS.index("Posterize")] = 8 - (torch.arange(BINS) / ((BINS - 1) / 6))
 _STRENGTHS[OPS.index("Solarize")] = torch.linspace(255.0, 0.0, BINS)  # threshold
 
 _GEOMETRIC = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"})
+# Operations that move no pixel
 COLOUR_OPS = tuple(number for number, name in enumerate(OPS) if name not in _GEOMETRIC)
-"""Operations that move no pixel."""
 _BY_VALUE = frozenset({"Brightness", "Contrast", "Posterize", "Solarize"})
 _BY_HISTOGRAM = frozenset({"AutoContrast", "Equalize"})
 _ENHANCERS = {"Brightness": ImageEnhance.Brightness, "Color": ImageEnhance.Color, "Contrast": ImageEnhance.Contrast}

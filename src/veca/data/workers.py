@@ -19,15 +19,15 @@ from torch.utils.data._utils import signal_handling
 from veca.errors import VecaError
 from veca.utils.signals import init_signals_of_worker, starting_workers
 
-T = TypeVar("T")
-R = TypeVar("R")
+TaskT = TypeVar("TaskT")
+ResultT = TypeVar("ResultT")
 
 
 class WorkerDiedError(VecaError, RuntimeError):
     """A worker process was killed or crashed."""
 
 
-class WorkerPool(Generic[T, R]):
+class WorkerPool(Generic[TaskT, ResultT]):
     """Applies `function` to each of `tasks` in `workers` processes (0: in this one); iterates over results in order.
 
     Tasks are taken as results are asked for, up to `prefetch` of them for each worker in advance. With `fork` the
@@ -36,7 +36,12 @@ class WorkerPool(Generic[T, R]):
     """
 
     def __init__(
-        self, function: Callable[[T], R], tasks: Iterable[T], workers: int, prefetch: int = 2, fork: bool = False
+        self,
+        function: Callable[[TaskT], ResultT],
+        tasks: Iterable[TaskT],
+        workers: int,
+        prefetch: int = 2,
+        fork: bool = False,
     ) -> None:
         # Built on DataLoader for its ordering, prefetching and watching over processes; its sampler gives the tasks.
         loader = DataLoader(
@@ -55,16 +60,16 @@ class WorkerPool(Generic[T, R]):
             self._results: Any = iter(loader)
             _open_pools.add(self)
 
-    def __enter__(self) -> WorkerPool[T, R]:
+    def __enter__(self) -> WorkerPool[TaskT, ResultT]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[R]:
+    def __iter__(self) -> Iterator[ResultT]:
         return self
 
-    def __next__(self) -> R:
+    def __next__(self) -> ResultT:
         try:
             return next(self._results)
         except RuntimeError as error:
@@ -95,13 +100,13 @@ def _close_all() -> None:
         pool.close()
 
 
-class _MappedTasks(Dataset[R]):
+class _MappedTasks(Dataset[ResultT]):
     """A dataset indexed by tasks instead of numbers."""
 
-    def __init__(self, function: Callable[[Any], R]) -> None:
+    def __init__(self, function: Callable[[Any], ResultT]) -> None:
         self.function = function
 
-    def __getitem__(self, task: Any) -> R:
+    def __getitem__(self, task: Any) -> ResultT:
         return self.function(task)
 
 

@@ -23,8 +23,8 @@ from veca.images.formats import unsupported_suffix
 
 Source = str | os.PathLike[str] | bytes | BinaryIO | Image.Image
 
+# Largest image that is opened, unless the caller allows another size
 MAX_PIXELS = 2**26
-"""Largest image that is opened, unless the caller allows another size."""
 _MAX_SIDE = 2**20
 # MPO has no opener of its own in Pillow: the JPEG one recognises it.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "GIF", "BMP", "PPM")
@@ -48,10 +48,10 @@ class _HardLimit(int):
 
 
 _pillow_lock = threading.Lock()
+# Pixel limits of all threads that are decoding now
 _limits: list[int] = []
-"""Pixel limits of all threads that are decoding now."""
+# Pillow's global settings as they were before the first of these threads
 _saved: tuple[int | None, bool] = (None, False)
-"""Pillow's global settings as they were before the first of these threads."""
 
 
 @contextmanager
@@ -256,12 +256,12 @@ def _check_ppm_header(stream: BinaryIO, size: int) -> None:
         raise ImageError(f"PPM with a header of over {_MAX_PPM_HEADER:,} bytes; save it again")
 
 
+# Checks by the first bytes of a file
 _CHECKS = {
     b"\x89PNG": _check_png_chunks,
     b"GIF8": _check_gif_blocks,
     **{b"P%c" % kind: _check_ppm_header for kind in b"123456fF"},
 }
-"""Checks by the first bytes of a file."""
 
 
 def _check_pixels(image: Image.Image, max_pixels: int) -> None:

@@ -14,8 +14,8 @@ from veca.images.decode import MAX_PIXELS, ImageTooLargeError
 Fit = Literal["crop", "stretch", "keep", "pad"]
 
 PATCH = 16
+# Short side of the resized image over the side of its centre crop: 288 for 256
 CROP_RATIO = 1.125
-"""Short side of the resized image over the side of its centre crop: 288 for 256."""
 
 
 def fit_image(
@@ -64,14 +64,14 @@ def fit_image(
             f"are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
         )
     if fit == "crop":
-        return centre_crop(image, columns, rows)
+        return crop_centre(image, columns, rows)
     image = resample(image, (columns, rows), (0, 0, width, height))
     if pad_rows or pad_columns:
         image = Image.fromarray(np.pad(np.asarray(image), ((0, pad_rows), (0, pad_columns), (0, 0)), mode="edge"))
     return image
 
 
-def centre_crop(image: Image.Image, columns: int, rows: int) -> Image.Image:
+def crop_centre(image: Image.Image, columns: int, rows: int) -> Image.Image:
     """Resize the short side to 1.125 × that of the crop and keep the centre, `columns` × `rows`, of an RGB image."""
     width, height = image.size
     scale = min(height / rows, width / columns) / CROP_RATIO

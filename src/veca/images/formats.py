@@ -14,13 +14,13 @@ EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs"}
     | {".tif", ".tiff", ".gif", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm"}
 )
+# Suffixes of image files that are not decoded: they are counted, so that nobody assumes they were read
 UNSUPPORTED = frozenset(
     {".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".jxr", ".svg", ".psd", ".psb", ".xcf", ".tga", ".exr"}
     # Raw files of cameras
     | {".3fr", ".arw", ".cr2", ".cr3", ".crw", ".dng", ".erf", ".iiq", ".kdc", ".mrw", ".nef", ".nrw", ".orf", ".pef"}
     | {".raf", ".rw2", ".rwl", ".sr2", ".srf", ".srw", ".x3f"}
 )
-"""Suffixes of image files that are not decoded: they are counted, so that nobody assumes they were read."""
 
 
 def unsupported_suffix(source: object) -> str:

@@ -27,6 +27,7 @@ from veca.images.fit import Fit, check_fit, fit_image
 from veca.images.formats import unsupported_suffix
 from veca.images.tensors import normalize, to_tensor
 
+# What makes an image upright, by its EXIF orientation
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -36,7 +37,6 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes an image upright, by its EXIF orientation."""
 _BAND_PIXELS = 2**22
 
 

@@ -29,7 +29,8 @@ from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
 from veca.data.device_cache import DeviceImageCache, DeviceLoader
 from veca.data.index import DataError
-from veca.data.loader import Batch, TrainLoader, to_model_input
+from veca.data.loader import Batch, ImageLoader, to_model_input, train_loader
+from veca.data.sampler import TrainSampler
 from veca.errors import VecaError
 from veca.optimized import WAYS
 from veca.train.cache import TargetCache, open_cache
@@ -247,15 +248,14 @@ class Trainer:
             yield
         self.cache = None
 
-    def batches(self) -> TrainLoader | DeviceLoader:
+    def batches(self) -> ImageLoader | DeviceLoader:
         """The pictures of the steps to come."""
         recipe, data = self.recipe, self.recipe.data
-        common: dict[str, Any] = {
-            "resolution_of": lambda f: self.draws(f // recipe.accumulate)[1], "batch_size": recipe.batch,
-            "rank": self.world.rank, "world_size": self.world.size, "seed": recipe.seed, "short_side": data.short_side,
-            "crops": data.crops, "augment": data.augment, "num_variants": data.views,
-            "start": self.step * recipe.accumulate,
-        }  # fmt: skip
+        sampler = TrainSampler(
+            len(self.pictures), recipe.batch, lambda f: self.draws(f // recipe.accumulate)[1],
+            rank=self.world.rank, world_size=self.world.size, seed=recipe.seed, short_side=data.short_side,
+            crops=data.crops, augment=data.augment, num_variants=data.views, start=self.step * recipe.accumulate,
+        )  # fmt: skip
         if data.resident is not None:
             side, most = data.resident, data.max_pixels
             kept = DeviceImageCache(
@@ -265,10 +265,10 @@ class Trainer:
             if recipe.teacher.resident is not None:
                 dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
                 taught = TeacherMaps(kept, self.lessons, dtype, data.short_side, progress=self.world.first)
-            return DeviceLoader(kept, targets=taught, **common)
+            return DeviceLoader(kept, sampler, taught)
         on_gpu = self.world.device.type == "cuda" and data.augment_on != "cpu"
         where: Any = "gpu" if on_gpu else "cpu"
-        return TrainLoader(self.pictures, workers=data.workers, max_pixels=data.max_pixels, where=where, **common)
+        return train_loader(self.pictures, sampler, data.workers, data.max_pixels, where)
 
     def _asked_to_stop(self) -> bool:
         total, most = self.watch.seen()
