@@ -40,7 +40,7 @@ RENAMED_OPTIONS = {
 
 
 class Command(TyperCommand):
-    """A command that refuses old spellings, naming the new one, and options that are given twice."""
+    """A command that refuses old spellings and names the new ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {name: param for param in self.params for name in param.opts if name.startswith("-")}
@@ -49,9 +49,9 @@ class Command(TyperCommand):
             renamed = [new for new in RENAMED_OPTIONS.get(name, ()) if new in options]
             if renamed and name not in options:
                 ctx.fail(f"{name} is now {renamed[0]}")
-            # Click would take the last value: a list is one option with commas.
-            once = name in options and not options[name].multiple
-            if once and given.count(name) > 1:
+            # Lists were repeated options once; click would silently take the last of them.
+            is_list = name in options and (options[name].metavar or "").endswith(",…")
+            if is_list and given.count(name) > 1:
                 ctx.fail(f"{name} is given more than once; separate several values by commas")
         try:
             return super().parse_args(ctx, args)

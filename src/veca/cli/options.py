@@ -59,7 +59,7 @@ def parse_words(text: str | Words) -> Words:
     words = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
     if not all(words):
         raise typer.BadParameter(f"{text!r}: expected names separated by commas")
-    return Words(dict.fromkeys(words))
+    return Words(words)
 
 
 def _parse_budget(text: str) -> int | None:
