@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
-FORKING := tests/test_distill.py tests/test_resume.py tests/test_finetune_processes.py tests/test_signals.py
+FORKING := tests/train/test_distill.py tests/train/test_resume.py tests/train/test_finetune_processes.py tests/utils/test_signals.py
 
 .PHONY: demo explore test coverage lint bench docs gallery clean
 
@@ -35,7 +35,7 @@ docs: .venv/docs.stamp
 # The pictures of the documentation, with the weights that ship; some minutes. Two of them need Chromium.
 gallery: .venv/dev.stamp
 	$(BIN)/python docs/gallery.py
-	$(BIN)/python -m veca.web.bench shot docs/images/explorer.png
+	$(BIN)/python -m veca.bench.explorer shot docs/images/explorer.png
 
 bench: .venv/bench.stamp
 	$(BIN)/veca bench model --out build/bench/model

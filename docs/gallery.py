@@ -18,8 +18,8 @@ from typing import Any
 
 from PIL import Image
 
-from veca.demo import sample_pictures
-from veca.files import atomic_path
+from veca.inspect.demo import sample_pictures
+from veca.utils.files import atomic_path
 
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"

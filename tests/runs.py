@@ -27,12 +27,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-import veca.cli
+import veca.cli.main
 from veca.train.checkpoints import listed
 from veca.train.recipe import Recipe
 from veca.train.run import distill
 
-CliRunner().invoke(veca.cli.app, ["--version"])  # has typer import what it needs, which each fork would do again
+CliRunner().invoke(veca.cli.main.app, ["--version"])  # has typer import what it needs, which each fork would do again
 
 STEPS = 32
 TIMES = {"time", "seconds", "images_per_s", "memory_gib", "floor_share"}
@@ -155,7 +155,7 @@ class Process:
                 sys.argv = ["veca", *map(str, arguments)]
                 if before is not None:
                     before()
-                veca.cli.main()
+                veca.cli.main.main()
                 code = 0
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1 if end.code else 0

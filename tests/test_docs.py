@@ -17,9 +17,9 @@ import yaml
 from PIL import Image
 
 import veca
-from veca.cli import app
+from veca.cli.main import app
+from veca.train.finetune.settings import ClassifySettings, SegmentSettings
 from veca.train.recipe import Recipe
-from veca.tune.settings import ClassifySettings, SegmentSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

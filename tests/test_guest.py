@@ -21,11 +21,12 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import veca
-from veca import attention, fused
+from veca import attention
+from veca import block_ops as fused
 from veca.attention import use_kernel
-from veca.fast import FastVeca, unfoldable
 from veca.inspect import look_inside
 from veca.kernels import ops
+from veca.optimized import FastVeca, unfoldable
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = [
@@ -302,7 +303,7 @@ def test_hooks_take_effect_in_a_compiled_copy(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", [*LAYERS, "patch_embed", "blocks.1", "blocks.1.attn", "blocks.1.mlp", ""])
 def test_what_cannot_be_folded_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.fast.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
     model = make()
     module = model.get_submodule(name)
     assert isinstance(veca.optimize(model), FastVeca)
@@ -314,7 +315,7 @@ def test_what_cannot_be_folded_is_refused(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_computed_weights_are_folded_once_they_are_permanent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.fast.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
     model = make()
     change(model, kind, 0)
     way = "remove_parametrizations" if kind in ("parametrize", "new weight_norm") else r"prune\.remove"
@@ -325,7 +326,7 @@ def test_computed_weights_are_folded_once_they_are_permanent(kind: str, monkeypa
 
 
 def test_replaced_layers_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.fast.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
     model = make()
     model.blocks[1].mlp.fc2 = nn.Sequential(OrderedDict(base=model.blocks[1].mlp.fc2))
     with pytest.raises(veca.VecaError, match=r"^blocks\.1\.mlp\.fc2 is a Sequential .*merge adapters"):
@@ -333,10 +334,10 @@ def test_replaced_layers_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_embed_runs_what_cannot_be_folded_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from veca.embed import ready
-    from veca.parts import EmbedSettings
+    from veca.embed.partitions import EmbedSettings
+    from veca.embed.run import ready
 
-    for place in ("veca.fast.fits", "veca.embed.fits"):
+    for place in ("veca.optimized.fits", "veca.embed.run.fits"):
         monkeypatch.setattr(place, lambda *_: True)
     model = make()
     assert isinstance(ready(model, EmbedSettings(), torch.device("cpu")), FastVeca)
@@ -432,7 +433,7 @@ import veca, veca.hub
 check(before, "import veca")
 import pyarrow.parquet, rich.console, sympy, torch.distributed.tensor, typer  # their own doing
 before = settings()
-import veca.embed, veca.cli, veca.inspect, veca.bench, veca.probe, veca.train.loop, veca.tune.run
+import veca.embed.run, veca.cli.main, veca.inspect, veca.bench, veca.probe, veca.train.loop, veca.train.finetune.run
 check(before, "importing the rest")
 """)
 
@@ -635,12 +636,12 @@ def test_look_inside_projects_and_attends_once() -> None:
 @pytest.mark.parametrize("cores", [True, False])
 def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.bench.cases import Case
-    from veca.embed import check
+    from veca.embed.partitions import EmbedSettings
+    from veca.embed.run import check
     from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
-    from veca.parts import EmbedSettings
     from veca.probe.backbones import VecaBackbone
-    from veca.tune.settings import ClassifySettings
+    from veca.train.finetune.settings import ClassifySettings
 
     model, images, says = make(), pictures(), f"cores={cores}; a budget is an integer from 1 to 64"
     for call in (model, model.forward_features, torch.compile(model, backend="eager"), veca.optimize(model)):

@@ -16,7 +16,7 @@ import numpy as np
 import scipy.io
 from PIL import Image
 
-from veca.probe.datasets import classes as tables
+from veca.data.datasets import classes as tables
 
 SIZE = (8, 6)
 VOC = (

@@ -12,11 +12,11 @@ from veca.errors import VecaError
 if TYPE_CHECKING:
     from veca import images
     from veca.checkpoint import CheckpointError, create_model, load, save
+    from veca.checkpoint.pretrained import list_models
     from veca.config import ConfigError, VecaConfig
-    from veca.fast import optimize
     from veca.images import ImageError
     from veca.model import Veca, VecaOutput
-    from veca.shipped import list_models
+    from veca.optimized import optimize
     from veca.version import __version__ as __version__
 
 __all__ = [
@@ -39,10 +39,10 @@ __all__ = [
 _MODULES = {
     "checkpoint": ("CheckpointError", "create_model", "load", "save"),
     "config": ("ConfigError", "VecaConfig"),
-    "fast": ("optimize",),
+    "optimized": ("optimize",),
     "images": ("ImageError",),
     "model": ("Veca", "VecaOutput"),
-    "shipped": ("list_models",),
+    "checkpoint.pretrained": ("list_models",),
     "version": ("__version__",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

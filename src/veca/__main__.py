@@ -9,7 +9,7 @@ def main() -> None:
     Importing it takes seconds, and nothing before this function does: Ctrl-C then ends the command without a traceback.
     """
     try:
-        from veca.cli import main as run
+        from veca.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

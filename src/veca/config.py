@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from veca.errors import VecaError
-from veca.text import quoted
+from veca.utils.text import quoted
 
 
 class ConfigError(VecaError, ValueError):

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
+from veca.block_ops import add_norm, narrow_linear, swiglu
 from veca.config import VecaConfig
 from veca.errors import ArgumentError, warn_caller
-from veca.fused import add_norm, narrow_linear, swiglu
 from veca.images import nearest_sizes
 from veca.layers import is_plain
 from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary

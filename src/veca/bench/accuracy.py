@@ -17,11 +17,11 @@ from torch import Tensor
 
 from veca.attention import core_attention, use_kernel
 from veca.bench.contenders import Workload, loss
-from veca.bench.latency import Call, describe
 from veca.bench.machine import give_back
 from veca.bench.report import Row
 from veca.errors import ArgumentError
 from veca.rope import rotary
+from veca.utils.timing import Call, describe
 
 Tensors: TypeAlias = Sequence[Tensor | None]
 """None stands for zeros, as autograd has it."""

@@ -22,12 +22,12 @@ import veca
 from veca.attention import Kernel, core_attention, use_kernel
 from veca.bench.cases import Case
 from veca.bench.flops import attention_product_flops, dense_model_flops, model_flops
-from veca.bench.latency import Call
 from veca.checkpoint import create_model
 from veca.config import did_you_mean
 from veca.errors import ArgumentError
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, rotary, rotate
+from veca.utils.timing import Call
 
 DENSE = {
     "veca_small": "vit_small_patch16_dinov3",

@@ -18,11 +18,11 @@ import typer
 from rich.table import Table
 
 from veca.bench.machine import machine_facts
-from veca.console import PlainConsole
+from veca.data.augment import augment_image
+from veca.data.loader import Batch, Pictures, TrainBatches, see, to_model_input
+from veca.data.sampler import view_of
 from veca.images import ImageError, open_image
-from veca.train.augment import augment_image
-from veca.train.data import Batch, Pictures, TrainBatches, see, to_model_input
-from veca.train.draws import view_of
+from veca.utils.console import PlainConsole
 
 _PIXELS = 2**26
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import profile as record
 
-from veca.bench.latency import Call, synchronize, timed
+from veca.utils.timing import Call, synchronize, timed
 from veca.version import __version__
 
 

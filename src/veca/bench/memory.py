@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from veca.checkpoint import create_model
-from veca.shipped import list_models
+from veca.checkpoint.pretrained import list_models
 
 
 def peak_bytes(model_name: str, size: int, cores: int, device: torch.device, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from veca.bench.flops import attention_flops, dense_attention_flops
 from veca.bench.report import Results, Row
 from veca.config import SIZES
 from veca.errors import needs_extra
-from veca.files import atomic_path
+from veca.utils.files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

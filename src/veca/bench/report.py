@@ -17,9 +17,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from veca.bench.cases import Case
-from veca.console import PlainConsole
 from veca.errors import ArgumentError
-from veca.files import atomic_path
+from veca.utils.console import PlainConsole
+from veca.utils.files import atomic_path
 
 
 @dataclass(frozen=True)

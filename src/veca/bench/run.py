@@ -19,7 +19,6 @@ from veca.bench import contenders
 from veca.bench.accuracy import add_errors
 from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
 from veca.bench.contenders import Contender, Prepared, Setting, Workload, choose
-from veca.bench.latency import Call, describe, measure, synchronize
 from veca.bench.machine import (
     Spent,
     copy_rate,
@@ -31,10 +30,11 @@ from veca.bench.machine import (
     where_the_time_goes,
 )
 from veca.bench.report import Results, Row, baseline
-from veca.console import progress_bar
-from veca.device import choose_device
 from veca.errors import ArgumentError
-from veca.files import check_writable, locked
+from veca.utils.console import progress_bar
+from veca.utils.device import choose_device
+from veca.utils.files import check_writable, locked
+from veca.utils.timing import Call, describe, measure, synchronize
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 

@@ -27,10 +27,10 @@ import veca
 from veca.attention import use_kernel
 from veca.config import VecaConfig, is_budget, size_name
 from veca.errors import ArgumentError, needs_extra
-from veca.fast import FastVeca
-from veca.files import atomic_path, check_writable
 from veca.images import MEAN, STD, nearest_sizes
 from veca.model import Veca
+from veca.optimized import FastVeca
+from veca.utils.files import atomic_path, check_writable
 
 Format: TypeAlias = Literal["onnx", "export", "aoti"]
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16", "int8"]

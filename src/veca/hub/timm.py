@@ -18,11 +18,11 @@ from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from veca.checkpoint import CheckpointError, load
+from veca.checkpoint.pretrained import find_shipped, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
 from veca.model import Veca
-from veca.shipped import find_shipped, list_models
 
 POOLS = ("token", "avg", "")
 """The first core, the mean of the patches, or all tokens as they are."""

@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.files import atomic_path, check_writable
 from veca.inspect.subject import Photo
+from veca.utils.files import atomic_path, check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,17 +29,17 @@ from torch import Tensor
 
 from veca.checkpoint import weights_hash
 from veca.config import size_name
-from veca.embed import listed, progress_line, reading_line
+from veca.data.sources import Item, Record, SourceError, count, decoded, expand, items_of
+from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
+from veca.images.formats import noting_left_out
 from veca.inspect.contribution import PIECE, attention_and_profiles
 from veca.inspect.maps import look_into
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, exact, overlap, pair_overlap, winners
 from veca.inspect.subject import choose_budgets, looking, spread
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
-from veca.sources import Item, Record, SourceError, count, decoded, expand, items_of
-from veca.unread import noting_left_out
 from veca.version import __version__
 
 AT_ONCE, AT_ONCE_ON_CPU = 64 * 256 * 256, 16 * 256 * 256

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from veca.errors import ArgumentError
-from veca.files import atomic_path, check_writable
 from veca.inspect.sheet import charts, check_out, check_sheet, look_of
 from veca.inspect.story import AtBudget, CoreStory, Layers, Spread
 from veca.inspect.subject import cores_label
-from veca.text import number, printable
+from veca.utils.files import atomic_path, check_writable
+from veca.utils.text import number, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

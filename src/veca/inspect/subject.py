@@ -20,7 +20,7 @@ from veca.config import is_budget, size_name
 from veca.errors import ArgumentError, NonFiniteError
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
-from veca.text import origin, printable
+from veca.utils.text import origin, printable
 
 Pictures: TypeAlias = Source | Sequence[Source]
 Backbone: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]

@@ -2,7 +2,7 @@
 
     out = act(x Wᵀ / σ + bias) + residual
 
-- LayerNorm before it: the norm's gain and centring are folded into W and its shift into the bias (`veca.fast`), so
+- LayerNorm before it: the norm's gain and centring are folded into W and its shift into the bias (`veca.optimized`), so
   all that is left of it is one factor per row, 1/σ, applied to the product. σ comes from `moments` (T, 2, M): sums over
   a row of x and x², which the product that wrote x left behind, one pair per tile of columns.
 - SwiGLU after it: W holds u and v in turns of half a tile, so that a tile has both halves of what it gates.

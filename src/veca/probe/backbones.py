@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES, did_you_mean, is_budget
-from veca.device import choose_device
 from veca.errors import VecaError
-from veca.fast import fits, optimize
 from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes
 from veca.model import Veca
-from veca.text import quoted
+from veca.optimized import fits, optimize
+from veca.utils.device import choose_device
+from veca.utils.text import quoted
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Kind: TypeAlias = Literal["cls", "cls+mean"]

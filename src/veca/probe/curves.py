@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from veca.charts import SMALL, Line, Point, cut, line_chart
 from veca.probe import paper
 from veca.probe.results import lower_is_better, metric_name
 from veca.probe.tables import Group, Series, compare
+from veca.report.charts import SMALL, Line, Point, cut, line_chart
 
 MOST_LINES = 6
 """Of ours in one picture; more of them, and each model has its own."""

@@ -20,11 +20,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from veca.data.crops import random_crop_and_flip
+from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
+from veca.data.views import nearest, seeded, whole
 from veca.images import ImageError, open_image
-from veca.probe.crops import random_crop_and_flip
-from veca.probe.datasets.base import IGNORE, DepthRules, ProbeData, Split
 from veca.probe.features import PictureError, decoding, reason, shuffled
-from veca.probe.views import nearest, seeded, whole
 
 _WINDOW = 2
 """Batches of pictures among which those of one shape are put together to be scored."""

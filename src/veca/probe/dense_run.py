@@ -18,20 +18,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.files import check_utf8, check_writable
+from veca.data.crops import slide
+from veca.data.datasets.base import ProbeData
+from veca.heads.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
+from veca.heads.dense_fit import DenseSweep, fit_many
+from veca.heads.metrics import Confusion
+from veca.images.resize import resized
 from veca.probe.backbones import Backbone
-from veca.probe.crops import slide
-from veca.probe.datasets.base import ProbeData
-from veca.probe.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
 from veca.probe.dense_data import DenseData, opened
 from veca.probe.features import as_plain, content, listed
-from veca.probe.fit import DenseSweep, fit_many
-from veca.probe.gallery import colour_classes, colour_depth, save_picture
-from veca.probe.metrics import Confusion
-from veca.probe.progress import bar
 from veca.probe.rows import Job, ProbeTask, Row, by_class
 from veca.probe.run import Asked, Say, check_data
-from veca.resize import resized
+from veca.report.gallery import colour_classes, colour_depth, save_picture
+from veca.utils.files import check_utf8, check_writable
+from veca.utils.progress import bar
 
 NormName: TypeAlias = Literal["none", "batch", "standard"]
 _NORMS: dict[NormName, Norm] = {"none": "none", "batch": "batchnorm", "standard": "standardize"}

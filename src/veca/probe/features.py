@@ -29,14 +29,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from veca.checkpoint import write_tensors
+from veca.data.datasets.base import Places, Split
+from veca.data.sources import as_is, begin, end, init_worker
+from veca.data.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
 from veca.errors import ArgumentError, VecaError
-from veca.files import atomic_path
 from veca.images import ImageError, open_image
 from veca.probe.backbones import Backbone, Kind
-from veca.probe.datasets.base import Places, Split
-from veca.probe.progress import bar
-from veca.probe.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
-from veca.sources import as_is, begin, end, init_worker
+from veca.utils.files import atomic_path
+from veca.utils.progress import bar
 
 VERSION = 1
 """Of the code that makes features: to be raised when the same settings give other numbers."""

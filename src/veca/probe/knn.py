@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.probe.metrics import top_k_accuracy
+from veca.heads.metrics import top_k_accuracy
 
 PIECE = 2**24
 """At most so many similarities at once; they take 20 bytes each."""

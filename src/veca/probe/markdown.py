@@ -23,7 +23,7 @@ from veca.probe.tables import (
     grid_table,
     results_table,
 )
-from veca.text import duration, number
+from veca.utils.text import duration, number
 
 SHOWN_CLASSES, SHOWN_PICTURES = 5, 4
 """The best and the worst classes, where there are many more; examples of a gallery."""

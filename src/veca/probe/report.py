@@ -15,10 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TypeVar
 
-from veca.charts import SMALL, Line, line_chart, standalone
 from veca.errors import ArgumentError
-from veca.files import atomic_path
-from veca.html import details, figure, heat_table, section, table, write_page
 from veca.probe import paper
 from veca.probe.curves import Picture, pictures
 from veca.probe.markdown import markdown, rows_csv
@@ -36,7 +33,10 @@ from veca.probe.tables import (
     paper_table,
     results_table,
 )
-from veca.text import duration, number, printable
+from veca.report.charts import SMALL, Line, line_chart, standalone
+from veca.report.page import details, figure, heat_table, section, table, write_page
+from veca.utils.files import atomic_path
+from veca.utils.text import duration, number, printable
 
 SHOWN_ROWS = 24
 """Of a dataset; more of them are folded away, below the best."""

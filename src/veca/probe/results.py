@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from veca.errors import ArgumentError
 from veca.probe import paper
-from veca.text import number, printable
+from veca.utils.text import number, printable
 
 SCHEMA = 1
 """Of row files; one that names another is not read."""

@@ -18,12 +18,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from veca.data.datasets.base import ProbeData
 from veca.errors import ArgumentError
-from veca.files import atomic_path
 from veca.probe.backbones import Backbone
-from veca.probe.datasets.base import ProbeData
 from veca.probe.features import content, digest_of
 from veca.probe.results import SCHEMA
+from veca.utils.files import atomic_path
 from veca.version import __version__
 
 VERSION = 1

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veca.data.datasets.base import DatasetError, ProbeData
 from veca.errors import ArgumentError
-from veca.files import check_utf8, check_writable
+from veca.heads.linear import LinearHead, score, score_valid_labels, train_linear
+from veca.heads.metrics import average_precision, top_k_hits
 from veca.probe.backbones import Backbone, Kind
-from veca.probe.datasets.base import DatasetError, ProbeData
 from veca.probe.features import Extraction, View, as_plain, listed, spread, without_bad
 from veca.probe.knn import knn_accuracy
-from veca.probe.linear import LinearHead, score, score_valid_labels, train_linear
-from veca.probe.metrics import average_precision, top_k_hits
-from veca.probe.progress import bar
 from veca.probe.rows import Job, ProbeTask, Row, by_class
+from veca.utils.files import check_utf8, check_writable
+from veca.utils.progress import bar
 
 Say = Callable[[str], None]
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)

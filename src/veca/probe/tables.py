@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from veca.data.datasets import SPECS
 from veca.probe import paper
-from veca.probe.datasets import SPECS
 from veca.probe.results import Row, flat, lower_is_better, mapping, metric_name, shown
-from veca.text import printable
+from veca.utils.text import printable
 
 
 @dataclass(frozen=True)

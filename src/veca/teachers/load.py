@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from veca.config import SIZES, VecaConfig, did_you_mean
+from veca.images.resize import filters
 from veca.model import Veca
-from veca.resize import filters
 from veca.teachers.from_timm import timm_teacher
 from veca.teachers.from_transformers import hf_teacher
 from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from veca.errors import VecaError
 from veca.images import MEAN, STD
-from veca.resize import resized
+from veca.images.resize import resized
 
 Meet: TypeAlias = Literal["input", "map"] | int
 """How the teacher's grid comes to be the student's: its input is resized, or its map. A number: its input, so that the

@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from veca.files import atomic_path
+from veca.data.loader import Batch, Pictures
 from veca.teachers import Standardized, Targets, Teacher
-from veca.train.data import Batch, Pictures
 from veca.train.recipe import Recipe, RecipeError
+from veca.utils.files import atomic_path
 from veca.version import __version__
 
 SPARE = 10 * 10**9

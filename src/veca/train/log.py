@@ -24,10 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Column
 from torch import Tensor
 
-from veca.console import PlainColumn, PlainConsole, progress_bar
 from veca.errors import ArgumentError, warn_caller
-from veca.files import atomic_path
-from veca.text import duration, printable, shorten
 from veca.train.tables import (
     EVENTS,
     METRIC_KEYS,
@@ -40,6 +37,9 @@ from veca.train.tables import (
     cell,
     grid_means,
 )
+from veca.utils.console import PlainColumn, PlainConsole, progress_bar
+from veca.utils.files import atomic_path
+from veca.utils.text import duration, printable, shorten
 
 
 class RunLog:

@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 import veca
 from veca.bench.machine import matrix_rate
 from veca.checkpoint import save_tensors
+from veca.data.device_cache import Resident, ResidentBatches, Taught
+from veca.data.loader import Batch, DataError, TrainBatches, to_model_input
 from veca.errors import VecaError
-from veca.fast import WAYS
-from veca.files import atomic_path
+from veca.optimized import WAYS
 from veca.train.cache import TargetCache, open_cache
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
-from veca.train.data import Batch, DataError, TrainBatches, to_model_input
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
 from veca.train.objective import Losses, Student
 from veca.train.optimizers import make_optimizers, split_parameters
@@ -40,13 +40,13 @@ from veca.train.parallel import World, any_of, gathered, largest, replicate, sha
 from veca.train.plan import flops_at, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
-from veca.train.resident import Resident, ResidentBatches, Taught
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.start import check_data, check_recipe, check_start, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
 from veca.train.stop import Interrupted, signals
 from veca.train.tables import Grid, grid_means
 from veca.train.validation import Lessons, validate
+from veca.utils.files import atomic_path
 
 MOST_BAD = 3
 """So many steps in a row without a finite gradient are no accident."""

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from veca.device import choose_device
 from veca.errors import ArgumentError, VecaError
-from veca.files import check_utf8, check_writable, locked
 from veca.model import Veca
+from veca.utils.device import choose_device
+from veca.utils.files import check_utf8, check_writable, locked
 
 SILENCE, PATIENCE = datetime.timedelta(minutes=20), datetime.timedelta(days=7)
 """How long a process waits for the others before it takes one for lost; the same where one works for all."""

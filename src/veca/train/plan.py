@@ -21,10 +21,10 @@ from rich.text import Text
 from veca.config import VecaConfig
 from veca.flops import model_flops, patches
 from veca.model import Veca
-from veca.text import duration, printable, shorten
 from veca.train.cache import cache_bytes
 from veca.train.optimizers import Split, split_parameters
 from veca.train.recipe import Recipe, RecipeError
+from veca.utils.text import duration, printable, shorten
 
 FLOAT = 4
 """Bytes of what is kept in float32: weights, gradients, optimizer states, the residual stream."""

@@ -22,7 +22,7 @@ import yaml
 from veca.config import did_you_mean, get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
-from veca.text import quoted
+from veca.utils.text import quoted
 
 Kind = TypeVar("Kind")
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from veca.charts import Line, Point, bar_chart, line_chart, smooth
 from veca.errors import ArgumentError
-from veca.html import details, figure, heat_table, section, table, write_page
-from veca.text import duration, number, printable
+from veca.report.charts import Line, Point, bar_chart, line_chart, smooth
+from veca.report.page import details, figure, heat_table, section, table, write_page
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
 from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, read_table
+from veca.utils.text import duration, number, printable
 
 SHOWN_ROWS, SHOWN_EVENTS = 12, 200
 Rows = Sequence[Mapping[str, float]]

@@ -9,14 +9,14 @@ from rich.console import Group
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
-from veca.console import as_message
+from veca.data.loader import DataError, Pictures
 from veca.teachers.known import KNOWN
-from veca.text import quoted
-from veca.train.data import DataError, Pictures
 from veca.train.loop import Trainer
 from veca.train.parallel import processes, run_folder
 from veca.train.plan import describe_plan
 from veca.train.recipe import Recipe, RecipeError
+from veca.utils.console import as_message
+from veca.utils.text import quoted
 
 
 def distill(

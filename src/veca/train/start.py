@@ -10,9 +10,9 @@ import torch
 
 import veca
 from veca.config import VecaConfig, get_config
+from veca.data.loader import Pictures
 from veca.model import Veca
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
-from veca.train.data import Pictures
 from veca.train.parallel import World, gathered
 from veca.train.recipe import Recipe, RecipeError
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from veca.signals import IMPATIENT, STOPPING, Terminated, drop_lost_terminal
+from veca.utils.signals import IMPATIENT, STOPPING, Terminated, drop_lost_terminal
 
 
 class Interrupted(BaseException):

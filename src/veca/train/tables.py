@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from veca.errors import ArgumentError
-from veca.files import atomic_path
+from veca.utils.files import atomic_path
 
 PARTS = ("total", "cls", "dense", "cosine", "mse")
 """Names of the losses, in the order in which tables have them; other columns follow by the alphabet."""

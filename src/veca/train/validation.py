@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from veca.data.loader import Batch, DataError, Pictures, to_model_input, validation_batches
 from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
-from veca.train.data import Batch, DataError, Pictures, to_model_input, validation_batches
 from veca.train.objective import Losses, distillation_losses
 from veca.train.parallel import World, any_of, broadcast, share_again, sum_of
 from veca.train.recipe import Recipe

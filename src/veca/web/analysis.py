@@ -21,7 +21,7 @@ from veca.images import normalize, to_tensor
 from veca.inspect import look_inside, pca
 from veca.inspect.subject import check_finite, looking
 from veca.model import Veca
-from veca.web.pictures import Picture
+from veca.web.images import Picture
 
 REFERENCE = 256
 """Pixels of the short side at which colours are fitted, with all cores: so they compare whatever is chosen."""

@@ -19,9 +19,14 @@ from veca.errors import NonFiniteError
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
 from veca.inspect import heat
 from veca.model import Veca
-from veca.text import origin
+from veca.utils.text import origin
 from veca.web import analysis
-from veca.web.answers import (
+from veca.web.connections import LIMITS, Limits
+from veca.web.costs import count
+from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer
+from veca.web.images import MOST_BYTES, SHOWN, TITLES, Picture
+from veca.web.jobs import BusyError, DroppedError, ProblemError
+from veca.web.schemas import (
     ANY,
     SAFETENSORS,
     About,
@@ -41,12 +46,7 @@ from veca.web.answers import (
     binary,
     problems,
 )
-from veca.web.connections import LIMITS, Limits
-from veca.web.costs import count
-from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer
-from veca.web.guard import LOOPBACK, Guard
-from veca.web.pictures import MOST_BYTES, SHOWN, TITLES, Picture
-from veca.web.work import BusyError, DroppedError, ProblemError
+from veca.web.security import LOOPBACK, Guard
 
 KINDS = {
     "html": "text/html; charset=utf-8",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from veca.web.guard import address_of
+from veca.web.security import address_of
 
 CONNECTIONS = 512
 PER_ADDRESS = CONNECTIONS // 2

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from veca.bench.flops import DENSE_PREFIX, dense_model_flops, model_flops
-from veca.bench.latency import synchronize, timed
 from veca.config import VecaConfig
 from veca.model import PatchEmbed, Veca
 from veca.rope import grid_rotary, rotate
+from veca.utils.timing import synchronize, timed
 
 RUNS = 3
 ENOUGH = 1.0

@@ -14,10 +14,10 @@ from veca.model import Veca
 from veca.web.analysis import REFERENCE, Analysis, analyse, input_of, reference
 from veca.web.connections import LIMITS, Limits
 from veca.web.costs import Measure, measure_dense, measure_veca
-from veca.web.guard import address_of
-from veca.web.pictures import Picture, Pictures
+from veca.web.images import Picture, Pictures
+from veca.web.jobs import Kept, ProblemError, Steps, Worker
+from veca.web.security import address_of
 from veca.web.uploads import Uploads
-from veca.web.work import Kept, ProblemError, Steps, Worker
 
 SIZES = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Short sides in pixels."""

@@ -14,8 +14,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from veca.web.connections import HEAD_START, Limits
-from veca.web.pictures import MOST_BYTES
-from veca.web.work import DroppedError, ProblemError
+from veca.web.images import MOST_BYTES
+from veca.web.jobs import DroppedError, ProblemError
 
 UPLOAD_BYTES = 4 * MOST_BYTES
 """Of all uploads together that are being received or wait to be opened."""

@@ -1,0 +1,94 @@
+"""Weights as they are handed to others: in fewer bits, and without the paths of the machine that made them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.checkpoint import CheckpointError, read_safetensors, write_tensors
+from veca.errors import ArgumentError
+from veca.model import Veca
+from veca.utils.files import atomic_path
+from veca.utils.text import excerpt
+
+HEAD, PREPARED = "head.safetensors", "preprocessor_config.json"
+_PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
+_WHOLE = re.compile(r"(?:file://)?(?:/|~|\.\.[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.DOTALL)
+
+
+@torch.no_grad()
+def cast(model: Veca, dtype: torch.dtype) -> Veca:
+    """The model in another type, in place; `ValueError` where a value does not fit, or bfloat16 would lose less."""
+    _check_fit(model.state_dict(), dtype)
+    return model.to(dtype)
+
+
+def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
+    """What `veca finetune` left beside the weights, into another folder in place of what that has: how pictures are
+    prepared, and a segmenter's head, in another type as `cast` has it.
+    """
+    if (source / HEAD).is_file():
+        _carry_head(source / HEAD, to / HEAD, dtype)
+    if (source / PREPARED).is_file():
+        with atomic_path(to / PREPARED) as part:
+            part.write_bytes((source / PREPARED).read_bytes())
+    for name in (HEAD, PREPARED):
+        if not (source / name).is_file() and (to / "model.safetensors").is_file():  # it is of the model that goes
+            (to / name).unlink(missing_ok=True)
+
+
+def _carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
+    try:
+        tensors, metadata = read_safetensors(file)
+        if dtype:
+            _check_fit(tensors, dtype)
+            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    except ArgumentError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file}: damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+        ) from error
+    with atomic_path(to) as part:
+        write_tensors(part, tensors, metadata)
+
+
+def _check_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
+        if not tensor.to(dtype).isfinite().all():
+            most, limit = float(tensor.abs().max()), torch.finfo(dtype).max
+            raise ArgumentError(
+                f"{excerpt(name)} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
+            )
+        for kind in lost:
+            lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
+    half, brain = (lost[kind] ** 0.5 for kind in (torch.float16, torch.bfloat16))
+    if dtype == torch.float16 and half > brain:
+        raise ArgumentError(f"float16 is off by {half:.2g} in all, bfloat16 by {brain:.2g}; choose bfloat16 instead")
+
+
+def without_paths(value: Any) -> Any:
+    """Plain data in which paths of a machine are reduced to the names of files; addresses and names stay.
+
+    >>> without_paths({"train": ["/root/data/coco/*.tar", "s3://bucket/*.tar"], "teacher": "timm:vit@/opt/w.pt"})
+    {'train': ['*.tar', 's3://bucket/*.tar'], 'teacher': 'timm:vit@w.pt'}
+    """
+    if isinstance(value, dict):
+        return {without_paths(key): without_paths(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return _last(value) if _WHOLE.fullmatch(value) else _PATH.sub(lambda found: _last(found[0]), value)
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]

@@ -1,0 +1,377 @@
+"""PyTorch checkpoints (`.pt`), read without unpickling: tensors and plain data, and no more than the file holds.
+
+`torch.load(weights_only=True)` runs no code, but a file of a few kilobytes can have it allocate gigabytes or hang. This
+reader knows only the pickle opcodes that `torch.save` writes, calls nothing that a file names, and compares every
+size that a file claims with the size of the file before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import pickletools
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from veca.utils.text import excerpt
+
+_MAX_OPERATIONS = 1_000_000
+"""Opcodes in a pickle; a checkpoint has about 40 per tensor."""
+_MAX_SHARING = 2
+"""How often all tensors together may claim the bytes of the file: tied weights are stored once."""
+_MAX_DIMENSIONS = 32
+_MAX_ARGUMENTS = 8
+"""Of a function that rebuilds a tensor. Copying longer ones again and again could take quadratic time."""
+_CHUNK = 2**24
+
+_DTYPES = {f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_STORAGES = {
+    "torch DoubleStorage": torch.float64,
+    "torch FloatStorage": torch.float32,
+    "torch HalfStorage": torch.float16,
+    "torch BFloat16Storage": torch.bfloat16,
+    "torch LongStorage": torch.int64,
+    "torch IntStorage": torch.int32,
+    "torch ShortStorage": torch.int16,
+    "torch CharStorage": torch.int8,
+    "torch ByteStorage": torch.uint8,
+    "torch BoolStorage": torch.bool,
+    "torch ComplexFloatStorage": torch.complex64,
+    "torch ComplexDoubleStorage": torch.complex128,
+    "torch QInt32Storage": torch.int32,
+    "torch QInt8Storage": torch.int8,
+    "torch QUInt8Storage": torch.uint8,
+    "torch QUInt4x2Storage": torch.uint8,
+    "torch QUInt2x4Storage": torch.uint8,
+    "torch UntypedStorage": torch.uint8,
+    "torch.storage UntypedStorage": torch.uint8,
+}
+_FUNCTIONS = {
+    "collections OrderedDict",
+    "torch Size",
+    "torch Tensor",
+    "torch.nn.parameter Parameter",
+    "torch.serialization _get_layout",
+    "torch._utils _rebuild_tensor",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_tensor_v3",
+    "torch._utils _rebuild_parameter",
+    "torch._utils _rebuild_parameter_with_state",
+    "torch._utils _rebuild_sparse_tensor",
+    "torch._tensor _rebuild_from_type_v2",
+}
+_UNSUPPORTED = {
+    "_codecs encode": "bytes",
+    "__builtin__ bytearray": "a bytearray",
+    "__builtin__ complex": "a complex number",
+    "__builtin__ set": "a set",
+    "builtins bytearray": "a bytearray",
+    "builtins complex": "a complex number",
+    "builtins set": "a set",
+    "collections Counter": "a counter",
+    "torch device": "a device",
+    "torch per_tensor_affine": "a quantization scheme",
+    "torch per_channel_affine": "a quantization scheme",
+    "torch._utils _rebuild_qtensor": "a quantized tensor",
+    "torch._utils _rebuild_meta_tensor_no_storage": "a meta tensor",
+    "torch._utils _rebuild_wrapper_subclass": "a tensor subclass",
+    "torch._utils _rebuild_device_tensor_from_numpy": "a tensor of another device",
+    "torch._utils _rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
+}
+"""Harmless contents that have no use here: an `Unsupported` takes their place."""
+
+_LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+
+
+class Unsupported:
+    """Takes the place of an object that is not read, such as a sparse tensor or a set."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+class _Function(NamedTuple):
+    name: str
+
+
+class _Storage(NamedTuple):
+    data: Tensor
+    """Bytes, 1-d."""
+    dtype: torch.dtype
+
+
+FindStorage = Callable[[Any, int], Tensor]
+"""The bytes of a storage by its key, given how many bytes it is said to have."""
+
+
+def read_torch_file(path: Path) -> Any:
+    """The contents of a file that `torch.save` wrote, tensors on the CPU.
+
+    Raises `pickle.UnpicklingError` if there is more in it than tensors and plain data, `ValueError` if it is damaged or
+    claims more than it holds.
+    """
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"PK"
+        return _read_zip(path) if zipped else _read_legacy(path)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # a damaged file surfaces as almost anything
+        raise ValueError(excerpt(str(error) or type(error).__name__)) from error
+
+
+def _read_zip(path: Path) -> Any:
+    size = os.path.getsize(path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        if len(entries) != len(archive.infolist()):
+            raise ValueError("two entries of the archive have the same name")
+        if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries.values()):
+            raise ValueError("entries of the archive are compressed, which torch.save never does")
+        if (total := sum(entry.file_size for entry in entries.values())) > size:
+            raise ValueError(f"its entries claim {total:,} bytes, the file has {size:,}")
+        pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise ValueError("a zip archive without a data.pkl, so not one of torch.save")
+        folder = pickles[0].removesuffix("data.pkl")
+        if f"{folder}byteorder" in entries and archive.read(f"{folder}byteorder") != b"little":
+            raise ValueError("its numbers are not little-endian")
+        storages: dict[str, Tensor] = {}
+
+        def find_storage(key: Any, count: int) -> Tensor:
+            entry = entries.get(f"{folder}data/{key}") if type(key) is str else None
+            if entry is None or entry.file_size != count:
+                raise ValueError(f"storage {excerpt(str(key))} has not the {count:,} bytes its tensors claim")
+            if key not in storages:
+                storages[key] = _read_entry(archive, entry)
+            return storages[key]
+
+        return _Unpickler(size, find_storage).load(io.BytesIO(archive.read(pickles[0])))
+
+
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Tensor:
+    data = torch.empty(entry.file_size, dtype=torch.uint8)
+    view = data.numpy().data
+    with archive.open(entry) as file:
+        while view:
+            if not (count := file.readinto(view[:_CHUNK])):  # type: ignore[attr-defined]
+                raise EOFError(f"{entry.filename} is truncated")
+            view = view[count:]
+    return data
+
+
+def _read_legacy(path: Path) -> Any:
+    """The format before PyTorch 1.6: five pickles, then the storages."""
+    file = io.BytesIO(path.read_bytes())
+    size = len(file.getbuffer())
+    storages: dict[str, Tensor] = {}
+    unclaimed = size
+
+    def find_storage(key: Any, count: int) -> Tensor:
+        nonlocal unclaimed
+        if type(key) is not str:
+            raise ValueError("a storage whose key is not text")
+        if key not in storages:
+            unclaimed -= count
+            if unclaimed < 0:
+                raise ValueError(f"its storages claim more than the {size:,} bytes of the file")
+            storages[key] = torch.empty(count, dtype=torch.uint8)
+        if len(storages[key]) != count:
+            raise ValueError(f"storage {excerpt(key)} has not the {count:,} bytes its tensors claim")
+        return storages[key]
+
+    unpickler = _Unpickler(size, find_storage)
+    magic, protocol, system = (unpickler.load(file) for _ in range(3))
+    if (magic, protocol) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL) or not isinstance(system, dict):
+        raise ValueError("a pickle, but not one of torch.save")
+    if system.get("little_endian") is not True:
+        raise ValueError("its numbers are not little-endian")
+    contents, keys = unpickler.load(file), unpickler.load(file)
+    if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(storages):
+        raise ValueError("its tensors and its storages do not belong together")
+    for key in keys:
+        file.seek(8, io.SEEK_CUR)  # the number of elements
+        data = file.read(len(storages[key]))
+        if len(data) != len(storages[key]):
+            raise EOFError(f"storage {excerpt(key)} is truncated")
+        storages[key].numpy().data[:] = data
+    return contents
+
+
+class _Unpickler:
+    """A stack machine for the opcodes of pickle protocol 2, as `torch.save` uses them."""
+
+    def __init__(self, size: int, find_storage: FindStorage) -> None:
+        self.find_storage = find_storage
+        self.operations_left, self.bytes_left = _MAX_OPERATIONS, _MAX_SHARING * size
+
+    def load(self, file: io.BytesIO) -> Any:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        for opcode, argument, _ in pickletools.genops(file):
+            self.operations_left -= 1
+            if self.operations_left < 0:
+                raise ValueError(f"it has more than {_MAX_OPERATIONS:,} objects")
+            self._run(opcode.name, argument)
+        return self.stack.pop()
+
+    def _run(self, opcode: str, argument: Any) -> None:
+        stack = self.stack
+        match opcode:
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINSTRING":
+                stack.append(argument)
+            case "BINPUT" | "LONG_BINPUT":
+                self.memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
+            case "NONE":
+                stack.append(None)
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(opcode == "NEWTRUE")
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "MARK":
+                self.marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(self._pop_to_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(self._pop(int(opcode[-1]))))
+            case "APPEND" | "APPENDS":
+                items = self._pop(1) if opcode == "APPEND" else self._pop_to_mark()
+                if type(stack[-1]) is not list:
+                    raise ValueError("it appends to what is not a list")
+                stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS":
+                self._set_items(self._pop(2) if opcode == "SETITEM" else self._pop_to_mark())
+            case "GLOBAL":
+                stack.append(_find_global(argument))
+            case "REDUCE":
+                function, arguments = self._pop(2)
+                stack.append(self._call(function, arguments))
+            case "BUILD":  # attributes, such as the `_metadata` of a state_dict: not needed
+                (_,) = self._pop(1)
+                if not isinstance(stack[-1], OrderedDict | Unsupported):
+                    raise pickle.UnpicklingError(f"it sets the state of a {type(stack[-1]).__name__}")
+            case "BINPERSID":
+                stack.append(self._find_storage(*self._pop(1)))
+            case "PROTO" | "STOP":
+                pass
+            case _:
+                raise pickle.UnpicklingError(f"it has the opcode {opcode}")
+
+    def _pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise ValueError("its pickle takes more from the stack than there is")
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
+
+    def _pop_to_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (dict, OrderedDict) or len(items) % 2:
+            raise ValueError("it sets items of what is not a dictionary")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[_hashable(key)] = value
+
+    def _find_storage(self, identifier: Any) -> _Storage:
+        if type(identifier) is not tuple or not 5 <= len(identifier) <= 6:
+            raise pickle.UnpicklingError("it refers to something that is not a storage")
+        kind, dtype, key, _, count, *view = identifier
+        if kind != "storage" or any(each is not None for each in view):
+            raise pickle.UnpicklingError("it refers to something that is not a storage")
+        if not isinstance(dtype, torch.dtype) or type(count) is not int or count < 0:
+            raise ValueError("the description of a storage is damaged")
+        return _Storage(self.find_storage(key, count * dtype.itemsize), dtype)
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        if isinstance(function, Unsupported):
+            return function
+        if not isinstance(function, _Function):
+            raise pickle.UnpicklingError(f"it calls a {type(function).__name__}")
+        if type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
+            raise ValueError(f"the arguments of {function.name.replace(' ', '.')} are damaged")
+        match function.name.rpartition(" ")[2], arguments:
+            case "OrderedDict", ():
+                return OrderedDict()
+            case "Size", (tuple() as sizes,):
+                return sizes
+            case "_get_layout", (str() as layout,):
+                return Unsupported(excerpt(layout))
+            case "_rebuild_sparse_tensor", (layout, _):
+                return Unsupported(f"a {layout.kind} tensor" if isinstance(layout, Unsupported) else "a sparse tensor")
+            case ("_rebuild_parameter", (data, _, _)) | ("_rebuild_parameter_with_state", (data, _, _, _)):
+                return data
+            case "_rebuild_from_type_v2", (rebuild, _, tuple() as inner, _):  # a tensor with attributes
+                return self._call(rebuild, inner)
+            case "_rebuild_tensor", (storage, offset, sizes, strides):
+                return self._tensor(storage, offset, sizes, strides)
+            case "_rebuild_tensor_v2", (storage, offset, sizes, strides, _, _, *metadata):
+                return self._tensor(storage, offset, sizes, strides, metadata=metadata)
+            case "_rebuild_tensor_v3", (storage, offset, sizes, strides, _, _, torch.dtype() as dtype, *metadata):
+                return self._tensor(storage, offset, sizes, strides, dtype, metadata)
+        raise pickle.UnpicklingError(f"it calls {function.name.replace(' ', '.')} in a way that torch.save does not")
+
+    def _tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        sizes: Any,
+        strides: Any,
+        dtype: torch.dtype | None = None,
+        metadata: list[Any] | None = None,
+    ) -> Tensor | Unsupported:
+        if any(metadata or ()):
+            return Unsupported("a conjugated or negated tensor")
+        if len(sizes) != len(strides) or len(sizes) > _MAX_DIMENSIONS:
+            raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")
+        numbers = (offset, *sizes, *strides)
+        if not isinstance(storage, _Storage) or any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError("the description of a tensor is damaged")
+        dtype = dtype or storage.dtype
+        held, claimed = len(storage.data) // dtype.itemsize, math.prod(sizes)
+        end = offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1 if claimed else 0
+        if claimed > held or end > held:
+            raise ValueError(f"a tensor of {excerpt(str(sizes))} in a storage of {held:,} numbers")
+        self.bytes_left -= claimed * dtype.itemsize
+        if self.bytes_left < 0:
+            raise ValueError(f"its tensors claim more than {_MAX_SHARING} times the bytes of the file")
+        return storage.data[: held * dtype.itemsize].view(dtype).as_strided(sizes, strides, offset)
+
+
+def _find_global(name: str) -> Any:
+    if name in _DTYPES or name in _STORAGES:
+        return _DTYPES.get(name) or _STORAGES[name]
+    if name in _FUNCTIONS:
+        return _Function(name)
+    if name in _UNSUPPORTED:
+        return Unsupported(_UNSUPPORTED[name])
+    raise pickle.UnpicklingError(f"it names {excerpt(name.replace(' ', '.', 1))}")
+
+
+def _hashable(key: Any) -> Any:
+    """A key whose hash is quick: that of nested tuples takes exponential time, and large integers can collide."""
+    if type(key) in (str, float, bool, type(None)) or (type(key) is int and abs(key) < 2**60):
+        return key
+    return Unsupported(f"a key of type {type(key).__name__}")

@@ -1,0 +1,1 @@
+"""The `veca` command: one thin file per verb."""

@@ -1,0 +1,1 @@
+"""Linear and dense heads over features, their losses and their metrics."""

@@ -1,0 +1,58 @@
+"""Small pictures of what a dense head says, beside what is right."""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from veca.utils.files import atomic_path
+
+LONG_SIDE = 320
+_NEAR_TO_FAR = ((252, 255, 164), (249, 142, 9), (188, 55, 84), (87, 16, 110), (20, 11, 53))
+"""Colours of depths, evenly spaced."""
+
+
+def class_colours(count: int) -> NDArray[np.uint8]:
+    """A colour for each class (count, 3), neighbours far from each other; none is black, which is for no class."""
+    light = (0.5, 0.65, 0.35)
+    rows = [colorsys.hls_to_rgb(i * 0.618034 % 1, light[i % 3], 0.75) for i in range(count)]
+    return (np.array(rows).reshape(-1, 3) * 255).round().astype(np.uint8)
+
+
+def colour_classes(mask: NDArray[Any], count: int) -> Image.Image:
+    """A mask (height, width) in the colours of its classes; what is none is black."""
+    table = np.concatenate([class_colours(count), np.zeros((1, 3), np.uint8)])
+    known = (mask >= 0) & (mask < count)
+    return _small(Image.fromarray(table[np.where(known, mask, count)]))
+
+
+def colour_depth(depth: NDArray[Any], low: float, high: float) -> Image.Image:
+    """Metres (height, width) from light to dark; where there is no reading it is black."""
+    at = ((depth - low) / max(high - low, 1e-6)).clip(0, 1) * (len(_NEAR_TO_FAR) - 1)
+    stops = np.array(_NEAR_TO_FAR, np.float64)
+    pixels = np.stack([np.interp(at, np.arange(len(stops)), stops[:, c]) for c in range(3)], -1)
+    pixels[depth <= 0] = 0
+    return _small(Image.fromarray(pixels.round().astype(np.uint8)))
+
+
+def save_picture(image: Image.Image, folder: Path, name: str) -> str:
+    """Write `gallery/name` in a folder of results, and say where."""
+    path = folder / "gallery" / name
+    with atomic_path(path) as part:
+        if path.suffix == ".webp":
+            image.thumbnail((LONG_SIDE, LONG_SIDE))
+            image.save(part, "WEBP", quality=80)
+        else:
+            image.save(part, "PNG", optimize=True)
+    return f"gallery/{name}"
+
+
+def _small(image: Image.Image) -> Image.Image:
+    scale = min(1.0, LONG_SIDE / max(image.size))
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.NEAREST)

@@ -1,0 +1,402 @@
+"""`veca embed --engine ray`: the rows of the plain engine, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import veca
+from veca import Veca, VecaConfig
+from veca.cli.main import app
+from veca.data import sources
+from veca.data.sources import Item, files_of
+from veca.embed import partitions as parts
+from veca.embed import ray_engine as scale
+from veca.embed import run as engine
+from veca.embed.ray_cluster import Slots, session
+from veca.embed.ray_engine import embed_on_ray
+from veca.embed.run import EmbedError, EmbedSettings, embed
+
+SETTINGS = EmbedSettings(cores=8, size=48, batch=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Veca:
+    torch.manual_seed(0)
+    return Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
+
+
+def picture(seed: int, width: int = 64, height: int = 48) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def shard(path: Path, pictures: list[bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for i, data in enumerate(pictures):
+            info = tarfile.TarInfo(f"{i:03}.png")
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Files, tar shards and a Parquet file, some by address; two pictures are broken."""
+    root = tmp_path_factory.mktemp("inputs")
+    for i in range(11):
+        (root / "files" / f"{i:02}.png").parent.mkdir(exist_ok=True)
+        (root / "files" / f"{i:02}.png").write_bytes(picture(i, 48 + 16 * (i % 3)))
+    (root / "files" / "03.jpg").write_bytes(b"no picture")
+    data = [picture(i) for i in range(9)]
+    for i in range(12):
+        shard(root / f"{i:02}.tar", data[i:] + data[:i])
+    pq.write_table(pa.table({"id": [1, 2, 3], "jpg": [data[0], b"broken", data[2]]}), root / "t.parquet")
+    return [str(root / "files"), str(root / "0*.tar"), f"file://{root}/1*.tar", str(root / "t.parquet")]
+
+
+def table(out: Path | str) -> tuple[pa.Table, Any, str]:
+    found = pq.read_table(out)
+    return found, found.schema.metadata, Path(f"{out}.failures.csv").read_text()
+
+
+def at_hand(
+    inputs: list[str], out: Path, model: Veca, settings: EmbedSettings, partition: int = 1, name: str = "tiny"
+) -> dict[str, Any]:
+    """The plan of a run, and a worker in this process."""
+    about = engine.describe(model, name, settings, torch.device("cpu"))
+    most = parts.Part(model, settings, torch.device("cpu")).most
+    slots = Slots(1, "cpu", 0)
+    job = scale._Job(str(out), os.getcwd(), about, settings, model.config.to_dict(), slots, None, most)
+    worker = scale._Embedder(job, [], None)
+    worker.model = model
+    return {"worker": worker, "plan": list(scale._plan(inputs, max(1, partition // most) * most))}
+
+
+@pytest.mark.parametrize("partition", [1, 8])
+def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, monkeypatch, partition):
+    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
+    monkeypatch.setattr(parts, "_PART_BYTES", 12_000)  # so that large pictures fill a part before its time
+    settings = EmbedSettings(cores=8, size=48, batch=2, dense=True, fit="keep", save_dtype="float16")
+    inputs = [inputs[0], inputs[1].replace("0*", "0[01]"), inputs[2].replace("1*", "11"), inputs[3]]
+    embed(inputs, tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
+    (tmp_path / "out").mkdir()
+    made = at_hand(inputs, tmp_path / "out", model, settings, partition)
+    done = {i: made["worker"]._embed(i, *each) for i, each in enumerate(made["plan"])}
+    assert len(done) == 4 + {1: 3, 8: 2}[partition]
+    totals = scale._end(scale._Folder(str(tmp_path / "out")), made["plan"], done, set())
+    assert totals == (11 + 27 + 2, 2, 0)
+    assert table(tmp_path / "out") == table(tmp_path / "plain.parquet")
+
+
+def test_pictures_of_two_shards_never_share_a_batch(inputs, tmp_path, model, monkeypatch):
+    seen = []
+    real = parts.normalize
+    monkeypatch.setattr(parts, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
+    settings = EmbedSettings(cores=8, size=48, batch=5)
+    embed(inputs[1], tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
+    assert seen == [5, 4] * 10
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes on this machine, one CPU each."""
+    ray = pytest.importorskip("ray", reason="RAY IS NOT INSTALLED: --engine ray was not tested. pip install '.[scale]'")
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+    before = signal.getsignal(signal.SIGTERM)
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        signal.signal(signal.SIGTERM, before)  # Ray has one of its own
+
+
+def workers_of(cluster: Any) -> list[int]:
+    """The processes that hold a model, of this cluster."""
+
+    def command(process: int) -> str:
+        try:
+            return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def parent(process: int) -> int:
+        try:
+            return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return 0
+
+    port = cluster.address.rpartition(":")[2]
+    models = [int(name) for name in os.listdir("/proc") if name.isdigit() and "MapWorker" in command(int(name))]
+    return [process for process in models if f":{port}" in command(parent(process))]
+
+
+class Killer(threading.Thread):
+    """Kills one worker as soon as `out` holds more than `after` partitions."""
+
+    def __init__(self, cluster: Any, out: Path, after: int) -> None:
+        super().__init__(daemon=True)
+        self.cluster, self.out, self.after, self.killed, self.there = cluster, out, after, 0, 0
+
+    def run(self) -> None:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and not self.killed:
+            time.sleep(0.002)
+            if len(list(self.out.glob("*.parquet"))) > self.after and (workers := workers_of(self.cluster)):
+                self.killed = workers[-1]
+                os.kill(self.killed, signal.SIGKILL)
+                self.there = len(list(self.out.glob("*.parquet")))
+
+
+def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_path, model, monkeypatch):
+    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
+    plain, out = tmp_path / "plain.parquet", tmp_path / "out"
+    weights = tmp_path / "weights"
+    veca.save(model, weights)
+    how = {"model": veca.load(weights), "model_name": str(weights), "settings": SETTINGS, "progress": False}
+    embed(inputs, plain, **how)
+
+    # What a run leaves that is interrupted after five partitions.
+    out.mkdir()
+    made = at_hand(inputs, out, how["model"], SETTINGS, partition=4, name=str(weights))
+    for number, each in enumerate(made["plan"][:5]):
+        made["worker"]._embed(number, *each)
+    job = {**made["worker"].job.about, "inputs": engine.describe_inputs(inputs, None), "partition": 4}
+    (out / "_job.json").write_text(json.dumps(job))
+    whole = sorted(out.glob("0*.parquet"))
+    whole[1].write_bytes(whole[1].read_bytes()[:-30])  # as a file system without atomic writes may leave it
+    times = {path: path.stat().st_mtime_ns for path in whole}
+
+    killer = Killer(cluster, out, len(whole))
+    killer.start()
+    options = ["--model", str(weights), "--cores", "8", "--size", "48", "--batch", "2", "--partition", "4"]
+    said = CliRunner().invoke(app, ["embed", *inputs, "--out", str(out), "--engine", "ray", *options])
+    assert said.exit_code == 3, said.output
+    assert killer.killed
+    assert killer.there < 16, "the worker was killed too late to matter"
+    assert "16/16 partitions" in said.stderr
+    assert "121 pictures, 25 of them in an earlier run" in said.stdout
+    assert table(out) == table(plain)
+    assert [path for path in whole if path.stat().st_mtime_ns != times[path]] == [whole[1]]
+    assert sorted(name for name in os.listdir(out) if not name.endswith(".parquet")) == ["_done.json", "_job.json"]
+    with pytest.raises(EmbedError, match="exists; choose another name.*--overwrite"):
+        embed_on_ray(inputs, out, partition=4, **how)
+
+
+def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, model, monkeypatch):
+    import ray
+
+    worker = at_hand(inputs, tmp_path / "out", model, SETTINGS)["worker"]
+    worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(5)))
+    found = worker({"number": 3, "digest": "", "files": "[]"})
+    assert found["given_up"]
+    assert "its workers died 4 times" in found["error"]
+    # Before that, what goes wrong is told, not raised.
+    worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(4)))
+
+    def tried(address: str) -> dict[str, Any]:
+        return worker({"number": 3, "digest": "", "files": json.dumps([list(Item("a", address))])})
+
+    def unreachable(*_: Any) -> bytes:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(sources, "_PAUSES", ())
+    monkeypatch.setattr(sources, "remote_bytes", unreachable)
+    found = tried("memory://bucket/a.png")
+    assert found["given_up"], found
+    assert "memory://bucket/a.png: cannot be read (ConnectionError: no route)" in found["error"]
+    found = tried("/nowhere/at/all/a.png")
+    assert not found["given_up"]
+    assert "/nowhere/at/all is not there; pictures must be on a disk that all machines share" in found["error"]
+
+
+def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inputs, tmp_path, model):
+    import ray
+
+    (tmp_path / "out").mkdir()
+    broken = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
+    broken.norm.weight.data[0] = float("inf")
+    made = at_hand(inputs, tmp_path / "out", broken, SETTINGS)
+    worker, first = made["worker"], made["plan"][0]
+    worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(1)))
+    row = {"number": 0, "digest": first.digest, "files": json.dumps([list(file) for file in first.files])}
+    found = worker(row)
+    assert not found["given_up"]
+    assert "00.png: its features are not finite: the weights have NaN or infinity" in found["error"]
+    assert "--skip-nonfinite" in found["error"]
+    assert not list((tmp_path / "out").iterdir())
+    worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
+    assert worker(row)["failed"] == 12
+    state = scale._Folder(str(tmp_path / "out")).state(0)
+    assert (state["pictures"], len(state["failures"])) == (0, 12)
+
+
+def test_what_is_missing_is_named(inputs, tmp_path, model):
+    out = tmp_path / "out"
+    out.mkdir()
+    made = at_hand(inputs, out, model, SETTINGS)
+    done = {i: made["worker"]._embed(i, *each) for i, each in enumerate(made["plan"])}
+    folder = scale._Folder(str(out))
+    lost = {number: each for number, each in done.items() if number != 2}
+    with pytest.raises(
+        EmbedError, match=r"1 of 14 .* missing, .*00000002\.parquet \(.*01\.tar …\): Ray lost.* kept in"
+    ):
+        scale._end(folder, made["plan"], lost, set())
+    (out / "00000005.parquet").unlink()
+    with pytest.raises(EmbedError, match=r"1 of 14 .* missing, .*00000005\.parquet.*its file is gone"):
+        scale._end(folder, made["plan"], done, set())
+    done[5] = scale._Done(5, error="not to be reached", given_up=True)
+    with pytest.raises(EmbedError, match=r"not to be reached. 13 finished partitions are kept"):
+        scale._end(folder, made["plan"], done, set())
+    assert not (out / "_done.json").exists()
+
+
+def test_a_worker_looks_around_first(inputs, tmp_path, model):
+    worker = at_hand(inputs, tmp_path / "nowhere", model, SETTINGS)["worker"]
+    worker.model = None
+    files = list(files_of(inputs[0]))
+    with pytest.raises(EmbedError, match="nowhere is not there; it must be on a disk that all machines share"):
+        worker._embed(0, "", files)
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere" / "_job.json").write_text("{}")
+    worker.job.about["torch"] = "1.0"
+    with pytest.raises(EmbedError, match=f"torch {torch.__version__} where .* torch 1.0".replace("+", r"\+")):
+        worker._embed(0, "", files)
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
+    made = at_hand(inputs, tmp_path / "out", model, SETTINGS)
+    folder = scale._Folder(f"{prefix}{tmp_path}/out")
+    assert folder.start({"size": 32}, False) == set()
+    assert folder.start({"size": 48}, False) == set()  # a run that finished nothing does not stand in the way
+    worker, first = made["worker"], made["plan"][0]
+    assert worker._embed(0, *first)[:4] == (0, 11, 1, False)
+    assert worker._embed(0, *first)[:4] == (0, 11, 1, True)
+    assert folder.start({"size": 48}, False) == {0}
+    with pytest.raises(EmbedError, match=r"size was 48, now 64.*--overwrite"):
+        folder.start({"size": 64}, False)
+    with pytest.raises(EmbedError, match=r"inputs have changed.*--overwrite"):
+        worker._embed(0, "others", first.files)
+    for stamp, ignored in (("7 0", True), (f"{os.path.getsize(first.files[0].path)} 0", False)):
+        changed = [first.files[0]._replace(stamp=stamp), *first.files[1:]]
+        worker.job = dataclasses.replace(worker.job, ignore_dates=ignored)
+        with pytest.raises(EmbedError, match=r"inputs have changed: the pictures of 00000000\.parquet"):
+            worker._embed(0, first.digest, changed)
+    worker.job = dataclasses.replace(worker.job, ignore_dates=True)
+    assert worker._embed(0, first.digest, changed)[:4] == (0, 11, 1, True)
+    (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
+    folder.end({}, None)
+    assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
+    with pytest.raises(EmbedError, match="exists; choose another name"):
+        folder.start({"size": 48}, False)
+    assert folder.start({"size": 64}, True) == set()
+    assert os.listdir(tmp_path / "out") == ["_job.json"]
+
+
+def test_a_folder_is_of_one_run_at_a_time(tmp_path):
+    folder = scale._Folder(str(tmp_path / "out"))
+    with folder.locked():
+        assert folder.start({"size": 64}, False) == set()
+        with pytest.raises(EmbedError, match="another run is at work in .*out; wait for it"), folder.locked():
+            pass
+    assert os.listdir(tmp_path / "out") == ["_job.json"]
+    with scale._Folder("memory://somewhere/out").locked():
+        pass
+
+
+def test_a_folder_of_others_and_a_file_are_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    for overwrite in (False, True):
+        with pytest.raises(EmbedError, match=r"holds files that no run of this left, as mine\.txt"):
+            scale._Folder(str(tmp_path)).start({}, overwrite)
+        with pytest.raises(EmbedError, match="is a file; Ray writes a folder"):
+            scale._Folder(str(tmp_path / "mine.txt")).start({}, overwrite)
+    assert os.listdir(tmp_path) == ["mine.txt"]
+
+
+def go(inputs: Any, out: Any, model: Veca, **options: Any) -> None:
+    embed_on_ray(inputs, out, model=model, model_name="tiny", settings=SETTINGS, progress=False, **options)
+
+
+def test_ray_is_asked_for_by_its_extra(inputs, tmp_path, model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EmbedError, match=r"needs ray, which is not installed: pip install 'veca\[scale\]'"):
+        go(inputs, tmp_path / "out", model)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", r"127.0.0.1:1: nothing answers there .*ray start --head --port 1"),
+        ("ray://head:10001", "does not run through a Ray Client.*ray job submit"),
+        ("head", "must be HOST:PORT, auto .* or local"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused_at_once(inputs, tmp_path, model, monkeypatch, address, message):
+    monkeypatch.setattr(pytest.importorskip("ray"), "is_initialized", lambda: False)
+    with pytest.raises(EmbedError, match=message):
+        go(inputs, tmp_path / "out", model, address=address)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("wish", [None, "1"])
+def test_ray_reports_to_nobody_unless_told_to(monkeypatch, wish):
+    ray = pytest.importorskip("ray")
+    asked = []
+    for name in ("is_initialized", "shutdown"):
+        monkeypatch.setattr(ray, name, lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(os.environ["RAY_USAGE_STATS_ENABLED"]))
+    if wish is None:
+        monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    else:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", wish)
+    with session(None):
+        pass
+    assert asked == [wish or "0"]
+    assert os.environ.get("RAY_USAGE_STATS_ENABLED") == wish, "and the caller's environment is as it was"
+
+
+def test_what_the_cluster_does_not_have_is_refused(cluster, inputs, tmp_path, model):
+    with pytest.raises(EmbedError, match="device 'cuda': the cluster has 2 CPUs and 0 GPUs"):
+        go(inputs, tmp_path / "out", model, device="cuda")
+    with pytest.raises(EmbedError, match="workers=3: the cluster has 2 CPUs"):
+        go(inputs, tmp_path / "out", model, workers=3)
+    with pytest.raises(EmbedError, match="partition=0"):
+        go(inputs, tmp_path / "out", model, partition=0)
+
+
+def test_options_of_ray_are_not_ignored_elsewhere(inputs, tmp_path):
+    said = CliRunner().invoke(app, ["embed", *inputs, "--out", str(tmp_path / "f.parquet"), "--address", "auto"])
+    assert "are for --engine ray" in str(said.exception)
+    with pytest.raises(EmbedError, match="s3://bucket/f.parquet: an address.*--engine ray"):
+        embed(
+            inputs, "s3://bucket/f.parquet", model=Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)), model_name=""
+        )
