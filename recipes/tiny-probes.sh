@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Every number of a card: a model beside EfficientNet-Lite2 on Pets, CamVid and room depth, and what its cores do.
+# Every score of a model card: a model beside EfficientNet-Lite2 on Pets, CamVid and room depth, and what its cores do.
 #
 # Command
 #   recipes/tiny-probes.sh MODEL DATA OUT
 #   MODEL is a name, a file or a folder. DATA holds coco256-val.tar, pets-{trainval,test}.tar, camvid-{train,val,test}.tar
-#   and roomdepth-{train,val}.tar. Interrupted or killed, the same command goes on from where it was.
+#   and roomdepth-{train,val}.tar. After an interruption or a kill, the same command resumes.
 #   The teacher: pip install 'veca[teachers]'
 #
 # Cost
-#   24 minutes of an H200 and 16 cores, beside other work; labels are looked through faster since
+#   24 minutes of an H200 and 16 cores, beside other work; checking labels has become faster since
 #
 # Result
 #   OUT/results     report.html, report.md: all three by budget and resolution, beside the teacher
@@ -49,14 +49,14 @@ rooms() {
   veca probe depth "$model" "${room[@]}" --cores all
   veca probe depth efficientnet-lite2 "${room[@]}"
   veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 384,512 --out "$out/results"
-  # Its channels come at sizes of their own; those of VECA have been through a norm.
+  # The teacher's channels have different scales; VECA's are normalised.
   veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 512 --norm standard --out "$out/results"
   for size in 256 512; do
     veca cores "$model" coco256-val.tar --cores all --size $size --no-progress --out "$out/cores-$size.json"
   done
 }
 
-# Side by side: none keeps a GPU busy.
+# In parallel: none of them keeps a GPU busy.
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 pets &
 first=$!
