@@ -30,5 +30,5 @@ if [ -z "$start" ]; then
   start=$out/stage1
 fi
 veca distill "$recipes/tiny-h200-stage2.yaml" "${coco[@]}" --set "model.start=$start" --out "$out/stage2"
-veca convert "$out/stage2" "$out/model" --dtype float16 --no-paths --overwrite
+veca convert --model "$out/stage2" --out "$out/model" --dtype float16 --no-paths --overwrite
 "$recipes/tiny-probes.sh" "$out/model" . "$out"

@@ -28,31 +28,31 @@ cd "$2"
 pets() {
   local task pets=(--data 'pets-*.tar' --no-progress --out "$out/results")
   for task in classify knn; do
-    veca probe $task "$model" "${pets[@]}" --cores all
-    veca probe $task efficientnet-lite2 "${pets[@]}"
-    veca probe $task "$model" "${pets[@]}" --cores 8,64 --sizes 224,384,512,768,1024
+    veca probe $task --model "$model" "${pets[@]}" --cores all
+    veca probe $task --model efficientnet-lite2 "${pets[@]}"
+    veca probe $task --model "$model" "${pets[@]}" --cores 8,64 --size 224,384,512,768,1024
   done
 }
 
 camvid=(--data 'camvid-*.tar' --steps 2000 --no-progress)
 scenes() {
   local seed
-  veca probe segment "$model" "${camvid[@]}" --cores all --sizes 384 --out "$out/results"
+  veca probe segment --model "$model" "${camvid[@]}" --cores all --size 384 --out "$out/results"
   for seed in 1 2; do
-    veca probe segment "$model" "${camvid[@]}" --cores 8,64 --sizes 384 --seed $seed --out "$out/seeds"
+    veca probe segment --model "$model" "${camvid[@]}" --cores 8,64 --size 384 --seed $seed --out "$out/seeds"
   done
-  veca probe segment "$model" "${camvid[@]}" --cores 8,64 --sizes 256,512,768 --out "$out/results"
+  veca probe segment --model "$model" "${camvid[@]}" --cores 8,64 --size 256,512,768 --out "$out/results"
 }
 
 rooms() {
-  local room=(--data 'roomdepth-*.tar' --steps 500 --sizes 240 --no-progress --out "$out/results") size
-  veca probe depth "$model" "${room[@]}" --cores all
-  veca probe depth efficientnet-lite2 "${room[@]}"
-  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 384,512 --out "$out/results"
+  local room=(--data 'roomdepth-*.tar' --steps 500 --size 240 --no-progress --out "$out/results") size
+  veca probe depth --model "$model" "${room[@]}" --cores all
+  veca probe depth --model efficientnet-lite2 "${room[@]}"
+  veca probe segment --model efficientnet-lite2 "${camvid[@]}" --size 384,512 --out "$out/results"
   # The teacher's channels have different scales; VECA's are normalised.
-  veca probe segment efficientnet-lite2 "${camvid[@]}" --sizes 512 --norm standard --out "$out/results"
+  veca probe segment --model efficientnet-lite2 "${camvid[@]}" --size 512 --norm standard --out "$out/results"
   for size in 256 512; do
-    veca cores "$model" coco256-val.tar --cores all --size $size --no-progress --out "$out/cores-$size.json"
+    veca cores --model "$model" coco256-val.tar --cores all --size $size --no-progress --out "$out/cores-$size.json"
   done
 }
 
