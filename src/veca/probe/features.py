@@ -244,7 +244,7 @@ def decoding(
             yield batches
     except RuntimeError as error:  # a builtin: one that is left unfinished ends when modules are gone
         if isinstance(error, torch.OutOfMemoryError):
-            raise ArgumentError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
+            raise ArgumentError("no memory on the device: lower --batch-size") from error
         if not isinstance(error, WorkerDiedError):
             raise
         raise ArgumentError(
