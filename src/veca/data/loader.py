@@ -350,8 +350,8 @@ class ImageLoader:
                 if not self._decoder.apply_op:
                     params = self._decoder.sampler.sample(images, variants)
                     augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
-                numbers = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
-                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, *numbers, skipped)
+                numbers, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
+                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, numbers, which, skipped)
 
     @staticmethod
     def _next(results: Iterator[_CropResult]) -> _CropResult | None:
