@@ -11,14 +11,13 @@ from conftest import make_tiny
 from PIL import Image
 
 from veca.data.datasets import DatasetError, DepthRules, ProbeData, load_dataset
-from veca.data.sampler import shuffled_batches
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import evaluate, fit_dense, fit_many
 from veca.probe import dense_run
 from veca.probe.backbones import VecaBackbone
 from veca.probe.dense_data import DenseData, Labelled
 from veca.probe.dense_run import DenseSettings, DepthSettings, depth, segment
-from veca.probe.features import PictureError
+from veca.probe.features import PictureError, shuffled
 from veca.report.gallery import class_colours, colour_classes, colour_depth
 
 QUICK: dict[str, Any] = {"cores": (8, 64), "sizes": (48,), "steps": 8, "every": 4, "batch": 4, "progress": False}
@@ -183,7 +182,7 @@ def test_training_goes_on_from_any_step_and_at_any_scale(masks: ProbeData) -> No
 
 
 def test_every_picture_is_seen_once_an_epoch() -> None:
-    places = [place for batch in shuffled_batches(6, 4, range(9), seed=0) for place in batch]
+    places = [place for batch in shuffled(6, 4, range(9), seed=0) for place in batch]
     assert [place for place, _ in places] == list(range(36))
     assert [sorted(i for _, i in places[start : start + 6]) for start in range(0, 36, 6)] == [list(range(6))] * 6
     assert len({tuple(i for _, i in places[start : start + 6]) for start in range(0, 36, 6)}) > 1

@@ -112,26 +112,6 @@ class TrainSampler:
         return self.__dict__ | {"resolution_of": None, "_orders": {}}  # workers need neither, and pickle no closures
 
 
-def shuffled_batches(
-    count: int, batch_size: int, steps: range, seed: int, rank: int = 0, world_size: int = 1
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield for each step (position in the endless stream of epochs, image), of the share of one process.
-
-    Fine-tuning and dense probes draw by this one. `batch_size` is that of all processes together.
-    """
-    epoch, order = -1, np.arange(count)
-    share = batch_size // world_size
-    for step in steps:
-        batch = []
-        first = step * batch_size + rank * share
-        for position in range(first, first + share):
-            if position // count != epoch:
-                epoch = position // count
-                order = np.random.default_rng([seed, epoch]).permutation(count)
-            batch.append((position, int(order[position % count])))
-        yield batch
-
-
 def sample_transforms(
     seed: int, images: Sequence[int], variants: Sequence[int], augment: AugmentMode = "trivial"
 ) -> TransformParams:

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.data.sampler import shuffled_batches
 from veca.data.transforms import random_crop_and_flip, resize_nearest, resize_short_side, seeded_random
 from veca.images import ImageError, open_image
-from veca.probe.features import PictureError, decoding, reason
+from veca.probe.features import PictureError, decoding, reason, shuffled
 
 _WINDOW = 2
 """Batches of pictures among which those of one shape are put together to be scored."""
@@ -66,7 +65,7 @@ class DenseData:
         split = self.data.splits["train"]
         fill = 0 if self.data.task == "depth" else self.ignore
         squares = _Squares(split, self.side, self.data.depth, fill, self.seed, self.scales)
-        order = shuffled_batches(len(split), self.batch, range(start, steps), self.seed, rank, size)
+        order = shuffled(len(split), self.batch, range(start, steps), self.seed, rank, size)
         with decoding(squares, order, self.workers) as batches:
             for found in batches:
                 good = self._good("train", found)

@@ -263,6 +263,26 @@ class _Batches:
         return self.collate([self.items[i] for i in numbers])
 
 
+def shuffled(
+    count: int, batch: int, steps: range, seed: int, rank: int = 0, size: int = 1
+) -> Iterator[list[tuple[int, int]]]:
+    """For each step its places in the endless row of epochs, each with its picture, one of `count`.
+
+    Of a batch for `size` processes these are the places of one of them.
+    """
+    epoch, order = -1, np.arange(count)
+    own = batch // size
+    for step in steps:
+        chosen = []
+        first = step * batch + rank * own
+        for place in range(first, first + own):
+            if place // count != epoch:
+                epoch = place // count
+                order = np.random.default_rng([seed, epoch]).permutation(count)
+            chosen.append((place, int(order[place % count])))
+        yield chosen
+
+
 class Pictures(Dataset[Any]):
     """Pictures by number, as a view has them: number and pixels, or the number and why there are none."""
 

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 import veca
 from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets.base import ProbeData
-from veca.data.sampler import shuffled_batches
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import fit_dense
 from veca.heads.linear import train_linear
@@ -29,7 +28,7 @@ from veca.images import MEAN, STD, open_image
 from veca.model import Veca
 from veca.probe.backbones import VecaBackbone
 from veca.probe.dense_data import DenseData, Labelled
-from veca.probe.features import Extraction, PictureError, Pictures, View, decoding, listed, without_bad
+from veca.probe.features import Extraction, PictureError, Pictures, View, decoding, listed, shuffled, without_bad
 from veca.probe.run import DECAYS, RATES
 from veca.report.gallery import colour_classes
 from veca.train.finetune.settings import ClassifySettings, SegmentSettings, Settings
@@ -132,7 +131,7 @@ class Classify(_Task):
         Of `size` processes each has its share of a batch, in which there may be no picture that can be read.
         """
         split, asked = self.data.splits["train"], self.settings
-        order = shuffled_batches(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
+        order = shuffled(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
         return self._batches("train", _Parts(self.data, asked), order, empty=size > 1)
 
     def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
