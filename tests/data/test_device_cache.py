@@ -46,12 +46,12 @@ def first_batch(cache: DeviceImageCache, targets: TeacherMaps | None = None, **o
     return next(iter(DeviceLoader(cache, TrainSampler(len(cache.images), **options), targets)))
 
 
-def assert_close_pixels(found: Tensor, expected: Tensor) -> None:
+def assert_close_pixels(found: Tensor, expected: Tensor, mean: float = 0.02) -> None:
     """Pillow computes in fixed point."""
     apart = (found.int() - expected.int()).abs()
     assert found.dtype == expected.dtype == torch.uint8
     assert apart.max() <= 2
-    assert apart.float().mean() < 0.02
+    assert apart.float().mean() < mean
 
 
 @pytest.mark.parametrize(
@@ -295,4 +295,4 @@ def test_a_gpu_gives_the_same_pixels_but_for_rounding(squares: ImageIndex) -> No
     options: Any = {"resolution_of": lambda f: 32, "batch_size": 8}
     expected = first_batch(cached(squares), **options)
     found = first_batch(cached(squares, device=torch.device("cuda")), **options)
-    assert_close_pixels(found.images.cpu(), expected.images)
+    assert_close_pixels(found.images.cpu(), expected.images, mean=0.3)  # in half precision

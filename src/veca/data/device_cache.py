@@ -98,15 +98,17 @@ class DeviceLoader:
         skipped: list[tuple[str, str]] = []
         numbers = [self._readable(*pair, skipped) for pair in zip(plan.images, plan.variants, strict=True)]
         params = self.sampler.sample(numbers, plan.variants)
+        # Tensor cores need half precision: pixel values are exact in it, weights to 1/2048, less than a level in all
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
         if self.targets is None:
             short = round(self.sampler.short_side * resolution)
             x, y = (crop_offset(share, short - resolution) for share in (params.x, params.y))
-            matrices = shifted_crop_matrices(side, short, resolution, device)
+            matrices = shifted_crop_matrices(side, short, resolution, dtype, device)
         else:
             spans, x, y = self._cell_spans(params, self.targets.cells)
             patch = self.targets.patch
             pixels = tuple((start * patch, end * patch) for start, end in spans)
-            matrices = crop_matrices(side, pixels, resolution, "bicubic", torch.float32, device)
+            matrices = crop_matrices(side, pixels, resolution, "bicubic", dtype, device)
         drawn = torch.from_numpy(np.stack([numbers, x, y, params.flip]))
         if device.type == "cuda":
             drawn = drawn.pin_memory()
@@ -125,10 +127,11 @@ class DeviceLoader:
     def _cell_spans(self, params: TransformParams, cells: int) -> tuple[Spans, NDArray[np.int64], NDArray[np.int64]]:
         """Return the spans of cells that crops can have along a side, and which of these each image has in x and y."""
         shares = self.sampler.crops or (1 / self.sampler.short_side,) * 2
-        least, most = (min(max(1, round(cells * share)), cells) for share in shares)
-        sizes = np.rint(cells * np.interp(params.scale, (0, 1), shares)).astype(np.int64).clip(least, most)
-        spans = tuple((at, at + size) for size in range(least, most + 1) for at in range(cells - size + 1))
-        first = np.array([spans.index((0, size)) for size in range(least, most + 1)])[sizes - least]
+        smallest, largest = (min(max(1, round(cells * share)), cells) for share in shares)
+        sizes = np.rint(cells * np.interp(params.scale, (0, 1), shares)).astype(np.int64).clip(smallest, largest)
+        lengths = range(smallest, largest + 1)
+        spans = tuple((start, start + length) for length in lengths for start in range(cells - length + 1))
+        first = np.array([spans.index((0, length)) for length in lengths])[sizes - smallest]
         x, y = (first + crop_offset(share, cells - sizes) for share in (params.x, params.y))
         return spans, x, y
 
@@ -145,7 +148,7 @@ def resize_crops(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Resize a crop of each image (B, 3, S, S) by the matrices (B, R, S) of its sides: uint8 (B, 3, R, R)."""
     count, resolution, side = rows.shape
     # As Pillow does: columns first, rounded and clamped to 8 bits after each product. All channels in one product.
-    half = images.reshape(count, 3 * side, side).float() @ columns.mT
+    half = images.reshape(count, 3 * side, side).to(rows.dtype) @ columns.mT
     half = half.round_().clamp_(0, 255).view(count, 3, side, resolution).transpose(1, 2)
     pixels = rows @ half.reshape(count, side, 3 * resolution)
     pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
@@ -158,9 +161,9 @@ def _flip_rows(matrices: Tensor, flip: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def shifted_crop_matrices(side: int, short: int, resolution: int, device: torch.device) -> Tensor:
+def shifted_crop_matrices(side: int, short: int, resolution: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Matrices (P, R, S) that resize a side to `short` pixels and crop `resolution` of them, for each of P offsets."""
-    resizing = resize_matrix(side, short, torch.empty(0, device=device), "bicubic", antialias=True)
+    resizing = resize_matrix(side, short, torch.empty(0, dtype=dtype, device=device), "bicubic", antialias=True)
     return resizing.unfold(0, resolution, 1).mT.contiguous()
 
 

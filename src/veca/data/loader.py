@@ -329,12 +329,12 @@ class ImageLoader:
 
     def _collect(self, results: Iterator[_CropResult], pending: deque[tuple[BatchPlan, _CropTask]]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
-        pixels, images, skipped, asked = torch.empty(0), list[int](), list[tuple[str, str]](), 0
+        pixels, images, skipped, handled = torch.empty(0), list[int](), list[tuple[str, str]](), 0
         while (result := self._next(results)) is not None:
             plan, task = pending.popleft()
             if result.error:
                 raise DataError(f"{result.error}. Check the sources and data.max_pixels")
-            if not asked:
+            if not handled:
                 pixels = torch.empty(_pixel_shape(plan), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 images, skipped = [], []
             part = result.pixels if result.pixels is not None else self._decoder.slot(task)
@@ -343,9 +343,9 @@ class ImageLoader:
             pixels.numpy()[len(images) : len(images) + len(result.images)] = part[: len(result.images)]
             images += result.images
             skipped += result.skipped
-            asked += len(task.plan.images)
-            if asked == len(plan.images):
-                variants, asked = plan.variants[: len(images)], 0
+            handled += len(task.plan.images)
+            if handled == len(plan.images):
+                variants, handled = plan.variants[: len(images)], 0
                 augmentation = None
                 if not self._decoder.apply_op:
                     params = self._decoder.sampler.sample(images, variants)
