@@ -23,8 +23,8 @@ import veca
 import veca.checkpoint
 from veca.teachers import Targets, Teacher, TeacherError
 from veca.train import checkpoints
-from veca.train.checkpoints import listed
-from veca.train.loop import TrainingError
+from veca.train.checkpoints import list_checkpoints
+from veca.train.engine import TrainingError
 from veca.train.parallel import processes
 from veca.train.recipe import RecipeError
 from veca.train.schedule import draw
@@ -48,7 +48,7 @@ def done(place: Place) -> Path:
 
 def step_of(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
     """All checkpoints of a run by step."""
-    return {int(path.name.removeprefix("step-")): tensors(path) for path in listed(folder / "checkpoints")}
+    return {int(path.name.removeprefix("step-")): tensors(path) for path in list_checkpoints(folder / "checkpoints")}
 
 
 def assert_close(found: Path, expected: Path) -> None:
@@ -92,7 +92,7 @@ def test_draws_are_those_of_the_seed(place: Place, done: Path) -> None:
 
 @pytest.mark.parametrize(("parallel", "passes"), [("ddp", 1), ("ddp", 2), ("fsdp", 1)])
 def test_two_processes_do_what_one_does(place: Place, done: Path, tmp_path: Path, parallel: str, passes: int) -> None:
-    run = start(place.recipe(batch=4 // passes, accumulate=passes, parallel=parallel), tmp_path / "run", 2)
+    run = start(place.recipe(accumulate=passes, parallel=parallel), tmp_path / "run", 2)
     assert finish(run) == [0, 0], run[0].text()
     assert_close(tmp_path / "run", done)
     found, expected = step_of(tmp_path / "run")[STEPS], step_of(done)[STEPS]
@@ -102,7 +102,7 @@ def test_two_processes_do_what_one_does(place: Place, done: Path, tmp_path: Path
 
 
 def test_two_passes_do_what_one_does(place: Place, done: Path, tmp_path: Path) -> None:
-    train(place.recipe(batch=4, accumulate=2, validation__batch=8), tmp_path / "run")
+    train(place.recipe(accumulate=2, validation__batch=8), tmp_path / "run")
     assert_close(tmp_path / "run", done)
 
 
@@ -110,7 +110,7 @@ def test_two_passes_do_what_one_does(place: Place, done: Path, tmp_path: Path) -
 def test_cores_beyond_all_budgets_never_move(place: Place, tmp_path: Path, processes: int, parallel: str) -> None:
     """No gradient, no decay, no momentum: not even in steps after one in which others had some."""
     recipe = place.recipe(
-        budgets={8: 1, 16: 1, 64: 0}, batch=8 // processes, parallel=parallel, weight_decay=0.5, validation__every=99,
+        budgets={8: 1, 16: 1, 64: 0}, parallel=parallel, weight_decay=0.5, validation__every=99,
         schedule={"epochs": None, "steps": 8, "warmup": 0, "peak": 0.01}, checkpoints={"every": 1, "keep": 99},
     )  # fmt: skip
     assert finish(start(recipe, tmp_path / "run", processes)) == [0] * processes
@@ -172,7 +172,7 @@ def test_best_is_the_lowest_validation(place: Place, tmp_path: Path, monkeypatch
 
 
 def test_weights_can_be_loaded_from_everywhere(place: Place, done: Path, tmp_path: Path) -> None:
-    for folder in (done, done / "best", *listed(done / "checkpoints")):
+    for folder in (done, done / "best", *list_checkpoints(done / "checkpoints")):
         model = veca.load(folder)
         assert model.config.embed_dim == 32
         assert model(torch.zeros(1, 3, 32, 48), 8).patches.shape == (1, 6, 32)
@@ -278,7 +278,7 @@ def test_the_count_of_skipped_steps_is_kept(place: Place, tmp_path: Path, monkey
 @pytest.mark.parametrize("processes", [1, 2])
 def test_three_in_a_row_end_it(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     """With what is known to be good, and a way out that works. One process alone sees what is bad in it."""
-    recipe = every_step(place, batch=8 // processes)
+    recipe = every_step(place)
     run = start(recipe, tmp_path / "run", processes, before=lambda: poison(monkeypatch, 2, 3, 5, 6, 7))
     assert finish(run) == [1] * processes
     text = run[0].text()
@@ -419,7 +419,10 @@ def test_restart_begins_anew(place: Place, done: Path, tmp_path: Path) -> None:
         (["RECIPE", "--set", "data.train=[NOWHERE]"], "NOWHERE"),
         (["RECIPE", "--set", "teacher.name=PLACE/photos"], "photos"),
         (["RECIPE", "--set", "model.start=NOWHERE"], "NOWHERE"),
-        (["RECIPE", "--set", "schedule={epochs: 1, warmup: 0}", "--set", "batch=64"], "37 pictures make no step of 64"),
+        (
+            ["RECIPE", "--set", "schedule={epochs: 1, warmup: 0}", "--set", "batch=64"],
+            "37 pictures make no step of batch=64",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(place: Place, tmp_path: Path, arguments: list[str], message: str) -> None:

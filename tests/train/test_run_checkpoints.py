@@ -17,10 +17,10 @@ from torch import Tensor
 from veca.train import checkpoints
 from veca.train.checkpoints import (
     DamagedError,
-    forget_old,
-    listed,
+    list_checkpoints,
     newest_checkpoint,
     read_checkpoint,
+    remove_old_checkpoints,
     write_checkpoint,
 )
 
@@ -76,7 +76,7 @@ def test_none_yet(tmp_path: Path) -> None:
 
 def test_by_number_and_not_by_name(tmp_path: Path) -> None:
     write(tmp_path, 100_000_000, 99_999_999)
-    assert [path.name for path in listed(tmp_path)] == ["step-99999999", "step-100000000"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
     assert read(tmp_path)[0] == 100_000_000
 
 
@@ -135,15 +135,15 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert read(tmp_path) == (8, [])
     write(tmp_path, 24, 32)
-    forget_old(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1, 10**9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000032", "step-00000099.bak"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
     write(tmp_path, 8, 16, 24)
-    forget_old(tmp_path, keep)
-    assert [path.name for path in listed(tmp_path)] == [f"step-{step:08d}" for step in (8, 16, 24)][-keep:]
+    remove_old_checkpoints(tmp_path, keep, 10**9)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-{step:08d}" for step in (8, 16, 24)][-keep:]
 
 
 def test_an_old_one_is_replaced(tmp_path: Path) -> None:
@@ -173,11 +173,13 @@ def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
 
 def test_not_there_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    digest = checkpoints._checksum
-    monkeypatch.setattr(checkpoints, "_checksum", lambda path: (seen.append(listed(tmp_path)), digest(path))[1])
+    digest = checkpoints._hash_file
+    monkeypatch.setattr(
+        checkpoints, "_hash_file", lambda path: (seen.append(list_checkpoints(tmp_path)), digest(path))[1]
+    )
     write(tmp_path, 8)
     assert seen == [[], []]
-    assert len(listed(tmp_path)) == 1
+    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_half_of_one_is_swept_away(tmp_path: Path) -> None:
@@ -185,5 +187,5 @@ def test_half_of_one_is_swept_away(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 8)[0], tmp_path / ".step-00000016.part")
     assert read(tmp_path) == (8, [])
     write(tmp_path, 16)
-    forget_old(tmp_path, 2)
+    remove_old_checkpoints(tmp_path, 2, 10**9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000016"]

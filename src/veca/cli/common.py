@@ -17,7 +17,7 @@ from veca.checkpoint.pretrained import shipped_name
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
-from veca.utils.signals import exit_status
+from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import origin
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
@@ -110,8 +110,6 @@ def warn(text: str) -> None:
 @contextmanager
 def stoppable(folder: Path, say: Callable[[str], None], restart: bool = False) -> Iterator[None]:
     """While a run trains in the block: if it is stopped, how to go on is said, by the first process."""
-    from veca.train.stop import Interrupted
-
     first = os.environ.get("RANK", "0") == "0"  # of those torchrun started
     command = "The same command without --restart" if restart else "The same command"
     try:

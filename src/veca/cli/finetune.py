@@ -10,7 +10,7 @@ import typer
 from veca.cli.common import Device, Restart, Size, Source, Workers, out, stoppable, warn, workers_of
 from veca.cli.probe import Data, Limit, Root, SkipBad, numbers
 from veca.errors import needs_extra
-from veca.train.finetune.settings import ClassifySettings, Head, SegmentSettings
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, HeadStart
 
 finetune_app = typer.Typer(
     no_args_is_help=True,
@@ -27,13 +27,15 @@ Epochs = Annotated[float, typer.Option(help="Passes over train.")]
 Batch = Annotated[int, typer.Option(help="Pictures in a step, of all processes together.")]
 Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
 LayerDecay = Annotated[float, typer.Option(help="The rate of a layer over that of the one above it; 1: one for all.")]
-HeadOf = Annotated[Head, typer.Option(help="Start it from a linear probe of the frozen features, or from new weights.")]
+HeadOf = Annotated[
+    HeadStart, typer.Option(help="Start it from a linear probe of the frozen features, or from new weights.")
+]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="Any other setting of docs/finetune.md, as augment=colour; repeat.")
 ]
 
 
-def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
+def _add(kind: type[FinetuneClassifySettings | FinetuneSegmentSettings], about: str) -> None:
     @finetune_app.command(kind.task, help=about)
     def command(
         model: Source, data: Data, to: Out, size: Size = kind.size, cores: Cores = "all",
@@ -44,13 +46,12 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
     ) -> None:  # fmt: skip
         with needs_extra("tuning needs", "train"):
             from veca.train.finetune.run import finetune
-            from veca.train.recipe import build
         asked = {
             "size": size, "cores": [] if cores == "all" else numbers(cores, "cores", int), "epochs": epochs,
             "batch": batch, "rate": rate, "layer_decay": layer_decay, "head": head, "workers": workers_of(workers),
             "skip_bad": skip_bad,
         }  # fmt: skip
-        settings = build(kind, asked, changes or [])
+        settings = kind.from_dict(asked, changes or [])
         with stoppable(to, warn, restart):
             report = finetune(
                 model, data, to, settings, root=root, limit=limit, device=device, restart=restart, say=warn
@@ -60,10 +61,10 @@ def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
 
 
 _add(
-    ClassifySettings,
+    FinetuneClassifySettings,
     "A class for each picture: FOLDER/CLASS/7.jpg, with or without train/, val/ and test/ above.",
 )
 _add(
-    SegmentSettings,
+    FinetuneSegmentSettings,
     "A class for each pixel: FOLDER/images/7.jpg with FOLDER/masks/7.png, whose values are class numbers.",
 )

@@ -219,9 +219,9 @@ def distill(
     Interrupted or killed? Run the same command again: it continues, and the result is the same.
     """
     with needs_extra("training needs", "train"):
+        from veca.train.distill import distill as train
+        from veca.train.plan import show_plan
         from veca.train.recipe import load_recipe
-        from veca.train.run import distill as train
-        from veca.train.run import show_plan
 
     asked = load_recipe(recipe, changes or [])
     folder = to or Path("runs") / recipe.stem
@@ -245,9 +245,9 @@ def report(
     Of probes also report.md, rows.csv and the curves.
     """
     from veca.probe.results import is_results
+    from veca.train.csv_log import is_run
     from veca.train.finetune.report import is_tuned
     from veca.train.finetune.report import write_report as write_tuned
-    from veca.train.tables import is_run
 
     tuned, results = is_tuned(folder), is_results(folder)
     run = is_run(folder) and not tuned

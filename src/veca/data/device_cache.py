@@ -24,7 +24,7 @@ from veca.data.loader import MOST_FAILURES, Batch, DataError, normalized, valida
 from veca.data.sampler import Augment, Stream, Views, places, replacement, views_of
 from veca.images.resize import filters
 from veca.teachers import Standardized, Targets
-from veca.train.validation import Lessons
+from veca.train.validation import TeacherRunner
 from veca.utils.console import progress_bar
 
 _BITS = 22
@@ -75,10 +75,15 @@ class Taught:
     """
 
     def __init__(
-        self, resident: Resident, lessons: Lessons, dtype: torch.dtype, short_side: float = 1.125, progress: bool = True
+        self,
+        resident: Resident,
+        runner: TeacherRunner,
+        dtype: torch.dtype,
+        short_side: float = 1.125,
+        progress: bool = True,
     ) -> None:
-        images, teacher = resident.images, lessons.teacher
-        count, self.patch, width = len(images), lessons.patch_size, teacher.width
+        images, teacher = resident.images, runner.teacher
+        count, self.patch, width = len(images), runner.patch_size, teacher.width
         self.cells = resident.side // self.patch
         zoom = self.cells / max(1, round(self.cells / short_side))  # of the whole over the part that is a view
         self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
@@ -97,15 +102,15 @@ class Taught:
         self.glimpses: Tensor | None = None
         columns = "asking the teacher", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with progress_bar(*columns, shown=progress) as bar:
-            task, together = bar.add_task("", total=count), lessons.at_once(resident.side)
+            task, together = bar.add_task("", total=count), runner.micro_batch(resident.side)
             for start in range(0, count, together):
                 part = slice(start, start + together)
                 pixels = normalized(images[part])
-                found = lessons.targets(pixels, zoom=zoom)
+                found = runner.targets(pixels, zoom=zoom)
                 self.maps[part] = _within(found.patches.unflatten(1, (self.cells, self.cells)), dtype)
                 self.cls[part] = found.cls
                 if second:
-                    with torch.no_grad(), lessons.autocast():
+                    with torch.no_grad(), runner.autocast():
                         seen = own.glimpse(pixels, zoom).permute(0, 2, 3, 1)
                     if self.glimpses is None:
                         self.glimpses = torch.empty(count, *seen.shape[1:], dtype=dtype, device=images.device)
