@@ -244,7 +244,7 @@ def test_a_restart_that_was_stopped_leaves_nothing_of_the_old_run(
     with pytest.raises(veca.CheckpointError, match="holds no model.safetensors"):
         veca.load(folder)
     left = {path.name for path in folder.iterdir() if path.is_file()}
-    assert left == {"finetune.json", "metrics.csv", "validation.csv", "notes.txt"}
+    assert left == {"finetune.json", "metrics.csv", "validation.csv", "events.txt", "report.html", "notes.txt"}
     assert not rows(folder / "metrics.csv")
 
 
@@ -408,7 +408,7 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
         ({"size": 40}, "size=40: must be a multiple of 16. Nearest: 48"),
         ({"cores": (8, 65)}, r"cores=\(8, 65\): must be from 1 to 64"),
         ({"layer_decay": 0}, "layer_decay=0: must be above 0, at most 1"),
-        ({"ema": 1}, "ema=1: must be None, or between 0 and 1"),
+        ({"ema": 1}, "ema=1: must be null, or between 0 and 1"),
     ],
 )
 def test_settings_that_cannot_be(place: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -128,8 +128,9 @@ class Distillation(Engine):
         _, self.steps, self.warmup = run_length(recipe, len(self.images))
         self.log_every, self.save_every, self.keep = recipe.log_every, recipe.checkpoints.every, recipe.checkpoints.keep
         self.validate_every = None if self.validation is None else recipe.validation.every
-        self.best, self.last_validation = float("inf"), None
-        """Lowest mean of the validation loss, and the last one."""
+        self.best = float("inf")
+        """Lowest mean of the validation loss so far."""
+        self.last_validation: float | None = None
         self.unreadable_count, self.unreadable_names = facts.get("corrupt", 0), set[str]()
         if self.checkpoint:
             _check_data(facts, self.images, recipe, folder)

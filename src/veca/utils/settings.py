@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from veca.errors import ArgumentError, VecaError
 from veca.utils.text import did_you_mean, quoted
@@ -94,7 +94,7 @@ class Settings:
         values = dict(values)
         for change in changes:
             _apply_change(values, change, cls.error)
-        return _Builder(cls.error).build(cls, values, "")  # type: ignore[no-any-return]
+        return cast(Self, _Builder(cls.error).build(cls, values, ""))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` takes back, through YAML or JSON too."""
@@ -119,13 +119,13 @@ def parse_yaml(text: str) -> Any:
 
 
 @functools.cache
-def _field_types(kind: type) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 @functools.cache
-def _field_bounds(kind: type) -> dict[str, tuple[Bounds, bool]]:
+def _field_bounds(kind: Any) -> dict[str, tuple[Bounds, bool]]:
     """Bounds by field, and whether the field may be None instead."""
     found = {}
     for name, hint in _field_types(kind).items():
@@ -234,4 +234,4 @@ class _Builder:
                 value = float(value)
         finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
         self.require(key, value, finite, "a finite number")
-        return value  # type: ignore[no-any-return]
+        return cast(float, value)
