@@ -478,6 +478,14 @@ def test_pictures_may_move(place: Place, alone: Path, tmp_path: Path) -> None:
     assert different(tensors(folder), tensors(alone)) == []
 
 
+def test_a_resumed_run_may_take_its_batch_in_more_passes(place: Place, alone: Path, tmp_path: Path) -> None:
+    """The same images in each step, and the same weights but for rounding: the way out where memory is short."""
+    train(place.recipe(accumulate=2), folder := begun(alone, tmp_path / "run"))
+    ours, theirs = tensors(folder), tensors(alone)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
+    assert json.loads((folder / "summary.json").read_text())["images"] == 8 * STEPS
+
+
 def test_processes_agree_to_stop_before_torchrun_loses_patience(place: Place, tmp_path: Path) -> None:
     """Steps that take long are not waited for by the ten."""
 
