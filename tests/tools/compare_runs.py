@@ -92,11 +92,12 @@ def write_inputs(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
 
 
-def call(source: Path, *arguments: object) -> None:
+def call(source: Path, *arguments: object) -> str:
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{source}: {' '.join(map(str, arguments))[:200]} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def hash_weights(path: Path) -> str:
@@ -128,15 +129,17 @@ def run_all(source: Path, inputs: Path, out: Path) -> dict[str, str]:
     hashes = {f"features: {k}": v for k, v in json.loads((out / "features.json").read_text()).items()}
     veca_command, device = ("-m", "veca"), ("--device", "cpu")
     call(source, *veca_command, "distill", inputs / "recipe.yaml", "--out", out / "distill", *device)
-    model = out / "distill"  # of this version: equal by the check before
+    # The model to fine-tune is this version's own, whose equality is checked too. It once was a positional argument.
+    usage = call(source, *veca_command, "finetune", "classify", "--help")
+    named_model = ("--model", out / "distill") if "--model" in usage else (out / "distill",)
     common = ("--epochs", 4, "--workers", 0, "--set", "ema=0.9", "--cores", "8,64", *device)
-    classify = ("--data", inputs / "classes", "--size", 32, "--batch", 8, "--set", "head_epochs=5", *common)
-    segment = ("--data", inputs / "scenes", "--size", 32, "--batch", 4, *common)
+    classify = ("--data", inputs / "classes", "--size", 32, "--set", "batch=8", "--set", "head_epochs=5", *common)
+    segment = ("--data", inputs / "scenes", "--size", 32, "--set", "batch=4", *common)
     mixed = (*classify, "--set", "mixup=0.2", "--set", "augment=trivial", "--head", "new")
     for name, task, options in (
         ("classify", "classify", classify), ("classify-mixup", "classify", mixed), ("segment", "segment", segment)
     ):  # fmt: skip
-        call(source, *veca_command, "finetune", task, model, "--out", out / name, *options)
+        call(source, *veca_command, "finetune", task, *named_model, "--out", out / name, *options)
     for name in ("distill", "classify", "classify-mixup", "segment"):
         hashes |= {f"{name}: {key}": value for key, value in hash_run(out / name).items()}
     return hashes

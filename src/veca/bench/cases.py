@@ -90,7 +90,7 @@ def choose_cases(
     swept = bool(models or sizes or batches or cores)
     if exact and swept:
         raise ArgumentError(
-            "--case says all there is to a case; leave out --model, --size, --batch and --cores, or --case"
+            "--case says all there is to a case; leave out --model, --size, --batch-size and --cores, or --case"
         )
     if exact:
         return [Case.parse(text) for text in exact]

@@ -102,7 +102,7 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint
     if paths:
         raise DamagedError(
             f"none of the {len(paths)} checkpoints in {folder} can be read. "
-            "Restore one from a backup, or begin anew with --restart"
+            "Restore one from a backup, or begin anew with --overwrite"
         )
     return None
 

@@ -435,7 +435,7 @@ def _check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> Non
     if different:
         raise RecipeError(
             f"{folder} holds a run of another recipe ({'; '.join(different)}). "
-            "Take another --out, or --restart to begin anew in it"
+            "Take another --out, or --overwrite to begin anew in it"
         )
 
 
@@ -444,7 +444,7 @@ def _check_data(facts: Mapping[str, Any], images: Pictures, recipe: Recipe, fold
     if facts["pictures"] != images.fingerprint:
         raise RecipeError(
             f"data.train: these are not the pictures that {folder} was trained with so far. Bring those back, "
-            f"or begin anew: --restart, or another --out with model.start={folder}/best"
+            f"or begin anew: --overwrite, or another --out with model.start={folder}/best"
         )
     # Earlier versions counted the images of one pass of all processes.
     before = facts.get("images_per_step") or facts["batch"] * facts["recipe"]["accumulate"]

@@ -205,7 +205,7 @@ class Engine(ABC):
     def run(self) -> Path | None:
         """Train to the end; the path of the report, in the first process."""
         if self.is_finished():
-            self.say(f"{self.folder} is done; --restart begins anew in it.")
+            self.say(f"{self.folder} is done; --overwrite begins anew in it.")
             return self.write_report() if self.world.first else None
         self.write_settings()
         try:

@@ -241,7 +241,7 @@ class Finetuning(Engine):
 
     def memory_advice(self) -> str:
         size = self.options.batch // self.world.size
-        return f"{size} images per process at {self.options.size} px; halve --batch and divide --rate by 1.4"
+        return f"{size} images per process at {self.options.size} px; halve --batch-size and divide --rate by 1.4"
 
     # Scores
 

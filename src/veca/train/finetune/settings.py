@@ -106,7 +106,7 @@ def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folde
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
         raise ArgumentError(
-            f"{folder} holds a run that was asked otherwise ({'; '.join(different)}). Take another --out, or --restart "
+            f"{folder} holds a run with other settings ({'; '.join(different)}). Take another --out, or --overwrite "
             "to begin anew in it"
         )
 
