@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from veca.inspect.demo import sample_pictures
+from veca.images.samples import sample_images
 from veca.utils.files import atomic_path
 
 DOCS = Path(__file__).parent
@@ -78,7 +78,7 @@ def main(names: list[str]) -> None:
     to.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for photo in sample_pictures():
+        for photo in sample_images():
             shutil.copy(photo, folder)
         for name, arguments in commands.items():
             if not names or name in names:

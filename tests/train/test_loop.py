@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import veca
-from veca.data.loader import DataError, Pictures
+from veca.data.index import DataError, ImageIndex
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.distill import Distillation
@@ -159,7 +159,7 @@ def test_no_memory_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Distillation(recipe, tmp_path / "run", CPU).run()
 
 
-@pytest.mark.parametrize("where", ["see", "to_model_input"])
+@pytest.mark.parametrize("where", ["load_crop", "to_model_input"])
 def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
     recipe = small_recipe(
         tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0, "resident": 64, "augment": "flip"}
     )
-    place = "veca.data.loader.see" if where == "see" else "veca.train.distill.to_model_input"
+    place = "veca.data.loader.load_crop" if where == "load_crop" else "veca.train.distill.to_model_input"
     monkeypatch.setattr(place, lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(TeacherRunner, "targets", lambda *_: pytest.fail("went on to train"))
     with pytest.raises(Interrupted):
@@ -195,9 +195,9 @@ def test_statistics_are_of_enough_pictures_and_the_teacher_sees_as_many_at_a_tim
     monkeypatch.setattr("veca.train.validation.MIN_VALIDATION_IMAGES", few)
     more: dict[str, Any] = {"teacher": {"name": "efficientnet-lite2", "micro_batch": 3}}
     recipe = small_recipe(tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0})
-    pictures, own = Pictures.find([str(tmp_path)], None, progress=False), Colours()
+    pictures, own = ImageIndex.build([str(tmp_path)], None, progress=False), Colours()
     chosen = [str(tmp_path / f"{i}.png") for i in range(validation)]
-    held_out = Pictures.find(chosen, None, progress=False) if validation else None
+    held_out = ImageIndex.build(chosen, None, progress=False) if validation else None
     TeacherRunner(Standardized(own), recipe, CPU, 16).fit_statistics(pictures, held_out)
     assert own.seen == seen
 

@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 
 import veca
 import veca.cli.main
-from veca.data import loader as data
-from veca.data.sources import decoded, items_of
+from veca.data import loader
+from veca.data.sources import iter_items
 from veca.probe import features
 from veca.train.checkpoints import list_checkpoints
 from veca.utils.signals import Terminated, deferred_signals, terminable
@@ -113,7 +113,7 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module in (veca.data.sources, features, data):
+        for module in (loader, features):
             real: Any = module.open_image
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:
@@ -261,7 +261,7 @@ def test_workers_outlive_the_thread_that_started_them(tmp_path: Path) -> None:
     """The system would end those it is to end with their parent at the end of the *thread* that forked them."""
     for i in range(40):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
-    block = decoded(items_of([str(tmp_path)]), 16, "crop", 1000, workers=1)
+    block = loader.decode_items(iter_items([str(tmp_path)]), 16, "crop", 1000, workers=1)
     records: list[Any] = []
 
     def start() -> None:

@@ -199,7 +199,7 @@ def test_a_model_that_gives_nothing_finite_says_so() -> None:
 
 
 def test_without_samples_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.inspect.demo.find_spec", lambda name: None)
+    monkeypatch.setattr("veca.images.samples.find_spec", lambda name: None)
     with connect() as client:
         assert client.get("/api/about").json()["samples"] == []
         assert client.post("/api/pictures", content=photo()).status_code == 200

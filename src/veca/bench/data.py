@@ -18,9 +18,10 @@ import typer
 from rich.table import Table
 
 from veca.bench.machine import machine_facts
-from veca.data.augment import augment_image
-from veca.data.loader import Batch, Pictures, TrainBatches, see, to_model_input
-from veca.data.sampler import view_of
+from veca.data.index import ImageIndex
+from veca.data.loader import Batch, load_crop, to_model_input, train_loader
+from veca.data.sampler import TrainSampler, sample_transforms
+from veca.data.transforms import augment_image
 from veca.images import ImageError, open_image
 from veca.utils.console import PlainConsole
 
@@ -49,15 +50,15 @@ def run(
     """Measure how many pictures a second are read, decoded, cropped and augmented."""
     torch.set_num_threads(1)
     workers = workers or len(os.sched_getaffinity(0))
-    pictures = Pictures.find(sources)
+    pictures = ImageIndex.build(sources)
     numbers = [i % len(pictures) for i in range(max(len(pictures), 100_000))]
 
     def seen(number: int) -> object:
-        return see(pictures.read(number), view_of(0, number, 0), resolution, 1.125, _PIXELS)
+        return load_crop(pictures.read(number), sample_transforms(0, [number], [0]).item(), resolution, 1.125, _PIXELS)
 
     def augmented(number: int) -> object:
-        view = view_of(0, number, 0)
-        image = see(pictures.read(number), view, resolution, 1.125, _PIXELS)
+        view = sample_transforms(0, [number], [0]).item()
+        image = load_crop(pictures.read(number), view, resolution, 1.125, _PIXELS)
         return augment_image(image, view.op, view.strength)
 
     stages: dict[str, Callable[[int], object]] = {
@@ -76,9 +77,8 @@ def run(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = Table("augmented on", "images/s", "for a core", title=f"{workers} workers, batch {batch}")
     for where in ("cpu", "gpu") if device == "cuda" else ("cpu",):
-        with TrainBatches(
-            pictures, resolution_of=lambda _: resolution, batch=batch, workers=workers, where=where
-        ) as stream:
+        sampler = TrainSampler(len(pictures), batch, lambda _: resolution)
+        with train_loader(pictures, sampler, workers, where=where) as stream:
             steps = iter(stream)
 
             def take(_: int, steps: Iterator[Batch] = steps) -> None:

@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from veca.data.sources import Item, Record
+from veca.data.loader import Record
+from veca.data.sources import Item
 from veca.embed.formats import WRITERS, DamagedPart, feature_schema, read_part, reading, write_part
 from veca.errors import NonFiniteError, VecaError
 from veca.images import MAX_PIXELS, Fit, normalize

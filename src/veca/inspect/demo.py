@@ -15,7 +15,6 @@ from datetime import datetime
 from functools import partial
 from html import escape
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from torch import Tensor
 from veca.bench.flops import model_flops
 from veca.errors import ArgumentError
 from veca.images import fit_image, normalize, open_image, to_tensor
+from veca.images.samples import sample_images
 from veca.inspect import core_maps, heat, pca, to_rgb
 from veca.inspect.subject import check_finite
 from veca.model import Veca
@@ -39,7 +39,6 @@ from veca.utils.timing import measure
 
 PathLike = str | os.PathLike[str]
 
-SAMPLES = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg")
 RUNS = 5
 SHOWN_CORES = 8
 TILE = 256
@@ -84,7 +83,7 @@ def demo(
     if out.is_dir():
         raise ArgumentError(f"{out} is a folder; name the file to write, such as {out / 'veca-demo.html'}")
     check_writable(out)
-    paths = [Path(picture) for picture in pictures or sample_pictures()]
+    paths = [Path(picture) for picture in pictures or sample_images()]
     photos = [fit_image(open_image(path), size, "crop") for path in paths]
     model = model if device is None else model.to(device)
     was_training = model.training
@@ -104,19 +103,6 @@ def demo(
     with atomic_path(out) as part:
         part.write_text(_page(model, model_name, size, budgets, views, times), encoding="utf-8", errors="replace")
     return out
-
-
-def sample_pictures() -> list[Path]:
-    """Photographs that scikit-image ships; nothing is downloaded, and scikit-image is not even imported."""
-    spec = find_spec("skimage")
-    folders = [] if spec is None else [Path(folder) / "data" for folder in spec.submodule_search_locations or ()]
-    found = [folder / name for folder in folders for name in SAMPLES if (folder / name).is_file()]
-    if not found:
-        raise ArgumentError(
-            "no pictures given, and the sample photos come with scikit-image, which is not installed: "
-            "pip install 'veca[viz]', or pass pictures of your own"
-        )
-    return found
 
 
 def _input(model: Veca, photo: Image.Image) -> Tensor:

@@ -29,11 +29,13 @@ from torch import Tensor
 
 from veca.checkpoint import weights_hash
 from veca.config import size_name
-from veca.data.sources import Item, Record, SourceError, count, decoded, expand, items_of
+from veca.data.loader import Record, decode_items
+from veca.data.remote import SourceError
+from veca.data.sources import Item, count_images, iter_items
 from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
-from veca.images.formats import noting_left_out
+from veca.images.formats import collect_unsupported
 from veca.inspect.contribution import PIECE, attention_and_profiles
 from veca.inspect.maps import look_into
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, exact, overlap, pair_overlap, winners
@@ -195,8 +197,8 @@ def measure_cores(
     batch = batch or max(1, (AT_ONCE_ON_CPU if device.type == "cpu" else AT_ONCE) // size**2)
     with reading_line(progress) as on_read:
         # Compressed shards take as long to count as to read: only where the total is needed.
-        total = count(sources, unpack=limit is not None, on_read=on_read) if progress or limit else None
-    items = items_of(sources)
+        total = count_images(sources, unpack=limit is not None, on_read=on_read) if progress or limit else None
+    items = iter_items(sources)
     if limit is not None:
         items = islice(items, limit) if total is None else _evenly(items, total, limit)
         total = limit if total is None else min(limit, total)
@@ -204,8 +206,8 @@ def measure_cores(
     failures: list[tuple[str, str]] = []
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
-        noting_left_out() as left_out,
-        decoded(items, size, "crop", MAX_PIXELS, workers) as records,
+        collect_unsupported() as left_out,
+        decode_items(items, size, "crop", MAX_PIXELS, workers) as records,
         progress_line(MofNCompleteColumn(), shown=progress) as bar,
         looking(model),
     ):
@@ -244,11 +246,11 @@ def _checked(sources: list[str], size: int, limit: int | None, batch: int | None
     if not sources:
         raise ArgumentError("no pictures given; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        with noting_left_out() as left_out:
-            first = next(expand(source), None)
+        with collect_unsupported() as left_out:
+            first = next(iter_items([source]), None)
         if first is None:
             none = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
-            raise SourceError(left_out.after(f"{none}'{os.path.join(source, '*.tar')}'"))
+            raise SourceError(left_out.append_to(f"{none}'{os.path.join(source, '*.tar')}'"))
     return sources
 
 

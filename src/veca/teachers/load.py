@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from veca.config import SIZES, VecaConfig, did_you_mean
-from veca.images.resize import filters
+from veca.images.resize import resize_matrix
 from veca.model import Veca
 from veca.teachers.from_timm import timm_teacher
 from veca.teachers.from_transformers import hf_teacher
@@ -84,7 +84,7 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     if side != size:
         # Resizing is linear, and the kernel takes on its matrix. No pseudo-inverse, as for a model that moves to other
         # patches: it is the teacher's input that is resized, the student's stays.
-        resizing = filters(side, size, kernel, "bicubic", antialias=True)
+        resizing = resize_matrix(side, size, kernel, "bicubic", antialias=True)
         kernel = resizing.mT @ kernel @ resizing
     own.weight.copy_(kernel)
     own.bias.copy_(bias)  # type: ignore[union-attr]  # a patch embedding of ours always has one

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from veca.errors import VecaError
 from veca.images import MEAN, STD
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 
 Meet: TypeAlias = Literal["input", "map"] | int
 """How the teacher's grid comes to be the student's: its input is resized, or its map. A number: its input, so that the
@@ -107,7 +107,7 @@ class Teacher(nn.Module, ABC):
             cls, dense = self._look(images, self._cells(images, least if self.meet == "map" else self.meet * zoom))
         if self.glance is not None:
             cls, _ = self._look(images, self._cells(images, self.glance * zoom))
-        return Targets(cls, resized(dense, grid, antialias=True).flatten(2).mT)
+        return Targets(cls, resize_maps(dense, grid, antialias=True).flatten(2).mT)
 
     @torch.no_grad()
     def glimpse(self, images: Tensor, zoom: float = 1.0) -> Tensor:
@@ -122,7 +122,7 @@ class Teacher(nn.Module, ABC):
 
     def _look(self, images: Tensor, cells: tuple[int, int]) -> tuple[Tensor, Tensor]:
         size = cells[0] * self.stride, cells[1] * self.stride
-        return self.features(resized(images * self.scale + self.shift, size, "bicubic", antialias=True))
+        return self.features(resize_maps(images * self.scale + self.shift, size, "bicubic", antialias=True))
 
 
 class Standardized(nn.Module):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch import Tensor
 import veca
 from veca.checkpoint import save_tensors
 from veca.config import VecaConfig, get_config
-from veca.data.device_cache import Resident, ResidentBatches, Taught
-from veca.data.loader import Batch, Pictures, TrainBatches, to_model_input
+from veca.data.device_cache import DeviceImageCache, DeviceLoader
+from veca.data.index import ImageIndex
+from veca.data.loader import Batch, ImageLoader, to_model_input, train_loader
+from veca.data.sampler import TrainSampler
 from veca.model import Veca
 from veca.optimized import WAYS
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
@@ -54,6 +56,7 @@ from veca.train.plan import flops_at, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_report
 from veca.train.schedule import draw, learning_rate, step_seed
+from veca.train.teacher_maps import TeacherMaps
 from veca.train.validation import TeacherRunner, validate
 from veca.utils.files import atomic_path
 from veca.utils.timing import matrix_rate
@@ -115,7 +118,7 @@ class Distillation(Engine):
             _check_recipe(facts, recipe, folder)
         self.images, self.validation = _find_images(recipe, folder, world)
         for images in filter(None, (self.images, self.validation)):
-            self.notices += images.complaints()
+            self.notices += images.describe_problems()
         self.teacher = make_teacher(recipe).to(world.device)
         self.model = make_student(recipe, self.teacher).to(world.device)
         self.sharded = recipe.parallel == "fsdp"
@@ -153,28 +156,25 @@ class Distillation(Engine):
         budget = draw(recipe.budgets, "budget", seed, step)
         return budget, draw(recipe.odds_at(step), "resolution", seed, step)
 
-    def batches(self) -> TrainBatches | ResidentBatches:
+    def batches(self) -> ImageLoader | DeviceLoader:
         if self.recipe.compile:
             self.say("The first steps compile the model, which takes a minute or so.")
         recipe, data = self.recipe, self.recipe.data
-        common: dict[str, Any] = {
-            "resolution_of": lambda forward: self.draws(forward // recipe.accumulate)[1],
-            "batch": recipe.pass_batch(self.world.size), "rank": self.world.rank, "world": self.world.size,
-            "seed": recipe.seed, "short_side": data.short_side, "crops": data.crops, "augment": data.augment,
-            "views": data.views, "start": self.step * recipe.accumulate,
-        }  # fmt: skip
-        if data.resident is not None:
-            resident = Resident(
-                self.images, data.resident, self.device, data.workers, data.max_pixels, progress=self.world.first
-            )
-            maps = None
-            if recipe.teacher.resident is not None:
-                dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
-                maps = Taught(resident, self.runner, dtype, data.short_side, progress=self.world.first)
-            return ResidentBatches(resident, compile=recipe.compile, taught=maps, **common)
-        on_gpu = self.device.type == "cuda" and data.augment_on != "cpu"
-        where: Literal["gpu", "cpu"] = "gpu" if on_gpu else "cpu"
-        return TrainBatches(self.images, workers=data.workers, max_pixels=data.max_pixels, where=where, **common)
+        sampler = TrainSampler(
+            len(self.images), recipe.pass_batch(self.world.size), lambda i: self.draws(i // recipe.accumulate)[1],
+            rank=self.world.rank, world_size=self.world.size, seed=recipe.seed, short_side=data.short_side,
+            crops=data.crops, augment=data.augment, num_variants=data.views, start=self.step * recipe.accumulate,
+        )  # fmt: skip
+        if data.resident is None:
+            on_gpu = self.device.type == "cuda" and data.augment_on != "cpu"
+            return train_loader(self.images, sampler, data.workers, data.max_pixels, "gpu" if on_gpu else "cpu")
+        progress = self.world.first
+        cache = DeviceImageCache(self.images, data.resident, self.device, data.workers, data.max_pixels, progress)
+        maps = None
+        if recipe.teacher.resident is not None:
+            dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
+            maps = TeacherMaps(cache, self.runner, dtype, data.short_side, progress)
+        return DeviceLoader(cache, sampler, maps)
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         recipe, passes = self.recipe, self.recipe.accumulate
@@ -397,16 +397,16 @@ def _product_dtype(recipe: Recipe) -> torch.dtype:
     return torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
 
 
-def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[Pictures, Pictures | None]:
+def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex, ImageIndex | None]:
     """Training and validation images; the first process writes the index, the others read it."""
     if not recipe.data.train:
         raise RecipeError("data.train: no pictures to train on; name folders, globs or tar shards")
 
-    def find() -> tuple[Pictures, Pictures | None]:
-        train = Pictures.find(recipe.data.train, folder / "train.index", progress=world.first)
+    def find() -> tuple[ImageIndex, ImageIndex | None]:
+        train = ImageIndex.build(recipe.data.train, folder / "train.index", progress=world.first)
         if not recipe.data.validation:
             return train, None
-        return train, Pictures.find(recipe.data.validation, folder / "validation.index", progress=world.first)
+        return train, ImageIndex.build(recipe.data.validation, folder / "validation.index", progress=world.first)
 
     folder.mkdir(parents=True, exist_ok=True)
     images = find() if world.first else None
@@ -439,7 +439,7 @@ def _check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> Non
         )
 
 
-def _check_data(facts: Mapping[str, Any], images: Pictures, recipe: Recipe, folder: Path) -> None:
+def _check_data(facts: Mapping[str, Any], images: ImageIndex, recipe: Recipe, folder: Path) -> None:
     """Refuse to resume with other images, or another number of them per step."""
     if facts["pictures"] != images.fingerprint:
         raise RecipeError(

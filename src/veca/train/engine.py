@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from veca.data.loader import DataError
+from veca.data.index import DataError
 from veca.errors import ArgumentError, VecaError
 from veca.train.checkpoints import (
     Checkpoint,

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from veca.config import VecaConfig, get_config
-from veca.data.loader import DataError, Pictures
+from veca.data.index import DataError, ImageIndex
 from veca.flops import model_flops, patches
 from veca.model import Veca
 from veca.teachers.known import KNOWN
@@ -264,7 +264,7 @@ def show_plan(recipe: Recipe, images: int | None = None, processes: int = 1) -> 
     notes: list[Text] = []
     if images is None:
         try:
-            images = len(Pictures.find(recipe.data.train))
+            images = len(ImageIndex.build(recipe.data.train))
         except DataError as error:
             notes.append(Text(as_message(f"data.train: {error}"), style="yellow"))
     teacher = KNOWN.get(recipe.teacher.name, {})

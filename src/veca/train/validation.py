@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.data.loader import Batch, DataError, Pictures, to_model_input, validation_batches
+from veca.data.index import DataError, ImageIndex
+from veca.data.loader import to_model_input, validation_loader
 from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.csv_log import Grid
@@ -56,7 +56,7 @@ class TeacherRunner:
             parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
         return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
 
-    def fit_statistics(self, images: Pictures, validation: Pictures | None) -> None:
+    def fit_statistics(self, images: ImageIndex, validation: ImageIndex | None) -> None:
         """Fit the statistics of a standardized teacher, the same in every process: over the validation images, and
         training images where those are few.
         """
@@ -74,22 +74,22 @@ class TeacherRunner:
             self.teacher.fit(batches if enough else _first_images(batches, STATISTICS_IMAGES), (side, side))
         broadcast([self.teacher.means, self.teacher.deviations], self.world)
 
-    def centres(self, images: Pictures, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
+    def centres(self, images: ImageIndex, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
         """The centre crop of every image once, distributed over the processes, or all of them for this one `alone`."""
         data = self.recipe.data
         rank, size = (0, 1) if alone else (self.world.rank, self.world.size)
-        loader = validation_batches(
+        loader = validation_loader(
             images, resolution, batch, rank, size, data.workers, data.short_side, data.max_pixels
         )
         with loader as batches:
-            for each in cast(Iterator[Batch], batches):
+            for each in batches:
                 self.unreadable += each.skipped
                 if len(each.images):
                     yield to_model_input(each, self.world.device)
 
 
 @torch.no_grad()
-def validate(model: Veca, runner: TeacherRunner, images: Pictures) -> Grid:
+def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
     """Mean losses on the images at each resolution and budget of the recipe's grid."""
     recipe, world = runner.recipe, runner.world
     resolutions, budgets = recipe.grid()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from veca.images import fit_image, open_image, resample
-from veca.inspect.demo import sample_pictures
+from veca.images.samples import sample_images
 from veca.web.jobs import Kept
 
 MOST_BYTES = 2**25
@@ -86,6 +86,6 @@ class Pictures:
 def samples() -> dict[str, Path]:
     """The photographs of `veca demo` by name; none where scikit-image is not installed."""
     try:
-        return {path.stem: path for path in sample_pictures()}
+        return {path.stem: path for path in sample_images()}
     except ValueError:
         return {}

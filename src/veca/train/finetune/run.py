@@ -22,9 +22,8 @@ from torch import Tensor
 from veca.checkpoint import load_or_random, weights_hash
 from veca.checkpoint.pretrained import find_shipped
 from veca.config import VecaConfig
-from veca.data.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
-from veca.data.views import seeded
+from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
 from veca.heads.metrics import Confusion
 from veca.images import normalize
@@ -189,7 +188,7 @@ class Finetuning(Engine):
             raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
         own = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
-        rng = seeded(step_seed("augment", settings.seed, step))
+        rng = seeded_random(step_seed("augment", settings.seed, step))
         pixels = batch.pixels.to(self.device, non_blocking=True)
         images = normalize(self._augment(pixels, rng, sum(counts), own))
         labels = batch.labels.to(self.device, non_blocking=True)
@@ -224,10 +223,10 @@ class Finetuning(Engine):
         """Augment the rows `own` of a batch of `count`; what is drawn for an image follows from its place in it."""
         if self.options.augment == "flip":  # crops and flips are done by the decoding processes
             return pixels
-        ops = COLOURS if self.options.augment == "colour" else range(len(OPS))
+        ops = COLOUR_OPS if self.options.augment == "colour" else range(len(OPS))
         drawn = [(rng.getrandbits(32), rng.getrandbits(32), rng.random() < 0.5) for _ in range(count)]
         op, strength, negative = np.array(drawn, np.uint64)[own].T
-        chosen = choose(op, strength, negative.astype(np.bool_), ops)
+        chosen = choose_ops(op, strength, negative.astype(np.bool_), ops)
         return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
     def _autocast(self) -> torch.autocast:
