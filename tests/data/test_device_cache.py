@@ -278,10 +278,6 @@ def test_views_of_other_sizes_and_resolutions(
         ({"data": {"resident": 288, "augment": "flip", "crops": [0.8, 0.5]}}, "the smaller first"),
         ({"data": {"crops": [0.5, 0.8], "augment": "none"}}, "another with data.crops"),
         ({"data": {"resident": 288, "crops": [0.5, 1]}, "teacher": {"resident": None}}, "need teacher.resident"),
-        (
-            {"data": {"resident": 288, "augment": "flip", "views": 1}, "teacher": {"cache": "x"}},
-            "leave teacher.cache out",
-        ),
     ],
 )
 def test_recipes_that_cannot_be(changes: dict[str, Any], problem: str) -> None:

@@ -64,8 +64,10 @@ def write_checkpoint(
         # Through JSON once, as it will be read: keys become text there, and text sorts differently from numbers.
         body = json.loads(json.dumps({"step": step, "facts": facts, "files": checksums}))
         _write_text(part / "state.json", json.dumps({**body, "sha256": _hash_json(body)}, indent=1))
+        # On disk before the rename: after a power failure a complete name must mean complete files.
         for path in part.iterdir():
             _sync_to_disk(path)
+        # A folder cannot be replaced atomically, but an old one of the same step is only there after a repeated step.
         shutil.rmtree(final, ignore_errors=True)
         os.replace(part, final)
         _sync_to_disk(folder)

@@ -38,7 +38,7 @@ class LineFile:
         self._lock = threading.Lock()
         if path.exists():
             text = path.read_bytes()
-            self.size = text.rfind(b"\n") + 1
+            self.size = text.rfind(b"\n") + 1  # a last line without its end was cut off by a kill
 
     def add(self, line: Any) -> None:
         self._pending.append(line)
@@ -51,6 +51,7 @@ class LineFile:
             if deleted:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.size = 0
+            # `add` may be called meanwhile: only what was taken is removed, and only once it is written.
             if count:
                 self._append(self._text(self._pending[:count]).encode())
                 del self._pending[:count]
@@ -83,7 +84,7 @@ class CsvTable(LineFile):
         rows: Sequence[dict[str, str]] = pending
         new = {name for row in rows for name in row}.difference(self.columns, self.keys)
         added = [name for name in LOSS_COLUMNS if name in new] + sorted(new.difference(LOSS_COLUMNS))
-        if self.columns and self.size and added:
+        if self.columns and self.size and added:  # rows that are there get empty cells
             self._rewrite(added)
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")

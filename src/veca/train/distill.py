@@ -35,7 +35,7 @@ from veca.train.checkpoints import (
 )
 from veca.train.csv_log import grid_means
 from veca.train.ema import Ema
-from veca.train.engine import Engine
+from veca.train.engine import RunEngine
 from veca.train.objective import Losses, Student
 from veca.train.optimizers import Optimizers, make_optimizers, split_parameters
 from veca.train.parallel import (
@@ -63,7 +63,7 @@ from veca.utils.timing import matrix_rate
 
 _STATISTICS = ("means", "deviations")
 """Buffers of a standardized teacher."""
-_CHANGEABLE = (
+_CHANGEABLE_KEYS = (
     "data.train", "data.validation", "data.workers", "data.augment_on", "grad_checkpointing", "log_every",
     "checkpoints", "validation", "compile", "teacher.micro_batch", "schedule", "precision", "parallel", "batch",
     "accumulate",
@@ -91,7 +91,7 @@ def distill(
             return Distillation(recipe, folder, world, restart=restart, wandb=wandb, say=say).run()
 
 
-class Distillation(Engine):
+class Distillation(RunEngine):
     """One process of a distillation run."""
 
     model: Veca
@@ -114,7 +114,7 @@ class Distillation(Engine):
         super().__init__(folder, world, restart=restart, say=say)
         self.recipe, self.wandb = recipe, wandb
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
-        if self.checkpoint:
+        if self.checkpoint:  # before anything large is loaded
             _check_recipe(facts, recipe, folder)
         self.images, self.validation = _find_images(recipe, folder, world)
         for images in filter(None, (self.images, self.validation)):
@@ -122,7 +122,7 @@ class Distillation(Engine):
         self.teacher = make_teacher(recipe).to(world.device)
         self.model = make_student(recipe, self.teacher).to(world.device)
         self.sharded = recipe.parallel == "fsdp"
-        if self.sharded:
+        if self.sharded:  # before the optimizers, which must hold the sharded parameters
             shard(self.model, world)
         self.model.set_grad_checkpointing(recipe.grad_checkpointing)
         self.optimizers = make_optimizers(self.model, recipe.schedule.peak, recipe.weight_decay, _product_dtype(recipe))
@@ -139,7 +139,7 @@ class Distillation(Engine):
             _check_data(facts, self.images, recipe, folder)
             self._restore(self.checkpoint.tensors)
             self._restore_best(facts)
-        else:
+        else:  # a resumed run has the statistics in its checkpoint
             self.runner.fit_statistics(self.images, self.validation)
         self.resume_counts(recipe.budgets, recipe.grid()[0])
         if recipe.compile:  # all blocks share one graph, for any budget and resolution
@@ -185,6 +185,7 @@ class Distillation(Engine):
             self.runner.unreadable += batch.skipped
             images = to_model_input(batch, self.device)
             targets = self.runner.targets(images) if batch.targets is None else batch.targets
+            # Seeded per step, so that a resumed run repeats it, whatever was drawn before.
             torch.manual_seed(step_seed("model", recipe.seed, self.step))
             with sync_gradients(self.student, last=i == passes - 1):
                 with self.runner.autocast():
@@ -199,6 +200,7 @@ class Distillation(Engine):
         self.optimizers.zero_grad()
         self.ema.update(skip)
         self.skipped_steps.update(skip)
+        # Means over the passes stay on the device until they are logged.
         means = {
             name: torch.stack([getattr(each, name).detach() for each in losses]).mean() for name in self.loss_names
         }
@@ -264,6 +266,7 @@ class Distillation(Engine):
             except OSError as error:
                 failure = error.strerror or str(error)
                 self.event(f"unsaved: best weights, at step {self.step:,}: {failure}")
+        # All processes must agree on the best: a full disk is seen by the first alone.
         if not any_of(bool(failure), self.world):
             self.best = mean
 
@@ -329,6 +332,7 @@ class Distillation(Engine):
             save_tensors(tensors, self.model.config.to_dict(), self._provenance(more), folder)
 
     def save_weights_only(self, tensors: TensorFiles) -> str:
+        # The averaged parameters replace the trained ones; buffers come from the model.
         weights = {**tensors["model"], **tensors.get("ema", {})}
         provenance = self._provenance({"validation": self.last_validation})
         try:
@@ -410,7 +414,7 @@ def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex
 
     folder.mkdir(parents=True, exist_ok=True)
     images = find() if world.first else None
-    gathered(None, world)
+    gathered(None, world)  # the others wait for the index
     return images or find()
 
 
@@ -430,7 +434,7 @@ def _check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> Non
     different = [
         f"{key}: {before!r}, now {now!r}"
         for key, before, now in _recipe_differences(facts["recipe"], recipe.to_dict())
-        if not any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in _CHANGEABLE)
+        if not any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in _CHANGEABLE_KEYS)
     ]
     if different:
         raise RecipeError(

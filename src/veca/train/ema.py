@@ -21,6 +21,7 @@ class Ema:
     def update(self, skip: Tensor) -> None:
         """Average in the current weights, unless `skip`, a scalar on the device, is 1."""
         if self.decay:
+            # average += (1 - decay) · (weights - average); with skip = 1 nothing is added, without a host sync.
             change = torch._foreach_sub([local_part(p).detach() for p in self.model.parameters()], self.averages)
             torch._foreach_mul_(change, (1 - self.decay) * (1 - skip))
             torch._foreach_add_(self.averages, change)

@@ -68,7 +68,7 @@ class SkippedSteps:
         return total, most
 
 
-class Engine(ABC):
+class RunEngine(ABC):
     """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`."""
 
     model: nn.Module
@@ -124,6 +124,7 @@ class Engine(ABC):
         """Start the meter and the counters, from the checkpoint where there is one."""
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
         images, seconds = facts.get("images", 0), facts.get("seconds", 0.0)
+        # Speed is measured anew: it may be another machine. Totals continue.
         self.meter = TrainMeter(budgets, resolutions, images=images, seconds=seconds)
         self.skipped_steps = SkippedSteps(self.device, facts.get("skipped", 0))
         if self.checkpoint:
@@ -204,7 +205,7 @@ class Engine(ABC):
 
     def run(self) -> Path | None:
         """Train to the end; the path of the report, in the first process."""
-        if self.is_finished():
+        if self.is_finished():  # nothing is loaded or written again but the report
             self.say(f"{self.folder} is done; --overwrite begins anew in it.")
             return self.write_report() if self.world.first else None
         self.write_settings()
@@ -233,13 +234,14 @@ class Engine(ABC):
             if self.step >= self.steps:
                 self.say(f"All {self.step:,} steps are done: the model and the report are written again.")
                 return
-            if not self.resumed and self.validate_every is not None:  # the baseline
+            # The baseline: what training has to improve on. A resumed run has it in its log already.
+            if not self.resumed and self.validate_every is not None:
                 with self.meter.pause():
                     self.validate()
                 if self.save_with_validation:
                     self._save(required=False)
             with self.batches() as batches:
-                if self.stop_signal:
+                if self.stop_signal:  # it came while the loader was starting, which defers signals
                     raise Interrupted(self.stop_signal)
                 iterator = iter(batches)
                 while self.step < self.steps:
@@ -250,6 +252,7 @@ class Engine(ABC):
         try:
             self.train_step(batches)
         except self.data_errors:
+            # Nothing has changed yet, so this step can be repeated. With several processes, the others do not know.
             if self.world.size == 1:
                 self._save(required=False)
             raise
@@ -262,6 +265,7 @@ class Engine(ABC):
             with self.meter.pause():
                 self.validate()
         self._check_finite()
+        # After the last step the run ends anyway: a signal then must not keep it from its results.
         stop = self._should_stop() and not last
         due = self.step % self.save_every == 0 or (validated and self.save_with_validation)
         if last or stop or due:
@@ -290,6 +294,7 @@ class Engine(ABC):
             return bool(self.stop_signal)
         if self.step < self._next_check:
             return False
+        # Between two checks processes run ahead freely; the slowest sets how many steps fit into STOP_CHECK_SECONDS.
         step, then = self._last_check
         self._last_check = self.step, time.monotonic()
         pace = (self._last_check[1] - then) / (self.step - step)
@@ -355,6 +360,7 @@ class Engine(ABC):
             states = gathered(self.meter.state(), self.world)
             if not (self.world.first or self.sharded):
                 return
+            # Gathering sharded tensors takes all processes; writing them is for the first alone.
             tensors = self.checkpoint_tensors()
             if self.ema.decay:
                 tensors["ema"] = {name: to_host(average) for name, average in self.ema.named()}

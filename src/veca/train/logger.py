@@ -68,6 +68,7 @@ class RunLogger:
         self._board: Any = self._new_board(resume_step)
         self._wandb = None if wandb is None else _join_wandb(wandb_module, wandb, self.folder, dict(config or {}))
         self._problem = ""
+        # A thread writes, so that a slow or full disk does not hold up training.
         self._end = threading.Event()
         self._writer = threading.Thread(target=self._write, args=(flush_seconds,), name="veca-log", daemon=True)
         self._writer.start()
@@ -223,11 +224,12 @@ class ProgressLine:
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show `values`, named as in `TrainMeter.values`, after `step` steps; with `floor_share` and `memory_gib`."""
         now = self._clock()
-        self._first = self._first or (step, now)
+        self._first = self._first or (step, now)  # the first update comes after compilation
         facts = " · ".join(self._facts(step, now, values))
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, facts=facts)
             return
+        # At most one line per interval, but always at each 5 % and at the end.
         twentieth = 20 * step // max(1, self.total)
         if now - self._printed[0] >= self.every or twentieth > self._printed[1] or step >= self.total:
             self._printed = (now, twentieth)

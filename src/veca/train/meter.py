@@ -53,6 +53,7 @@ class TrainMeter:
             row = torch.cat([torch.where(finite, values, torch.zeros_like(values)), finite.float()[None]])
             self._sums = row if self._sums is None else self._sums + row
         self._names = list(losses)
+        # Shapes that occur for the first time may compile, which is not training speed.
         kind = (images, budget, resolution)
         self._counts_for_speed = self._skip <= 0 and kind in self._seen
         self._tick()
@@ -94,6 +95,7 @@ class TrainMeter:
         count = sums[-1] if sums else 0.0
         values = {name: total / count if count else math.nan for name, total in zip(self._names, sums, strict=False)}
         values["nonfinite"] = self._steps - count
+        # Images and seconds are smoothed separately: their ratio weights steps by their duration.
         self._smoothed = [self._decay * old + new for old, new in zip(self._smoothed, self._timed, strict=True)]
         if self._smoothed[0] and self._smoothed[1] > 0:
             self.rate = self._smoothed[0] / self._smoothed[1]

@@ -52,6 +52,7 @@ def split_parameters(model: Veca) -> ParameterSplit:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        # As in Muon, embeddings, norms, biases and the output layer are left to AdamW.
         if not name.startswith("blocks.") or parameter.ndim != 2 or name == last:
             split.adamw.append(name)
         elif name.endswith("attn.qkv.weight"):

@@ -79,6 +79,7 @@ def first_alone(world: World) -> Iterator[None]:
     if world.size == 1:
         yield
         return
+    # A group of its own, because the timeout belongs to the group.
     patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=MAIN_ONLY_TIMEOUT))
     yield
     try:
@@ -91,6 +92,7 @@ def first_alone(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def run_folder(folder: Path, world: World) -> Iterator[None]:
     """Check and lock the run's folder in the first process; if that fails, all processes raise the reason."""
+    # An error in the first process alone would leave the others waiting: all learn of it.
     with contextlib.ExitStack() as stack:
         problem: Exception | None = None
         if world.first:
@@ -109,7 +111,7 @@ def shard(model: Veca, world: World) -> None:
     """Shard the model's parameters over the processes, block by block (FSDP2)."""
     if world.size == 1:
         return
-    for block in model.blocks:
+    for block in model.blocks:  # each is gathered on its own, just before it runs
         fully_shard(block)
     fully_shard(model)
 
@@ -186,6 +188,7 @@ def all_rows(rows: Tensor, counts: Sequence[int], world: World) -> Tensor:
     if world.size == 1:
         return rows
     rows = rows.contiguous()
+    # all_gather needs rows of equal number; broadcasts do not.
     parts = [rows if rank == world.rank else rows.new_empty(n, *rows.shape[1:]) for rank, n in enumerate(counts)]
     for rank, part in enumerate(parts):
         dist.broadcast(part, src=rank)

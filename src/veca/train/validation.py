@@ -64,7 +64,7 @@ class TeacherRunner:
             return
         resolution = self.recipe.grid()[0][0]
         side = resolution // self.patch_size
-        if self.world.first:
+        if self.world.first:  # one process fits, all get the same numbers
             size, enough = (
                 self.micro_batch(resolution),
                 validation is not None and len(validation) >= MIN_VALIDATION_IMAGES,
@@ -109,6 +109,7 @@ def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
                     losses = distillation_losses(out.cls, out.patches, *targets, *weights)
                     row += number * torch.stack(list(losses)).double()
                 count += number
+            # Summed in float64 over all processes, so that their number does not show in the mean.
             *totals, counted = sum_of([*sums.flatten().tolist(), float(count)], world)
             if not counted:  # the mean of nothing would count as the best
                 why = "".join(f": {name}, {reason}" for name, reason in runner.unreadable[-1:])

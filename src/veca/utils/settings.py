@@ -83,7 +83,7 @@ class Settings:
         """Raise an error that names the field, its value and the rule, unless it holds."""
         if not holds:
             shown = quoted(getattr(self, name) if value is ... else value)
-            raise self.error(f"{_join(self.section, name)}={shown}: must be {rule}")
+            raise self.error(f"{_join_key(self.section, name)}={shown}: must be {rule}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], changes: Sequence[str] = ()) -> Self:
@@ -137,7 +137,7 @@ def _field_bounds(kind: Any) -> dict[str, tuple[Bounds, bool]]:
     return found
 
 
-def _join(section: str, key: object) -> str:
+def _join_key(section: str, key: object) -> str:
     return f"{section}.{key}" if section else str(key)
 
 
@@ -203,11 +203,11 @@ class _Builder:
         value = {key: part for key, part in value.items() if not (key in retired and part is None)}
         for key in value:
             if key not in known:
-                name = _join(section, key)
+                name = _join_key(section, key)
                 if key in retired:
                     raise self.error(f"{name}: {retired[key]}")
                 raise self.error(f"unknown key {name!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
-        return kind(**{key: self.build(known[key], part, _join(section, key)) for key, part in value.items()})
+        return kind(**{key: self.build(known[key], part, _join_key(section, key)) for key, part in value.items()})
 
     def _build_union(self, kinds: Sequence[Any], value: Any, key: str) -> Any:
         optional = type(None) in kinds

@@ -34,7 +34,7 @@ from veca.probe.run import limited
 from veca.report.gallery import save_picture
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.ema import Ema
-from veca.train.engine import Engine
+from veca.train.engine import RunEngine
 from veca.train.finetune.report import is_tuned, write_report
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
 from veca.train.finetune.tasks import frozen_backbone, make_task
@@ -96,7 +96,7 @@ def finetune(
             return Finetuning(model, dataset, folder, settings, world, restart=restart, say=say).run()
 
 
-class Finetuning(Engine):
+class Finetuning(RunEngine):
     """One process of a fine-tuning run."""
 
     log_every, save_every, keep = 10, 500, 2
@@ -162,7 +162,7 @@ class Finetuning(Engine):
                 self.task.probe(frozen, max(self.budgets), folder)
                 shutil.rmtree(folder, ignore_errors=True)
         broadcast(list(self.model.state_dict().values()), self.world)
-        self.ema = Ema(self.model, self.options.ema)
+        self.ema = Ema(self.model, self.options.ema)  # the average starts from the fitted head
         scores = self.score(self.data.report, self._validation_budgets())
         self.before = {cores: self.task.metrics(confusion) for cores, (confusion, _) in scores.items()}
 
@@ -182,10 +182,12 @@ class Finetuning(Engine):
                 raise Interrupted(self.stop_signal) from None
             raise
         settings, step, world = self.options, self.step, self.world
+        # Unreadable images make shares of different sizes, possibly empty.
         own_counts = len(batch.labels), int((batch.labels != self.task.ignore).sum())
         counts, valid = zip(*gathered(own_counts, world), strict=True)
         if not sum(counts):
             raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
+        # Rows of this process in the batch of all.
         own = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
         rng = seeded_random(step_seed("augment", settings.seed, step))
@@ -206,6 +208,7 @@ class Finetuning(Engine):
         loss = loss * (world.size * valid[world.rank] / max(1, sum(valid)))  # DDP takes the mean of the gradients
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        # Unlike in distillation the host waits here: this AdamW is not fused, and cannot skip a step on the device.
         finite = bool(norm.isfinite())
         skip = torch.tensor(float(not finite), device=self.device)
         if finite:
@@ -215,6 +218,7 @@ class Finetuning(Engine):
         self.ema.update(skip)
         self.skipped_steps.update(skip)
         self.optimizer.zero_grad()
+        # The loss is scaled by the number of processes for DDP: undone, their sum is the mean over the whole batch.
         total = summed(loss.detach() / world.size, world)
         self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
@@ -332,10 +336,10 @@ class Finetuning(Engine):
     def finish(self) -> None:
         """Score the best weights at all budgets, and write the results."""
         began = time.perf_counter()
-        if self.world.first:
+        if self.world.first:  # what is scored is what was saved
             self.task.load(self.folder)
         broadcast(list(self.model.state_dict().values()), self.world)
-        self.ema = Ema(self.model, None)
+        self.ema = Ema(self.model, None)  # the saved weights are the averaged ones already
         task, split, largest = self.task, self.data.report, max(self.budgets)
         scores = self.score(split, self.budgets)
         confusion = scores[largest][0]

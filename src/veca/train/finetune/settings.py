@@ -13,7 +13,7 @@ from veca.images import MAX_PIXELS, nearest_sizes
 from veca.utils.settings import Bounds, Settings
 
 HeadStart: TypeAlias = Literal["probe", "new"]
-_CHANGEABLE = ("model", "workers", "skip_bad", "progress")
+_CHANGEABLE_SETTINGS = ("model", "workers", "skip_bad", "progress")
 """Settings that may change when a run is resumed: they change no result. Of the model, the weights are compared."""
 
 
@@ -103,7 +103,7 @@ class FinetuneSegmentSettings(FinetuneSettings):
 
 def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folder: object) -> None:
     """Refuse to resume with other settings, except those that change no result."""
-    keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE]
+    keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE_SETTINGS]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
         raise ArgumentError(
             f"{folder} holds a run with other settings ({'; '.join(different)}). Take another --out, or --overwrite "

@@ -50,7 +50,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, cores: int | None = None, size: Sequence[int] | None = None) -> Tensor:
         cls = self.backbone(images, cores, cls_only=True).cls
-        with torch.autocast(images.device.type, enabled=False):
+        with torch.autocast(images.device.type, enabled=False):  # scores in float32
             return self.backbone.head(cls.float())
 
 
@@ -123,7 +123,7 @@ class ClassifyTask(_FinetuneTask):
         side = {"height": settings.size, "width": settings.size}
         super().__init__(data, {"size": side, "fit": "crop"})
         self.settings = settings
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # a new head follows from the seed, and disturbs no other draws
             torch.manual_seed(settings.seed)
             backbone.reset_classifier(len(data.classes))
         self.network = Classifier(backbone)
