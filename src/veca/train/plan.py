@@ -311,7 +311,9 @@ def _run_table(plan: RunPlan) -> Table:
     resolutions, budgets = recipe.grid()
     cells = f"{_plural(len(resolutions), 'resolution')} × {_plural(len(budgets), 'budget')}"
     table.add_row("validation", f"every {recipe.validation.every:,} steps and at the end, {cells}")
-    table.add_row("checkpoints", f"every {recipe.checkpoints.every:,} steps, {_gib(_checkpoint_bytes(plan))} each")
+    memory = plan.memory()
+    size_gib = (memory.weights + memory.normuon + memory.adamw + memory.ema) / 2**30
+    table.add_row("checkpoints", f"every {recipe.checkpoints.every:,} steps, {size_gib:,.3f} GiB each")
     table.add_row("time", "measured after the first steps")
     return table
 
@@ -333,18 +335,9 @@ def _length_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "images seen", f"{plan.images_seen:,}"
 
 
-def _checkpoint_bytes(plan: RunPlan) -> int:
-    memory = plan.memory()
-    return memory.weights + memory.normuon + memory.adamw + memory.ema
-
-
 def _plural(number: int, word: str) -> str:
     plural = f"{word}es" if word.endswith("s") else f"{word}s"
     return f"{number} {word if number == 1 else plural}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.3f} GiB"
 
 
 def _budget_table(plan: RunPlan) -> Table:
@@ -371,7 +364,7 @@ def _giga(flops: float) -> str:
 
 
 def _memory_table(plan: RunPlan) -> Table:
-    memory, maps = plan.memory(), plan.recipe.teacher.resident
+    memory, maps, images = plan.memory(), plan.recipe.teacher.resident, plan.recipe.pass_batch(plan.processes)
     size, cores = max((size, cores) for size, cores, share in plan.draws() if share)
     about = {
         "weights": "float32",
@@ -380,7 +373,7 @@ def _memory_table(plan: RunPlan) -> Table:
         "adamw": "two moments",
         "ema": "running mean of the weights",
         "teacher": "weights, float32",
-        "activations": f"about: {plan.recipe.batch} × {size} px with {cores} cores, as autograd keeps them",
+        "activations": f"about: {images} × {size} px with {cores} cores, as autograd keeps them",
         "resident": "pictures, and the teacher's maps of them" if maps and plan.teacher else "pictures",
     }
     table = _make_table("Memory of one process", "", "GiB", "")
