@@ -72,7 +72,7 @@ def command(place: Place, *arguments: object, log: Path) -> tuple[int, str]:
 # What it learns
 
 
-def test_learns_its_teacher(done: Path) -> None:
+def test_the_student_learns_its_teacher(done: Path) -> None:
     totals = [float(row["total"]) for row in table(done / "metrics.csv")]
     assert totals[-1] < 0.5 * totals[0]
     assert float(table(done / "validation.csv")[-1]["total"]) < float(table(done / "validation.csv")[0]["total"])
@@ -133,7 +133,7 @@ def test_cores_beyond_all_budgets_never_move(place: Place, tmp_path: Path, proce
 # What it leaves
 
 
-def test_hands_out_the_running_mean(place: Place, done: Path) -> None:
+def test_the_saved_model_is_the_moving_average(place: Place, done: Path) -> None:
     last, handed = step_of(done)[STEPS], load_file(done / "model.safetensors")
     assert all(torch.equal(handed[name], last[f"ema: {name}"]) for name in handed)
     assert not any(
@@ -141,7 +141,7 @@ def test_hands_out_the_running_mean(place: Place, done: Path) -> None:
     )
 
 
-def test_the_running_mean_is_one(place: Place, tmp_path: Path) -> None:
+def test_the_moving_average_follows_its_definition(place: Place, tmp_path: Path) -> None:
     recipe = place.recipe(schedule={"epochs": None, "steps": 6, "warmup": 1}, checkpoints={"every": 1, "keep": 99})
     train(recipe, tmp_path / "run")
     steps = step_of(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_the_running_mean_is_one(place: Place, tmp_path: Path) -> None:
             assert torch.allclose(steps[step][f"ema: {name}"], expected, atol=1e-6)
 
 
-def test_best_is_the_lowest_validation(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_has_the_lowest_validation_loss(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here not the last: the teacher turns round in the third step, of three calls each after two before the first."""
     poison(monkeypatch, *range(9, 99), value=-3)
     schedule = {"epochs": None, "steps": 5, "warmup": 0}
@@ -387,7 +387,7 @@ def test_other_pictures_are_refused(place: Place, done: Path, tmp_path: Path) ->
     train(recipe, tmp_path / "run", restart=True)
 
 
-def test_restart_begins_anew(place: Place, done: Path, tmp_path: Path) -> None:
+def test_a_restart_begins_from_step_zero(place: Place, done: Path, tmp_path: Path) -> None:
     """And a run that was killed after it continues the new one, before the first checkpoint too."""
     folder = copy_run(done, tmp_path / "run")
     short = {"epochs": None, "steps": 6, "warmup": 1}

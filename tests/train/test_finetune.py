@@ -331,7 +331,7 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
     ],
     ids=["broken", "deep", "text", "classes"],
 )
-def test_a_hostile_head(tmp_path: Path, told: str, message: str) -> None:
+def test_a_damaged_head_is_refused(tmp_path: Path, told: str, message: str) -> None:
     veca.save(make_tiny(depth=1), tmp_path)
     save_file({"weight": torch.zeros(2, 192)}, tmp_path / "head.safetensors", {"veca": told})
     with pytest.raises(veca.CheckpointError, match=message):
@@ -420,13 +420,13 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
         ({"ema": 1}, "ema=1: must be null, or between 0 and 1"),
     ],
 )
-def test_settings_that_cannot_be(place: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(place: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tune(place, tmp_path, settings(**changes))
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_folders(place: Path, tmp_path: Path) -> None:
+def test_folders_of_the_wrong_layout_are_refused(place: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetError, match="has no folders of classes. Expected:"):
         finetune(str(place / "model"), str(tmp_path / "empty"), tmp_path, settings(), device="cpu")

@@ -114,14 +114,14 @@ def assert_same_run(found: Path, expected: Path) -> None:
         assert one[key] == two[key], key
 
 
-def test_classes(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_processes_classify_as_one(place: Path, alone: Path, tmp_path: Path) -> None:
     run = in_two(command(place, "classify", tmp_path / "run", *CLASSIFY), tmp_path / "run")
     assert_same_run(tmp_path / "run", alone)
     said = [[word in process.text() for word in ("val at step", "Report: ")] for process in run]
     assert said == [[True, True], [False, False]], "the first speaks for all"
 
 
-def test_pixels(place: Path, tmp_path: Path) -> None:
+def test_two_processes_segment_as_one(place: Path, tmp_path: Path) -> None:
     """A mean over the pixels that count in both processes, of which one has more, and sometimes no picture at all."""
     in_one(command(place, "segment", tmp_path / "one", *SEGMENT))
     in_two(command(place, "segment", tmp_path / "two", *SEGMENT), tmp_path / "two")
@@ -129,7 +129,7 @@ def test_pixels(place: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "two/result.json").read_text())["problems"]
 
 
-def test_stopped_and_continued_by_one(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_one_process_continues_what_two_began(place: Path, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start_all(command(place, "classify", folder, *CLASSIFY, "--workers", 1), folder, 2)
     wait_for(folder, 4, run)
@@ -141,7 +141,7 @@ def test_stopped_and_continued_by_one(place: Path, alone: Path, tmp_path: Path) 
     assert_same_run(folder, alone)
 
 
-def test_killed_and_continued_by_two(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_processes_continue_what_one_began(place: Path, alone: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(alone, tmp_path / "run")
     shutil.rmtree(list_checkpoints(folder / "checkpoints")[-1])  # as if it had been killed before it was written
     (folder / "result.json").unlink()

@@ -110,7 +110,7 @@ def test_polar_is_nearly_the_orthogonal_factor(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tall", "wide", "square"])
-def test_four_steps_are_the_authors(name: str) -> None:
+def test_four_steps_match_the_authors(name: str) -> None:
     for steps in range(1, 5):
         found = run([NUMBERS[f"{name}.p0"]], [[g] for g in golden_gradients(name)[:steps]])[0]
         expected = NUMBERS[f"{name}.p{steps}"]
@@ -195,7 +195,7 @@ def test_a_gradient_of_zeros_moves_nothing_but_the_decay(dtype: torch.dtype) -> 
     assert relative_error(found, start * (1 - 4e-4 * 0.015)) <= 1e-6
 
 
-def test_continues_from_its_state() -> None:
+def test_the_optimizer_continues_from_its_state() -> None:
     start, gradients = NUMBERS["wide.p0"], golden_gradients("wide")
     weight = nn.Parameter(start.clone())
     first = NorMuon([weight], lr=4e-4, weight_decay=0.015)

@@ -60,7 +60,9 @@ def row(shown: str, start: str) -> list[str]:
         ({"schedule": {"epochs": 0.5, "warmup": 0.1}, "batch": 10}, 1009, (100, 50, 10)),
     ],
 )
-def test_length_of_a_run(changes: dict[str, object], images: int, expected: tuple[int, ...]) -> None:
+def test_the_length_of_a_run_follows_from_the_recipe(
+    changes: dict[str, object], images: int, expected: tuple[int, ...]
+) -> None:
     assert run_length(Recipe.from_dict(changes), images) == expected
 
 

@@ -30,7 +30,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     return recipe.to_dict()
 
 
-def test_all_are_there() -> None:
+def test_all_recipes_are_there() -> None:
     stages = {f"{size}-stage{stage}" for size in HUB for stage in (1, 2)}
     assert {path.stem for path in ALL} == stages | {"tiny-h200", "tiny-h200-stage2", "quick"}
 
@@ -159,7 +159,7 @@ def test_what_is_known_of_efficientnet_is_what_loads() -> None:
     assert counter.get_total_flops() / 64**2 == pytest.approx(facts["flops_per_pixel"], rel=0.01)
 
 
-def test_plans_for_torchrun() -> None:
+def test_a_plan_for_torchrun_counts_all_processes() -> None:
     recipe = str(FOLDER / "small-stage1.yaml")
     options = ["--dry-run", "--processes", "6", "--images", str(OBJECTS365)]
     shown = run(app, ["distill", recipe, *options], env={"COLUMNS": "160"}).output

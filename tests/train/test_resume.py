@@ -93,7 +93,7 @@ def close(found: list[dict[str, str]], expected: list[dict[str, str]]) -> bool:
 
 
 @pytest.mark.parametrize(("processes", "workers", "seed"), [(1, 0, 0), (1, 2, 1), (2, 1, 2)])
-def test_killed_at_any_moment(
+def test_a_run_killed_at_any_moment_continues_bit_for_bit(
     place: Place, alone: Path, pair: Path, tmp_path: Path, processes: int, workers: int, seed: int
 ) -> None:
     """With SIGKILL, three times, somewhere between two checkpoints of an epoch that is not over."""
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert_same_run(folder, alone)
 
 
-def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused(place: Place, alone: Path, tmp_path: Path) -> None:
     folder = back_to(12, alone, tmp_path / "run")
     for path in list_checkpoints(folder / "checkpoints"):
         flip(path / "model.safetensors")
@@ -247,7 +247,7 @@ def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "status", "workers"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGTERM, 143, 0)]
 )
-def test_asked_to_stop(
+def test_a_signal_finishes_the_step_and_saves(
     place: Place, alone: Path, tmp_path: Path, number: signal.Signals, status: int, workers: int
 ) -> None:
     """The whole group gets the signal, as by Ctrl-C or `timeout`: the step at hand is finished and saved."""
@@ -354,7 +354,7 @@ def torchrun(place: Place, folder: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_under_torchrun(place: Place, pair: Path, tmp_path: Path) -> None:
+def test_torchrun_ends_and_continues_a_run(place: Place, pair: Path, tmp_path: Path) -> None:
     """It ends all when one is lost, and tells its processes to stop, data workers too; nobody hangs."""
     folder, log = tmp_path / "run", tmp_path / "log"
     for step, what in ((4, "a process lost"), (12, "stopped")):
@@ -385,7 +385,7 @@ def test_under_torchrun(place: Place, pair: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "parallel"), [(1, 2, "ddp"), (2, 1, "ddp"), (1, 2, "fsdp"), (2, 1, "fsdp")]
 )
-def test_with_another_number_of_processes(
+def test_another_number_of_processes_continues_a_run(
     place: Place, alone: Path, tmp_path: Path, before: int, after: int, parallel: str
 ) -> None:
     """The same pictures per step, the same numbers to rounding."""
@@ -407,7 +407,7 @@ def test_with_another_number_of_processes(
         assert torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-4), name
 
 
-def test_with_another_batch_of_all(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_another_number_of_images_per_step_is_refused(place: Place, alone: Path, tmp_path: Path) -> None:
     folder = back_to(12, alone, tmp_path / "run")
     with pytest.raises(RecipeError, match="batch=4: the run in .* has had 8 images per step, .*Set batch=8"):
         train(place.recipe(batch=4), folder)
@@ -468,7 +468,7 @@ def begun(alone: Path, folder: Path) -> Path:
     return folder
 
 
-def test_pictures_may_move(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_images_may_move_between_runs(place: Place, alone: Path, tmp_path: Path) -> None:
     folder, moved = begun(alone, tmp_path / "run"), tmp_path / "elsewhere"
     shutil.copytree(place.folder / "photos", moved / "photos")
     shutil.copytree(place.folder / "validation", moved / "validation")

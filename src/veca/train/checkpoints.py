@@ -1,8 +1,8 @@
-"""Training checkpoints: everything needed to resume bit for bit, written atomically and without pickles.
+"""Training checkpoints: everything needed to resume bit for bit, written atomically.
 
 A checkpoint is a folder `step-00001000` with one safetensors file per kind of tensor and a `state.json` that holds the
-rest and the checksums of the files. It is written under a temporary name and renamed when complete. `veca.load` takes
-the folder of a distillation run as a model.
+rest and the checksums of the files; nothing in it is a pickle. It is written under a temporary name and renamed when
+complete. `veca.load` takes the folder of a distillation run as a model.
 """
 
 from __future__ import annotations

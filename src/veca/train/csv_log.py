@@ -1,4 +1,4 @@
-"""CSV tables and the event list of a run: appended line by line, readable even if the run was killed."""
+"""CSV tables and events of a run: appended line by line, readable even if the run was killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The run engine under distillation and fine-tuning: step loop, resume, signals, logging, checkpoints, final save.
+"""The run engine under distillation and fine-tuning: step loop, resume, signals, checkpoints.
 
+It also logs, handles non-finite gradients, unreadable images and full disks, and saves the results in the end.
 Everything random is a function of the seed and the step, everything else is in the checkpoint: a run that was killed
 continues bit for bit, and several processes compute what one would with the whole batch. A subclass says what a step
 is, what is validated, what a checkpoint holds and what is left in the end (see `distill` and `finetune.run`).
@@ -219,7 +220,7 @@ class RunEngine(ABC):
         except torch.OutOfMemoryError as error:
             self._write_partial_report()
             raise TrainingError(
-                f"no memory on {self.device} for {self.memory_advice()}. Checkpoints stay. It said: {error}"
+                f"no memory on {self.device} for {self.memory_advice()}. Checkpoints stay. PyTorch said: {error}"
             ) from error
         except BaseException:
             self._write_partial_report()

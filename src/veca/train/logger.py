@@ -1,4 +1,4 @@
-"""Logging of a run: CSV tables, events, TensorBoard, Weights & Biases, and the progress line on the terminal.
+"""Logging of a run: CSV tables, events, TensorBoard, Weights & Biases, and a progress line.
 
 Nothing here makes training wait: rows go to a list in memory, which a thread writes to disk every few seconds.
 """

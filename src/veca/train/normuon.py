@@ -1,4 +1,4 @@
-"""NorMuon optimizer: orthogonalised momentum with normalised rows, for the weight matrices of the blocks.
+"""NorMuon optimizer: orthogonalised momentum with normalised rows, for the blocks' matrices.
 
 The orthogonal factor comes from five steps of the Polar Express: matrix products only, batched over matrices of one
 shape. With several processes each computes its share of the matrices and all exchange the results. Matrices sharded by

@@ -1,4 +1,4 @@
-"""Optimizers and parameter groups: NorMuon and AdamW for distillation, layer-wise rates for fine-tuning."""
+"""Optimizers and parameter groups: NorMuon with AdamW, and layer-wise rates for fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in one or several processes: torchrun, DDP, FSDP2 and the collectives the run engine needs."""
+"""Training in one or several processes: torchrun, DDP, FSDP2 and small collectives."""
 
 from __future__ import annotations
 

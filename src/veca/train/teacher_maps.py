@@ -1,4 +1,4 @@
-"""Teacher features of all cached images, computed once on whole images and cut to the crops of a batch.
+"""Teacher features of all cached images, computed once and cut to the crops of a batch.
 
 Shapes: N images, B of them in a batch, D width of the features, G rows and columns of a crop's targets.
 """

@@ -1,4 +1,4 @@
-"""Strict settings: frozen dataclasses built from plain data, with types, bounds and unknown keys checked.
+"""Strict settings: frozen dataclasses built from plain data, with types and bounds checked.
 
 A settings class derives from `Settings`. Types come from its annotations, bounds from `Annotated[int, Bounds(ge=1)]`:
 

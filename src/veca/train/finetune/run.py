@@ -1,4 +1,4 @@
-"""Fine-tuning of a backbone with a head: the head first, on frozen features, then the whole network.
+"""Fine-tuning of a backbone: the head first, on frozen features, then the whole network.
 
 A run's folder has the best weights so far (`model.safetensors`, `config.json`), the log, `checkpoints/`, and in the end
 `result.json` and `report.html`.
