@@ -74,7 +74,8 @@ class Settings:
     """Keys of earlier versions, each with a sentence that says what to do instead; null, their default, is let pass."""
 
     def __post_init__(self) -> None:
-        for name, (bounds, optional) in _field_bounds(type(self)).items():
+        kind: Any = type(self)
+        for name, (bounds, optional) in _field_bounds(kind).items():
             value = getattr(self, name)
             if not (optional and value is None):
                 self.require(name, bounds.allow(value), f"null, or {bounds}" if optional else str(bounds))
