@@ -228,6 +228,21 @@ def test_a_finished_run_is_left_as_it_is(tuned: Path, place: Path, tmp_path: Pat
     assert tune(place, folder, settings(epochs=0.5), restart=True)["steps"] == 3
 
 
+def test_a_signal_before_the_first_step_loses_no_head(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = Finetuning.validate
+
+    def then_stop(self: Finetuning) -> None:
+        validate(self)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Finetuning, "validate", then_stop)
+    with pytest.raises(Interrupted):
+        tune(place, tmp_path / "run", settings())
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000000", "step-00000001"]
+
+
 def test_a_restart_that_was_stopped_leaves_nothing_of_the_old_run(
     tuned: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +370,7 @@ def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
     half = load_segmenter(tmp_path / "half")
     assert half.classes == ["ground", "box"]
     assert all(torch.equal(value, whole[name].half().float()) for name, value in half.state_dict().items())
-    assert "head.safetensors stays behind" in convert("file.safetensors").stderr
+    assert "head.safetensors is left behind" in convert("file.safetensors").stderr
     assert not (tmp_path / "head.safetensors").exists()
     assert convert("tuned", "--overwrite").exit_code == 0  # onto itself
     assert all(torch.equal(value, whole[name]) for name, value in load_segmenter(source).state_dict().items())

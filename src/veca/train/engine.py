@@ -229,7 +229,8 @@ class RunEngine(ABC):
 
     def _train(self) -> None:
         with self._showing_progress(), deferred_signals(self._on_signal):
-            self.preparing = True
+            # With nothing saved yet, a signal ends the run at once; with a checkpoint of step 0 it waits for a step.
+            self.preparing = not self.save_with_validation
             for notice in self.notices:
                 self.event(notice)
             if self.step >= self.steps:
@@ -242,7 +243,7 @@ class RunEngine(ABC):
                 if self.save_with_validation:
                     self._save(required=False)
             with self.batches() as batches:
-                if self.stop_signal:  # it came while the loader was starting, which defers signals
+                if self.stop_signal and self.preparing:  # it came while the loader was starting, which defers signals
                     raise Interrupted(self.stop_signal)
                 iterator = iter(batches)
                 while self.step < self.steps:
