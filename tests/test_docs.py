@@ -18,7 +18,7 @@ from PIL import Image
 
 import veca
 from veca.cli.main import app
-from veca.train.finetune.settings import ClassifySettings, SegmentSettings
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
 from veca.train.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -112,7 +112,9 @@ def _recipe_keys() -> Iterator[tuple[str, Any]]:
 
 KEYS = dict(_recipe_keys())
 """Every key of a recipe with its default."""
-TUNED = {field.name for kind in (ClassifySettings, SegmentSettings) for field in dataclasses.fields(kind)}
+TUNED = {
+    field.name for kind in (FinetuneClassifySettings, FinetuneSegmentSettings) for field in dataclasses.fields(kind)
+}
 
 
 def test_every_key_of_a_recipe_is_on_its_page_with_its_default() -> None:

@@ -433,7 +433,7 @@ import veca, veca.hub
 check(before, "import veca")
 import pyarrow.parquet, rich.console, sympy, torch.distributed.tensor, typer  # their own doing
 before = settings()
-import veca.embed.run, veca.cli.main, veca.inspect, veca.bench, veca.probe, veca.train.loop, veca.train.finetune.run
+import veca.embed.run, veca.cli.main, veca.inspect, veca.bench, veca.probe, veca.train.distill, veca.train.finetune.run
 check(before, "importing the rest")
 """)
 
@@ -641,7 +641,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
     from veca.probe.backbones import VecaBackbone
-    from veca.train.finetune.settings import ClassifySettings
+    from veca.train.finetune.settings import FinetuneClassifySettings
 
     model, images, says = make(), pictures(), f"cores={cores}; a budget is an integer from 1 to 64"
     for call in (model, model.forward_features, torch.compile(model, backend="eager"), veca.optimize(model)):
@@ -670,4 +670,4 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
         Case("veca_tiny", 224, 1, cores)
     with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):
-        ClassifySettings(size=32, cores=(8, cores)).budgets(model.config)
+        FinetuneClassifySettings(size=32, cores=(8, cores)).budgets(model.config)

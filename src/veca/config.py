@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from veca.errors import VecaError
+from veca.utils.text import did_you_mean as did_you_mean
 from veca.utils.text import quoted
 
 
 class ConfigError(VecaError, ValueError):
     """A configuration that cannot describe a VECA: the message names the field, the value and the rule."""
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`" (did you mean 'depth'?)"` when something known is spelled almost like `word`, else nothing."""
-    word = str(word)
-    close = difflib.get_close_matches(word, known, n=1) if len(word) <= 100 else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def is_budget(cores: object, most: int) -> bool:

@@ -99,7 +99,7 @@ def test_a_call_that_fails_takes_no_further_part() -> None:
 
 
 def test_rates_of_the_machine() -> None:
-    assert 1e8 < machine.matrix_rate(CPU.device, torch.float32) < 1e15
+    assert 1e8 < latency.matrix_rate(CPU.device, torch.float32) < 1e15
     assert 1e7 < machine.copy_rate(CPU.device) < 1e14
 
 

@@ -29,9 +29,8 @@ import veca.cli.main
 from veca.data import loader
 from veca.data.sources import iter_items
 from veca.probe import features
-from veca.train.checkpoints import listed
-from veca.train.stop import signals
-from veca.utils.signals import Terminated, terminable
+from veca.train.checkpoints import list_checkpoints
+from veca.utils.signals import Terminated, deferred_signals, terminable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up in /proc")
 
@@ -174,7 +173,7 @@ def assert_same(command: str, found: Path, expected: Path) -> None:
     elif command == "finetune":
         for name in ("metrics.csv", "validation.csv"):
             assert table(found / name) == table(expected / name)
-        a, b = (tensors(listed(folder / "checkpoints")[-1]) for folder in (found, expected))
+        a, b = (tensors(list_checkpoints(folder / "checkpoints")[-1]) for folder in (found, expected))
         assert all(a[name].equal(b[name]) for name in a)
     else:
         names = [sorted(path.name for path in (folder / "features").iterdir()) for folder in (found, expected)]
@@ -330,7 +329,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         noted: list[int] = []
-        with terminable(), signals(noted.append):
+        with terminable(), deferred_signals(noted.append):
             signal.raise_signal(signal.SIGHUP)
         assert noted == []
     finally:

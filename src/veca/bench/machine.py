@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import profile as record
 
-from veca.utils.timing import Call, synchronize, timed
+from veca.utils.timing import Call, best_seconds, synchronize
 from veca.version import __version__
 
 
@@ -46,31 +46,12 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product, the best of a few: nothing made of such products runs faster."""
-    side = 8192 if device.type == "cuda" else 256
-    # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
-    while side < 2048 and timed(_product(side, device, dtype), device) < 0.02:
-        side *= 2
-    return 2 * side**3 / _best(_product(side, device, dtype), device)
-
-
-def _product(side: int, device: torch.device, dtype: torch.dtype) -> Call:
-    a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
-    return lambda: torch.mm(a, b, out=out)
-
-
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written, of a large copy, the best of a few."""
     count = 2**26 if device.type == "cpu" else 2**30
     source = torch.empty(count, device=device, dtype=torch.uint8).random_()  # zeros would cost less power
     target = torch.empty_like(source)
-    return 2 * count / _best(lambda: target.copy_(source), device)
-
-
-def _best(call: Call, device: torch.device, samples: int = 10) -> float:
-    times = 1 if device.type == "cpu" else 4
-    return min([timed(call, device, times) for _ in range(samples + 2)][2:])
+    return 2 * count / best_seconds(lambda: target.copy_(source), device)
 
 
 class Spent(NamedTuple):

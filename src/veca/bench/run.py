@@ -25,7 +25,6 @@ from veca.bench.machine import (
     forget,
     give_back,
     machine_facts,
-    matrix_rate,
     peak_bytes,
     where_the_time_goes,
 )
@@ -34,7 +33,7 @@ from veca.errors import ArgumentError
 from veca.utils.console import progress_bar
 from veca.utils.device import choose_device
 from veca.utils.files import check_writable, locked
-from veca.utils.timing import Call, describe, measure, synchronize
+from veca.utils.timing import Call, describe, matrix_rate, measure, synchronize
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 

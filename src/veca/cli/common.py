@@ -19,7 +19,7 @@ from veca.errors import ArgumentError
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
-from veca.utils.signals import exit_status
+from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import origin
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
@@ -149,8 +149,6 @@ def print_path(label: str, path: Path) -> None:
 @contextmanager
 def resumable_run(folder: Path, log: Callable[[str], None], overwrite: bool = False) -> Iterator[None]:
     """Around a training run: when it is stopped, the first process says how to continue."""
-    from veca.train.stop import Interrupted
-
     first = os.environ.get("RANK", "0") == "0"  # set by torchrun
     command = "The same command without --overwrite" if overwrite else "The same command"
     try:

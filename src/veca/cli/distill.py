@@ -36,8 +36,9 @@ def distill_command(
     Interrupted or killed? Run the same command again: it continues, and the result is the same.
     """
     with needs_extra("training needs", "train"):
+        from veca.train.distill import distill
+        from veca.train.plan import show_plan
         from veca.train.recipe import load_recipe
-        from veca.train.run import distill, show_plan
 
     settings = load_recipe(recipe, changes or [])
     folder = to or Path("runs") / recipe.stem

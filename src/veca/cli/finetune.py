@@ -23,7 +23,7 @@ from veca.cli.options import (
     Workers,
 )
 from veca.errors import needs_extra
-from veca.train.finetune.settings import ClassifySettings, Head, SegmentSettings
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, HeadStart
 
 finetune_app = make_group(
     "Fine-tune a VECA on your own labelled images; the result is a model and a report.\n\n"
@@ -36,11 +36,12 @@ Epochs = Annotated[float, typer.Option(help="Passes over the training split.")]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 LayerDecay = Annotated[float, typer.Option(help="Learning rate of a layer over that of the next one; 1: the same.")]
 HeadOption = Annotated[
-    Head, typer.Option("--head", help="Initialise the head by a linear probe of the frozen features, or at random.")
+    HeadStart,
+    typer.Option("--head", help="Initialise the head by a linear probe of the frozen features, or at random."),
 ]
 
 
-def _add_command(kind: type[ClassifySettings | SegmentSettings], help: str) -> None:
+def _add_command(kind: type[FinetuneClassifySettings | FinetuneSegmentSettings], help: str) -> None:
     @finetune_app.command(kind.task, cls=Command, help=help)
     def command(
         data: Data, to: Out, model: Model = "veca_tiny", size: Size = kind.size, cores: Budgets = None,
@@ -51,12 +52,11 @@ def _add_command(kind: type[ClassifySettings | SegmentSettings], help: str) -> N
     ) -> None:  # fmt: skip
         with needs_extra("fine-tuning needs", "train"):
             from veca.train.finetune.run import finetune
-            from veca.train.recipe import build
         values: dict[str, Any] = {
             "size": size, "cores": cores or [], "epochs": epochs, "batch": batch_size, "rate": rate,
             "layer_decay": layer_decay, "head": head, "workers": count_workers(workers), "skip_bad": skip_bad,
         }  # fmt: skip
-        settings = build(kind, values, changes or [])
+        settings = kind.from_dict(values, changes or [])
         with resumable_run(to, warn, overwrite):
             report = finetune(
                 model, data, to, settings, root=root, limit=limit, device=device, restart=overwrite, say=warn
@@ -65,8 +65,11 @@ def _add_command(kind: type[ClassifySettings | SegmentSettings], help: str) -> N
             print_path("Report", report)
 
 
-_add_command(ClassifySettings, "One class per image: FOLDER/CLASS/7.jpg, with or without train/, val/ and test/ above.")
 _add_command(
-    SegmentSettings,
+    FinetuneClassifySettings,
+    "One class per image: FOLDER/CLASS/7.jpg, with or without train/, val/ and test/ above.",
+)
+_add_command(
+    FinetuneSegmentSettings,
     "One class per pixel: FOLDER/images/7.jpg with FOLDER/masks/7.png, whose values are class numbers.",
 )

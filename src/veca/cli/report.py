@@ -19,9 +19,9 @@ def report_command(
     For probes also report.md, rows.csv and the curves.
     """
     from veca.probe.results import is_results
+    from veca.train.csv_log import is_run
     from veca.train.finetune.report import is_tuned
     from veca.train.finetune.report import write_report as write_finetune_report
-    from veca.train.tables import is_run
 
     tuned, results = is_tuned(folder), is_results(folder)
     run = is_run(folder) and not tuned

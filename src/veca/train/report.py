@@ -21,9 +21,9 @@ import yaml
 from veca.errors import ArgumentError
 from veca.report.charts import Line, Point, bar_chart, line_chart, smooth
 from veca.report.page import details, figure, heat_table, section, table, write_page
+from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
-from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, read_table
 from veca.utils.text import duration, number, printable
 
 SHOWN_ROWS, SHOWN_EVENTS = 12, 200
@@ -163,9 +163,9 @@ def _curves(run: _Run) -> str:
     if means:
         lines.append(Line("validation, mean of the grid", means, 1, dots=True))
     parts = []
-    for i, name in enumerate(part for part in PARTS[1:] if run.line(part)):
+    for i, name in enumerate(part for part in LOSS_COLUMNS[1:] if run.line(part)):
         parts += [Line("raw", run.line(name), i, faint=True), Line(name, smooth(run.line(name)), i)]
-    columns = {"total": "total", **{part: part for part in PARTS[1:]}, "learning_rate": "learning rate"}
+    columns = {"total": "total", **{part: part for part in LOSS_COLUMNS[1:]}, "learning_rate": "learning rate"}
     columns["images_per_s"] = "images/s"
     used = {column: name for column, name in columns.items() if run.line(column)}
     every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))

@@ -1,4 +1,4 @@
-"""Teacher features of all cached images, computed once on whole images and cut to the crops of a batch.
+"""Teacher features of all cached images, computed once and cut to the crops of a batch.
 
 Shapes: N images, B of them in a batch, D width of the features, G rows and columns of a crop's targets.
 """
@@ -13,7 +13,7 @@ from veca.data.device_cache import DeviceImageCache
 from veca.data.index import DataError
 from veca.images import normalize
 from veca.teachers import Standardized, Targets
-from veca.train.validation import Lessons
+from veca.train.validation import TeacherRunner
 from veca.utils.console import progress_bar
 
 
@@ -21,20 +21,20 @@ class TeacherMaps:
     """Teacher maps (N, cells, cells, D) of all cached images, on their device.
 
     A crop is a square of cells, whatever resolution the student sees it at: its map is resized. Its global feature is
-    the mean of its map if the teacher pools (of the map of its second look, where it has one), and that of the whole
+    the mean of its map if the teacher pools (of the map of its second pass, where it has one), and that of the whole
     image if not.
     """
 
     def __init__(
         self,
         cache: DeviceImageCache,
-        lessons: Lessons,
+        runner: TeacherRunner,
         dtype: torch.dtype,
         short_side: float = 1.125,
         progress: bool = True,
     ) -> None:
-        images, teacher = cache.images, lessons.teacher
-        count, self.patch, width = len(images), lessons.patch_size, teacher.width
+        images, teacher = cache.images, runner.teacher
+        count, self.patch, width = len(images), runner.patch_size, teacher.width
         self.cells = cache.side // self.patch
         zoom = self.cells / max(1, round(self.cells / short_side))  # side of the whole over that of a crop
         self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
@@ -53,15 +53,15 @@ class TeacherMaps:
         self.glimpses: Tensor | None = None
         columns = "asking the teacher", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with progress_bar(*columns, shown=progress) as bar:
-            task, batch_size = bar.add_task("", total=count), lessons.at_once(cache.side)
+            task, batch_size = bar.add_task("", total=count), runner.micro_batch(cache.side)
             for start in range(0, count, batch_size):
                 part = slice(start, start + batch_size)
                 pixels = normalize(images[part])
-                targets = lessons.targets(pixels, zoom=zoom)
+                targets = runner.targets(pixels, zoom=zoom)
                 self.maps[part] = _clamp_to(targets.patches.unflatten(1, (self.cells, self.cells)), dtype)
                 self.cls[part] = targets.cls
                 if second:
-                    with torch.no_grad(), lessons.autocast():
+                    with torch.no_grad(), runner.autocast():
                         glimpse = own.glimpse(pixels, zoom).permute(0, 2, 3, 1)
                     if self.glimpses is None:
                         self.glimpses = torch.empty(count, *glimpse.shape[1:], dtype=dtype, device=images.device)

@@ -15,7 +15,7 @@ from veca.errors import ArgumentError, VecaError
 from veca.report.charts import Line, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import details, figure, heat_table, section, table, write_page
-from veca.train.tables import METRICS, VALIDATION, read_table
+from veca.train.csv_log import METRICS, VALIDATION, read_table
 from veca.utils.text import duration, number, printable
 
 ASKED, SHOWN = "finetune.json", 12

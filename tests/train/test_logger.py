@@ -17,9 +17,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from veca.train.log import LiveLine, Meter, RunLog
+from veca.train.csv_log import read_table
+from veca.train.logger import ProgressLine, RunLogger
+from veca.train.meter import TrainMeter
 from veca.train.objective import distillation_losses
-from veca.train.tables import read_table
 
 GRID = {(256, 8): {"total": 1.5, "cls": 0.5, "dense": 1.0}, (256, 64): {"total": 0.75, "cls": 0.25, "dense": 0.5}}
 
@@ -30,13 +31,13 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def log_steps(folder: Path, steps: range, **options: object) -> None:
-    with RunLog(folder, **options) as log:
+    with RunLogger(folder, **options) as log:
         for step in steps:
             log.train(step, {"total": step / 4, "cls": 0.1})
 
 
 def test_every_row_is_there_with_columns_in_a_fixed_order(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "new" / "run") as log:
+    with RunLogger(tmp_path / "new" / "run") as log:
         log.train(1, {"zebra": 3, "learning_rate": 4e-4, "cls": 0.125, "total": 1.1})
         log.train(2, {"total": math.nan, "cls": math.inf, "learning_rate": 1.23456789e-7})
         log.validation(2, GRID)
@@ -60,7 +61,7 @@ def test_every_row_is_there_with_columns_in_a_fixed_order(tmp_path: Path) -> Non
 
 
 def test_a_column_that_comes_later_keeps_the_table_whole(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
+    with RunLogger(tmp_path) as log:
         log.train(1, {"total": 1.0})
         log.flush()
         log.train(2, {"total": 2.0, "new": 7, "also": 8})
@@ -73,7 +74,7 @@ def test_a_column_that_comes_later_keeps_the_table_whole(tmp_path: Path) -> None
 
 
 def test_a_run_that_died_mid_line_continues_with_every_step_once(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
+    with RunLogger(tmp_path) as log:
         for step in range(14):
             log.train(step, {"total": 1.0, "cls": 0.1})
         log.validation(5, GRID)
@@ -86,7 +87,7 @@ def test_a_run_that_died_mid_line_continues_with_every_step_once(tmp_path: Path)
     ):
         with (tmp_path / name).open("a") as file:
             file.write(half)  # of a step before: only that it breaks off gives it away
-    with RunLog(tmp_path, resume_step=10) as log:
+    with RunLogger(tmp_path, resume_step=10) as log:
         for step in range(10, 13):
             log.train(step, {"total": 2.0, "cls": 0.1})
         log.event(10, "resumed")
@@ -114,7 +115,7 @@ def wait_for(holds: Callable[[], object]) -> None:
 
 def test_rows_are_on_disk_soon_though_nobody_asks(tmp_path: Path) -> None:
     """What a process that is killed, now, leaves behind."""
-    log = RunLog(tmp_path, flush_seconds=0.02)
+    log = RunLogger(tmp_path, flush_seconds=0.02)
     log.train(1, {"total": 1.0})
     log.event(1, "skipped: a step")
     wait_for(lambda: (tmp_path / "events.txt").exists() and (tmp_path / "events.txt").read_text())
@@ -127,7 +128,7 @@ def test_rows_are_on_disk_soon_though_nobody_asks(tmp_path: Path) -> None:
 
 def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_steps(tmp_path, range(2))
-    with RunLog(tmp_path, resume_step=2, flush_seconds=0.01) as log:
+    with RunLogger(tmp_path, resume_step=2, flush_seconds=0.01) as log:
         whole = type(log._metrics)._append
 
         def half(self: object, data: bytes) -> None:
@@ -137,7 +138,7 @@ def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path: Path, monkeypatch:
 
         monkeypatch.setattr(type(log._metrics), "_append", half)
         log.train(2, {"total": 2.0})
-        wait_for(lambda: log._trouble)
+        wait_for(lambda: log._problem)
         with pytest.warns(UserWarning, match="No space left"):
             log.train(3, {"total": 3.0})
         monkeypatch.setattr(type(log._metrics), "_append", whole)
@@ -147,7 +148,7 @@ def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path: Path, monkeypatch:
 
 
 def test_what_ends_a_run_is_not_hidden_by_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), RunLog(tmp_path) as log:
+    with pytest.raises(KeyboardInterrupt), RunLogger(tmp_path) as log:
         monkeypatch.setattr(type(log._metrics), "_append", lambda *_: (_ for _ in ()).throw(OSError("full")))
         log.train(1, {"total": 1.0})
         raise KeyboardInterrupt
@@ -156,7 +157,7 @@ def test_what_ends_a_run_is_not_hidden_by_a_full_disk(tmp_path: Path, monkeypatc
 def test_a_file_that_is_no_table_of_a_run_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("name,price\nbread,3\n")
     with pytest.raises(ValueError, match=r"metrics\.csv begins with 'name,price'.*Move it away"):
-        RunLog(tmp_path)
+        RunLogger(tmp_path)
     assert (tmp_path / "metrics.csv").read_text() == "name,price\nbread,3\n"
 
 
@@ -165,7 +166,7 @@ def test_tensorboard_reads_back_every_step_once(tmp_path: Path) -> None:
     (first,) = (tmp_path / "tensorboard").iterdir()
     # Files are read in the order of their names, which have the second of their making: this one was made long before.
     first.rename(first.with_name("events.out.tfevents.1000000000.host.1.0"))
-    with RunLog(tmp_path, resume_step=4) as log:
+    with RunLogger(tmp_path, resume_step=4) as log:
         for step in range(4, 8):
             log.train(step, {"total": 100.0 + step})
         log.validation(7, GRID)
@@ -181,7 +182,7 @@ def test_wandb_is_joined_when_asked_and_again_when_continued(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     log_steps(tmp_path, range(1))  # not asked: not needed
     with pytest.raises(ValueError, match="pip install wandb, or do without"):
-        RunLog(tmp_path, wandb="project")
+        RunLogger(tmp_path, wandb="project")
     assert [row["step"] for row in table(tmp_path / "metrics.csv")] == ["0"], "a refused run changed the files"
 
     calls: list[tuple[str, object]] = []
@@ -219,7 +220,7 @@ def losses(total: float) -> dict[str, torch.Tensor]:
 
 
 def test_means_are_over_the_steps_since_the_last_look() -> None:
-    meter = Meter()
+    meter = TrainMeter()
     for total in (1.0, 2.0, 6.0):
         meter.update(losses(total), images=4)
     found = meter.values()
@@ -229,7 +230,7 @@ def test_means_are_over_the_steps_since_the_last_look() -> None:
 
 
 def test_a_step_that_is_not_finite_is_counted_and_spoils_no_mean() -> None:
-    meter = Meter()
+    meter = TrainMeter()
     for total in (1.0, math.nan, math.inf, 3.0):
         meter.update(losses(total), images=1)
     found = meter.values()
@@ -252,7 +253,7 @@ def test_losses_of_a_real_step_leave_the_device_only_when_asked(monkeypatch: pyt
             return real(*args)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
-    meter = Meter()
+    meter = TrainMeter()
     for _ in range(3):
         meter.update(found._asdict(), images=2)
     assert looked == []
@@ -260,12 +261,12 @@ def test_losses_of_a_real_step_leave_the_device_only_when_asked(monkeypatch: pyt
     assert looked == ["tolist"]
     assert values["total"] == pytest.approx(float(found.total.detach()))
     # A tensor without values at all would have raised, had anyone looked.
-    Meter().update({"total": torch.empty((), device="meta")}, images=2)
+    TrainMeter().update({"total": torch.empty((), device="meta")}, images=2)
 
 
 def test_pace_leaves_out_compilation_validation_and_checkpoints() -> None:
     clock = Clock()
-    meter = Meter(budgets=(8, 64), resolutions=(256,), clock=clock)
+    meter = TrainMeter(budgets=(8, 64), resolutions=(256,), clock=clock)
 
     def step(seconds: float, budget: int) -> None:
         clock.now += seconds
@@ -291,7 +292,7 @@ def test_pace_leaves_out_compilation_validation_and_checkpoints() -> None:
 
 def test_a_continued_meter_goes_on_counting() -> None:
     clock = Clock()
-    meter = Meter(images=1000, seconds=50, clock=clock)
+    meter = TrainMeter(images=1000, seconds=50, clock=clock)
     clock.now += 5
     meter.update(losses(1.0), images=10)
     found = meter.values()
@@ -304,7 +305,7 @@ VALUES = {"total": 0.81234, "cls": 0.3, "dense": 0.5, "images_per_s": 1234.4, "f
 def test_a_file_gets_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     clock, stream = Clock(), io.StringIO()
-    with LiveLine(1000, stream=stream, clock=clock, every=30) as live:
+    with ProgressLine(1000, stream=stream, clock=clock, every=30) as live:
         for step in range(10, 1001, 10):
             clock.now += 1
             live.update(step, VALUES)
@@ -318,7 +319,7 @@ def test_a_file_gets_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     assert lines[-2].startswith("step 1,000 of 1,000 (100.0 %) · 0 s left")
     assert all(character.isprintable() for line in lines for character in line)
     slow = io.StringIO()
-    with LiveLine(10**6, stream=slow, clock=clock, every=30) as live:
+    with ProgressLine(10**6, stream=slow, clock=clock, every=30) as live:
         for step in range(100):
             clock.now += 1
             live.update(step, {"total": math.nan, "images_per_s": math.nan})
@@ -330,7 +331,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as stream, LiveLine(1000, start=500, stream=stream) as live:
+    with os.fdopen(theirs, "w") as stream, ProgressLine(1000, start=500, stream=stream) as live:
         live.update(501, VALUES)
         live.say("skipped: [red] a step")
     shown = ""
@@ -356,7 +357,7 @@ def test_tensorboard_begins_anew_when_there_is_room_again(tmp_path: Path) -> Non
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with RunLog(tmp_path, flush_seconds=60) as log:
+    with RunLogger(tmp_path, flush_seconds=60) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
         try:
             log.train(1, {"total": 1.0})
@@ -376,17 +377,17 @@ def test_a_meter_is_taken_up_by_as_many_or_others(before: int, after: int) -> No
     """What was measured before a checkpoint counts as if it had been measured here: the mean over processes stays."""
     import json
 
-    def update(meter: Meter, loss: float, budget: int) -> None:
+    def update(meter: TrainMeter, loss: float, budget: int) -> None:
         meter.update({"total": torch.tensor(loss), "norm": torch.tensor(1.0)}, 4, budget, 256)
 
-    old = [Meter([8, 16], [256]) for _ in range(before)]
+    old = [TrainMeter([8, 16], [256]) for _ in range(before)]
     for rank, meter in enumerate(old):
         update(meter, 1.0 + rank, 8)
         update(meter, math.nan, 16)
-    parts = json.loads(json.dumps([meter.under_way() for meter in old]))
-    new = [Meter([8, 16], [256]) for _ in range(after)]
+    parts = json.loads(json.dumps([meter.state() for meter in old]))
+    new = [TrainMeter([8, 16], [256]) for _ in range(after)]
     for rank, meter in enumerate(new):
-        meter.take_up(parts, rank, after, torch.device("cpu"))
+        meter.restore(parts, rank, after, torch.device("cpu"))
         update(meter, 4.0, 8)
     found = [meter.values() for meter in new]
     expected = (sum(1.0 + rank for rank in range(before)) / before + 4.0) / 2

@@ -17,10 +17,10 @@ from torch import Tensor
 from veca.train import checkpoints
 from veca.train.checkpoints import (
     DamagedError,
-    forget_old,
-    listed,
+    list_checkpoints,
     newest_checkpoint,
     read_checkpoint,
+    remove_old_checkpoints,
     write_checkpoint,
 )
 
@@ -58,7 +58,7 @@ def remove(path: Path, _: float) -> None:
     path.unlink()
 
 
-def test_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     path = write(tmp_path, 7)[0]
     saved = read_checkpoint(path)
     assert (path.name, saved.step, saved.facts["best"], saved.facts["nothing"]) == ("step-00000007", 7, 0.1 + 0.2, None)
@@ -70,13 +70,13 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
             assert saved.tensors[name][key].dtype == tensor.dtype
 
 
-def test_none_yet(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
     assert read(tmp_path) == read(tmp_path / "nowhere") == (None, [])
 
 
 def test_by_number_and_not_by_name(tmp_path: Path) -> None:
     write(tmp_path, 100_000_000, 99_999_999)
-    assert [path.name for path in listed(tmp_path)] == ["step-99999999", "step-100000000"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
     assert read(tmp_path)[0] == 100_000_000
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(
 
 
 @pytest.mark.parametrize("text", ["", "{}", "null", "[]", '{"sha256": 1}', "[" * 100_000, "\0" * 64])
-def test_a_state_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_state_file_is_damage(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, 8, 16)[-1]
     (path / "state.json").write_text(text)
     assert read(tmp_path)[0] == 8
@@ -113,7 +113,7 @@ def test_a_fact_that_was_edited_is_damage(tmp_path: Path) -> None:
     assert "state.json is not as it was written" in said[0]
 
 
-def test_several_damaged(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path) -> None:
     paths = write(tmp_path, 8, 16, 24)
     for path in paths[1:]:
         flip(path / "model.safetensors", 0.5)
@@ -135,18 +135,18 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert read(tmp_path) == (8, [])
     write(tmp_path, 24, 32)
-    forget_old(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1, 10**9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000032", "step-00000099.bak"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
-def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
+def test_only_the_newest_checkpoints_stay(tmp_path: Path, keep: int) -> None:
     write(tmp_path, 8, 16, 24)
-    forget_old(tmp_path, keep)
-    assert [path.name for path in listed(tmp_path)] == [f"step-{step:08d}" for step in (8, 16, 24)][-keep:]
+    remove_old_checkpoints(tmp_path, keep, 10**9)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-{step:08d}" for step in (8, 16, 24)][-keep:]
 
 
-def test_an_old_one_is_replaced(tmp_path: Path) -> None:
+def test_an_old_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     path = write(tmp_path, 8)[0]
     (path / "extra.safetensors").write_bytes(b"of another run")
     flip(path / "model.safetensors", 0.5)
@@ -156,7 +156,7 @@ def test_an_old_one_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1000, 4000])
-def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
+def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path: Path, limit: int) -> None:
     """What cannot be written is an OSError, and nothing is left of it. A limit on file sizes stands in for the disk."""
     write(tmp_path, 8)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -173,11 +173,13 @@ def test_a_disk_that_is_full(tmp_path: Path, limit: int) -> None:
 
 def test_not_there_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    digest = checkpoints._checksum
-    monkeypatch.setattr(checkpoints, "_checksum", lambda path: (seen.append(listed(tmp_path)), digest(path))[1])
+    digest = checkpoints._hash_file
+    monkeypatch.setattr(
+        checkpoints, "_hash_file", lambda path: (seen.append(list_checkpoints(tmp_path)), digest(path))[1]
+    )
     write(tmp_path, 8)
     assert seen == [[], []]
-    assert len(listed(tmp_path)) == 1
+    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_half_of_one_is_swept_away(tmp_path: Path) -> None:
@@ -185,5 +187,5 @@ def test_half_of_one_is_swept_away(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 8)[0], tmp_path / ".step-00000016.part")
     assert read(tmp_path) == (8, [])
     write(tmp_path, 16)
-    forget_old(tmp_path, 2)
+    remove_old_checkpoints(tmp_path, 2, 10**9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000016"]
