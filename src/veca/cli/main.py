@@ -55,9 +55,10 @@ from veca.hub.export import Dtype as ExportDtype
 from veca.hub.export import Format as ExportFormat
 from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
-from veca.inspect import draw_story, measure_cores, story_table, write_figure, write_story
-from veca.inspect.demo import demo as write_demo
+from veca.inspect import draw_story, measure_cores, story_table, write_story
+from veca.inspect.demo import write_demo
 from veca.inspect.story_report import check_story
+from veca.report.chart_files import write_chart
 from veca.utils.console import as_message
 from veca.utils.files import check_writable
 from veca.utils.signals import exit_status, terminable
@@ -244,12 +245,11 @@ def report(
 
     Of probes also report.md, rows.csv and the curves.
     """
-    from veca.probe.results import is_results
-    from veca.train.finetune.report import is_tuned
-    from veca.train.finetune.report import write_report as write_tuned
+    from veca.probe.results import is_results_folder
+    from veca.train.finetune.report import is_finetune_run, write_finetune_report
     from veca.train.tables import is_run
 
-    tuned, results = is_tuned(folder), is_results(folder)
+    tuned, results = is_finetune_run(folder), is_results_folder(folder)
     run = is_run(folder) and not tuned
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is no folder; name one that `veca distill` or `veca probe` wrote to")
@@ -261,17 +261,17 @@ def report(
             "`veca probe`, which has rows/, nor of `veca finetune`, which has a finetune.json: name one of these"
         )
     if tuned:
-        path = write_tuned(folder)
+        path = write_finetune_report(folder)
     elif results:
-        from veca.probe.report import write_report as write_results
+        from veca.probe.report import write_probe_report
 
-        path, left_out = write_results(folder)
+        path, left_out = write_probe_report(folder)
         for problem in left_out:
             warn(f"left out: {problem}")
     else:
         with needs_extra("reports need", "train"):
-            from veca.train.report import write_report
-        path = write_report(folder)
+            from veca.train.report import write_distill_report
+        path = write_distill_report(folder)
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
@@ -315,7 +315,7 @@ def cores(
     out.print(story_table(story))
     out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True)
     if chart is not None:
-        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True)
+        out.print(f"Chart: {write_chart(draw_story(story), chart).resolve()}", soft_wrap=True)
     if failed := story.about["failed"]:
         warn(f"{failed:,} failed: see {to}")
         raise typer.Exit(3)

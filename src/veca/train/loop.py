@@ -39,7 +39,7 @@ from veca.train.optimizers import make_optimizers, split_parameters
 from veca.train.parallel import World, any_of, gathered, largest, replicate, shard, sum_of, unsynced
 from veca.train.plan import flops_at, run_length
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.report import write_report
+from veca.train.report import write_distill_report
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.start import check_data, check_recipe, check_start, find_pictures, make_student, make_teacher
 from veca.train.state import Ema, Watch, restore, tensors_of, weights_of
@@ -469,14 +469,14 @@ class Trainer:
             facts = self._facts() | {"total_steps": self.length.steps, "model": self.recipe.model.size}
             with atomic_path(self.folder / "summary.json") as part:
                 part.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            return write_report(self.folder)
+            return write_distill_report(self.folder)
         return self.folder / "report.html"
 
     def _report_end(self) -> None:
         """A report of a run that ends before its end, where that can still be written."""
         if self.world.first:
             with contextlib.suppress(Exception):
-                write_report(self.folder)
+                write_distill_report(self.folder)
 
 
 def _products(recipe: Recipe) -> torch.dtype:

@@ -39,7 +39,7 @@ from veca.probe.run import limited
 from veca.report.gallery import save_picture
 from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
 from veca.train.finetune.groups import parameter_groups
-from veca.train.finetune.report import is_tuned, write_report
+from veca.train.finetune.report import is_finetune_run, write_finetune_report
 from veca.train.finetune.settings import ClassifySettings, Settings, check_same
 from veca.train.finetune.tasks import frozen_copy, make_task
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
@@ -156,7 +156,7 @@ class Tuner:
         if restart and world.first:
             for name in ("checkpoints", "features", "gallery"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in MADE if is_tuned(folder) else ():  # what others put there is not an old run's
+            for name in MADE if is_finetune_run(folder) else ():  # what others put there is not an old run's
                 (folder / name).unlink(missing_ok=True)
         if not restart:
             self._resume()
@@ -167,7 +167,7 @@ class Tuner:
     def run(self) -> Path | None:
         if self.step == self.steps and (self.folder / "result.json").is_file():
             self.say(f"{self.folder} is done; --restart begins anew in it.")
-            return write_report(self.folder) if self.world.first else None
+            return write_finetune_report(self.folder) if self.world.first else None
         with self._logging() as log:
             if not self.resumed:
                 self._start_head()
@@ -449,7 +449,7 @@ class Tuner:
         }  # fmt: skip
         with atomic_path(self.folder / "result.json") as part:
             part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        return write_report(self.folder)
+        return write_finetune_report(self.folder)
 
     @torch.no_grad()
     def _gallery(self, split: str, cores: int) -> list[dict[str, str]]:
@@ -495,7 +495,7 @@ def _check_folder(folder: Path, model: str) -> None:
         raise ArgumentError(
             f"--out {folder} is the model's own folder, which would be written over; take another --out"
         )
-    if (folder / "recipe.yaml").is_file() and not is_tuned(folder):
+    if (folder / "recipe.yaml").is_file() and not is_finetune_run(folder):
         raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
 
 
