@@ -20,7 +20,7 @@ from veca.config import SIZES
 from veca.probe import paper
 from veca.probe.curves import draw_curves, short_names
 from veca.probe.report import rows_csv, write_probe_report
-from veca.probe.results import MAX_ROW_BYTES, ProbeResult, parse_row, read_rows
+from veca.probe.results import MAX_ROW_BYTES, ProbeResult, parse_row, read_results
 from veca.probe.tables import Group, compare_with_paper, gap_text, group_rows, heat_grid, results_table
 
 BAD = '<script>alert("x")</script>&|`](http://x)\n</pre><img src=x onerror=alert(1)>'
@@ -77,10 +77,10 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_number_of_the_papers_probe_tables_is_there() -> None:
     count: dict[str, int] = {}
-    for n in paper.numbers():
+    for n in paper.paper_numbers():
         count[n.table] = count.get(n.table, 0) + 1
     assert count == {"1": 80, "2": 80, "S10": 132, "S11": 128, "S12": 64, "S13": 160, "S15": 96, "S16": 96}
-    assert math.fsum(n.value for n in paper.numbers()) == pytest.approx(52401.2937, abs=1e-6)
+    assert math.fsum(n.value for n in paper.paper_numbers()) == pytest.approx(52401.2937, abs=1e-6)
     cells = [
         ("1", "depth", "kitti", "DINOv3-B", None, 512, 2.6915),
         ("2", "classify", "cub200", "VECA-B", 8, 256, 87.0),
@@ -183,7 +183,7 @@ def test_like_rows_have_no_notes() -> None:
 
 
 def test_tables_hold_the_numbers_of_the_rows(sweep: Path) -> None:
-    rows, _ = read_rows(sweep)
+    rows, _ = read_results(sweep)
     found = tables(tree_of(sweep), "imagenet · classify, top1")[0]
     assert found[0] == ["model", "C", "px", "top1", "top5", "paper", "which", "gap", "notes"]
     ours = {(line[1], line[2]): line for line in found[1:] if line[0] == "runs/small"}
@@ -205,7 +205,7 @@ def test_tables_hold_the_numbers_of_the_rows(sweep: Path) -> None:
 
 
 def test_csv_holds_the_numbers_of_the_rows(sweep: Path) -> None:
-    rows, _ = read_rows(sweep)
+    rows, _ = read_results(sweep)
     lines = list(csv.DictReader(io.StringIO((sweep / "rows.csv").read_text(encoding="utf-8"))))
     assert len(lines) == 7 + 6
     own = [line for line in lines if not line["head_of"]]
@@ -417,7 +417,7 @@ def test_what_is_no_row_is_named_and_left_out(tmp_path: Path) -> None:
     with (place / "huge.json").open("wb") as file:
         file.truncate(MAX_ROW_BYTES + 1)
     (place / "notes.txt").write_text("not looked at")
-    rows, problems = read_rows(tmp_path)
+    rows, problems = read_results(tmp_path)
     assert len(rows) == 1
     reasons = dict(problems)
     assert reasons.keys() == {f"rows/{name}" for name in (*wrong, "folder.json", "huge.json")}

@@ -61,8 +61,9 @@ def story_table(story: CoreStory) -> Table:
     table = Table(
         "cores", *map(str, story.budgets), header_style="bold", box=None, pad_edge=False, title_justify="left",
         title=f"{model}, {count:,} pictures, {story.about['size']} px; in %, ± over pictures", caption_justify="left",
-        caption=f"Features of different pictures: cosine {_in_percent(between.cls)} (global), "
-        f"{_in_percent(between.patches)} (dense), CKA {_in_percent(between.cka)}. Lengths are in sides of the picture.",
+        caption=f"Features of different pictures: cosine {_percent_text(between.cls)} (global), "
+        f"{_percent_text(between.patches)} (dense), CKA {_percent_text(between.cka)}. "
+        "Lengths are in sides of the picture.",
     )  # fmt: skip
     for column in table.columns[1:]:
         column.justify = "right"
@@ -92,7 +93,7 @@ def story_table(story: CoreStory) -> Table:
         if value is None:
             table.add_section()
         else:
-            table.add_row(name, *(_in_percent(value(c, at)) for c, at in story.budgets.items()))
+            table.add_row(name, *(_percent_text(value(c, at)) for c, at in story.budgets.items()))
     return table
 
 
@@ -100,7 +101,8 @@ def draw_story(story: CoreStory) -> Chart:
     """Four charts: how far cores move, whether their maps overlap, who is heard, what a smaller budget keeps."""
     random = story.about["provenance"].get("weights") == "random"
     model = printable(str(story.about["model"]))
-    moves, maps, heard = list[Line](), list[Line](), [Line("", [(1, 1), (max(story.budgets), 1)], 1, dash=DOTTED)]
+    even_share = Line("", [(1, 1), (max(story.budgets), 1)], quoted=True, dash=DOTTED)
+    moves, maps, heard = list[Line](), list[Line](), [even_share]
     for i, (budget, at) in enumerate(story.budgets.items()):
         name = cores_label(budget)
         distance, overlap, layers = at.places.distance, at.maps.overlap, len(at.heard.cores)
@@ -166,7 +168,7 @@ def _scaled(value: Spread, factor: float) -> Spread:
     return Spread(factor * value.mean, factor * value.std)
 
 
-def _in_percent(value: Spread | float) -> str:
+def _percent_text(value: Spread | float) -> str:
     if isinstance(value, Spread):
-        return f"{_in_percent(value.mean)} ± {_in_percent(value.std)}"
+        return f"{_percent_text(value.mean)} ± {_percent_text(value.std)}"
     return number(100 * value, ".1f")

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from veca.probe import paper
 from veca.probe.results import lower_is_better, metric_name
 from veca.probe.tables import Group, Series, compare_with_paper
-from veca.report.charts import Chart, Line, Point, cut, line_chart
+from veca.report.charts import Chart, Line, Point, line_chart, shorten_middle
 
 MAX_LINES = 6  # of ours in one chart; with more, each model has its own chart
 LABEL_LETTERS = 22  # that fit beside a line
@@ -66,11 +66,11 @@ def short_names(names: Sequence[str], limit: int = LABEL_LETTERS) -> list[str]:
         list(names),
         last,
         [name if len(name) <= limit else f"{name[: limit - 1]}…" for name in last],
-        [cut(name, limit) for name in names],
+        [shorten_middle(name, limit) for name in names],
     ):
         if len(set(short)) == len(set(names)) and max(map(len, short), default=0) <= limit:
             return short
-    return [f"{i}: {cut(name, limit - len(str(i)) - 2)}" for i, name in enumerate(names, 1)]
+    return [f"{i}: {shorten_middle(name, limit - len(str(i)) - 2)}" for i, name in enumerate(names, 1)]
 
 
 def _own_lines(series: Series, along: Along, name: str) -> list[_ScoreLine]:
@@ -149,7 +149,7 @@ def _fixed_text(value: int | None, along: Along) -> str:
 def _label(name: str, fixed: str) -> str:
     if not name or not fixed:
         return name or fixed
-    return f"{cut(name, max(8, LABEL_LETTERS - len(fixed) - 2))}, {fixed}"
+    return f"{shorten_middle(name, max(8, LABEL_LETTERS - len(fixed) - 2))}, {fixed}"
 
 
 def _draw_lines(group: Group, along: Along, lines: Sequence[Line]) -> Chart:

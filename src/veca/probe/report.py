@@ -18,28 +18,10 @@ from typing import Any
 from markupsafe import Markup
 
 from veca.errors import ArgumentError
-from veca.probe import paper
+from veca.probe import paper, tables
 from veca.probe.curves import Curve, draw_curves
-from veca.probe.results import (
-    ProbeResult,
-    Unusable,
-    lower_is_better,
-    metric_name,
-    metric_text,
-    read_rows,
-)
-from veca.probe.tables import (
-    Group,
-    ResultTable,
-    Series,
-    class_table,
-    compare_with_paper,
-    group_rows,
-    heat_grid,
-    overview_table,
-    paper_table,
-    results_table,
-)
+from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
+from veca.probe.tables import Group, ResultTable, Series
 from veca.report.chart_files import write_chart
 from veca.report.charts import Line, line_chart
 from veca.report.page import data_uri, levels, write_page, write_text
@@ -69,11 +51,11 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is no folder; name the one `veca probe` wrote to")
-    rows, unusable = read_rows(folder)
+    rows, unusable = read_results(folder)
     if not rows:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
         raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
-    groups, gallery = group_rows(rows), _Gallery(folder)
+    groups, gallery = tables.group_rows(rows), _Gallery(folder)
     sections = [_group_context(group, draw_curves(group), gallery) for group in groups]
     for curve in (curve for section in sections for curve in section["curves"]):
         write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
@@ -86,7 +68,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         "banner": bool(unusable),
         "unusable": unusable,
         "facts": _folder_facts(rows, groups),
-        "overview": overview_table(groups),
+        "overview": tables.overview_table(groups),
         "groups": sections,
     }
     write_text(folder / "rows.csv", rows_csv(rows))
@@ -119,23 +101,23 @@ def _list_names(names: set[str], limit: int = 4) -> str:
 
 def _group_context(group: Group, curves: Sequence[Curve], gallery: _Gallery) -> dict[str, Any]:
     """All that HTML and Markdown show of one task, dataset and metric."""
-    classes = class_table(group)
+    classes = tables.class_table(group)
     images = {series.name: _markdown_images(series.best) for series in group.series}
     return {
         "title": group.title,
         "dataset": group.dataset,
         "metric": metric_name(group.metric),
         "row_count": len(group.rows),
-        "results": results_table(group),
-        "best": results_table(group, best=True) if len(group.rows) > SHOWN_ROWS else None,
+        "results": tables.results_table(group),
+        "best": tables.results_table(group, best=True) if len(group.rows) > SHOWN_ROWS else None,
         "curves": curves,
         "drifting": ", ".join(group.drifting),
-        "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
+        "grids": [grid for series in group.series if (grid := tables.heat_grid(group, series))],
         "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
         "images": [(series.name, series.best.place, images[series.name]) for series in group.series],
         "classes": classes,
         "few_classes": classes and _best_and_worst(classes),
-        "paper": paper_table(group),
+        "paper": tables.paper_table(group),
     }
 
 
@@ -219,36 +201,18 @@ def tone_gaps(table: ResultTable) -> list[Sequence[str]]:
 
 
 def _row_context(row: ProbeResult) -> dict[str, Any]:
-    """All that is known of one result, for HTML."""
-    counts = ", ".join(f"{split} {count:,}" for split, count in row.counts.items())
-    best = ", ".join(f"{name} {value:g}" for name, value in row.best.items())
-    facts = {
-        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in row.metrics.items()),
-        "best of the sweep": "; ".join(text for text in (best, row.sweep_note()) if text),
-        "model": f"{row.model}, {row.kind}",
-        "data": f"{row.dataset}: {counts}; fingerprint {row.fingerprint}",
-        "scored on": row.scored_on,
-        "grid": " × ".join(map(str, row.grid)),
-        "seed": str(row.seed),
-        "time": ", ".join(f"{name} {duration(value)}" for name, value in row.seconds.items()),
-        "date": row.date,
-        "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
-        "file": row.file,
-    }
+    """One result, with the chart of its best head and the table of its sweep."""
     curve = None
     if len(row.curve) > 1:
         points = [(float(i), value) for i, value in enumerate(row.curve, 1)]
         label = f"{row.metric} of the best head at each validation"
         curve = line_chart([Line("", points)], "validation", f"{row.metric} on val", label)
-    value = metric_text(row.metric, row.value)
     return {
-        "title": f"{row.task} {row.dataset}, {row.model}, {row.place}: {value} {row.metric}",
-        "facts": [(name, value) for name, value in facts.items() if value],
-        "metric": row.metric,
+        "result": row,
+        "score": metric_text(row.metric, row.value),
+        "times": {name: duration(seconds) for name, seconds in row.seconds.items()},
         "sweep": _sweep_grid(row),
         "curve": curve,
-        "protocol": row.protocol,
-        "about": row.about,
     }
 
 
@@ -302,36 +266,20 @@ def rows_csv(rows: Sequence[ProbeResult]) -> str:
 
 
 def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:
-    compared = compare_with_paper(row, other)
+    compared = tables.compare_with_paper(row, other)
     n = compared.number if compared else None
     return {
-        "task": row.task,
-        "dataset": other or row.dataset,
-        "head_of": row.dataset if other else None,
-        "model": row.model,
-        "kind": row.kind,
-        "cores": row.cores,
-        "size": row.size,
-        "seed": row.seed,
-        "scored_on": row.scored_on,
-        "metric": row.metric,
-        "paper": n and n.value,
-        "paper_model": n and n.model,
-        "paper_cores": n and n.cores,
-        "paper_size": n and n.size,
-        "paper_table": n and n.table,
-        "gap": compared and round(compared.gap, 6),
-        "notes": compared and "; ".join(compared.notes),
-        "rate": row.best.get("rate"),
-        "decay": row.best.get("decay"),
-        **{split: row.counts.get(split) for split in ("train", "val", "test")},
-        "fingerprint": row.fingerprint,
-        "seconds": math.fsum(row.seconds.values()) if row.seconds else None,
-        "date": row.date,
+        "task": row.task, "dataset": other or row.dataset, "head_of": row.dataset if other else None,
+        "model": row.model, "kind": row.kind, "cores": row.cores, "size": row.size, "seed": row.seed,
+        "scored_on": row.scored_on, "metric": row.metric, "paper": n and n.value, "paper_model": n and n.model,
+        "paper_cores": n and n.cores, "paper_size": n and n.size, "paper_table": n and n.table,
+        "gap": compared and round(compared.gap, 6), "notes": compared and "; ".join(compared.notes),
+        "rate": row.best.get("rate"), "decay": row.best.get("decay"),
+        **{split: row.counts.get(split) for split in ("train", "val", "test")}, "fingerprint": row.fingerprint,
+        "seconds": math.fsum(row.seconds.values()) if row.seconds else None, "date": row.date,
         "versions": json.dumps(row.versions, sort_keys=True),
-        "protocol": json.dumps(row.protocol, sort_keys=True, default=str),
-        "file": row.file,
-    }
+        "protocol": json.dumps(row.protocol, sort_keys=True, default=str), "file": row.file,
+    }  # fmt: skip
 
 
 def _csv_cell(value: object) -> object:

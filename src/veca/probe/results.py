@@ -138,7 +138,7 @@ def is_results_folder(folder: Path) -> bool:
     return (folder / "rows").is_dir()
 
 
-def read_rows(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
+def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
     """All rows of a folder, and the files among them that are not rows."""
     rows, unusable = [], []
     for path in sorted((folder / "rows").glob("*.json")):
@@ -169,50 +169,50 @@ def parse_row(raw: Any, file: str) -> ProbeResult:
     if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
         raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
     for key in ("model", "data", "metrics"):
-        _require(key, raw[key], isinstance(raw[key], dict), "an object was expected")
+        _check_field(key, raw[key], isinstance(raw[key], dict), "an object was expected")
     model, data = raw["model"], raw["data"]
     cores, seed = raw.get("cores"), raw.get("seed")
     return ProbeResult(
         file=file,
-        task=_name("task", raw["task"]),
-        model=_name("model name", model.get("name")),
+        task=_require_name("task", raw["task"]),
+        model=_require_name("model name", model.get("name")),
         kind=_text(model.get("kind")),
         about=as_mapping(model.get("about")),
-        dataset=_name("data name", data.get("name")),
+        dataset=_require_name("data name", data.get("name")),
         counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
         fingerprint=_text(data.get("fingerprint")),
         cores=None if cores is None else _positive("cores", cores),
         size=_positive("size", raw["size"]),
         seed=seed if type(seed) is int else 0,
         scored_on=_text(raw.get("scored_on")),
-        metric=_name("metric", raw["metric"]),
-        metrics=_numbers(raw["metrics"]),
-        per_class=_numbers(raw.get("per_class")),
-        best=_numbers(raw.get("best")),
-        sweep=[_numbers(head) for head in _as_list(raw.get("sweep"))],
+        metric=_require_name("metric", raw["metric"]),
+        metrics=_only_numbers(raw["metrics"]),
+        per_class=_only_numbers(raw.get("per_class")),
+        best=_only_numbers(raw.get("best")),
+        sweep=[_only_numbers(head) for head in _as_list(raw.get("sweep"))],
         curve=[float(v) for v in _as_list(as_mapping(raw.get("curve")).get("val")) if _is_number(v)],
         protocol=as_mapping(raw.get("protocol")),
         gallery=[entry for entry in _as_list(raw.get("gallery")) if isinstance(entry, dict)],
-        also={printable(name): _numbers(values) for name, values in as_mapping(raw.get("also")).items()},
+        also={printable(name): _only_numbers(values) for name, values in as_mapping(raw.get("also")).items()},
         versions={printable(name): _text(version) for name, version in as_mapping(raw.get("versions")).items()},
-        seconds=_numbers(raw.get("seconds")),
+        seconds=_only_numbers(raw.get("seconds")),
         date=_text(raw.get("date")),
         grid=[n for n in _as_list(raw.get("grid")) if type(n) is int],
     )
 
 
-def _require(key: str, value: Any, valid: bool, rule: str) -> None:
+def _check_field(key: str, value: Any, valid: bool, rule: str) -> None:
     if not valid:
         raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; {rule}: it is no row of `veca probe`")
 
 
-def _name(key: str, value: Any) -> str:
-    _require(key, value, isinstance(value, str) and bool(value), "a name was expected")
+def _require_name(key: str, value: Any) -> str:
+    _check_field(key, value, isinstance(value, str) and bool(value), "a name was expected")
     return printable(value)
 
 
 def _positive(key: str, value: Any) -> int:
-    _require(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
+    _check_field(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
     return int(value)
 
 
@@ -224,7 +224,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # neither nan nor an integer that no float can hold
 
 
-def _numbers(values: Any) -> dict[str, float]:
+def _only_numbers(values: Any) -> dict[str, float]:
     return {printable(name): float(value) for name, value in as_mapping(values).items() if _is_number(value)}
 
 

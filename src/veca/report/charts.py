@@ -17,7 +17,8 @@ from veca.report.page import render
 
 MAX_POINTS = 800  # of a line; more would only make the file larger
 LABEL_GAP = 16  # pixels between the names of lines, one above the other
-LETTER = 0.57  # mean width of a letter, in units of the text size
+MAX_LABEL = 24  # letters of the name of a line
+LETTER_WIDTH = 0.57  # mean width of a letter, in units of the text size
 Point: TypeAlias = tuple[float, float]
 
 
@@ -99,25 +100,29 @@ class Chart:
 
 
 class Frame(NamedTuple):
-    """Size of a chart, of its text, and of the margins around the axes."""
+    """Size of a chart, of its text, and of the margins above and below the axes."""
 
     width: int
     height: int
-    left: int
-    right: int
     text: int
     top: int = 12
     bottom: int = 46
 
+    def room_for(self, texts: Sequence[str]) -> float:
+        """The width of the longest text."""
+        return LETTER_WIDTH * self.text * max(map(len, texts), default=0)
 
-WIDE, SMALL, UNLABELLED = Frame(760, 300, 64, 200, 12), Frame(540, 320, 66, 192, 14), Frame(540, 320, 66, 24, 14)
+
+WIDE, SMALL = Frame(760, 300, 12), Frame(540, 320, 14)
 
 
 class Axis:
     """Values laid out between two pixel positions."""
 
-    def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False, margin: float = 0) -> None:
-        self.log, self.start, self.end = log, start, end
+    def __init__(
+        self, values: Sequence[float], start: float, end: float, log: bool = False, margin: float = 0, form: str = ""
+    ) -> None:
+        self.log, self.start, self.end, self.form = log, start, end, form
         low, high = min(values), max(values)
         if high <= low:
             spare = (abs(low) or 1) / 10
@@ -134,9 +139,11 @@ class Axis:
         share = 0.0 if self.log and value <= 0 else (self._scaled(value) - self.first) / (self.last - self.first)
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, count: int) -> list[float]:
+    def ticks(self, count: int) -> list[tuple[float, str]]:
+        """Values and their labels."""
         low, high = (math.exp(end) if self.log else end for end in (self.first, self.last))
-        return ticks(low, high, count, self.log)
+        values = ticks(low, high, count, self.log)
+        return [(value, format(value, self.form or ("g" if abs(value) < 1e4 else ",.0f"))) for value in values]
 
 
 def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[float]:
@@ -190,18 +197,19 @@ def line_chart(
     lines = [line if line.band else line._replace(points=thin(line.points)) for line in lines]
     finite = [p for line in lines for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]
     frame = WIDE if wide else SMALL
-    if not any(line.name for line in lines):
-        frame = frame._replace(right=UNLABELLED.right)
     if not finite:
         return Chart(frame.width, frame.height, [], label, wide=wide)
     xs, ys = [p[0] for p in finite], [*(p[1] for p in finite), *include]
     for line in lines:
-        ys += [y + sign * s for (_, y), s in zip(line.points, line.band, strict=False) for sign in (-1, 1)
-               if math.isfinite(y) and math.isfinite(s)]  # fmt: skip
+        bounds = [y + sign * std for (_, y), std in zip(line.points, line.band, strict=False) for sign in (-1, 1)]
+        ys += filter(math.isfinite, bounds)
     log_y = y_scale == "log" or (y_scale == "auto" and min(ys) > 0 and max(ys) / min(ys) >= 20)
-    x_axis = Axis(xs, frame.left, frame.width - frame.right, log_x)
     y_axis = Axis(ys, frame.height - frame.bottom, frame.top, log_y, margin=0.05)
-    marks = _axes(frame, x_axis, y_axis, x_title, y_title, sorted(set(xs)) if ticks_at_points else x_axis.ticks(6))
+    names = [shorten_middle(line.name, MAX_LABEL) for line in lines if line.name]
+    right = frame.width - (frame.room_for(names) + 38 if names else 24)
+    x_axis = Axis(xs, _left_of_axes(frame, y_axis), right, log_x)
+    x_ticks = sorted(set(xs)) if ticks_at_points else [x for x, _ in x_axis.ticks(6)]
+    marks = _axes(frame, x_axis, y_axis, x_title, y_title, x_ticks)
     marks += _end_labels(lines, frame, x_axis, y_axis)
     for line in lines:
         marks += _line_marks(line, x_axis, y_axis)
@@ -210,12 +218,13 @@ def line_chart(
 
 def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title: str, label: str) -> Chart:
     """Bars of shares of 1, each with a mark at its target."""
-    frame, keys = UNLABELLED, sorted({*shares, *targets})
-    x_axis = Axis([0, len(keys)], frame.left, frame.width - frame.right)
-    y_axis = Axis([0, *shares.values(), *targets.values(), 1e-9], frame.height - frame.bottom, frame.top, margin=0.05)
-    marks = _axes(frame, x_axis, y_axis, x_title, "share of the steps", [], percent=True)
+    frame, keys = SMALL, sorted({*shares, *targets})
+    floor = frame.height - frame.bottom
+    y_axis = Axis([0, *shares.values(), *targets.values(), 1e-9], floor, frame.top, margin=0.05, form=".0%")
+    x_axis = Axis([0, len(keys)], _left_of_axes(frame, y_axis), frame.width - 24)
+    marks = _axes(frame, x_axis, y_axis, x_title, "share of the steps", [])
     for i, key in enumerate(keys):
-        left, right, floor, top = x_axis.at(i + 0.18), x_axis.at(i + 0.82), y_axis.start, y_axis.at(shares.get(key, 0))
+        left, right, top = x_axis.at(i + 0.18), x_axis.at(i + 0.82), y_axis.at(shares.get(key, 0))
         marks.append(Area([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
         marks.append(Label((left + right) / 2, floor + 17, str(key), frame.text, anchor="middle"))
         if key in targets:
@@ -224,16 +233,17 @@ def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title
     return Chart(frame.width, frame.height, marks, label)
 
 
-def _axes(
-    frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, x_ticks: Sequence[float],
-    percent: bool = False,
-) -> list[Mark]:  # fmt: skip
+def _left_of_axes(frame: Frame, y_axis: Axis) -> float:
+    """Room for the title of the y axis and its tick labels."""
+    return 36 + frame.room_for([text for _, text in y_axis.ticks(5)])
+
+
+def _axes(frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, x_ticks: Sequence[float]) -> list[Mark]:
     """Grid lines, tick labels and titles of both axes; x ticks too near to the one before are left out."""
     marks: list[Mark] = []
     floor, left, right = y_axis.start, x_axis.start, x_axis.end
-    for value in y_axis.ticks(5):
+    for value, text in y_axis.ticks(5):
         y = y_axis.at(value)
-        text = f"{value:.0%}" if percent else f"{value:g}" if abs(value) < 1e4 else f"{value:,.0f}"
         marks.append(Stroke([[(left, y), (right, y)]], "grid", "rule"))
         marks.append(Label(left - 7, y + 4, text, frame.text, anchor="end"))
     last = -math.inf
@@ -253,6 +263,10 @@ def _colour(line: Line) -> str:
     return "muted" if line.quoted else f"c{line.colour % LINE_COLOURS}"
 
 
+def _dash(line: Line) -> str:
+    return line.dash or ("5 4" if line.quoted else "")
+
+
 def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
     runs: list[list[Point]] = [[]]
     low, high = list[Point](), list[Point]()
@@ -266,8 +280,7 @@ def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
             high.append((x_axis.at(x), y_axis.at(y + line.band[i])))
     runs, colour = [run for run in runs if run], _colour(line)
     marks: list[Mark] = [Area([[*low, *reversed(high)]], "band", colour)] if low else []
-    dash = line.dash or ("5 4" if line.quoted else "")
-    marks.append(Stroke(runs, "faint" if line.faint else "line", colour, dash))
+    marks.append(Stroke(runs, "faint" if line.faint else "line", colour, _dash(line)))
     if line.dots:
         marks += [Dot(x, y, colour, line.quoted) for run in runs for x, y in run]
     return marks
@@ -280,20 +293,21 @@ def _end_labels(lines: Sequence[Line], frame: Frame, x_axis: Axis, y_axis: Axis)
         if line.name and (finite := [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]):
             ends.append((y_axis.at(finite[-1][1]), x_axis.at(finite[-1][0]), line))
     ends.sort(key=lambda end: end[0])
-    heights = spread([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
+    heights = spread_apart([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
     marks: list[Mark] = []
-    edge = frame.width - frame.right + 10
-    letters = int((frame.right - 12) / (LETTER * frame.text))
+    edge = x_axis.end + 10
     for (y, x, line), height in zip(ends, heights, strict=True):
-        marks.append(Stroke([[(x + 5, y), (edge - 3, height)]], "lead", _colour(line), "1 3"))
-        marks.append(Label(edge, height + 5, cut(line.name, letters), frame.text, "ink", full=line.name))
+        marks.append(Stroke([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
+        marks.append(Stroke([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
+        text = shorten_middle(line.name, MAX_LABEL)
+        marks.append(Label(edge + 22, height + 4, text, frame.text, "ink", full=line.name))
     return marks
 
 
-def spread(positions: Sequence[float], low: float, high: float, gap: float) -> list[float]:
+def spread_apart(positions: Sequence[float], low: float, high: float, gap: float) -> list[float]:
     """Rising positions moved as little as needed to be `gap` apart and, if there is room, within the bounds.
 
-    >>> spread([10, 11, 50], 0, 60, 10), spread([58, 59], 0, 60, 10)
+    >>> spread_apart([10, 11, 50], 0, 60, 10), spread_apart([58, 59], 0, 60, 10)
     ([10, 20, 50], [50, 60])
     """
     moved: list[float] = []
@@ -304,10 +318,10 @@ def spread(positions: Sequence[float], low: float, high: float, gap: float) -> l
     return moved
 
 
-def cut(text: str, limit: int) -> str:
+def shorten_middle(text: str, limit: int) -> str:
     """At most `limit` characters: the middle of a longer text is left out.
 
-    >>> cut("veca_small_plus", 9), cut("short", 9)
+    >>> shorten_middle("veca_small_plus", 9), shorten_middle("short", 9)
     ('veca…plus', 'short')
     """
     if len(text) <= limit:
@@ -324,7 +338,7 @@ def chart_grid(
     width = gap + columns * (chart_width + gap)
     marks, top = list[Mark](), float(gap)
     for text, size, colour in ((title, 22, "ink"), (notice, 15, "warning"), (caption, 15, "muted")):
-        for line in textwrap.wrap(text, int((width - 2 * gap) / (LETTER * size))):
+        for line in textwrap.wrap(text, int((width - 2 * gap) / (LETTER_WIDTH * size))):
             top += 1.35 * size
             marks.append(Label(gap, top, line, size, colour, bold=colour != "muted"))
     title_lines = max(text.count("\n") + 1 for text, _ in panels)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from veca.report.colours import CIVIDIS, DARK, LIGHT, ROLES, ramp_colours
 from veca.utils.files import atomic_path
-from veca.utils.text import duration, number, printable
+from veca.utils.text import printable
 
 Key = TypeVar("Key")
 
@@ -50,8 +50,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": number, "duration": duration, "md": escape_markdown, "json": _as_json, "ramp": _ramp_style,
-        "svg_path": _svg_path,
+        "md": escape_markdown, "json": _as_json, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path,
     }  # fmt: skip
     environment.globals |= {"light": LIGHT, "dark": DARK, "roles": ROLES, "cividis": CIVIDIS, "now": datetime.now}
     return environment
@@ -73,6 +72,11 @@ def escape_markdown(value: object) -> str:
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, indent=1, default=str, ensure_ascii=False)
+
+
+def _pairs(values: Mapping[str, Any], form: str = "{} {}") -> str:
+    """Names and values on one line."""
+    return ", ".join(form.format(name, value) for name, value in values.items())
 
 
 def _ramp_style(level: float) -> str:

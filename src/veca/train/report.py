@@ -80,7 +80,7 @@ def write_distill_report(folder: Path) -> Path:
         "distill.html",
         name=run.name,
         banner=not run.metrics,
-        facts=_run_facts(run),
+        facts=_distill_facts(run),
         **_loss_curves(run),
         **_validation_maps(run),
         draws=[_draw_counts(run, "budget", "cores"), _draw_counts(run, "resolution", "px")],
@@ -129,7 +129,7 @@ def _mean_loss(grid: Grid) -> float:
     return grid_means(grid).get("total", math.nan)
 
 
-def _run_facts(run: _Run) -> dict[str, str]:
+def _distill_facts(run: _Run) -> dict[str, str]:
     recipe, best = run.recipe, run.best_validation()
     steps = max((row["step"] for row in run.metrics), default=math.nan)
     planned = run.summary.get("total_steps", recipe.schedule.steps if recipe else None)

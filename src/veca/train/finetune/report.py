@@ -37,7 +37,7 @@ def write_finetune_report(folder: Path) -> Path:
             finished=bool(result),
             banner=not result or bool(problems),
             problems=problems,
-            facts=_run_facts(settings, result, rows),
+            facts=_finetune_facts(settings, result, rows),
             metric=metric,
             settings=settings,
             **_training_curves(folder, rows, metric),
@@ -62,7 +62,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _run_facts(
+def _finetune_facts(
     settings: Mapping[str, Any], result: Mapping[str, Any], rows: Sequence[Mapping[str, float]]
 ) -> dict[str, str]:
     data = settings.get("data", {})

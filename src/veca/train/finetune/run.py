@@ -30,11 +30,10 @@ from veca.data.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
 from veca.data.views import seeded
 from veca.errors import ArgumentError
-from veca.heads.metrics import Confusion
+from veca.heads.metrics import Confusion, by_class
 from veca.images import normalize
 from veca.probe.dense_data import Labelled
 from veca.probe.features import PictureError, listed, spread
-from veca.probe.rows import by_class, versions
 from veca.probe.run import limited
 from veca.report.gallery import save_picture
 from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
@@ -59,7 +58,7 @@ from veca.train.parallel import (
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.state import Ema
 from veca.train.stop import Interrupted, signals
-from veca.utils.device import choose_device
+from veca.utils.device import choose_device, versions_on
 from veca.utils.files import atomic_path
 
 WARMUP, CLIP = 0.1, 1.0
@@ -445,7 +444,7 @@ class Tuner:
             "matrix": meter.counts.tolist() if len(self.data.classes) <= MATRIX else None,
             "gallery": self._gallery(report, most),
             "images": self.meter.images, "seconds": self.meter.seconds,
-            "scoring_seconds": time.perf_counter() - began, "versions": versions(self.device),
+            "scoring_seconds": time.perf_counter() - began, "versions": versions_on(self.device),
         }  # fmt: skip
         with atomic_path(self.folder / "result.json") as part:
             part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
