@@ -60,7 +60,7 @@ def latency_panels(runs: Sequence[Results], along: Literal["size", "batch"]) -> 
     groups: dict[str, dict[str, list[Point]]] = {}
     for run in runs:
         for row in run.rows:
-            if row.ms is not None:
+            if isinstance(row.ms, int | float) and row.ms > 0:
                 lines = groups.setdefault(_panel_title(run, row, along), {})
                 lines.setdefault(row.contender, []).append((float(getattr(row, along)), row.ms))
     panels = []

@@ -90,7 +90,10 @@ class Results:
         """Read the results.json that `save` wrote."""
         try:
             values = json.loads(path.read_text())
-            return cls(**{**values, "rows": [BenchRow(**row) for row in values["rows"]]})
+            results = cls(**{**values, "rows": [BenchRow(**row) for row in values["rows"]]})
+            if not all(type(n) is int for row in results.rows for n in (row.size, row.batch, row.cores)):
+                raise TypeError("size, batch or cores of a row is no whole number")
+            return results
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is no results.json of `veca bench`: {error}") from error
 

@@ -147,29 +147,15 @@ def _median_times(model: Veca, images: Tensor, budgets: Sequence[int], advance: 
 
 
 def _page_context(
-    model: Veca,
-    model_name: str,
-    size: int,
-    budgets: Sequence[int],
-    results: Sequence[_ImageResult],
+    model: Veca, model_name: str, size: int, budgets: Sequence[int], results: Sequence[_ImageResult],
     seconds: Sequence[float],
-) -> dict[str, Any]:
-    config = model.config
+) -> dict[str, Any]:  # fmt: skip
+    config, weight = model.config, model.norm.weight
     # Paths too short to see are drawn longer, by one factor for all images, and the captions say so.
     longest = max(float(_travel(result).max()) for result in results)
     path_scale = next((factor for factor in (200, 100, 50, 20, 10, 5, 2) if factor * longest <= 0.1), 1)
     flops = [model_flops(config, size, size, budget) for budget in budgets]
-    costs = [
-        {
-            "cores": budget,
-            "seconds": seconds[i],
-            "time_share": seconds[i] / seconds[-1],
-            "flops": flops[i],
-            "flops_share": flops[i] / flops[-1],
-            "similarity": statistics.fmean(result.similarity[i] for result in results),
-        }
-        for i, budget in enumerate(budgets)
-    ]
+    similarity = [statistics.fmean(values) for values in zip(*(result.similarity for result in results), strict=True)]
     return {
         "name": model_name,
         "banner": model.provenance.get("weights") == "random",
@@ -178,7 +164,7 @@ def _page_context(
             "Parameters": f"{sum(p.numel() for p in model.parameters()):,}",
             "Weights": _describe_weights(model.provenance),
             "Pictures": f"{size} × {size} px, {(size // config.patch_size) ** 2:,} patches",
-            "Device": _describe_device(model.norm.weight),
+            "Device": _describe_device(weight),
             "PyTorch": torch.__version__,
         },
         "config": config,
@@ -187,7 +173,7 @@ def _page_context(
         "runs": TIMED_RUNS,
         "path_scale": path_scale,
         "images": [_image_context(result, budgets, path_scale) for result in results],
-        "costs": costs,
+        "costs": list(zip(budgets, seconds, flops, similarity, strict=True)),
         "heat_ramp": [_hex(heat(torch.tensor(level / 10))) for level in range(11)],
     }
 
@@ -202,13 +188,11 @@ def _describe_weights(provenance: Mapping[str, Any]) -> str:
 
 
 def _describe_device(weight: Tensor) -> str:
+    name, threads = weight.device.type, torch.get_num_threads()
     if weight.is_cuda:
         name = torch.cuda.get_device_name(weight.device)
-    elif weight.device.type == "cpu":
-        threads = torch.get_num_threads()
+    elif name == "cpu":
         name = f"CPU ({platform.machine()}), {threads} thread{'s' if threads > 1 else ''}"
-    else:
-        name = weight.device.type
     return f"{name}, {str(weight.dtype).removeprefix('torch.')}"
 
 

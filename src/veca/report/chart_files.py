@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -11,15 +12,17 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from veca.errors import ArgumentError
-from veca.report.charts import Chart, Dot, Label, Point, Stroke
+from veca.report.charts import Chart, Dot, Label, Point
 from veca.report.colours import LIGHT, ROLES
 from veca.report.page import render, write_text
 from veca.utils.files import atomic_path
+from veca.utils.text import printable
 
 CHART_SUFFIXES = (".svg", ".png")
 SCALE = 2  # pixels of the file per pixel of the chart
 SUPERSAMPLING = 2  # Pillow's lines have no anti-aliasing: draw larger, then reduce
-_FONTS = ("DejaVuSans{}.ttf", "LiberationSans-{}.ttf", "Arial{}.ttf")
+_FONTS = ("DejaVuSans.ttf", "LiberationSans-Regular.ttf", "arial.ttf")
+_BOLD_FONTS = ("DejaVuSans-Bold.ttf", "LiberationSans-Bold.ttf", "arialbd.ttf")
 _IN_ASCII = str.maketrans({"×": "x", "−": "-", "–": "-", "↓": "(low)", "…": "...", "·": ","})
 
 
@@ -58,15 +61,15 @@ def _draw(chart: Chart, image: Image.Image, factor: int, left: float, top: float
             box = (x - radius * factor, y - radius * factor, x + radius * factor, y + radius * factor)
             shape(box, LIGHT["paper"], LIGHT[mark.colour], round(ROLES["dot"].width * factor))
         else:
-            colour = LIGHT[mark.colour] + f"{round(255 * ROLES[mark.role].opacity):02x}"
+            role = ROLES[mark.role]
+            colour = LIGHT[mark.colour] + f"{round(255 * role.opacity):02x}"
             for run in mark.runs:
                 points = [place(point) for point in run]
-                if isinstance(mark, Stroke):
-                    width = max(1, round(ROLES[mark.role].width * factor))
-                    for piece in _dashed(points, [float(n) * factor for n in mark.dash.split()]):
-                        draw.line(piece, colour, width, "curve")
-                else:
+                if not role.width:
                     draw.polygon(points, colour)
+                    continue
+                for piece in _dashed(points, [float(length) * factor for length in mark.dash.split()]):
+                    draw.line(piece, colour, round(role.width * factor), "curve")
     for x, y, panel in chart.panels:
         _draw(panel, image, factor, left + x, top + y)
 
@@ -94,7 +97,7 @@ def _dashed(points: Sequence[Point], pattern: Sequence[float]) -> Iterator[list[
 
 def _draw_label(draw: ImageDraw.ImageDraw, image: Image.Image, mark: Label, at: Point, factor: int) -> None:
     font, has_all_letters = _font(round(mark.size * factor), mark.bold)
-    text = mark.text if has_all_letters else mark.text.translate(_IN_ASCII)
+    text = printable(mark.text if has_all_letters else mark.text.translate(_IN_ASCII))
     if not mark.vertical:
         draw.text(at, text, LIGHT[mark.colour], font, {"start": "ls", "middle": "ms", "end": "rs"}[mark.anchor])
         return
@@ -107,12 +110,8 @@ def _draw_label(draw: ImageDraw.ImageDraw, image: Image.Image, mark: Label, at: 
 
 @cache
 def _font(size: int, bold: bool) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, bool]:
-    """A sans-serif font of the system, or Pillow's own, which has few letters beyond ASCII."""
-    for name in _FONTS:
-        style = "Bold" if bold else "Regular" if name.startswith("Liberation") else ""
-        style = f"-{style}" if bold and name.startswith("DejaVu") else style
-        try:
-            return ImageFont.truetype(name.format(style), size), True
-        except OSError:
-            continue
+    """A font, and whether it has letters beyond ASCII: Pillow's own, where the system has none of ours, has few."""
+    for name in _BOLD_FONTS if bold else _FONTS:
+        with contextlib.suppress(OSError):
+            return ImageFont.truetype(name, size), True
     return ImageFont.load_default(size), False

@@ -40,21 +40,14 @@ class Line(NamedTuple):
 
 # What a chart consists of, in pixels. `role` and `colour` are keys of `veca.report.colours`.
 @dataclass(frozen=True)
-class Stroke:
+class Path:
+    """Lines through runs of points, or filled shapes, as the role says."""
+
     runs: Sequence[Sequence[Point]]
-    """Points that are connected within a run."""
     role: str
     colour: str
     dash: str = ""
-    kind: ClassVar = "stroke"
-
-
-@dataclass(frozen=True)
-class Area:
-    runs: Sequence[Sequence[Point]]
-    role: str
-    colour: str
-    kind: ClassVar = "area"
+    kind: ClassVar = "path"
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class Label:
     kind: ClassVar = "label"
 
 
-Mark: TypeAlias = Stroke | Area | Dot | Label
+Mark: TypeAlias = Path | Dot | Label
 
 
 @dataclass(frozen=True)
@@ -195,15 +188,16 @@ def line_chart(
     `include` are y values that the axis must contain. `y_scale="auto"` is logarithmic where values span a factor of 20.
     """
     lines = [line if line.band else line._replace(points=thin(line.points)) for line in lines]
-    finite = [p for line in lines for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]
+    finite = [point for line in lines for point in line.points if _drawable(point)]
     frame = WIDE if wide else SMALL
     if not finite:
         return Chart(frame.width, frame.height, [], label, wide=wide)
     xs, ys = [p[0] for p in finite], [*(p[1] for p in finite), *include]
     for line in lines:
         bounds = [y + sign * std for (_, y), std in zip(line.points, line.band, strict=False) for sign in (-1, 1)]
-        ys += filter(math.isfinite, bounds)
-    log_y = y_scale == "log" or (y_scale == "auto" and min(ys) > 0 and max(ys) / min(ys) >= 20)
+        ys += [y for y in bounds if _drawable((0, y))]
+    log_x = log_x and min(xs) > 0
+    log_y = min(ys) > 0 and (y_scale == "log" or (y_scale == "auto" and max(ys) / min(ys) >= 20))
     y_axis = Axis(ys, frame.height - frame.bottom, frame.top, log_y, margin=0.05)
     names = [shorten_middle(line.name, MAX_LABEL) for line in lines if line.name]
     right = frame.width - (frame.room_for(names) + 38 if names else 24)
@@ -216,6 +210,10 @@ def line_chart(
     return Chart(frame.width, frame.height, marks, label, wide=wide)
 
 
+def _drawable(point: Point) -> bool:
+    return all(abs(value) < 1e300 for value in point)  # not nan, and differences do not overflow
+
+
 def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title: str, label: str) -> Chart:
     """Bars of shares of 1, each with a mark at its target."""
     frame, keys = SMALL, sorted({*shares, *targets})
@@ -225,11 +223,11 @@ def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title
     marks = _axes(frame, x_axis, y_axis, x_title, "share of the steps", [])
     for i, key in enumerate(keys):
         left, right, top = x_axis.at(i + 0.18), x_axis.at(i + 0.82), y_axis.at(shares.get(key, 0))
-        marks.append(Area([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
+        marks.append(Path([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
         marks.append(Label((left + right) / 2, floor + 17, str(key), frame.text, anchor="middle"))
         if key in targets:
             height = y_axis.at(targets[key])
-            marks.append(Stroke([[(left - 6, height), (right + 6, height)]], "target", "c1"))
+            marks.append(Path([[(left - 6, height), (right + 6, height)]], "target", "c1"))
     return Chart(frame.width, frame.height, marks, label)
 
 
@@ -244,16 +242,16 @@ def _axes(frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, 
     floor, left, right = y_axis.start, x_axis.start, x_axis.end
     for value, text in y_axis.ticks(5):
         y = y_axis.at(value)
-        marks.append(Stroke([[(left, y), (right, y)]], "grid", "rule"))
+        marks.append(Path([[(left, y), (right, y)]], "grid", "rule"))
         marks.append(Label(left - 7, y + 4, text, frame.text, anchor="end"))
     last = -math.inf
     for value in x_ticks:
         x = x_axis.at(value)
         if x - last >= (right - left) / 9.01:
-            marks.append(Stroke([[(x, floor), (x, floor + 4)]], "grid", "rule"))
+            marks.append(Path([[(x, floor), (x, floor + 4)]], "grid", "rule"))
             marks.append(Label(x, floor + 17, f"{value:,.6g}", frame.text, anchor="middle"))
             last = x
-    marks.append(Stroke([[(left, floor), (right, floor)]], "axis", "muted"))
+    marks.append(Path([[(left, floor), (right, floor)]], "axis", "muted"))
     marks.append(Label(right, frame.height - 8, x_title, frame.text, "ink", "end"))
     marks.append(Label(13, (frame.top + floor) / 2, y_title, frame.text, "ink", "middle", vertical=True))
     return marks
@@ -271,7 +269,7 @@ def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
     runs: list[list[Point]] = [[]]
     low, high = list[Point](), list[Point]()
     for i, (x, y) in enumerate(line.points):
-        if not (math.isfinite(x) and math.isfinite(y)):
+        if not _drawable((x, y)):
             runs.append([])
             continue
         runs[-1].append((x_axis.at(x), y_axis.at(y)))
@@ -279,8 +277,8 @@ def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
             low.append((x_axis.at(x), y_axis.at(y - line.band[i])))
             high.append((x_axis.at(x), y_axis.at(y + line.band[i])))
     runs, colour = [run for run in runs if run], _colour(line)
-    marks: list[Mark] = [Area([[*low, *reversed(high)]], "band", colour)] if low else []
-    marks.append(Stroke(runs, "faint" if line.faint else "line", colour, _dash(line)))
+    marks: list[Mark] = [Path([[*low, *reversed(high)]], "band", colour)] if low else []
+    marks.append(Path(runs, "faint" if line.faint else "line", colour, _dash(line)))
     if line.dots:
         marks += [Dot(x, y, colour, line.quoted) for run in runs for x, y in run]
     return marks
@@ -290,15 +288,15 @@ def _end_labels(lines: Sequence[Line], frame: Frame, x_axis: Axis, y_axis: Axis)
     """Names of the lines right of the axes, each as near to the last point of its line as the others allow."""
     ends = []
     for line in lines:
-        if line.name and (finite := [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]):
+        if line.name and (finite := list(filter(_drawable, line.points))):
             ends.append((y_axis.at(finite[-1][1]), x_axis.at(finite[-1][0]), line))
     ends.sort(key=lambda end: end[0])
     heights = spread_apart([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
     marks: list[Mark] = []
     edge = x_axis.end + 10
     for (y, x, line), height in zip(ends, heights, strict=True):
-        marks.append(Stroke([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
-        marks.append(Stroke([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
+        marks.append(Path([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
+        marks.append(Path([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
         text = shorten_middle(line.name, MAX_LABEL)
         marks.append(Label(edge + 22, height + 4, text, frame.text, "ink", full=line.name))
     return marks
