@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from veca.probe import paper
@@ -73,32 +73,31 @@ def short_names(names: Sequence[str], limit: int = LABEL_LETTERS) -> list[str]:
     return [f"{i}: {shorten_middle(name, limit - len(str(i)) - 2)}" for i, name in enumerate(names, 1)]
 
 
-def _own_lines(series: Series, along: Along, name: str) -> list[_ScoreLine]:
+def _lines_by_fixed(scores: Iterable[tuple[int | None, int, float]], along: Along, name: str) -> list[_ScoreLine]:
+    """Lines through (cores, size, value), one for each resolution or budget; of equal places the first counts."""
     points: dict[int | None, dict[float, float]] = {}
-    for row in series.rows:
-        fixed, x = (row.size, row.cores) if along == "budget" else (row.cores, row.size)
-        value = series.mean(row.cores, row.size)
+    for cores, size, value in scores:
+        fixed, x = (size, cores) if along == "budget" else (cores, size)
         if x is not None and math.isfinite(value):
-            points.setdefault(fixed, {})[float(x)] = value
-    return [
-        _ScoreLine(name, fixed, sorted(points[fixed].items())) for fixed in sorted(points, key=lambda key: key or 0)
-    ]
+            points.setdefault(fixed, {}).setdefault(float(x), value)
+    order = sorted(points, key=lambda fixed: fixed or 0)
+    return [_ScoreLine(name, fixed, sorted(points[fixed].items())) for fixed in order]
+
+
+def _own_lines(series: Series, along: Along, name: str) -> list[_ScoreLine]:
+    scores = ((row.cores, row.size, series.mean(row.cores, row.size)) for row in series.rows)
+    return _lines_by_fixed(scores, along, name)
 
 
 def _paper_lines(group: Group, part: Sequence[Series], along: Along) -> list[_ScoreLine]:
     """The longest curve of each model of the paper that one of our results is compared with."""
     compared = [found.number.model for series in part for row in series.rows if (found := compare_with_paper(row))]
-    lines = []
+    longest = []
     for model in dict.fromkeys(compared):
-        curves: dict[int | None, dict[float, float]] = {}
-        for n in paper.find(group.task, group.dataset, group.metric, model):
-            fixed, x = (n.size, n.cores) if along == "budget" else (n.cores, n.size)
-            if x is not None:
-                curves.setdefault(fixed, {}).setdefault(float(x), n.value)
-        if curves:
-            fixed = max(curves, key=lambda key: len(curves[key]))
-            lines.append(_ScoreLine(f"paper {model}", fixed, sorted(curves[fixed].items())))
-    return [line for line in lines if len(line.points) > 1]
+        scores = ((n.cores, n.size, n.value) for n in paper.find(group.task, group.dataset, group.metric, model))
+        lines = _lines_by_fixed(scores, along, f"paper {model}")
+        longest += [max(lines, key=lambda line: len(line.points))] if lines else []
+    return [line for line in longest if len(line.points) > 1]
 
 
 def _chart_lines(

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from veca.errors import ArgumentError
 from veca.probe import paper, tables
-from veca.probe.curves import Curve, draw_curves
+from veca.probe.curves import draw_curves
 from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
 from veca.probe.tables import Group, ResultTable, Series
 from veca.report.chart_files import write_chart
@@ -33,17 +33,6 @@ GALLERY_IMAGES, MARKDOWN_IMAGES = 6, 4  # of a series
 MAX_IMAGE_BYTES, MAX_GALLERY_BYTES = 4 * 2**20, 24 * 2**20
 IMAGE_TYPES = {".png": ("png", b"\x89PNG"), ".webp": ("webp", b"RIFF"), ".jpg": ("jpeg", b"\xff\xd8")}
 """By suffix: the type, and how a file of it begins."""
-READING = (
-    f"The paper is {paper.name()}; its numbers are as its tables print them. Beside a row stands the one on the same "
-    "dataset by a model of the same family, nearest in model size, then in budget and resolution; the notes say what "
-    "differs. No number: the paper has none.",
-    "A VECA that was trained here is not the paper's VECA, even at the same size. Its gap says how far apart the two "
-    "models are under these settings, not whether the paper's result was reproduced.",
-    "The gap is ours less the paper's, in the metric's own unit; of errors (↓) less is better. Of the protocols only "
-    "what both state is compared. A gap in brackets is between models of different sizes, and says little.",
-    "The best row of a model is the best by the score it reports: a choice made on the scored pictures. Curves "
-    "and grids are means over seeds.",
-)
 
 
 def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
@@ -56,7 +45,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
         raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
     groups, gallery = tables.group_rows(rows), _Gallery(folder)
-    sections = [_group_context(group, draw_curves(group), gallery) for group in groups]
+    sections = [_group_context(group, gallery) for group in groups]
     for curve in (curve for section in sections for curve in section["curves"]):
         write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
     unusable += gallery.unusable
@@ -64,7 +53,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     lines, protocols = _row_table(ordered)
     context = {
         "name": folder.resolve().name,
-        "reading": READING,
+        "paper_name": paper.name(),
         "banner": bool(unusable),
         "unusable": unusable,
         "facts": _folder_facts(rows, groups),
@@ -99,22 +88,18 @@ def _list_names(names: set[str], limit: int = 4) -> str:
     return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
-def _group_context(group: Group, curves: Sequence[Curve], gallery: _Gallery) -> dict[str, Any]:
+def _group_context(group: Group, gallery: _Gallery) -> dict[str, Any]:
     """All that HTML and Markdown show of one task, dataset and metric."""
-    classes = tables.class_table(group)
-    images = {series.name: _markdown_images(series.best) for series in group.series}
+    classes, series = tables.class_table(group), group.series
     return {
-        "title": group.title,
-        "dataset": group.dataset,
+        "group": group,
         "metric": metric_name(group.metric),
-        "row_count": len(group.rows),
         "results": tables.results_table(group),
         "best": tables.results_table(group, best=True) if len(group.rows) > SHOWN_ROWS else None,
-        "curves": curves,
-        "drifting": ", ".join(group.drifting),
-        "grids": [grid for series in group.series if (grid := tables.heat_grid(group, series))],
-        "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
-        "images": [(series.name, series.best.place, images[series.name]) for series in group.series],
+        "curves": draw_curves(group),
+        "grids": [grid for one in series if (grid := tables.heat_grid(group, one))],
+        "galleries": [(one.name, strips) for one in series if (strips := gallery.strips(one))],
+        "images": [(one.name, one.best.place, paths) for one in series if (paths := _markdown_images(one.best))],
         "classes": classes,
         "few_classes": classes and _best_and_worst(classes),
         "paper": tables.paper_table(group),

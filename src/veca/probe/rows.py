@@ -84,28 +84,16 @@ class Job:
         if data.problems:
             protocol["problems"] = data.problems
         row: Row = {
-            "schema": SCHEMA,
-            "task": self.task,
+            "schema": SCHEMA, "task": self.task,
             "model": {"name": backbone.name, "kind": backbone.kind, "about": backbone.about},
             "data": {"name": data.name, **counts, "classes": data.classes or None, "fingerprint": data.fingerprint},
-            "cores": self.cores,
-            "size": self.size,
-            "grid": list(grid) if grid else None,
-            "seed": self.seed,
-            "scored_on": data.report,
-            "metric": metric,
-            "metrics": dict(metrics),
-            "per_class": per_class and dict(per_class),
-            "best": best,
-            "sweep": sweep,
-            "curve": curve,
-            "protocol": protocol,
-            "gallery": gallery,
-            "also": also or None,
-            "versions": versions_on(backbone.device),
+            "cores": self.cores, "size": self.size, "grid": list(grid) if grid else None, "seed": self.seed,
+            "scored_on": data.report, "metric": metric, "metrics": dict(metrics),
+            "per_class": per_class and dict(per_class), "best": best, "sweep": sweep, "curve": curve,
+            "protocol": protocol, "gallery": gallery, "also": also or None, "versions": versions_on(backbone.device),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        }  # fmt: skip
         row = json.loads(json.dumps(row, default=str))  # as it will be read, so that the digest is of that
         row["digest"] = digest_of(**row)
         with atomic_path(self.path(folder)) as part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from veca.data.datasets import SPECS
@@ -81,14 +81,9 @@ class Group:
     dataset: str
     metric: str
     rows: Sequence[ProbeResult]
-    series: Sequence[Series] = field(init=False)
-    drifting: Sequence[str] = field(init=False)
+    series: Sequence[Series]
+    drifting: Sequence[str]
     """Settings that differ within a series, along with the budget or the resolution."""
-
-    def __post_init__(self) -> None:
-        series, drifting = _split_into_series(self.rows)
-        object.__setattr__(self, "series", series)
-        object.__setattr__(self, "drifting", drifting)
 
     @property
     def title(self) -> str:
@@ -109,7 +104,8 @@ def group_rows(rows: Sequence[ProbeResult]) -> list[Group]:
     for row in rows:
         by_key.setdefault((row.task, row.dataset, row.metric), []).append(row)
     order = {task: i for i, task in enumerate(TASK_ORDER)}
-    return [Group(*key, by_key[key]) for key in sorted(by_key, key=lambda k: (order.get(k[0], len(order)), k))]
+    keys = sorted(by_key, key=lambda key: (order.get(key[0], len(order)), key))
+    return [Group(*key, by_key[key], *_split_into_series(by_key[key])) for key in keys]
 
 
 def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[str]]:

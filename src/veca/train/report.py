@@ -200,30 +200,21 @@ def _validation_maps(run: _Run) -> dict[str, Any]:
     if not run.validation:
         return {"grids": [], "against_budget": None, "last_step": None}
     best, last = run.best_validation(), max(run.validation)
-    titles = {step: "Best" for step in [best] if step is not None}
+    titles = {} if best is None else {best: "Best"}
     titles[last] = "Best and last" if best == last else "Last"
-    scaled = levels(
-        {
-            (step, cell): losses.get("total", math.nan)
-            for step in titles
-            for cell, losses in run.validation[step].items()
-        },
-        flat=0.0,
-    )
-    grids = []
+    losses = {step: {cell: v.get("total", math.nan) for cell, v in run.validation[step].items()} for step in titles}
+    scaled = levels({(step, cell): loss for step in titles for cell, loss in losses[step].items()}, flat=0.0)
+    grids, lines = [], []
     for step, title in titles.items():
-        grid = run.validation[step]
-        budgets = sorted({budget for _, budget in grid})
+        sizes, budgets = (sorted({cell[i] for cell in losses[step]}) for i in (0, 1))
         rows = {}
-        for size in sorted({size for size, _ in grid}):
-            values = [(b, grid.get((size, b), {}).get("total", math.nan)) for b in budgets]
-            rows[f"{size} px"] = [(number(value), scaled.get((step, (size, b)), math.nan)) for b, value in values]
-        title = f"{title} validation, step {step:,}"
-        grids.append({"title": title, "budgets": budgets, "rows": rows, "mean": number(_mean_loss(grid))})
-    grid = run.validation[last]
-    lines = []
-    for i, size in enumerate(sorted({size for size, _ in grid})):
-        points = [(float(b), losses.get("total", math.nan)) for (s, b), losses in sorted(grid.items()) if s == size]
+        for size in sizes:
+            cells = [(losses[step].get((size, b), math.nan), scaled.get((step, (size, b)), math.nan)) for b in budgets]
+            rows[f"{size} px"] = [(number(loss), level) for loss, level in cells]
+        mean = number(_mean_loss(run.validation[step]))
+        grids.append({"title": f"{title} validation, step {step:,}", "budgets": budgets, "rows": rows, "mean": mean})
+    for i, size in enumerate(sizes):  # of the last validation
+        points = [(float(b), losses[last].get((size, b), math.nan)) for b in budgets]
         lines.append(Line(f"{size} px", points, i, dots=True))
     label = f"validation loss against budget at step {last}, one line per resolution"
     chart = line_chart(lines, "budget, cores", "loss", label, wide=True, ticks_at_points=True, y_scale="auto")
