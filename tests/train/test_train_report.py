@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from veca.cli.main import app
-from veca.report.charts import smooth, thin, ticks
 from veca.report.colours import ramp_colours
 from veca.train.log import RunLog
 from veca.train.recipe import Recipe
@@ -226,26 +225,6 @@ def test_draws_that_rows_name_are_counted_too(tmp_path: Path) -> None:
     budgets, resolutions = tables(ET.fromstring(write_distill_report(tmp_path).read_text()), "What was drawn")
     assert [row[:3] for row in budgets[1:]] == [["8", "1", "25.0%"], ["64", "3", "75.0%"]]
     assert resolutions[1][:3] == ["256", "4", "100.0%"]
-
-
-def test_long_runs_keep_their_spikes_in_a_small_file() -> None:
-    points = [(float(x), 1.0 + (x == 77_777) * 9) for x in range(100_000)]
-    drawn = thin(points)
-    assert len(drawn) <= 801
-    assert (77_777.0, 10.0) in drawn
-    assert smooth([(0.0, 2.0), (1.0, math.nan), (2.0, 4.0)])[2] == (2.0, 4.0)
-    assert ticks(3, 97) == [20, 40, 60, 80]
-
-
-def test_text_can_be_read_on_every_colour() -> None:
-    def luminance(colour: str) -> float:
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    for level in range(101):
-        ground, ink = (luminance(colour) for colour in ramp_colours(level / 100))
-        assert (max(ground, ink) + 0.05) / (min(ground, ink) + 0.05) >= 4.5
 
 
 def test_no_folder_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ Point: TypeAlias = tuple[float, float]
 
 
 class Line(NamedTuple):
+    """A line of a chart, in the units of its axes."""
+
     name: str
     """Written beside the end of the line; empty: nothing is."""
     points: Sequence[Point]
@@ -40,7 +42,7 @@ class Line(NamedTuple):
 
 # What a chart consists of, in pixels. `role` and `colour` are keys of `veca.report.colours`.
 @dataclass(frozen=True)
-class Path:
+class Polyline:
     """Lines through runs of points, or filled shapes, as the role says."""
 
     runs: Sequence[Sequence[Point]]
@@ -52,6 +54,8 @@ class Path:
 
 @dataclass(frozen=True)
 class Dot:
+    """A marked point: a circle or a square."""
+
     x: float
     y: float
     colour: str
@@ -61,6 +65,8 @@ class Dot:
 
 @dataclass(frozen=True)
 class Label:
+    """A line of text; x and y are of its baseline, at the anchor."""
+
     x: float
     y: float
     text: str
@@ -74,11 +80,13 @@ class Label:
     kind: ClassVar = "label"
 
 
-Mark: TypeAlias = Path | Dot | Label
+Mark: TypeAlias = Polyline | Dot | Label
 
 
 @dataclass(frozen=True)
 class Chart:
+    """A finished layout; without marks there was nothing to draw."""
+
     width: float
     height: float
     marks: Sequence[Mark]
@@ -197,7 +205,8 @@ def line_chart(
         bounds = [y + sign * std for (_, y), std in zip(line.points, line.band, strict=False) for sign in (-1, 1)]
         ys += [y for y in bounds if _drawable((0, y))]
     log_x = log_x and min(xs) > 0
-    log_y = min(ys) > 0 and (y_scale == "log" or (y_scale == "auto" and max(ys) / min(ys) >= 20))
+    log_y = y_scale == "log" or (y_scale == "auto" and min(ys) > 0 and max(ys) / min(ys) >= 20)
+    log_y = log_y and min(ys) > 1e-200 and max(ys) < 1e200  # beyond, the ends of the axis are no floats
     y_axis = Axis(ys, frame.height - frame.bottom, frame.top, log_y, margin=0.05)
     names = [shorten_middle(line.name, MAX_LABEL) for line in lines if line.name]
     right = frame.width - (frame.room_for(names) + 38 if names else 24)
@@ -223,11 +232,11 @@ def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title
     marks = _axes(frame, x_axis, y_axis, x_title, "share of the steps", [])
     for i, key in enumerate(keys):
         left, right, top = x_axis.at(i + 0.18), x_axis.at(i + 0.82), y_axis.at(shares.get(key, 0))
-        marks.append(Path([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
+        marks.append(Polyline([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
         marks.append(Label((left + right) / 2, floor + 17, str(key), frame.text, anchor="middle"))
         if key in targets:
             height = y_axis.at(targets[key])
-            marks.append(Path([[(left - 6, height), (right + 6, height)]], "target", "c1"))
+            marks.append(Polyline([[(left - 6, height), (right + 6, height)]], "target", "c1"))
     return Chart(frame.width, frame.height, marks, label)
 
 
@@ -242,16 +251,16 @@ def _axes(frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, 
     floor, left, right = y_axis.start, x_axis.start, x_axis.end
     for value, text in y_axis.ticks(5):
         y = y_axis.at(value)
-        marks.append(Path([[(left, y), (right, y)]], "grid", "rule"))
+        marks.append(Polyline([[(left, y), (right, y)]], "grid", "rule"))
         marks.append(Label(left - 7, y + 4, text, frame.text, anchor="end"))
     last = -math.inf
     for value in x_ticks:
         x = x_axis.at(value)
         if x - last >= (right - left) / 9.01:
-            marks.append(Path([[(x, floor), (x, floor + 4)]], "grid", "rule"))
+            marks.append(Polyline([[(x, floor), (x, floor + 4)]], "grid", "rule"))
             marks.append(Label(x, floor + 17, f"{value:,.6g}", frame.text, anchor="middle"))
             last = x
-    marks.append(Path([[(left, floor), (right, floor)]], "axis", "muted"))
+    marks.append(Polyline([[(left, floor), (right, floor)]], "axis", "muted"))
     marks.append(Label(right, frame.height - 8, x_title, frame.text, "ink", "end"))
     marks.append(Label(13, (frame.top + floor) / 2, y_title, frame.text, "ink", "middle", vertical=True))
     return marks
@@ -266,6 +275,7 @@ def _dash(line: Line) -> str:
 
 
 def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
+    """The band of a line, the line with gaps where it breaks, and its dots, in the order in which they are drawn."""
     runs: list[list[Point]] = [[]]
     low, high = list[Point](), list[Point]()
     for i, (x, y) in enumerate(line.points):
@@ -277,8 +287,8 @@ def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
             low.append((x_axis.at(x), y_axis.at(y - line.band[i])))
             high.append((x_axis.at(x), y_axis.at(y + line.band[i])))
     runs, colour = [run for run in runs if run], _colour(line)
-    marks: list[Mark] = [Path([[*low, *reversed(high)]], "band", colour)] if low else []
-    marks.append(Path(runs, "faint" if line.faint else "line", colour, _dash(line)))
+    marks: list[Mark] = [Polyline([[*low, *reversed(high)]], "band", colour)] if low else []
+    marks.append(Polyline(runs, "faint" if line.faint else "line", colour, _dash(line)))
     if line.dots:
         marks += [Dot(x, y, colour, line.quoted) for run in runs for x, y in run]
     return marks
@@ -295,8 +305,8 @@ def _end_labels(lines: Sequence[Line], frame: Frame, x_axis: Axis, y_axis: Axis)
     marks: list[Mark] = []
     edge = x_axis.end + 10
     for (y, x, line), height in zip(ends, heights, strict=True):
-        marks.append(Path([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
-        marks.append(Path([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
+        marks.append(Polyline([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
+        marks.append(Polyline([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
         text = shorten_middle(line.name, MAX_LABEL)
         marks.append(Label(edge + 22, height + 4, text, frame.text, "ink", full=line.name))
     return marks
@@ -334,7 +344,7 @@ def chart_grid(
     gap, columns = 24, min(columns, len(panels))
     chart_width, chart_height = panels[0][1].width, panels[0][1].height
     width = gap + columns * (chart_width + gap)
-    marks, top = list[Mark](), float(gap)
+    marks, top = list[Mark](), float(gap if title or notice or caption else 0)
     for text, size, colour in ((title, 22, "ink"), (notice, 15, "warning"), (caption, 15, "muted")):
         for line in textwrap.wrap(text, int((width - 2 * gap) / (LETTER_WIDTH * size))):
             top += 1.35 * size
