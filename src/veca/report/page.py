@@ -11,14 +11,14 @@ from datetime import datetime
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from veca.report.colours import CIVIDIS, DARK, LIGHT, ROLES, ramp_colours
 from veca.utils.files import atomic_path
 from veca.utils.text import printable
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 Key = TypeVar("Key")
 
@@ -41,10 +41,13 @@ def render(template: str, **context: Any) -> str:
 
 @cache
 def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # here: most commands write no report
+
     environment = Environment(
         loader=PackageLoader("veca.report"),
+        # Markdown has its own rules: there, templates pass text through the filter `md`.
         autoescape=lambda name: name is None or not name.endswith(".md"),
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a value that is missing is an error, not an empty place
         finalize=_displayable,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -57,8 +60,9 @@ def _environment() -> Environment:
 
 
 def _displayable(value: Any) -> Any:
-    """Control characters have no place in XML: show them escaped."""
-    return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+    """Applied to every value of a template: XML has no place for control characters, so they are shown escaped."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")  # Markup is made by templates
+    return printable(value, keep="\n\t") if is_text else value
 
 
 def escape_markdown(value: object) -> str:

@@ -123,18 +123,17 @@ def _training_curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: 
 
 def _class_tables(result: Mapping[str, Any]) -> dict[str, Any]:
     """Scores of each class, the most confused pairs, and the confusion matrix where the run kept one."""
-    classes = result["classes"]
-    confusions = result["confusions"][:SHOWN_PAIRS]
-    matrix = {}
-    for i, (name, counts) in enumerate(zip(classes, result["matrix"] or [[]] * len(classes), strict=True)):
+    classes, matrix = result["classes"], {}
+    for i, (name, counts) in enumerate(zip(classes, result["matrix"] or [], strict=bool(result["matrix"]))):
         shares = [count / max(1, sum(counts)) for count in counts]
         matrix[f"{i} {name}"] = [(f"{100 * share:.0f}" if share >= 0.005 else "", share) for share in shares]
+    pairs = [(classes[true], classes[said], f"{count:,}") for true, said, count in result["confusions"][:SHOWN_PAIRS]]
     return {
-        "class_scores": [(k, f"{v:.2f}") for k, v in sorted(result["per_class"].items(), key=lambda item: item[1])],
-        "confusions": [(classes[true], classes[said], f"{count:,}") for true, said, count in confusions],
         "class_count": len(classes),
+        "class_scores": [(k, f"{v:.2f}") for k, v in sorted(result["per_class"].items(), key=lambda item: item[1])],
+        "confusions": pairs,
         "unit": "pixels" if result["metric"] == "mIoU" else "pictures",
-        "matrix": matrix if result["matrix"] else None,
+        "matrix": matrix,
     }
 
 
