@@ -457,19 +457,6 @@ assert limits == (torch._dynamo.config.recompile_limit, torch._dynamo.config.acc
 """)
 
 
-def test_plots_leave_the_backend_of_matplotlib(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    from veca.bench.plots import write_plots
-
-    before = matplotlib.rcParams["backend"]
-    try:
-        matplotlib.use("svg")
-        assert write_plots([], tmp_path)
-        assert matplotlib.get_backend() == "svg"
-    finally:
-        matplotlib.rcParams["backend"] = before
-
-
 @interpreted
 def test_only_graphs_with_our_operators_depend_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's caches on disk: other kernels find no graph of these, and everybody else's are found as before."""

@@ -13,11 +13,12 @@ from test_probe_features import make_folder
 
 from veca.data.datasets import DatasetError, ProbeData, Split, load_dataset
 from veca.heads.linear import train_linear
+from veca.heads.metrics import by_class
 from veca.probe import run
 from veca.probe.backbones import OtherBackbone, VecaBackbone
 from veca.probe.features import Extraction, View
 from veca.probe.knn import knn_accuracy
-from veca.probe.rows import by_class, read_row
+from veca.probe.rows import read_row
 from veca.probe.run import ClassifySettings, KnnSettings, classify, knn, limited
 from veca.teachers import timm_teacher
 

@@ -1,4 +1,4 @@
-"""What a run found: rows, their files (JSON, CSV, text) and their table."""
+"""Results of a benchmark: rows, their files (JSON, CSV, text) and their tables."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from veca.utils.files import atomic_path
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender in one case. None: it does not apply there, or `failure` says why it could not be had."""
+class BenchRow:
+    """One contender in one case. None: not applicable there, or `failure` says why it could not be measured."""
 
     what: str
     """`model forward`, `train step`, `attention forward` or `attention backward`."""
@@ -41,7 +41,7 @@ class Row:
     """Per image, counted: matrix products, 2 per multiply-add; a training step is three forward passes."""
     tflops_per_s: float | None = None
     peak_mib: float | None = None
-    """Most memory in use above what was before; in a training step weights and gradients count too. CUDA only."""
+    """Peak memory above what was in use before; in a training step weights and gradients count too. CUDA only."""
     floor_ms: float | None = None
     floor_share: float | None = None
     """floor_ms / ms: 1 would be the floor."""
@@ -64,12 +64,12 @@ class Row:
 
 @dataclass
 class Results:
-    """A whole run: the machine and the settings, its floors, the rows, and where the time goes if that was asked."""
+    """A whole run: machine, settings, floors, rows and, if requested, a profile."""
 
     machine: dict[str, str]
     settings: dict[str, str]
     floors: dict[str, float]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     profile: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path) -> list[Path]:
@@ -78,7 +78,7 @@ class Results:
         with atomic_path(paths[0]) as part:
             part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         with atomic_path(paths[1]) as part, part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(Row)])
+            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(BenchRow)])
             writer.writeheader()
             writer.writerows(dataclasses.asdict(row) for row in self.rows)
         with atomic_path(paths[2]) as part, part.open("w") as file:
@@ -87,84 +87,74 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What `save` wrote to results.json."""
+        """Read the results.json that `save` wrote."""
         try:
             values = json.loads(path.read_text())
-            return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
+            results = cls(**{**values, "rows": [BenchRow(**row) for row in values["rows"]]})
+            if not all(type(n) is int for row in results.rows for n in (row.size, row.batch, row.cores)):
+                raise TypeError("size, batch or cores of a row is no whole number")
+            return results
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is no results.json of `veca bench`: {error}") from error
 
     def show(self, console: Console) -> None:
+        """Print the header, a table for each kind of measurement, failures and profiles."""
         say = partial(console.print, markup=False, soft_wrap=True, highlight=False)
         say(self.header())
         for what in dict.fromkeys(row.what for row in self.rows):
-            made = table(what, [row for row in self.rows if row.what == what])
+            table = _rows_table(what, [row for row in self.rows if row.what == what])
             # A figure cut off to fit a narrow window would be worse than a line that wraps.
-            made.width = Measurement.get(console, console.options.update(width=1000), made).maximum
-            console.print(made, crop=False)
+            table.width = Measurement.get(console, console.options.update(width=1000), table).maximum
+            console.print(table, crop=False)
         for row in self.rows:
             if row.failure:
                 say(f"{row.what}, {row.case}, {row.contender}: {row.failure}")
         for entry in self.profile:
             say(f"\nWhere the time goes: {entry['what']}, {entry['case']}, {entry['contender']}")
             for name, seconds, times in entry["spent"]:
-                say(f"{number(1e3 * seconds):>10} ms {times:5} × {name[:120]}")
+                say(f"{four_digits(1e3 * seconds):>10} ms {times:5} × {name[:120]}")
 
     def header(self) -> str:
         facts = ", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items())
-        floors = ", ".join(f"{number(value)} {key}" for key, value in self.floors.items())
+        floors = ", ".join(f"{four_digits(value)} {key}" for key, value in self.floors.items())
         return f"{facts}\nMeasured in this run, the floors: {floors}"
 
 
-_COLUMNS = {
-    "ms": "ms",
-    "best_ms": "best",
-    "images_per_s": "images/s",
-    "gflops": "GFLOPs/image",
-    "tflops_per_s": "TFLOP/s",
-    "peak_mib": "peak MiB",
-    "floor_ms": "floor ms",
-    "floor_share": "of floor",
-    "against_dense": "× dense",
-    "target_ms": "target ms",
-    "first_call_s": "first call s",
-    "error": "error",
-    "against_eager": "× eager",
-}
-_FORMS = {"floor_share": ".0%", "against_dense": ".2f", "error": ".2e", "against_eager": ".2f"}
+# Fields of a row that are columns of its table: heading, and format where it is not four digits.
+_TABLE_COLUMNS = {
+    "ms": ("ms", ""), "best_ms": ("best", ""), "images_per_s": ("images/s", ""), "gflops": ("GFLOPs/image", ""),
+    "tflops_per_s": ("TFLOP/s", ""), "peak_mib": ("peak MiB", ""), "floor_ms": ("floor ms", ""),
+    "floor_share": ("of floor", ".0%"), "against_dense": ("× dense", ".2f"), "target_ms": ("target ms", ""),
+    "first_call_s": ("first call s", ""), "error": ("error", ".2e"), "against_eager": ("× eager", ".2f"),
+}  # fmt: skip
 
 
-def table(what: str, rows: Sequence[Row]) -> Table:
-    """The rows of one kind, case by case; columns that are empty throughout are left out, but for the first."""
-    filled = {key for key in _COLUMNS for row in rows if getattr(row, key) is not None} | {"ms"}
-    used = {key: heading for key, heading in _COLUMNS.items() if key in filled}
-    made = Table(title=what, title_justify="left", title_style="bold", header_style="bold", box=None)
-    made.add_column("case", no_wrap=True)
-    made.add_column("contender", no_wrap=True)
-    for heading in used.values():
-        made.add_column(heading, justify="right", no_wrap=True)
+def _rows_table(what: str, rows: Sequence[BenchRow]) -> Table:
+    """Rows of one kind, case by case; columns without any value are left out, except `ms`."""
+    filled = {key for key in _TABLE_COLUMNS for row in rows if getattr(row, key) is not None} | {"ms"}
+    columns = {key: column for key, column in _TABLE_COLUMNS.items() if key in filled}
+    table = Table(title=what, title_justify="left", title_style="bold", header_style="bold", box=None)
+    table.add_column("case", no_wrap=True)
+    table.add_column("contender", no_wrap=True)
+    for heading, _ in columns.values():
+        table.add_column(heading, justify="right", no_wrap=True)
     case = None
     for row in rows:
-        cells = [number(getattr(row, key), _FORMS.get(key)) for key in used]
+        cells = [four_digits(getattr(row, key), form) for key, (_, form) in columns.items()]
         if row.failure and row.ms is None:
             cells[0] = "failed"
-        made.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=_style(row))
+        style = "red" if row.failure else ""
+        if not row.failure and row.ms is not None and row.target_ms is not None:
+            style = "green" if row.ms <= row.target_ms else "yellow"
+        table.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=style)
         case = row.case
-    return made
+    return table
 
 
-def _style(row: Row) -> str:
-    if row.failure:
-        return "red"
-    if row.ms is None or row.target_ms is None:
-        return ""
-    return "green" if row.ms <= row.target_ms else "yellow"
+def four_digits(value: float | None, form: str = "") -> str:
+    """A measured number with four significant digits, unless `form` says otherwise; None is empty.
 
-
-def number(value: float | None, form: str | None = None) -> str:
-    """A figure as it stands in a table: four digits of it, unless `form` says otherwise.
-
-    >>> number(0.18042), number(24.1), number(1321.4), number(0.567, ".0%"), number(None)
+    >>> four_digits(0.18042), four_digits(24.1), four_digits(1321.4), four_digits(0.567, ".0%"), four_digits(None)
     ('0.1804', '24.10', '1,321', '57%', '')
     """
     if value is None:
@@ -174,6 +164,6 @@ def number(value: float | None, form: str | None = None) -> str:
 
 
 def baseline(times: Mapping[str, float]) -> float | None:
-    """The time of the dense contender, compiled rather than not."""
+    """The time of the dense contender, the compiled one if it took part."""
     names = ("dense compiled", "dense", "dense SDPA compiled", "dense SDPA")
     return next((times[name] for name in names if name in times), None)

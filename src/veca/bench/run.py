@@ -28,7 +28,7 @@ from veca.bench.machine import (
     peak_bytes,
     where_the_time_goes,
 )
-from veca.bench.report import Results, Row, baseline
+from veca.bench.report import BenchRow, Results, baseline
 from veca.errors import ArgumentError
 from veca.utils.console import progress_bar
 from veca.utils.device import choose_device
@@ -149,7 +149,7 @@ class Contest:
     def calls(self) -> dict[str, Call]:
         return {name: entry.prepared.call for name, entry in self.entered.items() if isinstance(entry, Entry)}
 
-    def rows(self, repeats: int) -> list[Row]:
+    def rows(self, repeats: int) -> list[BenchRow]:
         """Let them take turns; a row for each, in the order they came."""
         on_cuda = self.setting.device.type == "cuda"
         failed: dict[str, str] = {}
@@ -165,9 +165,9 @@ class Contest:
             for name, entry in self.entered.items()
         ]
 
-    def _row(self, name: str, **values: Any) -> Row:
+    def _row(self, name: str, **values: Any) -> BenchRow:
         case = self.case
-        return Row(self.what, name, case.model, case.size, case.batch, case.cores, **values)
+        return BenchRow(self.what, name, case.model, case.size, case.batch, case.cores, **values)
 
     def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, float | None]:
         flops, floor, median = entry.prepared.flops, self.floors.seconds(entry.prepared), statistics.median(seconds)
@@ -212,12 +212,12 @@ def _enter(contender: Contender, workload: Workload) -> Entry | str:
     return Entry(prepared, first if contender.compiled else None, None if peak is None else peak + prepared.resident)
 
 
-def with_targets(bench: Bench, setting: Setting, rows: list[Row], earlier: Sequence[Row]) -> list[Row]:
+def with_targets(bench: Bench, setting: Setting, rows: list[BenchRow], earlier: Sequence[BenchRow]) -> list[BenchRow]:
     """The rows, that of `veca` with the time aimed at, where there is one for the case and the setting."""
     if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
         return rows
 
-    def target(row: Row) -> float | None:
+    def target(row: BenchRow) -> float | None:
         if row.contender != "veca":
             return None
         if row.what != "attention backward":

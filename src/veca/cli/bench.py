@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from veca.bench.cases import Bench, choose_cases
-from veca.bench.plots import Format, write_plots
+from veca.bench.plots import PlotFormat, write_plots
 from veca.bench.run import Dtype, pick_setting, run_bench
 from veca.cli.common import Command, make_group, out
 from veca.cli.options import Budgets, Device, Ints, Words, parse_ints, parse_words
@@ -92,7 +92,7 @@ def bench_attention(
 def bench_plot(
     results: Annotated[list[Path], typer.Argument(help="results.json files that other `veca bench` commands wrote.")],
     to: Annotated[Path, typer.Option("--out", "-o", help="Folder for the plots.")],
-    form: Annotated[Format, typer.Option("--format", help="File format.")] = "svg",
+    form: Annotated[PlotFormat, typer.Option("--format", help="File format.")] = "svg",
 ) -> None:
     """Plot FLOPs against resolution, and latency against resolution and batch size.
 

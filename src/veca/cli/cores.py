@@ -10,8 +10,9 @@ import typer
 from veca.cli.common import check_sources, count_workers, display_name, load_model, out, print_path, warn
 from veca.cli.figure import trained_budgets
 from veca.cli.options import AutoBatchSize, Budgets, Device, Limit, Model, ShowProgress, Size, Sources, Workers
-from veca.inspect import draw_story, measure_cores, story_table, write_figure, write_story
+from veca.inspect import draw_story, measure_cores, story_table, write_story
 from veca.inspect.story_report import check_story
+from veca.report.chart_files import write_chart
 
 
 def cores_command(
@@ -45,7 +46,7 @@ def cores_command(
     out.print(story_table(story))
     print_path("Numbers", write_story(story, to))
     if chart is not None:
-        print_path("Chart", write_figure(draw_story(story), chart))
+        print_path("Chart", write_chart(draw_story(story), chart))
     if failed := story.about["failed"]:
         warn(f"{failed:,} failed: see {to}")
         raise typer.Exit(3)

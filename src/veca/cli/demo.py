@@ -10,7 +10,7 @@ import typer
 from veca.checkpoint.pretrained import shipped_name
 from veca.cli.common import check_sources, load_model, print_path
 from veca.cli.options import Device, Model, Size
-from veca.inspect.demo import demo
+from veca.inspect.demo import write_demo
 
 
 def demo_command(
@@ -24,6 +24,5 @@ def demo_command(
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
     check_sources(images or [])
-    print_path(
-        "Report", demo(images, to, model=load_model(model, device), model_name=shipped_name(model) or model, size=size)
-    )
+    name = shipped_name(model) or model
+    print_path("Report", write_demo(images, to, model=load_model(model, device), model_name=name, size=size))

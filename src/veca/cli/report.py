@@ -18,12 +18,11 @@ def report_command(
 
     For probes also report.md, rows.csv and the curves.
     """
-    from veca.probe.results import is_results
+    from veca.probe.results import is_results_folder
     from veca.train.csv_log import is_run
-    from veca.train.finetune.report import is_tuned
-    from veca.train.finetune.report import write_report as write_finetune_report
+    from veca.train.finetune.report import is_finetune_run, write_finetune_report
 
-    tuned, results = is_tuned(folder), is_results(folder)
+    tuned, results = is_finetune_run(folder), is_results_folder(folder)
     run = is_run(folder) and not tuned
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is not a folder; name one that `veca distill` or `veca probe` wrote to")
@@ -37,13 +36,13 @@ def report_command(
     if tuned:
         path = write_finetune_report(folder)
     elif results:
-        from veca.probe.report import write_report as write_probe_report
+        from veca.probe.report import write_probe_report
 
         path, left_out = write_probe_report(folder)
         for problem in left_out:
             warn(f"left out: {problem}")
     else:
         with needs_extra("reports need", "train"):
-            from veca.train.report import write_report as write_distill_report
+            from veca.train.report import write_distill_report
         path = write_distill_report(folder)
     print_path("Report", path)

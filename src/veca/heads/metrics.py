@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -210,3 +210,12 @@ def _errors(sums: Tensor) -> Tensor:
     silog = (log_squared - log.square()).clamp_min(0).sqrt()
     rows = [squared.sqrt(), relative, *within, log_abs / math.log(10), log_squared.sqrt(), silog]
     return torch.stack(rows)
+
+
+def by_class(classes: Sequence[str], values: Iterable[float]) -> dict[str, float]:
+    """Scores in percent by class name, without nan; a name that comes twice has the number of its class after it."""
+    named: dict[str, float] = {}
+    for number, (name, value) in enumerate(zip(classes, values, strict=True)):
+        if not math.isnan(value):
+            named[f"{name} ({number})" if classes.count(name) > 1 else name] = round(100 * value, 4)
+    return named

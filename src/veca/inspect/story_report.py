@@ -1,4 +1,4 @@
-"""The story of the cores as a table, a JSON file and a chart."""
+"""Results of `veca cores`: a table for the terminal, a JSON file, and a chart."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from veca.errors import ArgumentError
-from veca.inspect.sheet import charts, check_out, check_sheet, look_of
+from veca.inspect.sheet import check_out
 from veca.inspect.story import AtBudget, CoreStory, Layers, Spread
 from veca.inspect.subject import cores_label
+from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
 from veca.utils.files import atomic_path, check_writable
 from veca.utils.text import number, printable
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-GREY = "#777777"
+DOTTED = "1 4"  # of lines to compare with
 
 
 def check_story(path: str | os.PathLike[str], chart: str | os.PathLike[str] | None = None) -> Path:
-    """The path of a JSON file; raises before any work is done if it, or the chart, could not be written."""
+    """The path of the JSON file; raises before any work is done if it, or the chart, could not be written."""
     path = Path(path)
     if path.suffix.lower() != ".json":
         raise ArgumentError(f"{path}: numbers are written as .json; end its name so")
@@ -36,152 +33,142 @@ def check_story(path: str | os.PathLike[str], chart: str | os.PathLike[str] | No
     check_writable(path)
     if chart is not None:
         check_out(chart)
-        check_sheet(2, 2)
     return path
 
 
 def write_story(story: CoreStory, path: str | os.PathLike[str]) -> Path:
-    """All numbers as JSON; what could not be measured is null."""
+    """Write all numbers as JSON; what could not be measured is null."""
     path = check_story(path)
     with atomic_path(path) as part:
-        part.write_text(json.dumps(_plain(dataclasses.asdict(story)), indent=1, default=str, allow_nan=False) + "\n")
+        values = _without_nan(dataclasses.asdict(story))
+        part.write_text(json.dumps(values, indent=1, default=str, allow_nan=False) + "\n")
     return path
 
 
-def _plain(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
+    """The same data with None for nan and infinity, which JSON does not have, and text for keys."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def story_table(story: CoreStory) -> Table:
-    """The numbers worth a first look, all in percent: a row for each, a column for each budget."""
+    """The main numbers in percent: a row for each, a column for each budget."""
     between, chunk = story.between, story.about["config"]["core_chunk"]
+    model, count = printable(str(story.about["model"])), story.about["pictures"]
     table = Table(
         "cores", *map(str, story.budgets), header_style="bold", box=None, pad_edge=False, title_justify="left",
-        title=f"{_title(story)}; in %, ± over pictures", caption_justify="left",
-        caption=f"Features of different pictures: cosine {_percent(between.cls)} (global), {_percent(between.patches)} "
-        f"(dense), CKA {_percent(between.cka)}. Lengths are in sides of the picture.",
+        title=f"{model}, {count:,} pictures, {story.about['size']} px; in %, ± over pictures", caption_justify="left",
+        caption=f"Features of different pictures: cosine {_percent_text(between.cls)} (global), "
+        f"{_percent_text(between.patches)} (dense), CKA {_percent_text(between.cka)}. "
+        "Lengths are in sides of the picture.",
     )  # fmt: skip
     for column in table.columns[1:]:
         column.justify = "right"
-
-    def row(name: str, tell: Callable[[int, AtBudget], Spread | float], end: bool = False) -> None:
-        table.add_row(name, *(_percent(tell(*each)) for each in story.budgets.items()), end_section=end)
-
-    row("moved from the start", lambda _, told: _last(told.places.distance))
-    row("  length of the way", lambda _, told: _last(told.places.path))
-    row("  its part by the picture", lambda _, told: told.places.picture_share[-1])
-    row("  from core to core", lambda _, told: told.places.spacing, end=True)
-    row("overlap of two cores' maps", lambda _, told: told.maps.overlap.overall)
-    row("  one core's in two pictures", lambda _, told: told.maps.same_core.overall)
-    row("  a map and an even one", lambda _, told: told.maps.even.overall)
-    row("area of a map", lambda _, told: told.maps.area.overall)
-    row("cores first at some patch", lambda _, told: told.maps.winners.overall, end=True)
-    row("core 1 heard (even: 100)", lambda c, told: _times(told.heard.first.overall, c))
-    row(f"first {chunk} heard (even: 100)", lambda c, told: _times(told.heard.chunks[0].overall, c / min(c, chunk)))
-    row("core 1 looks at patches", lambda _, told: told.first_core.patches.overall)
-    row("other cores at patches", lambda _, told: told.other_cores.patches.overall, end=True)
-    row("global feature kept, cosine", lambda _, told: told.kept.cls)
-    row("dense features kept, cosine", lambda _, told: told.kept.patches)
-    row("global feature kept, CKA", lambda _, told: told.kept.cka)
+    # (name, value at a budget C); without a value, a section ends.
+    rows: list[tuple[str, Callable[[int, AtBudget], Spread | float] | None]] = [
+        ("moved from the start", lambda _, at: _last_layer(at.places.distance)),
+        ("  length of the way", lambda _, at: _last_layer(at.places.path)),
+        ("  its part by the picture", lambda _, at: at.places.picture_share[-1]),
+        ("  from core to core", lambda _, at: at.places.spacing),
+        ("", None),
+        ("overlap of two cores' maps", lambda _, at: at.maps.overlap.overall),
+        ("  one core's in two pictures", lambda _, at: at.maps.same_core.overall),
+        ("  a map and an even one", lambda _, at: at.maps.even.overall),
+        ("area of a map", lambda _, at: at.maps.area.overall),
+        ("cores first at some patch", lambda _, at: at.maps.winners.overall),
+        ("", None),
+        ("core 1 heard (even: 100)", lambda c, at: _scaled(at.heard.first.overall, c)),
+        (f"first {chunk} heard (even: 100)", lambda c, at: _scaled(at.heard.chunks[0].overall, c / min(c, chunk))),
+        ("core 1 looks at patches", lambda _, at: at.first_core.patches.overall),
+        ("other cores at patches", lambda _, at: at.other_cores.patches.overall),
+        ("", None),
+        ("global feature kept, cosine", lambda _, at: at.kept.cls),
+        ("dense features kept, cosine", lambda _, at: at.kept.patches),
+        ("global feature kept, CKA", lambda _, at: at.kept.cka),
+    ]
+    for name, value in rows:
+        if value is None:
+            table.add_section()
+        else:
+            table.add_row(name, *(_percent_text(value(c, at)) for c, at in story.budgets.items()))
     return table
 
 
-def draw_story(story: CoreStory) -> Figure:
+def draw_story(story: CoreStory) -> Chart:
     """Four charts: how far cores move, whether their maps overlap, who is heard, what a smaller budget keeps."""
     random = story.about["provenance"].get("weights") == "random"
     model = printable(str(story.about["model"]))
-    notice = f"{model} has random weights: this shows how it works, not what a trained model does." if random else ""
-    whole = story.about["config"]["num_cores"]
-    figure, (moves, maps, heard, kept) = charts(
-        f"The story of the cores, {model}",
-        f"Means over {story.about['pictures']:,} pictures of {story.about['size']} px; bands and bars are one standard "
+    even_share = Line("", [(1, 1), (max(story.budgets), 1)], quoted=True, dash=DOTTED)
+    moves, maps, heard = list[Line](), list[Line](), [even_share]
+    for i, (budget, at) in enumerate(story.budgets.items()):
+        name = cores_label(budget)
+        distance, overlap, layers = at.places.distance, at.maps.overlap, len(at.heard.cores)
+        band = [100 * std for std in distance.std]
+        moves.append(Line(name, _by_number([100 * mean for mean in distance.mean]), i, dots=True, band=band))
+        moves.append(Line("", _by_number([100 * scatter for scatter in at.places.scatter]), i, dash=DOTTED))
+        maps.append(Line(name, _by_number(overlap.mean), i, dots=True, band=overlap.std))
+        maps.append(Line("", _by_number(at.maps.same_core.mean), i, dash=DOTTED))
+        shares = [budget * sum(layer[core] for layer in at.heard.cores) / layers for core in range(budget)]
+        heard.append(Line(name, _by_number(shares), i))
+    whole = cores_label(story.about["config"]["num_cores"])
+    return chart_grid(
+        [
+            (
+                "How far cores are from their start\nDotted: what depends on the picture",
+                line_chart(moves, "layer", "% of a side", "distance of the cores from their start", include=[0]),
+            ),
+            (
+                "Do cores look at different regions?\nDotted: one core in two pictures",
+                # The whole range, or maps that are all alike would seem to differ.
+                line_chart(maps, "layer", "overlap of maps", "overlap of two cores' maps", include=[0, 1]),
+            ),
+            (
+                "Whom patches hear\nDotted: an even share",
+                line_chart(heard, "core", "× an even share", "share of each core in what patches read", include=[0]),
+            ),
+            (f"What is kept of the features with {whole}\nDotted: between pictures", _draw_kept(story)),
+        ],
+        title=f"The story of the cores, {model}",
+        notice=f"{model} has random weights: this shows how it works, not what a trained model does." if random else "",
+        caption=f"Means over {story.about['pictures']:,} pictures of {story.about['size']} px; bands are one standard "
         "deviation over pictures. Overlap: 1 if two maps are the same, 0 if they have nothing in common; in the last "
         "layer only core 1's map still reaches a feature. Heard: the share of a core in what attention adds to "
         "patches, mean over layers; 1 if all cores had the same.",
-        [
-            "How far cores are from their start",
-            "Do cores look at different regions?",
-            "Whom patches hear",
-            f"What is kept of the features with {cores_label(whole)}",
-        ],
-        notice=notice,
     )
-    for i, (budget, told) in enumerate(story.budgets.items()):
-        colour, marker = look_of(i)
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
-        _lines(moves, told.places.distance, 100, cores_label(budget), **look)
-        moves.plot(range(1, len(told.places.scatter) + 1), [100 * s for s in told.places.scatter], ":", color=colour)
-        _lines(maps, told.maps.overlap, 1, cores_label(budget), **look)
-        maps.plot(range(1, len(told.maps.same_core.mean) + 1), told.maps.same_core.mean, ":", color=colour)
-        layers = len(told.heard.cores)
-        shares = [budget * sum(layer[core] for layer in told.heard.cores) / layers for core in range(budget)]
-        heard.plot(range(1, budget + 1), shares, label=cores_label(budget), **look)
-    _name(moves, "layer", "% of a side", "dotted: what depends on the picture")
-    _name(maps, "layer", "overlap of maps", "dotted: one core in two pictures")
-    moves.set_ylim(bottom=0)
-    maps.set_ylim(0, 1.02)  # whole, or maps that are all alike would seem to differ
-    heard.set_ylim(0, 1.1 * heard.get_ylim()[1])
-    heard.axhline(1, color=GREY, linewidth=1)
-    _name(heard, "core", "× an even share")
-    _draw_kept(kept, story)
-    return figure
 
 
-def _draw_kept(axis: Axes, story: CoreStory) -> None:
-    budgets, told = list(story.budgets), [each.kept for each in story.budgets.values()]
-    between = story.between
-    ways: list[tuple[str, Sequence[float], Sequence[float] | None, float]] = [
-        ("global feature, cosine", [each.cls.mean for each in told], [each.cls.std for each in told], between.cls.mean),
-        (
-            "dense features, cosine",
-            [each.patches.mean for each in told],
-            [each.patches.std for each in told],
-            between.patches.mean,
-        ),
-        ("global feature, CKA", [each.cka for each in told], None, between.cka),
+def _by_number(values: Sequence[float]) -> list[Point]:
+    """Values of layers or cores, which are counted from 1."""
+    return [(float(i), value) for i, value in enumerate(values, 1)]
+
+
+def _draw_kept(story: CoreStory) -> Chart:
+    budgets, kept, between = list(story.budgets), [at.kept for at in story.budgets.values()], story.between
+    kinds = [
+        ("global, cosine", [k.cls.mean for k in kept], [k.cls.std for k in kept], between.cls.mean),
+        ("dense, cosine", [k.patches.mean for k in kept], [k.patches.std for k in kept], between.patches.mean),
+        ("global, CKA", [k.cka for k in kept], [], between.cka),
     ]
-    for i, (name, means, spreads, floor) in enumerate(ways):
-        colour, marker = look_of(i)
-        axis.errorbar(
-            budgets, means, spreads, label=name, color=colour, marker=marker, markersize=3.5, linewidth=1.3, capsize=2
-        )  # fmt: skip
-        if math.isfinite(floor):
-            axis.axhline(floor, color=colour, linestyle=":")
-    axis.set_xticks(budgets)
-    _name(axis, "cores", "likeness", "dotted: between pictures")
+    lines = []
+    for i, (name, means, stds, unlike) in enumerate(kinds):
+        points = [(float(budget), mean) for budget, mean in zip(budgets, means, strict=True)]
+        lines.append(Line(name, points, i, dots=True, band=stds))
+        lines.append(Line("", [(float(budget), unlike) for budget in budgets], i, dash=DOTTED))
+    return line_chart(lines, "cores", "likeness", "likeness of features at smaller budgets", ticks_at_points=True)
 
 
-def _lines(axis: Axes, values: Layers, scale: float, label: str, **look: Any) -> None:
-    layers = range(1, len(values.mean) + 1)
-    low, high = ([scale * (m + sign * s) for m, s in zip(values.mean, values.std, strict=True)] for sign in (-1, 1))
-    axis.plot(layers, [scale * mean for mean in values.mean], label=label, **look)
-    axis.fill_between(layers, low, high, color=look["color"], alpha=0.15, linewidth=0)
-
-
-def _name(axis: Axes, across: str, up: str, note: str = "") -> None:
-    axis.set_xlabel(f"{across} ({note})" if note else across, fontsize=8)
-    axis.set_ylabel(up, fontsize=8)
-    axis.legend(fontsize=7, frameon=False)
-
-
-def _title(story: CoreStory) -> str:
-    about = story.about
-    return f"{printable(str(about['model']))}, {about['pictures']:,} pictures, {about['size']} px"
-
-
-def _last(values: Layers) -> Spread:
+def _last_layer(values: Layers) -> Spread:
     return Spread(values.mean[-1], values.std[-1])
 
 
-def _times(value: Spread, factor: float) -> Spread:
+def _scaled(value: Spread, factor: float) -> Spread:
     return Spread(factor * value.mean, factor * value.std)
 
 
-def _percent(value: Spread | float) -> str:
+def _percent_text(value: Spread | float) -> str:
     if isinstance(value, Spread):
-        return f"{_percent(value.mean)} ± {_percent(value.std)}"
+        return f"{_percent_text(value.mean)} ± {_percent_text(value.std)}"
     return number(100 * value, ".1f")

@@ -22,12 +22,12 @@ from veca.data.datasets.base import ProbeData
 from veca.data.transforms import slide_windows
 from veca.heads.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many
-from veca.heads.metrics import Confusion
+from veca.heads.metrics import Confusion, by_class
 from veca.images.resize import resize_maps
 from veca.probe.backbones import Backbone
 from veca.probe.dense_data import DenseData, opened
 from veca.probe.features import as_plain, content, listed
-from veca.probe.rows import Job, ProbeTask, Row, by_class
+from veca.probe.rows import Job, ProbeTask, Row
 from veca.probe.run import Asked, Say, check_data
 from veca.report.gallery import colour_classes, colour_depth, save_picture
 from veca.utils.files import check_utf8, check_writable

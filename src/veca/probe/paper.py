@@ -1,4 +1,4 @@
-"""The paper's results, number by number, each with the table it is from, and which of them stands nearest to a row."""
+"""The paper's results, each with the table it is from, and the one that is nearest to a result of ours."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 from veca.config import VecaConfig, size_name
 
-_SIZES = ("T", "S", "S+", "B", "L", "H", "g")
-"""From small to large; the paper's models are of the four in the middle."""
-_VECA = {"veca_tiny": "T", "veca_small": "S", "veca_small_plus": "S+", "veca_base": "B", "veca_large": "L"}
-_SIZE_WORDS = (
+MODEL_SIZES = ("T", "S", "S+", "B", "L", "H", "g")  # from small to large; the paper has S to L
+VECA_SIZES = {"veca_tiny": "T", "veca_small": "S", "veca_small_plus": "S+", "veca_base": "B", "veca_large": "L"}
+# Patterns in model names; the first that matches counts.
+_SIZE_PATTERNS = (
     ("H", r"huge|vith(?=\d)"),
     ("g", r"giant|vitg(?=\d)|7b"),
     ("S+", r"small[-_]?plus|vits16plus|splus"),
@@ -25,7 +25,7 @@ _SIZE_WORDS = (
     ("B", r"base|vitb(?=\d)|b[-_]?16|[-_]b(?=[-_.]|$)"),
     ("L", r"large|vitl(?=\d)|l[-_]?1[46]|[-_]l(?=[-_.]|$)"),
 )
-_FAMILIES = (
+_FAMILY_PATTERNS = (
     ("DINOv3", r"dinov3"),
     ("DINOv2-reg", r"reg\d?_dinov2|dinov2.*reg"),
     ("DINOv2", r"dinov2"),
@@ -36,9 +36,8 @@ _FAMILIES = (
     ("OpenCLIP", r"clip.*laion|laion.*clip|openclip"),
     ("CLIP", r"clip.*openai|openai.*clip"),
 )
-"""The first that is found in a name."""
-_OTHERS = r"patch32|b[-_]?32|convnext|sat493m"
-"""Names with these are of other models than the paper's: in patch size, build or training data."""
+# Models that are not the paper's: another patch size, architecture or training data.
+_NOT_IN_PAPER = r"patch32|b[-_]?32|convnext|sat493m"
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Number:
     """One number of the paper."""
 
     table: str
-    """As "S10"."""
+    """Such as "S10"."""
     task: str
     dataset: str
     metric: str
     model: str
-    """One name for each model, as "DINOv2-reg-B", whichever way a table writes it."""
+    """One name per model, such as "DINOv2-reg-B", however a table spells it."""
     printed: str
-    """The model as the table writes it."""
+    """The model as the table spells it."""
     cores: int | None
     size: int
     value: float
@@ -69,7 +68,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Kin:
-    """What a model is in the paper's terms."""
+    """Family and size of a model, in the paper's terms."""
 
     family: str
     size: str
@@ -86,8 +85,8 @@ def name() -> str:
 
 
 @functools.cache
-def numbers() -> tuple[Number, ...]:
-    """All of them, in the order of the tables."""
+def paper_numbers() -> tuple[Number, ...]:
+    """All numbers, in the order of the tables."""
     paper = _paper()
     return tuple(
         Number(
@@ -103,7 +102,7 @@ def find(
     task: str, dataset: str, metric: str | None = None, model: str | None = None,
     cores: int | None = None, size: int | None = None,
 ) -> list[Number]:  # fmt: skip
-    """The numbers that agree with all that is given.
+    """The numbers that agree with every argument that is given.
 
     >>> [(n.table, n.value) for n in find("segment", "coco-object", model="VECA-B", cores=64, size=512)]
     [('1', 63.58), ('S11', 62.58)]
@@ -111,16 +110,14 @@ def find(
     wanted = {"task": task, "dataset": same_dataset(dataset)[0], "model": model, "cores": cores, "size": size}
     return [
         n
-        for n in numbers()
+        for n in paper_numbers()
         if all(value in (None, getattr(n, key)) for key, value in wanted.items())
         and metric in (None, n.metric, n.metric.lower())
     ]
 
 
-def nearest(
-    task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int
-) -> Number | None:  # fmt: skip
-    """The number of the same family that is nearest in model size, then in budget and resolution together.
+def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int) -> Number | None:
+    """The number by a model of the same family that is nearest in model size, then in budget and resolution together.
 
     >>> nearest("segment", "ade20k", "mIoU", Kin("VECA", "T"), 32, 512).value
     43.98
@@ -128,45 +125,45 @@ def nearest(
     """
 
     def distance(n: Number) -> tuple[float, float]:
-        model = abs(_SIZES.index(n.model_size) - _SIZES.index(kin.size))
+        model = abs(MODEL_SIZES.index(n.model_size) - MODEL_SIZES.index(kin.size))
         budget = abs(math.log2(n.cores / cores)) if n.cores and cores else 0.0
         return model, budget + abs(math.log2(n.size / size))
 
-    found = [n for n in find(task, dataset, metric) if n.family == kin.family and (n.cores is None) == (cores is None)]
-    return min(found, key=distance, default=None)
+    candidates = [n for n in find(task, dataset, metric) if n.family == kin.family]
+    return min((n for n in candidates if (n.cores is None) == (cores is None)), key=distance, default=None)
 
 
 def same_dataset(dataset: str) -> tuple[str, str]:
-    """The paper's dataset that this one is, or is a version of, and in the second case how it differs."""
+    """The paper's name of a dataset or of the one it is a variant of, and how a variant differs."""
     near, how = _paper()["near"].get(dataset, (dataset, ""))
     return str(near), str(how)
 
 
 def caveat(dataset: str) -> str:
-    """What to know of the paper's numbers on a dataset."""
+    """What is uncertain about the paper's numbers on a dataset."""
     return str(_paper()["caveats"].get(dataset, ""))
 
 
 def other_settings(task: str, settings: Mapping[str, Any]) -> list[str]:
-    """Where settings differ from those the paper states; what either does not state is not compared.
+    """Settings that differ from those the paper states; what either does not state is not compared.
 
     >>> other_settings("classify", {"batch": 64, "optimizer": "SGD, momentum 0.9"})
     ['batch 64 (paper: 128)']
     """
-    found = []
+    differences = []
     for key, stated in _paper()["protocol"].get(task, {}).items():
         value = settings.get(key)
         if isinstance(value, str) and isinstance(stated, str):
-            differs = stated.lower()[:4] not in value.lower()  # "poly" and "polynomial" are one
+            differs = stated.lower()[:4] not in value.lower()  # "poly" and "polynomial" are the same
         else:
             differs = value is not None and value != stated
         if differs and isinstance(value, int | float | str):
-            found.append(f"{key} {value} (paper: {stated})")
-    return found
+            differences.append(f"{key} {value} (paper: {stated})")
+    return differences
 
 
 def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
-    """What a model is in the paper's terms, by its configuration if it is a VECA, or by its name.
+    """Family and size of a model, from its configuration if it is a VECA and has one, else from its name.
 
     >>> kin("facebook/dinov3-vits16plus-pretrain-lvd1689m", "transformers", {})
     Kin(family='DINOv3', size='S+')
@@ -179,19 +176,19 @@ def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
         config = about.get("config")
         size = _veca_size(config) if isinstance(config, Mapping) and config else _size_in(text)
         return Kin("VECA", size) if size else None
-    if re.search(_OTHERS, text):
+    if re.search(_NOT_IN_PAPER, text):
         return None
-    family = next((family for family, pattern in _FAMILIES if re.search(pattern, text)), None)
+    family = next((family for family, pattern in _FAMILY_PATTERNS if re.search(pattern, text)), None)
     size = _size_in(text)
     return Kin(family, size) if family and size else None
 
 
 def _size_in(text: str) -> str | None:
-    return next((size for size, pattern in _SIZE_WORDS if re.search(pattern, text)), None)
+    return next((size for size, pattern in _SIZE_PATTERNS if re.search(pattern, text)), None)
 
 
 def _veca_size(config: Mapping[str, Any]) -> str | None:
     try:
-        return _VECA.get(size_name(VecaConfig.from_dict(dict(config))) or "")
-    except (ValueError, TypeError):  # of another version
+        return VECA_SIZES.get(size_name(VecaConfig.from_dict(dict(config))) or "")
+    except (ValueError, TypeError):  # a configuration of another version
         return None

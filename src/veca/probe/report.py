@@ -1,320 +1,272 @@
-"""The report of a results folder: `report.html`, `report.md`, `rows.csv` and the curves, made of the rows in it.
+"""Report of a results folder: `report.html`, `report.md`, `rows.csv` and `curves/*.svg`, from the rows in it.
 
-It can be made at any time, of whatever rows are there.
+It can be written at any time, from whatever rows are there.
 """
 
 from __future__ import annotations
 
-import base64
+import csv
+import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from html import escape
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
+
+from markupsafe import Markup
 
 from veca.errors import ArgumentError
-from veca.probe import paper
-from veca.probe.curves import Picture, pictures
-from veca.probe.markdown import markdown, rows_csv
-from veca.probe.results import Problem, Row, lower_is_better, metric_name, read_rows, shown
-from veca.probe.tables import (
-    Group,
-    Series,
-    Table,
-    at,
-    class_table,
-    edge_note,
-    glance_table,
-    grid_table,
-    groups,
-    paper_table,
-    results_table,
-)
-from veca.report.charts import SMALL, Line, line_chart, standalone
-from veca.report.page import details, figure, heat_table, section, table, write_page
-from veca.utils.files import atomic_path
+from veca.probe import paper, tables
+from veca.probe.curves import draw_curves
+from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
+from veca.probe.tables import Group, ResultTable, Series
+from veca.report.chart_files import write_chart
+from veca.report.charts import Line, line_chart
+from veca.report.page import data_uri, levels, write_page, write_text
 from veca.utils.text import duration, number, printable
 
-SHOWN_ROWS = 24
-"""Of a dataset; more of them are folded away, below the best."""
-SHOWN_PICTURES, MOST_PICTURE_BYTES, MOST_GALLERY_BYTES = 6, 4 * 2**20, 24 * 2**20
-READING = (
-    f"The paper is {paper.name()}; its numbers are as its tables print them. Beside a row stands the one on the same "
-    "dataset by a model of the same family, nearest in model size, then in budget and resolution; the notes say what "
-    "differs. No number: the paper has none.",
-    "A VECA that was trained here is not the paper's VECA, even at the same size. Its gap says how far apart the two "
-    "models are under these settings, not whether the paper's result was reproduced.",
-    "The gap is ours less the paper's, in the metric's own unit; of errors (↓) less is better. Of the protocols only "
-    "what both state is compared. A gap in brackets is between models of different sizes, and says little.",
-    "The best row of a model is the best by the score it reports: a choice made on the scored pictures. Curves "
-    "and grids are means over seeds.",
-)
-Key = TypeVar("Key")
-_TYPES = {".png": ("image/png", b"\x89PNG"), ".webp": ("image/webp", b"RIFF"), ".jpg": ("image/jpeg", b"\xff\xd8")}
+SHOWN_ROWS = 24  # of a dataset; with more, the best are shown and all are folded away
+SHOWN_CLASSES = 5  # in Markdown: the best and the worst, where there are many more
+GALLERY_IMAGES, MARKDOWN_IMAGES = 6, 4  # of a series
+MAX_IMAGE_BYTES, MAX_GALLERY_BYTES = 4 * 2**20, 24 * 2**20
+IMAGE_TYPES = {".png": ("png", b"\x89PNG"), ".webp": ("webp", b"RIFF"), ".jpg": ("jpeg", b"\xff\xd8")}
+"""By suffix: the type, and how a file of it begins."""
 
 
-def write_report(folder: Path) -> tuple[Path, list[str]]:
-    """Write the report of the rows in `folder`, into it: the page's path, and what was left out, in sentences."""
+def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
+    """Write the report of the rows in `folder` into it: the path of the page, and a sentence for each file left out."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is no folder; name the one `veca probe` wrote to")
-    rows, problems = read_rows(folder)
+    rows, unusable = read_results(folder)
     if not rows:
-        why = "; ".join(f"{file} {why}" for file, why in problems[:3]) or "`veca probe` has finished none yet"
-        raise ArgumentError(f"{folder} has no row that can be read: {why}")
-    name, every = printable(folder.resolve().name), groups(rows)
-    gallery = _Gallery(folder)
-    curves = {group: pictures(group) for group in every}
-    for picture in (picture for group in every for picture in curves[group]):
-        _write(folder / "curves" / f"{picture.name}.svg", standalone(picture.svg))
-    sections = [_glance(every), *(_group(group, curves[group], gallery) for group in every), _every_row(every)]
-    problems += gallery.problems
-    facts = _facts(rows, every)
-    _write(folder / "rows.csv", rows_csv(rows))
-    _write(folder / "report.md", markdown(name, facts, every, curves, problems, READING))
-    banner = [f"<li>{escape(file)} {escape(why)}</li>" for file, why in problems]
-    write_page(
-        folder / "report.html",
-        name=name,
-        eyebrow="VECA probes",
-        banner=f"<p><strong>Left out:</strong></p><ul>{''.join(banner)}</ul>" if banner else "",
-        facts={term: escape(value) for term, value in facts.items()},
-        sections=sections,
-        footer=f"Made of the rows in the folder on {datetime.now():%d %B %Y}.",
-    )
-    return folder / "report.html", [f"{file} {why}" for file, why in problems]
+        reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
+        raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
+    groups, gallery = tables.group_rows(rows), _Gallery(folder)
+    sections = [_group_context(group, gallery) for group in groups]
+    for curve in (curve for section in sections for curve in section["curves"]):
+        write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
+    unusable += gallery.unusable
+    ordered = [row for group in groups for series in group.series for row in series.rows]
+    lines, protocols = _row_table(ordered)
+    context = {
+        "name": folder.resolve().name,
+        "paper_name": paper.name(),
+        "banner": bool(unusable),
+        "unusable": unusable,
+        "facts": _folder_facts(rows, groups),
+        "overview": tables.overview_table(groups),
+        "groups": sections,
+    }
+    write_text(folder / "rows.csv", rows_csv(rows))
+    write_page(folder / "report.md", "probe.md", **context, rows=lines, protocols=protocols)
+    details = [_row_context(row) for row in ordered]
+    write_page(folder / "report.html", "probe.html", **context, rows=details, tone_gaps=tone_gaps)
+    return folder / "report.html", [f"{file} {reason}" for file, reason in unusable]
 
 
-def _write(path: Path, text: str) -> None:
-    with atomic_path(path) as part:
-        part.write_text(text, encoding="utf-8", errors="replace", newline="")
-
-
-def _facts(rows: Sequence[Row], every: Sequence[Group]) -> dict[str, str]:
+def _folder_facts(rows: Sequence[ProbeResult], groups: Sequence[Group]) -> dict[str, str]:
     dates = sorted(row.date[:10] for row in rows if row.date)
     versions = sorted({f"veca {row.versions['veca']}" for row in rows if "veca" in row.versions})
     devices = sorted({row.versions["device"] for row in rows if "device" in row.versions})
-    facts = {
+    return {
         "Rows": f"{len(rows):,}",
-        "Models": _named({row.model for row in rows}),
-        "Datasets": _named({row.dataset for row in rows}),
-        "Budgets": ", ".join(map(str, sorted({c for group in every for c in group.cores}))) or "none",
-        "Resolutions": ", ".join(f"{size}" for size in sorted({s for group in every for s in group.sizes})) + " px",
+        "Models": _list_names({row.model for row in rows}),
+        "Datasets": _list_names({row.dataset for row in rows}),
+        "Budgets": ", ".join(map(str, sorted({c for group in groups for c in group.cores}))) or "none",
+        "Resolutions": ", ".join(map(str, sorted({s for group in groups for s in group.sizes}))) + " px",
         "Time spent": duration(math.fsum(v for row in rows for v in row.seconds.values())),
         "When": " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–",
         "Made with": ", ".join([*versions, *devices]) or "–",
     }
-    return facts
 
 
-def _named(names: set[str], most: int = 4) -> str:
-    some = sorted(names)
-    return ", ".join(some[:most]) + (f" and {len(some) - most} more" if len(some) > most else "")
+def _list_names(names: set[str], limit: int = 4) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
-def _glance(every: Sequence[Group]) -> str:
-    reading = "".join(f"<p>{escape(one)}</p>" for one in READING)
-    return section(
-        "At a glance",
-        "<p>The best row of each model on each dataset.</p>",
-        _table(glance_table(every)),
-        details("How to read the paper's column", reading),
-    )
-
-
-def _group(group: Group, curves: Sequence[Picture], gallery: _Gallery) -> str:
-    every = _table(results_table(group))
-    if len(group.rows) > SHOWN_ROWS:
-        every = _table(results_table(group, best=True)) + details(f"All {len(group.rows)} rows", every)
-    drawn = [figure(escape(p.title), p.svg, escape(p.caption)) for p in curves]
-    drift = f"Also different between rows of one model: {', '.join(group.drifting)}." if group.drifting else ""
-    quoted = paper_table(group)
-    return section(
-        escape(group.title),
-        every,
-        f'<div class="tiles">{"".join(drawn)}</div>' if drawn else "",
-        f'<p class="none">{escape(drift)}</p>' if drift else "",
-        *(_heat(group, series) for series in group.series),
-        *(gallery.show(series) for series in group.series),
-        _classes(group),
-        details(f"What the paper has on {escape(group.dataset)}", _table(quoted)) if quoted else "",
-    )
-
-
-def _table(content: Table) -> str:
-    """A table of plain text, with its notes below."""
-    kind = "stack" if content.heads[-1] == "notes" else "plain"
-    rows = [list(map(escape, cells)) for cells in content.rows]
-    if kind == "stack":
-        rows = [cells if cells[-1] else list(map(_tone, cells)) for cells in rows]
-    words = {i for i, head in enumerate(content.heads) if head in ("model", "which", "from")}
-    notes = "".join(f"<li>{escape(note)}</li>" for note in content.notes)
-    return table([escape(head) for head in content.heads], rows, kind, words) + (
-        f'<ol class="notes">{notes}</ol>' if notes else ""
-    )
-
-
-def _tone(cell: str) -> str:
-    """A gap in colour; for rows without notes, whose numbers are alike as far as is known."""
-    for word, tone in (("better", "good"), ("worse", "bad")):
-        if cell[:1] in "+−" and cell.endswith(f" {word}"):
-            return f'<span class="{tone}">{cell}</span>'
-    return cell
-
-
-def _heat(group: Group, series: Series) -> str:
-    grid = grid_table(group, series)
-    if grid is None:
-        return ""
-    cores = sorted({row.cores for row in series.rows if row.cores is not None})
-    sizes = sorted({row.size for row in series.rows if row.cores is not None})
-    values = {(c, s): series.mean(c, s) for c in cores for s in sizes}
-    levels = _levels(values, lower_is_better(group.metric))
-    cells = {
-        f"{s} px": [(shown(group.metric, values[c, s]), levels.get((c, s), math.nan)) for c in cores] for s in sizes
+def _group_context(group: Group, gallery: _Gallery) -> dict[str, Any]:
+    """All that HTML and Markdown show of one task, dataset and metric."""
+    classes, series = tables.class_table(group), group.series
+    return {
+        "group": group,
+        "metric": metric_name(group.metric),
+        "results": tables.results_table(group),
+        "best": tables.results_table(group, best=True) if len(group.rows) > SHOWN_ROWS else None,
+        "curves": draw_curves(group),
+        "grids": [grid for one in series if (grid := tables.heat_grid(group, one))],
+        "galleries": [(one.name, strips) for one in series if (strips := gallery.strips(one))],
+        "images": [(one.name, one.best.place, paths) for one in series if (paths := _markdown_images(one.best))],
+        "classes": classes,
+        "few_classes": classes and _best_and_worst(classes),
+        "paper": tables.paper_table(group),
     }
-    caption = f"{escape(metric_name(group.metric))} by resolution (rows) and budget (columns)."
-    picture = heat_table("cores", [str(c) for c in cores], cells, caption, ("worse", "better"))
-    return figure(f"{escape(series.name)}: resolution × budget", picture)
 
 
-def _levels(values: Mapping[Key, float], lower: bool) -> dict[Key, float]:
-    """From the worst, 0, to the best, 1, where there is a number."""
-    found = {key: -value if lower else value for key, value in values.items() if math.isfinite(value)}
-    low, high = min(found.values(), default=0.0), max(found.values(), default=0.0)
-    return {key: (value - low) / (high - low) if high > low else 0.5 for key, value in found.items()}
+def _best_and_worst(classes: ResultTable) -> ResultTable:
+    rows, skipped = classes.rows, len(classes.rows) - 2 * SHOWN_CLASSES
+    if skipped > 0:
+        gap = ["…", *[f"{skipped} more"] * (len(classes.heads) - 1)]
+        rows = [*rows[:SHOWN_CLASSES], gap, *rows[-SHOWN_CLASSES:]]
+    return ResultTable(classes.heads, rows)
 
 
-def _classes(group: Group) -> str:
-    found = class_table(group)
-    return details(f"All {len(found.rows):,} classes, best first", _table(found)) if found else ""
+def _markdown_images(row: ProbeResult) -> list[list[str]]:
+    """Paths of image, label and prediction; only those that can stand in a link and stay in the folder."""
+    safe = re.compile(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
+    shown = [one for one in row.gallery if all(isinstance(p, str) and safe.fullmatch(p) for p in one.values())]
+    return [[one.get(kind, "") for kind in ("image", "label", "prediction")] for one in shown[:MARKDOWN_IMAGES]]
 
 
 @dataclass
 class _Gallery:
-    """Pictures of a folder, put into the page as long as there is room."""
+    """Images of a folder as data URIs, as long as the page has room."""
 
     folder: Path
-    problems: list[Problem] = field(default_factory=list)
-    left: int = MOST_GALLERY_BYTES
+    unusable: list[Unusable] = field(default_factory=list)
+    bytes_left: int = MAX_GALLERY_BYTES
 
-    def show(self, series: Series) -> str:
-        """Predictions at the resolution of the best row: at the smallest and at the largest budget."""
+    def strips(self, series: Series) -> list[list[tuple[str, str, str]]]:
+        """Per image: itself, its label, its predictions at the least and the greatest budget of the best resolution."""
         own = [row for row in series.rows if row.gallery and row.size == series.best.size]
         own.sort(key=lambda row: (row.cores or 0, row.goodness))
         rows = own if len(own) < 2 else [own[0], own[-1]]
-        if not rows:
-            return ""
-        found: dict[str, list[str]] = {}
-        for place, row in enumerate(rows):
-            for one in row.gallery[:SHOWN_PICTURES]:
-                image, label, prediction = (self._picture(row, one.get(k)) for k in ("image", "label", "prediction"))
+        heads = ["picture", "label", *(f"prediction, {row.place}" for row in rows)]
+        by_image: dict[str, list[str]] = {}
+        for i, row in enumerate(rows):
+            for entry in row.gallery[:GALLERY_IMAGES]:
+                image, label, prediction = (self._source(row, entry.get(k)) for k in ("image", "label", "prediction"))
                 if image and prediction:
-                    cells = found.setdefault(image, [image, label, *[""] * len(rows)])
-                    cells[2 + place] = prediction
-        heads = ["picture", "label", *(f"prediction, {at(row)}" for row in rows)]
-        body = [
-            "".join(
-                f'<figure><img src="{cell}" alt="{head}" loading="lazy" /><figcaption>{head}</figcaption></figure>'
-                for head, cell in zip(heads, cells, strict=True)
-                if cell
-            )
-            for cells in found.values()
+                    by_image.setdefault(image, [image, label, *[""] * len(rows)])[2 + i] = prediction
+        return [
+            [(source, head, head) for head, source in zip(heads, sources, strict=True) if source]
+            for sources in by_image.values()
         ]
-        strips = "".join(f'<div class="strip">{strip}</div>' for strip in body)
-        return figure(f"{escape(series.name)}: predictions", strips) if strips else ""
 
-    def _picture(self, row: Row, path: object) -> str:
-        """A picture as a data address; empty, and named, where it cannot be shown."""
+    def _source(self, row: ProbeResult, path: object) -> str:
+        """The data URI of an image; empty, and noted as unusable, where it cannot be shown."""
         if not isinstance(path, str) or not path:
             return ""
-        name = printable(path)[:120]
         try:
-            place = (self.folder / path).resolve()
-            if not place.is_relative_to(self.folder.resolve()):
-                raise ArgumentError(f"of {row.file} lies outside the folder")
-            kind, start = _TYPES.get(place.suffix.lower().replace("jpeg", "jpg"), ("", b""))
-            if not kind:
-                raise ArgumentError(f"of {row.file} is no .png, .webp or .jpg")
-            size = place.stat().st_size
-            if size > min(self.left, MOST_PICTURE_BYTES):
-                raise ArgumentError(f"of {row.file} has {size:,} bytes, more than the page has room for")
-            data = place.read_bytes()
-            if not data.startswith(start):
-                raise ArgumentError(f"of {row.file} is no picture of its kind")
-        except FileNotFoundError:
-            self.problems.append(Problem(name, f"of {row.file} is not there"))
-            return ""
+            data, kind = self._read(path)
         except (ValueError, OSError) as error:
-            self.problems.append(Problem(name, printable(str(error))))
+            reason = "is not there" if isinstance(error, FileNotFoundError) else printable(str(error))
+            self.unusable.append(Unusable(printable(path)[:120], f"of {row.file} {reason}"))
             return ""
-        self.left -= len(data)
-        return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.bytes_left -= len(data)
+        return data_uri(data, kind)
+
+    def _read(self, path: str) -> tuple[bytes, str]:
+        file = (self.folder / path).resolve()
+        if not file.is_relative_to(self.folder.resolve()):
+            raise ArgumentError("lies outside the folder")
+        kind, start = IMAGE_TYPES.get(file.suffix.lower().replace("jpeg", "jpg"), ("", b""))
+        if not kind:
+            raise ArgumentError("is no .png, .webp or .jpg")
+        size = file.stat().st_size
+        if size > min(self.bytes_left, MAX_IMAGE_BYTES):
+            raise ArgumentError(f"has {size:,} bytes, more than the page has room for")
+        data = file.read_bytes()
+        if not data.startswith(start):
+            raise ArgumentError("is no picture of its kind")
+        return data, kind
 
 
-def _every_row(every: Sequence[Group]) -> str:
-    rows = [row for group in every for series in group.series for row in series.rows]
-    return section("Every row", *(details(_row_title(row), _row(row)) for row in rows))
+def tone_gaps(table: ResultTable) -> list[Sequence[str]]:
+    """Rows of a table with notes, gaps in colour where no note says that the two numbers differ in kind."""
+
+    def tone(cell: str) -> str:
+        verdict = {"better": "good", "worse": "bad"}.get(cell.rpartition(" ")[2])
+        return Markup('<span class="{}">{}</span>').format(verdict, cell) if verdict and cell[0] in "+−" else cell
+
+    return [row if row[-1] else list(map(tone, row)) for row in table.rows]
 
 
-def _row_title(row: Row) -> str:
-    return escape(f"{row.task} {row.dataset}, {row.model}, {at(row)}: {shown(row.metric, row.value)} {row.metric}")
-
-
-def _row(row: Row) -> str:
-    counts = ", ".join(f"{split} {count:,}" for split, count in row.counts.items())
-    took = ", ".join(f"{name} {duration(value)}" for name, value in row.seconds.items())
-    best = ", ".join(f"{name} {value:g}" for name, value in row.best.items())
-    facts = {
-        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in row.metrics.items()),
-        "best of the sweep": "; ".join(text for text in (best, edge_note(row)) if text),
-        "model": f"{row.model}, {row.kind}",
-        "data": f"{row.dataset}: {counts}; fingerprint {row.fingerprint}",
-        "scored on": row.scored_on,
-        "grid": " × ".join(map(str, row.grid)),
-        "seed": str(row.seed),
-        "time": took,
-        "date": row.date,
-        "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
-        "file": row.file,
+def _row_context(row: ProbeResult) -> dict[str, Any]:
+    """One result, with the chart of its best head and the table of its sweep."""
+    curve = None
+    if len(row.curve) > 1:
+        points = [(float(i), value) for i, value in enumerate(row.curve, 1)]
+        label = f"{row.metric} of the best head at each validation"
+        curve = line_chart([Line("", points)], "validation", f"{row.metric} on val", label)
+    return {
+        "result": row,
+        "score": metric_text(row.metric, row.value),
+        "times": {name: duration(seconds) for name, seconds in row.seconds.items()},
+        "sweep": _sweep_grid(row),
+        "curve": curve,
     }
-    cells = [[escape(name), escape(value)] for name, value in facts.items() if value]
-    curve = [(float(i), value) for i, value in enumerate(row.curve, 1)]
-    label = f"{row.metric} of the best head at each validation"
-    line = Line(row.metric, curve, 0)
-    drawn = line_chart([line], "validation", f"{row.metric} on val", label, frame=SMALL, log=False)
-    return "\n".join(
-        [
-            table(["", ""], cells, "events"),
-            _sweep(row),
-            f'<div class="tiles">{drawn}</div>' if len(curve) > 1 else "",
-            f"<h3>Protocol</h3><pre>{_json(row.protocol)}</pre>",
-            f"<h3>Model</h3><pre>{_json(row.about)}</pre>" if row.about else "",
-        ]
-    )
 
 
-def _json(value: object) -> str:
-    return escape(json.dumps(value, indent=1, default=str))
-
-
-def _sweep(row: Row) -> str:
-    """Rates × decays, each with its best score on val."""
+def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
+    """Rates × decays of a sweep, each with its best score on val."""
     values = {
-        (one["rate"], one["decay"]): one.get("val", math.nan) for one in row.sweep if {"rate", "decay"} <= one.keys()
+        (head["rate"], head["decay"]): head.get("val", math.nan)
+        for head in row.sweep
+        if {"rate", "decay"} <= head.keys()
     }
     if len(values) < 2:
-        return ""
-    levels = _levels(values, lower_is_better(row.metric))
+        return None
+    scaled = levels(values, lower_is_better(row.metric))
     rates, decays = (sorted({pair[i] for pair in values}) for i in (0, 1))
     cells = {
-        f"{decay:g}": [
-            (number(values.get((rate, decay), math.nan)), levels.get((rate, decay), math.nan)) for rate in rates
-        ]
+        f"{decay:g}": [(number(values.get((r, decay), math.nan)), scaled.get((r, decay), math.nan)) for r in rates]
         for decay in decays
     }
-    caption = f"Sweep: best {escape(row.metric)} on val by decay (rows) and rate (columns)."
-    return heat_table("decay", [f"{rate:g}" for rate in rates], cells, caption, ("worse", "better"))
+    return {"rates": [f"{rate:g}" for rate in rates], "rows": cells}
+
+
+def _row_table(rows: Sequence[ProbeResult]) -> tuple[ResultTable, list[str]]:
+    """One line per result for Markdown, and the distinct protocols, which lines name by number from 1."""
+    protocols: dict[str, int] = {}
+    heads = ["row", "best rate", "decay", "seed", "scored on", "time", "date", "versions", "protocol", ""]
+    lines = []
+    for row in rows:
+        text = json.dumps(row.protocol, indent=1, default=str)
+        protocol = protocols.setdefault(text, len(protocols) + 1)
+        rate, decay = (number(row.best.get(key, math.nan), "g") for key in ("rate", "decay"))
+        seconds = duration(sum(row.seconds.values())) if row.seconds else "–"
+        versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
+        cells = [row.file, rate, decay, row.seed, row.scored_on, seconds, row.date, versions, protocol]
+        lines.append([*map(str, cells), row.sweep_note()])
+    return ResultTable(heads, lines), list(protocols)
+
+
+def rows_csv(rows: Sequence[ProbeResult]) -> str:
+    """One line for each result and, after it, for each further dataset that its head was scored on."""
+    scored: list[tuple[ProbeResult, str | None, Mapping[str, float]]] = []
+    for row in rows:
+        scored += [(row, None, row.metrics), *((row, other, values) for other, values in row.also.items())]
+    names = list(dict.fromkeys(name for _, _, values in scored for name in values))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_csv_columns(rows[0], None), *map(_csv_cell, names)])
+    for row, other, values in scored:
+        cells = [*_csv_columns(row, other).values(), *(values.get(name) for name in names)]
+        writer.writerow([_csv_cell(cell) for cell in cells])
+    return text.getvalue()
+
+
+def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:
+    compared = tables.compare_with_paper(row, other)
+    n = compared.number if compared else None
+    return {
+        "task": row.task, "dataset": other or row.dataset, "head_of": row.dataset if other else None,
+        "model": row.model, "kind": row.kind, "cores": row.cores, "size": row.size, "seed": row.seed,
+        "scored_on": row.scored_on, "metric": row.metric, "paper": n and n.value, "paper_model": n and n.model,
+        "paper_cores": n and n.cores, "paper_size": n and n.size, "paper_table": n and n.table,
+        "gap": compared and round(compared.gap, 6), "notes": compared and "; ".join(compared.notes),
+        "rate": row.best.get("rate"), "decay": row.best.get("decay"),
+        **{split: row.counts.get(split) for split in ("train", "val", "test")}, "fingerprint": row.fingerprint,
+        "seconds": math.fsum(row.seconds.values()) if row.seconds else None, "date": row.date,
+        "versions": json.dumps(row.versions, sort_keys=True),
+        "protocol": json.dumps(row.protocol, sort_keys=True, default=str), "file": row.file,
+    }  # fmt: skip
+
+
+def _csv_cell(value: object) -> object:
+    """Text that a spreadsheet would run as a formula gets a quote before it."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value

@@ -1,4 +1,4 @@
-"""The rows of a results folder, each checked as it is read; what is no row is named and left out."""
+"""Rows of a results folder read back: each file is checked, and what is not a row is named and left out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from veca.errors import ArgumentError
 from veca.probe import paper
 from veca.utils.text import number, printable
 
-SCHEMA = 1
-"""Of row files; one that names another is not read."""
-MOST_BYTES = 2**26
-"""A larger file is no row."""
-_LOWER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNORECASE)
-_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
+SCHEMA = 1  # of row files; a file of another is not read
+MAX_ROW_BYTES = 2**26
+_LOWER_IS_BETTER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNORECASE)
+_IN_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One finished probe. Names are printable."""
+class ProbeResult:
+    """One finished probe, as its row file says. Names are printable."""
 
     file: str
     task: str
@@ -33,20 +31,25 @@ class Row:
     about: Mapping[str, Any]
     dataset: str
     counts: Mapping[str, int]
+    """Images of each split."""
     fingerprint: str
     cores: int | None
     size: int
     seed: int
     scored_on: str
     metric: str
+    """The main one of `metrics`."""
     metrics: Mapping[str, float]
     per_class: Mapping[str, float]
     best: Mapping[str, float]
+    """Settings of the best head of the sweep."""
     sweep: Sequence[Mapping[str, float]]
     curve: Sequence[float]
+    """Score of the best head at each validation."""
     protocol: Mapping[str, Any]
     gallery: Sequence[Mapping[str, str]]
     also: Mapping[str, Mapping[str, float]]
+    """Metrics on further datasets, by the same head."""
     versions: Mapping[str, str]
     seconds: Mapping[str, float]
     date: str
@@ -54,26 +57,45 @@ class Row:
 
     @property
     def value(self) -> float:
-        """Of the main metric; nan where it is missing."""
+        """The main metric; nan where it is missing."""
         return self.metrics.get(self.metric, math.nan)
 
     @property
     def goodness(self) -> float:
-        """The value with the sign that makes more of it better; least of all where there is none."""
+        """The main metric with the sign that makes higher better; -inf where it is missing."""
         if not math.isfinite(self.value):
             return -math.inf
         return -self.value if lower_is_better(self.metric) else self.value
 
     @property
+    def place(self) -> str:
+        """Budget and resolution, as text."""
+        return f"{'' if self.cores is None else f'C = {self.cores}, '}{self.size} px"
+
+    @property
     def kin(self) -> paper.Kin | None:
         return paper.kin(self.model, self.kind, self.about)
 
+    def on(self, dataset: str) -> tuple[str, float]:
+        """Metric and score on one of the datasets in `also`: by the row's own metric, or else by the first."""
+        metrics = self.also[dataset]
+        name = self.metric if self.metric in metrics else next(iter(metrics), self.metric)
+        return name, metrics.get(name, math.nan)
 
-class Problem(NamedTuple):
-    """A file that could not be used, and why."""
+    def sweep_note(self) -> str:
+        """Says so if the best rate is at the end of the sweep, where a wider one might do better."""
+        rates = sorted({head["rate"] for head in self.sweep if "rate" in head})
+        if len(rates) < 2 or self.best.get("rate") not in (rates[0], rates[-1]):
+            return ""
+        end = "lowest" if self.best["rate"] == rates[0] else "highest"
+        return f"the {end} rate of the sweep: others may do better"
+
+
+class Unusable(NamedTuple):
+    """A file that is left out of a report, and the reason."""
 
     file: str
-    why: str
+    reason: str
 
 
 def lower_is_better(metric: str) -> bool:
@@ -82,58 +104,61 @@ def lower_is_better(metric: str) -> bool:
     >>> lower_is_better("abs_rel"), lower_is_better("mIoU")
     (True, False)
     """
-    return bool(_LOWER.search(metric))
+    return bool(_LOWER_IS_BETTER.search(metric))
 
 
-def unit(metric: str) -> str:
+def metric_unit(metric: str) -> str:
     """'%', 'm' or nothing."""
-    return "m" if metric.lower() == "rmse" else "%" if _PERCENT.search(metric) and not lower_is_better(metric) else ""
+    if metric.lower() == "rmse":
+        return "m"
+    return "%" if _IN_PERCENT.search(metric) and not lower_is_better(metric) else ""
 
 
-def shown(metric: str, value: float, sign: str = "") -> str:
-    """A value as a table has it: as many digits as the paper prints.
+def metric_text(metric: str, value: float, sign: str = "") -> str:
+    """A value with as many digits as the paper prints.
 
-    >>> shown("mIoU", 44.8249), shown("rmse", 0.4, "+"), shown("top1", -1.5, "+"), shown("top1", math.nan)
-    ('44.82', '+0.4000', '−1.50', '–')
+    >>> metric_text("mIoU", 44.8249), metric_text("rmse", 0.4, "+"), metric_text("top1", -1.5, "+")
+    ('44.82', '+0.4000', '−1.50')
     """
-    return number(value, f"{sign}.{2 if unit(metric) == '%' else 4}f").replace("-", "−")
+    return number(value, f"{sign}.{2 if metric_unit(metric) == '%' else 4}f").replace("-", "−")
 
 
 def metric_name(metric: str) -> str:
-    """With its unit and, if it is an error, an arrow.
+    """A metric with its unit and, if it is an error, an arrow.
 
     >>> metric_name("mIoU"), metric_name("rmse")
     ('mIoU, %', 'rmse, m ↓')
     """
-    return metric + (f", {unit(metric)}" if unit(metric) else "") + (" ↓" if lower_is_better(metric) else "")
+    unit = metric_unit(metric)
+    return metric + (f", {unit}" if unit else "") + (" ↓" if lower_is_better(metric) else "")
 
 
-def is_results(folder: Path) -> bool:
-    """Whether a folder is one that `veca probe` writes to."""
+def is_results_folder(folder: Path) -> bool:
+    """Whether `veca probe` wrote to a folder."""
     return (folder / "rows").is_dir()
 
 
-def read_rows(folder: Path) -> tuple[list[Row], list[Problem]]:
-    """All rows in a folder, and the files there that are none."""
-    rows, problems = [], []
+def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
+    """All rows of a folder, and the files among them that are not rows."""
+    rows, unusable = [], []
     for path in sorted((folder / "rows").glob("*.json")):
         name = printable(f"rows/{path.name}")
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ArgumentError(f"is larger than {MOST_BYTES >> 20} MiB, which no row is")
+            if path.stat().st_size > MAX_ROW_BYTES:
+                raise ArgumentError(f"is larger than {MAX_ROW_BYTES >> 20} MiB, which no row is")
             rows.append(parse_row(json.loads(path.read_text(encoding="utf-8")), name))
         except UnicodeDecodeError:
-            problems.append(Problem(name, "is not UTF-8 text"))
+            unusable.append(Unusable(name, "is not UTF-8 text"))
         except (json.JSONDecodeError, RecursionError) as error:
-            problems.append(Problem(name, f"is not whole JSON: {printable(str(error))}"))
+            unusable.append(Unusable(name, f"is not whole JSON: {printable(str(error))}"))
         except (ValueError, OSError) as error:
-            problems.append(Problem(name, printable(str(error))))
+            unusable.append(Unusable(name, printable(str(error))))
     rows.sort(key=lambda r: (r.task, r.dataset, r.model, r.size, r.cores or 0, r.seed, r.file))
-    return rows, problems
+    return rows, unusable
 
 
-def parse_row(raw: Any, file: str) -> Row:
-    """A row from what its file says; a ValueError that says what is wrong with it."""
+def parse_row(raw: Any, file: str) -> ProbeResult:
+    """A row from the JSON of its file. What identifies it must be right; the rest is left out where it is not."""
     if not isinstance(raw, dict):
         raise ArgumentError("holds no JSON object, and is no row")
     if raw.get("schema", SCHEMA) != SCHEMA:
@@ -143,83 +168,86 @@ def parse_row(raw: Any, file: str) -> Row:
         )
     if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
         raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
-    model, data = _typed(raw, "model", dict), _typed(raw, "data", dict)
-    cores = raw.get("cores")
-    return Row(
+    for key in ("model", "data", "metrics"):
+        _check_field(key, raw[key], isinstance(raw[key], dict), "an object was expected")
+    model, data = raw["model"], raw["data"]
+    cores, seed = raw.get("cores"), raw.get("seed")
+    return ProbeResult(
         file=file,
-        task=_text(raw, "task"),
-        model=_text(model, "name", "model "),
-        kind=printable(str(model.get("kind", ""))),
-        about=mapping(model.get("about")),
-        dataset=_text(data, "name", "data "),
+        task=_require_name("task", raw["task"]),
+        model=_require_name("model name", model.get("name")),
+        kind=_text(model.get("kind")),
+        about=as_mapping(model.get("about")),
+        dataset=_require_name("data name", data.get("name")),
         counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
-        fingerprint=printable(str(data.get("fingerprint", ""))),
-        cores=None if cores is None else _count(cores, "cores"),
-        size=_count(raw["size"], "size"),
-        seed=raw["seed"] if type(raw.get("seed")) is int else 0,
-        scored_on=printable(str(raw.get("scored_on", ""))),
-        metric=_text(raw, "metric"),
-        metrics=_numbers(_typed(raw, "metrics", dict)),
-        per_class=_numbers(raw.get("per_class")),
-        best=_numbers(raw.get("best")),
-        sweep=[_numbers(one) for one in _list(raw.get("sweep"))],
-        curve=[float(v) for v in _list(mapping(raw.get("curve")).get("val")) if _is_number(v)],
-        protocol=mapping(raw.get("protocol")),
-        gallery=[one for one in _list(raw.get("gallery")) if isinstance(one, dict)],
-        also={printable(str(name)): _numbers(values) for name, values in mapping(raw.get("also")).items()},
-        versions={printable(str(k)): printable(str(v)) for k, v in mapping(raw.get("versions")).items()},
-        seconds=_numbers(raw.get("seconds")),
-        date=printable(str(raw.get("date", ""))),
-        grid=[n for n in _list(raw.get("grid")) if type(n) is int],
+        fingerprint=_text(data.get("fingerprint")),
+        cores=None if cores is None else _positive("cores", cores),
+        size=_positive("size", raw["size"]),
+        seed=seed if type(seed) is int else 0,
+        scored_on=_text(raw.get("scored_on")),
+        metric=_require_name("metric", raw["metric"]),
+        metrics=_only_numbers(raw["metrics"]),
+        per_class=_only_numbers(raw.get("per_class")),
+        best=_only_numbers(raw.get("best")),
+        sweep=[_only_numbers(head) for head in _as_list(raw.get("sweep"))],
+        curve=[float(v) for v in _as_list(as_mapping(raw.get("curve")).get("val")) if _is_number(v)],
+        protocol=as_mapping(raw.get("protocol")),
+        gallery=[entry for entry in _as_list(raw.get("gallery")) if isinstance(entry, dict)],
+        also={printable(name): _only_numbers(values) for name, values in as_mapping(raw.get("also")).items()},
+        versions={printable(name): _text(version) for name, version in as_mapping(raw.get("versions")).items()},
+        seconds=_only_numbers(raw.get("seconds")),
+        date=_text(raw.get("date")),
+        grid=[n for n in _as_list(raw.get("grid")) if type(n) is int],
     )
 
 
+def _check_field(key: str, value: Any, valid: bool, rule: str) -> None:
+    if not valid:
+        raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; {rule}: it is no row of `veca probe`")
+
+
+def _require_name(key: str, value: Any) -> str:
+    _check_field(key, value, isinstance(value, str) and bool(value), "a name was expected")
+    return printable(value)
+
+
+def _positive(key: str, value: Any) -> int:
+    _check_field(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
+    return int(value)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else printable(str(value))
+
+
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # nan is not, and what no float can hold is not either
+    return type(value) in (int, float) and abs(value) < 1e300  # neither nan nor an integer that no float can hold
 
 
-def _numbers(values: Any) -> dict[str, float]:
-    """What of a mapping is a number, by name."""
-    return {printable(str(name)): float(value) for name, value in mapping(values).items() if _is_number(value)}
+def _only_numbers(values: Any) -> dict[str, float]:
+    return {printable(name): float(value) for name, value in as_mapping(values).items() if _is_number(value)}
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """A value that should be a JSON object; anything else counts as an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(raw[key], kind):
-        raise ArgumentError(f"has {key}={printable(repr(raw[key]))[:60]}, and is no row of `veca probe`")
-    return raw[key]
-
-
-def _text(raw: Mapping[str, Any], key: str, of: str = "") -> str:
-    if not isinstance(raw.get(key), str) or not raw[key]:
-        raise ArgumentError(f"has {of}{key}={printable(repr(raw.get(key)))[:60]}; a name was expected")
-    return printable(raw[key])
-
-
-def _count(value: Any, key: str) -> int:
-    if type(value) is not int or value < 1:
-        raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; a whole number from 1 was expected")
-    return value
-
-
-def flat(values: Mapping[str, Any], head: str = "") -> dict[str, str]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested settings as one level, values as JSON.
 
-    >>> flat({"crop": {"side": 256}, "head": "linear"})
+    >>> flatten_settings({"crop": {"side": 256}, "head": "linear"})
     {'crop.side': '256', 'head': 'linear'}
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for key, value in values.items():
-        name = printable(f"{head}{key}")
+        name = printable(f"{prefix}{key}")
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{name}.")
+            settings |= flatten_settings(value, f"{name}.")
         else:
-            found[name] = printable(value if isinstance(value, str) else json.dumps(value, default=str))
-    return found
+            settings[name] = printable(value if isinstance(value, str) else json.dumps(value, default=str))
+    return settings

@@ -19,11 +19,11 @@ from torch import Tensor
 from veca.data.datasets.base import DatasetError, ProbeData
 from veca.errors import ArgumentError
 from veca.heads.linear import LinearHead, score, score_valid_labels, train_linear
-from veca.heads.metrics import average_precision, top_k_hits
+from veca.heads.metrics import average_precision, by_class, top_k_hits
 from veca.probe.backbones import Backbone, Kind
 from veca.probe.features import Extraction, View, as_plain, listed, spread, without_bad
 from veca.probe.knn import knn_accuracy
-from veca.probe.rows import Job, ProbeTask, Row, by_class
+from veca.probe.rows import Job, ProbeTask, Row
 from veca.utils.files import check_utf8, check_writable
 from veca.utils.progress import bar
 

@@ -1,223 +1,150 @@
-"""Pictures of numbers as SVG text, drawn with the page's own colours, so they follow it into the dark.
+"""Line and bar charts: laid out here in pixels, drawn as SVG by a template.
 
-Colours are those of Okabe and Ito and the cividis map: both were made for readers who see fewer of them. Lines differ
-by their dashes too.
+A `Chart` put into a template becomes inline SVG that takes the colours of the page, light or dark;
+`veca.report.chart_files` writes a file of its own.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-MOST_POINTS = 800
-DASHES = ("", "7 4", "2 3", "10 3 2 3")
-COLOURS = 6
+from veca.report.colours import LINE_COLOURS
+from veca.report.page import render
 
-SVG = '<svg xmlns="http://www.w3.org/2000/svg" '
-LABEL_GAP = 16
-"""Between the labels of lines, one above the other."""
-STYLE = """
-:root { --paper: #fbfaf6; --ink: #22211e; --muted: #6a675f; --line: #e0dcd1;
-  --c0: #0072b2; --c1: #d55e00; --c2: #007d5a; --c3: #b0508a; --c4: #a67a00; --c5: #3d8fc4; --sans: system-ui,
-  -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", Helvetica, Arial, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #16171a; --ink: #e8e6e0; --muted: #a19e96; --line: #33353a;
-    --c0: #56b4e9; --c1: #f08a3c; --c2: #2bbf94; --c3: #e39ac3; --c4: #f0e442; --c5: #8fb8e8; }
-}
-.chart text { fill: var(--muted); font: 12px var(--sans); font-variant-numeric: tabular-nums; }
-.chart.small text { font-size: 14px; }
-.chart .name, .chart.small .name { fill: var(--ink); }
-.grid { stroke: var(--line); fill: none; }
-.axis { stroke: var(--muted); fill: none; }
-.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.faint { stroke-width: 1; stroke-opacity: 0.28; }
-.lead { fill: none; stroke-width: 1; stroke-dasharray: 1 3; }
-.c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
-.c3 { stroke: var(--c3); } .c4 { stroke: var(--c4); } .c5 { stroke: var(--c5); } .quoted { stroke: var(--muted); }
-circle, rect.quoted { fill: var(--paper); stroke-width: 1.8; }
-.bar { fill: var(--c0); fill-opacity: 0.55; }
-.wanted { stroke: var(--c1); stroke-width: 3; fill: none; }
-.ground { fill: var(--paper); }
-"""
-"""What the pictures are drawn with, in the light and in the dark."""
-
-Point = tuple[float, float]
-
-
-class Frame(NamedTuple):
-    """The size of a picture, and of the margins within it."""
-
-    width: int = 720
-    height: int = 300
-    left: int = 64
-    right: int = 30
-    top: int = 12
-    bottom: int = 44
-
-
-WIDE = Frame()
-SMALL = Frame(540, 320, 66, 192, 12, 46)
-"""For several beside each other, or a narrow screen; lines are named at their ends."""
-
-_CIVIDIS = (
-    "#00224e",
-    "#123570",
-    "#3b496c",
-    "#575d6d",
-    "#707173",
-    "#8a8678",
-    "#a59c74",
-    "#c3b369",
-    "#e1cc55",
-    "#fee838",
-)
+MAX_POINTS = 800  # of a line; more would only make the file larger
+LABEL_GAP = 16  # pixels between the names of lines, one above the other
+MAX_LABEL = 24  # letters of the name of a line
+LETTER_WIDTH = 0.57  # mean width of a letter, in units of the text size
+Point: TypeAlias = tuple[float, float]
 
 
 class Line(NamedTuple):
+    """A line of a chart, in the units of its axes."""
+
     name: str
+    """Written beside the end of the line; empty: nothing is."""
     points: Sequence[Point]
     colour: int = 0
-    """Which of the page's line colours, and of the dashes."""
+    """Which of the line colours of the page."""
     faint: bool = False
     dots: bool = False
-    """Marks at the points."""
     quoted: bool = False
-    """Somebody else's numbers: grey, dashed, with square marks."""
+    """Numbers of other authors: grey, dashed, with square dots."""
+    dash: str = ""
+    """As SVG's stroke-dasharray."""
+    band: Sequence[float] = ()
+    """Half the height of a band around the line, at each point."""
 
 
-def colour_of(level: float) -> tuple[str, str]:
-    """The colour of a level in [0, 1], and of text that can be read on it.
+# What a chart consists of, in pixels. `role` and `colour` are keys of `veca.report.colours`.
+@dataclass(frozen=True)
+class Polyline:
+    """Lines through runs of points, or filled shapes, as the role says."""
 
-    >>> colour_of(0.0), colour_of(1.0)
-    (('#00224e', '#ffffff'), ('#fee838', '#000000'))
-    """
-    place = min(max(level, 0.0), 1.0) * (len(_CIVIDIS) - 1)
-    i = min(int(place), len(_CIVIDIS) - 2)
-    low, high = (tuple(int(c[k : k + 2], 16) for k in (1, 3, 5)) for c in _CIVIDIS[i : i + 2])
-    red, green, blue = (round(a + (b - a) * (place - i)) for a, b in zip(low, high, strict=True))
-    bright = _luminance(red, green, blue)
-    # WCAG's contrast: (brighter + 0.05) / (darker + 0.05).
-    white_wins = 1.05 / (bright + 0.05) > (bright + 0.05) / 0.05
-    return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if white_wins else "#000000"
+    runs: Sequence[Sequence[Point]]
+    role: str
+    colour: str
+    dash: str = ""
+    kind: ClassVar = "path"
 
 
-def _luminance(*channels: int) -> float:
-    linear = [(c / 255) / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+@dataclass(frozen=True)
+class Dot:
+    """A marked point: a circle or a square."""
+
+    x: float
+    y: float
+    colour: str
+    square: bool = False
+    kind: ClassVar = "dot"
 
 
-def ramp() -> str:
-    return ", ".join(_CIVIDIS)
+@dataclass(frozen=True)
+class Label:
+    """A line of text; x and y are of its baseline, at the anchor."""
+
+    x: float
+    y: float
+    text: str
+    size: float
+    colour: str = "muted"
+    anchor: Literal["start", "middle", "end"] = "start"
+    full: str = ""
+    """The whole text where `text` is cut; SVG shows it under the pointer."""
+    vertical: bool = False
+    bold: bool = False
+    kind: ClassVar = "label"
 
 
-def smooth(points: Sequence[Point], share: float = 0.01) -> list[Point]:
-    """A running mean that forgets over `share` of the points; where there is no number there is none in it."""
-    keep = 1 - 1 / max(1.0, share * len(points))
-    found, total, weight = [], 0.0, 0.0
-    for x, y in points:
-        if math.isfinite(y):
-            total, weight = keep * total + y, keep * weight + 1
-        found.append((x, total / weight if weight and math.isfinite(y) else math.nan))
-    return found
+Mark: TypeAlias = Polyline | Dot | Label
 
 
-def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` points: the least and the greatest of each stretch, so no spike is lost."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    found: list[Point] = []
-    for i in range(0, len(points), size):
-        stretch = [p for p in points[i : i + size] if math.isfinite(p[1])] or [points[i]]
-        found += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return found
+@dataclass(frozen=True)
+class Chart:
+    """A finished layout; without marks there was nothing to draw."""
+
+    width: float
+    height: float
+    marks: Sequence[Mark]
+    label: str
+    """What the chart shows, for readers who cannot see it."""
+    panels: Sequence[tuple[float, float, Chart]] = ()
+    """Charts within this one: x and y of the upper left corner, and the chart."""
+    wide: bool = False
+
+    def __html__(self) -> str:
+        return render("chart.svg", chart=self, standalone=False)
 
 
-def line_chart(
-    lines: Sequence[Line],
-    across: str,
-    up: str,
-    label: str,
-    at: Sequence[float] | None = None,
-    *,
-    frame: Frame = WIDE,
-    log: bool = True,
-) -> str:
-    """Lines over numbers, with ticks `at` some; a line breaks where there is no number.
+class Frame(NamedTuple):
+    """Size of a chart, of its text, and of the margins above and below the axes."""
 
-    In a small frame lines are named at their ends, in others below. Heights may be logarithmic, where `log` allows it.
-    Nothing to draw: a sentence that says so.
-    """
-    lines = [line._replace(points=thin(line.points)) for line in lines]
-    finite = [p for line in lines for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]
-    if not finite:
-        return '<p class="none">No numbers to draw.</p>'
-    ys = [y for _, y in finite]
-    scale = _Scale(min(x for x, _ in finite), max(x for x, _ in finite), min(ys), max(ys), frame, log)
-    marks = [_line(line, scale) for line in lines]
-    axes = _axes(scale, across, up, at)
-    if frame == SMALL:
-        return _picture([*axes, *_end_labels(lines, scale), *marks], label, frame)
-    return _picture([*axes, *marks], label, frame) + _legend(lines)
+    width: int
+    height: int
+    text: int
+    top: int = 12
+    bottom: int = 46
+
+    def room_for(self, texts: Sequence[str]) -> float:
+        """The width of the longest text."""
+        return LETTER_WIDTH * self.text * max(map(len, texts), default=0)
 
 
-def standalone(picture: str) -> str:
-    """A chart as a file of its own."""
-    ground = '<rect class="ground" width="100%" height="100%" />'
-    start, _, rest = picture.partition("\n")
-    return f"{start.replace('<svg ', SVG, 1)}\n<style>{STYLE}</style>\n{ground}\n{rest}\n"
+WIDE, SMALL = Frame(760, 300, 12), Frame(540, 320, 14)
 
 
-def bar_chart(counts: Mapping[int, float], wanted: Mapping[int, float], across: str, label: str) -> str:
-    """Bars of shares, each with a mark where it should end; both are shares of 1."""
-    keys = sorted({*counts, *wanted})
-    most = max([*counts.values(), *wanted.values(), 1e-9])
-    scale = _Scale(0, max(1, len(keys)), 0, most)
-    frame = scale.frame
-    step, floor = (frame.width - frame.left - frame.right) / max(1, len(keys)), frame.height - frame.bottom
-    marks = _axes(scale, across, "share of the steps", [], percent=True)
-    for i, key in enumerate(keys):
-        x, top = frame.left + step * i, scale.y(counts.get(key, 0))
-        marks.append(
-            f'<rect class="bar" x="{x + 0.18 * step:.1f}" y="{top:.1f}" width="{0.64 * step:.1f}" '
-            f'height="{floor - top:.1f}" /><text x="{x + step / 2:.1f}" y="{floor + 17}" '
-            f'text-anchor="middle">{key}</text>'
-        )
-        if key in wanted:
-            y = scale.y(wanted[key])
-            marks.append(f'<path class="wanted" d="M{x + 0.08 * step:.1f} {y:.1f}h{0.84 * step:.1f}" />')
-    legend = '<span><i class="box"></i>drawn</span>' + ('<span><i class="dash"></i>asked for</span>' if wanted else "")
-    return _picture(marks, label, frame) + f'<div class="legend" aria-hidden="true">{legend}</div>'
-
-
-class _Scale:
-    """From numbers to places. Heights are logarithmic where numbers span a factor of twenty or more."""
+class Axis:
+    """Values laid out between two pixel positions."""
 
     def __init__(
-        self, left: float, right: float, low: float, high: float, frame: Frame = WIDE, log: bool = True
+        self, values: Sequence[float], start: float, end: float, log: bool = False, margin: float = 0, form: str = ""
     ) -> None:
-        self.frame = frame
-        self.log = log and low > 0 and high / low >= 20
-        if right <= left:
-            left, right = left - 0.5, right + 0.5
+        self.log, self.start, self.end, self.form = log, start, end, form
+        low, high = min(values), max(values)
         if high <= low:
-            low, high = low - (abs(low) or 1) / 10, high + (abs(high) or 1) / 10
-        room = 0.0 if low == 0 else (math.log(high / low) if self.log else high - low) / 20
-        self.left, self.right = left, right
-        self.low = low * math.exp(-room) if self.log else low - room
-        self.high = high * math.exp(room) if self.log else high + room
+            spare = (abs(low) or 1) / 10
+            low, high = low - spare, high + spare
+        first, last = self._scaled(low), self._scaled(high)
+        room = margin * (last - first)
+        self.first = first - (0 if low == 0 else room)  # an axis from zero starts at its line
+        self.last = last + room
 
-    def x(self, value: float) -> float:
-        frame = self.frame
-        return frame.left + (value - self.left) / (self.right - self.left) * (frame.width - frame.left - frame.right)
+    def _scaled(self, value: float) -> float:
+        return math.log(value) if self.log else value
 
-    def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low) if value > 0 else 0.0
-        return self.frame.height - self.frame.bottom - share * (self.frame.height - self.frame.top - self.frame.bottom)
+    def at(self, value: float) -> float:
+        share = 0.0 if self.log and value <= 0 else (self._scaled(value) - self.first) / (self.last - self.first)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int) -> list[tuple[float, str]]:
+        """Values and their labels."""
+        low, high = (math.exp(end) if self.log else end for end in (self.first, self.last))
+        values = ticks(low, high, count, self.log)
+        return [(value, format(value, self.form or ("g" if abs(value) < 1e4 else ",.0f"))) for value in values]
 
 
 def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[float]:
@@ -227,9 +154,9 @@ def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[fl
     ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [0.05, 0.1, 0.2, 0.5, 1.0, 2.0])
     """
     if log:
-        tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        subs = (1, 2, 5) if len(tens) <= 4 else (1,)
-        return [t for ten in tens for sub in subs if low <= (t := sub * 10.0**ten) <= high]
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        factors = (1, 2, 5) if len(decades) <= 4 else (1,)
+        return [t for decade in decades for factor in factors if low <= (t := factor * 10.0**decade) <= high]
     rough = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= rough * 0.999)
@@ -237,107 +164,198 @@ def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[fl
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _axes(scale: _Scale, across: str, up: str, at: Sequence[float] | None = None, percent: bool = False) -> list[str]:
-    marks, frame = [], scale.frame
-    floor, end = frame.height - frame.bottom, frame.width - frame.right
-    for value in ticks(scale.low, scale.high, log=scale.log):
-        y = scale.y(value)
-        text = f"{value:.0%}" if percent else f"{value:g}" if abs(value) < 1e4 else f"{value:,.0f}"
-        marks.append(f'<path class="grid" d="M{frame.left} {y:.1f}H{end}" />')
-        marks.append(f'<text x="{frame.left - 7}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    for value in ticks(scale.left, scale.right, 6) if at is None else at:
-        x = scale.x(value)
-        marks.append(f'<path class="grid" d="M{x:.1f} {floor}v4" />')
-        marks.append(f'<text x="{x:.1f}" y="{floor + 17}" text-anchor="middle">{value:,.6g}</text>')
-    centre = (frame.top + floor) / 2
-    marks.append(f'<path class="axis" d="M{frame.left} {floor}H{end}" />')
-    marks.append(f'<text class="name" x="{end}" y="{frame.height - 8}" text-anchor="end">{escape(across)}</text>')
-    turned = f'transform="rotate(-90 13 {centre:.0f})"'
-    marks.append(f'<text class="name" x="13" y="{centre:.0f}" text-anchor="middle" {turned}>{escape(up)}</text>')
+def smooth(points: Sequence[Point], share: float = 0.01) -> list[Point]:
+    """An exponential running mean over about `share` of the points; nan stays nan and does not spread."""
+    decay = 1 - 1 / max(1.0, share * len(points))
+    smoothed, total, weight = [], 0.0, 0.0
+    for x, y in points:
+        if math.isfinite(y):
+            total, weight = decay * total + y, decay * weight + 1
+        smoothed.append((x, total / weight if weight and math.isfinite(y) else math.nan))
+    return smoothed
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """About `limit` points at most: the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(2 * len(points) / limit)
+    kept: list[Point] = []
+    for i in range(0, len(points), size):
+        stretch = [p for p in points[i : i + size] if math.isfinite(p[1])] or [points[i]]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return kept
+
+
+def line_chart(
+    lines: Sequence[Line], x_title: str, y_title: str, label: str, *, wide: bool = False, ticks_at_points: bool = False,
+    log_x: bool = False, y_scale: Literal["linear", "log", "auto"] = "linear", include: Sequence[float] = (),
+) -> Chart:  # fmt: skip
+    """Lines over numbers, named at their ends; a line breaks where a value is not finite.
+
+    `include` are y values that the axis must contain. `y_scale="auto"` is logarithmic where values span a factor of 20.
+    """
+    lines = [line if line.band else line._replace(points=thin(line.points)) for line in lines]
+    finite = [point for line in lines for point in line.points if _drawable(point)]
+    frame = WIDE if wide else SMALL
+    if not finite:
+        return Chart(frame.width, frame.height, [], label, wide=wide)
+    xs, ys = [p[0] for p in finite], [*(p[1] for p in finite), *include]
+    for line in lines:
+        bounds = [y + sign * std for (_, y), std in zip(line.points, line.band, strict=False) for sign in (-1, 1)]
+        ys += [y for y in bounds if _drawable((0, y))]
+    log_x = log_x and min(xs) > 0
+    log_y = y_scale == "log" or (y_scale == "auto" and min(ys) > 0 and max(ys) / min(ys) >= 20)
+    log_y = log_y and min(ys) > 1e-200 and max(ys) < 1e200  # beyond, the ends of the axis are no floats
+    y_axis = Axis(ys, frame.height - frame.bottom, frame.top, log_y, margin=0.05)
+    names = [shorten_middle(line.name, MAX_LABEL) for line in lines if line.name]
+    right = frame.width - (frame.room_for(names) + 38 if names else 24)
+    x_axis = Axis(xs, _left_of_axes(frame, y_axis), right, log_x)
+    x_ticks = sorted(set(xs)) if ticks_at_points else [x for x, _ in x_axis.ticks(6)]
+    marks = _axes(frame, x_axis, y_axis, x_title, y_title, x_ticks)
+    marks += _end_labels(lines, frame, x_axis, y_axis)
+    for line in lines:
+        marks += _line_marks(line, x_axis, y_axis)
+    return Chart(frame.width, frame.height, marks, label, wide=wide)
+
+
+def _drawable(point: Point) -> bool:
+    return all(abs(value) < 1e300 for value in point)  # not nan, and differences do not overflow
+
+
+def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title: str, label: str) -> Chart:
+    """Bars of shares of 1, each with a mark at its target."""
+    frame, keys = SMALL, sorted({*shares, *targets})
+    floor = frame.height - frame.bottom
+    y_axis = Axis([0, *shares.values(), *targets.values(), 1e-9], floor, frame.top, margin=0.05, form=".0%")
+    x_axis = Axis([0, len(keys)], _left_of_axes(frame, y_axis), frame.width - 24)
+    marks = _axes(frame, x_axis, y_axis, x_title, "share of the steps", [])
+    for i, key in enumerate(keys):
+        left, right, top = x_axis.at(i + 0.18), x_axis.at(i + 0.82), y_axis.at(shares.get(key, 0))
+        marks.append(Polyline([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
+        marks.append(Label((left + right) / 2, floor + 17, str(key), frame.text, anchor="middle"))
+        if key in targets:
+            height = y_axis.at(targets[key])
+            marks.append(Polyline([[(left - 6, height), (right + 6, height)]], "target", "c1"))
+    return Chart(frame.width, frame.height, marks, label)
+
+
+def _left_of_axes(frame: Frame, y_axis: Axis) -> float:
+    """Room for the title of the y axis and its tick labels."""
+    return 36 + frame.room_for([text for _, text in y_axis.ticks(5)])
+
+
+def _axes(frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, x_ticks: Sequence[float]) -> list[Mark]:
+    """Grid lines, tick labels and titles of both axes; x ticks too near to the one before are left out."""
+    marks: list[Mark] = []
+    floor, left, right = y_axis.start, x_axis.start, x_axis.end
+    for value, text in y_axis.ticks(5):
+        y = y_axis.at(value)
+        marks.append(Polyline([[(left, y), (right, y)]], "grid", "rule"))
+        marks.append(Label(left - 7, y + 4, text, frame.text, anchor="end"))
+    last = -math.inf
+    for value in x_ticks:
+        x = x_axis.at(value)
+        if x - last >= (right - left) / 9.01:
+            marks.append(Polyline([[(x, floor), (x, floor + 4)]], "grid", "rule"))
+            marks.append(Label(x, floor + 17, f"{value:,.6g}", frame.text, anchor="middle"))
+            last = x
+    marks.append(Polyline([[(left, floor), (right, floor)]], "axis", "muted"))
+    marks.append(Label(right, frame.height - 8, x_title, frame.text, "ink", "end"))
+    marks.append(Label(13, (frame.top + floor) / 2, y_title, frame.text, "ink", "middle", vertical=True))
     return marks
-
-
-def _line(line: Line, scale: _Scale) -> str:
-    pieces, pen, dots = [], "M", []
-    colour = _colour(line)
-    for x, y in line.points:
-        if not (math.isfinite(x) and math.isfinite(y)):
-            pen = "M"
-            continue
-        cx, cy = scale.x(x), scale.y(y)
-        pieces.append(f"{pen}{cx:.1f} {cy:.1f}")
-        if line.dots and line.quoted:
-            dots.append(f'<rect class="{colour}" x="{cx - 2.8:.1f}" y="{cy - 2.8:.1f}" width="5.6" height="5.6" />')
-        elif line.dots:
-            dots.append(f'<circle class="{colour}" cx="{cx:.1f}" cy="{cy:.1f}" r="3.2" />')
-        pen = "L"
-    dash = "5 4" if line.quoted else "" if scale.frame == SMALL else DASHES[line.colour % len(DASHES)]
-    dashes = f' stroke-dasharray="{dash}"' if dash and not line.faint else ""
-    kind = f"line {colour}" + (" faint" if line.faint else "")
-    return f'<path class="{kind}" d="{"".join(pieces)}"{dashes} />' + "".join(dots)
 
 
 def _colour(line: Line) -> str:
-    return "quoted" if line.quoted else f"c{line.colour % COLOURS}"
+    return "muted" if line.quoted else f"c{line.colour % LINE_COLOURS}"
 
 
-def _end_labels(lines: Sequence[Line], scale: _Scale) -> list[str]:
-    """The names of lines at the right, each beside the last point of its line or as near as the others let it."""
-    frame, ends = scale.frame, []
-    for line in lines:
-        if finite := [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]:
-            ends.append((scale.y(finite[-1][1]), scale.x(finite[-1][0]), line))
-    ends.sort(key=lambda end: end[0])
-    places = spread([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
-    marks = []
-    for (y, x, line), place in zip(ends, places, strict=True):
-        edge = frame.width - frame.right + 10
-        marks.append(f'<path class="lead {_colour(line)}" d="M{x + 5:.1f} {y:.1f}L{edge - 3} {place:.1f}" />')
-        text = f"<title>{escape(line.name)}</title>{escape(cut(line.name, (frame.right - 12) // 8))}"
-        marks.append(f'<text class="name" x="{edge}" y="{place + 5:.1f}">{text}</text>')
+def _dash(line: Line) -> str:
+    return line.dash or ("5 4" if line.quoted else "")
+
+
+def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
+    """The band of a line, the line with gaps where it breaks, and its dots, in the order in which they are drawn."""
+    runs: list[list[Point]] = [[]]
+    low, high = list[Point](), list[Point]()
+    for i, (x, y) in enumerate(line.points):
+        if not _drawable((x, y)):
+            runs.append([])
+            continue
+        runs[-1].append((x_axis.at(x), y_axis.at(y)))
+        if line.band and math.isfinite(line.band[i]):
+            low.append((x_axis.at(x), y_axis.at(y - line.band[i])))
+            high.append((x_axis.at(x), y_axis.at(y + line.band[i])))
+    runs, colour = [run for run in runs if run], _colour(line)
+    marks: list[Mark] = [Polyline([[*low, *reversed(high)]], "band", colour)] if low else []
+    marks.append(Polyline(runs, "faint" if line.faint else "line", colour, _dash(line)))
+    if line.dots:
+        marks += [Dot(x, y, colour, line.quoted) for run in runs for x, y in run]
     return marks
 
 
-def spread(places: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Rising places moved as little as needed to be `gap` apart and, if there is room, within the bounds.
+def _end_labels(lines: Sequence[Line], frame: Frame, x_axis: Axis, y_axis: Axis) -> list[Mark]:
+    """Names of the lines right of the axes, each as near to the last point of its line as the others allow."""
+    ends = []
+    for line in lines:
+        if line.name and (finite := list(filter(_drawable, line.points))):
+            ends.append((y_axis.at(finite[-1][1]), x_axis.at(finite[-1][0]), line))
+    ends.sort(key=lambda end: end[0])
+    heights = spread_apart([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
+    marks: list[Mark] = []
+    edge = x_axis.end + 10
+    for (y, x, line), height in zip(ends, heights, strict=True):
+        marks.append(Polyline([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
+        marks.append(Polyline([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
+        text = shorten_middle(line.name, MAX_LABEL)
+        marks.append(Label(edge + 22, height + 4, text, frame.text, "ink", full=line.name))
+    return marks
 
-    >>> spread([10, 11, 50], 0, 60, 10), spread([58, 59], 0, 60, 10)
+
+def spread_apart(positions: Sequence[float], low: float, high: float, gap: float) -> list[float]:
+    """Rising positions moved as little as needed to be `gap` apart and, if there is room, within the bounds.
+
+    >>> spread_apart([10, 11, 50], 0, 60, 10), spread_apart([58, 59], 0, 60, 10)
     ([10, 20, 50], [50, 60])
     """
-    found: list[float] = []
-    for place in places:
-        found.append(max(place, found[-1] + gap) if found else max(place, low))
-    for i in range(len(found) - 1, -1, -1):
-        found[i] = min(found[i], high if i == len(found) - 1 else found[i + 1] - gap)
-    return found
+    moved: list[float] = []
+    for position in positions:
+        moved.append(max(position, moved[-1] + gap) if moved else max(position, low))
+    for i in range(len(moved) - 1, -1, -1):
+        moved[i] = min(moved[i], high if i == len(moved) - 1 else moved[i + 1] - gap)
+    return moved
 
 
-def cut(text: str, most: int) -> str:
-    """At most so many characters, those in the middle left out.
+def shorten_middle(text: str, limit: int) -> str:
+    """At most `limit` characters: the middle of a longer text is left out.
 
-    >>> cut("veca_small_plus", 9), cut("short", 9)
+    >>> shorten_middle("veca_small_plus", 9), shorten_middle("short", 9)
     ('veca…plus', 'short')
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    return f"{text[: most // 2]}…{text[len(text) - (most - 1) // 2 :]}"
+    return f"{text[: limit // 2]}…{text[len(text) - (limit - 1) // 2 :]}"
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    shown = []
-    for line in lines:
-        if not line.faint:
-            dash = DASHES[line.colour % len(DASHES)]
-            mark = '<circle class="c{0}" cx="14" cy="5" r="3.2" />' if line.dots else ""
-            key = f'<path class="line c{line.colour % COLOURS}" d="M0 5h28" stroke-dasharray="{dash}" />{mark}'
-            key = key.format(line.colour % COLOURS)
-            shown.append(f'<span><svg viewBox="0 0 28 10" aria-hidden="true">{key}</svg>{escape(line.name)}</span>')
-    return f'<div class="legend" aria-hidden="true">{"".join(shown)}</div>'
-
-
-def _picture(marks: Sequence[str], label: str, frame: Frame) -> str:
-    drawn = "\n".join(marks)
-    name = escape(label, quote=True)
-    kind = "chart small" if frame == SMALL else "chart"
-    box = f"0 0 {frame.width} {frame.height}"
-    return f'<svg class="{kind}" viewBox="{box}" role="img" aria-label="{name}">\n{drawn}\n</svg>'
+def chart_grid(
+    panels: Sequence[tuple[str, Chart]], *, columns: int = 2, title: str = "", caption: str = "", notice: str = ""
+) -> Chart:
+    """Charts of one size in rows, each under its own title, below a common title, a notice and a caption."""
+    gap, columns = 24, min(columns, len(panels))
+    chart_width, chart_height = panels[0][1].width, panels[0][1].height
+    width = gap + columns * (chart_width + gap)
+    marks, top = list[Mark](), float(gap if title or notice or caption else 0)
+    for text, size, colour in ((title, 22, "ink"), (notice, 15, "warning"), (caption, 15, "muted")):
+        for line in textwrap.wrap(text, int((width - 2 * gap) / (LETTER_WIDTH * size))):
+            top += 1.35 * size
+            marks.append(Label(gap, top, line, size, colour, bold=colour != "muted"))
+    title_lines = max(text.count("\n") + 1 for text, _ in panels)
+    row_height = title_lines * 20 + 10 + chart_height
+    placed = []
+    for i, (text, chart) in enumerate(panels):
+        x, y = gap + i % columns * (chart_width + gap), top + gap + i // columns * (row_height + gap)
+        for k, line in enumerate(text.split("\n")):
+            marks.append(Label(x, y + 20 * (k + 1), line, 15, "ink" if k == 0 else "muted", bold=k == 0))
+        placed.append((x, y + row_height - chart_height, chart))
+    height = placed[-1][1] + chart_height + gap
+    return Chart(width, height, marks, title or "; ".join(text for text, _ in panels), placed)

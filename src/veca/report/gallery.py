@@ -1,4 +1,4 @@
-"""Small pictures of what a dense head says, beside what is right."""
+"""Thumbnails of segmentation and depth: labels and predictions in colours, written to the gallery of a folder."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from PIL import Image
 from veca.utils.files import atomic_path
 
 LONG_SIDE = 320
+# Colours of depth at even distances.
 _NEAR_TO_FAR = ((252, 255, 164), (249, 142, 9), (188, 55, 84), (87, 16, 110), (20, 11, 53))
-"""Colours of depths, evenly spaced."""
 
 
 def class_colours(count: int) -> NDArray[np.uint8]:
-    """A colour for each class (count, 3), neighbours far from each other; none is black, which is for no class."""
-    light = (0.5, 0.65, 0.35)
-    rows = [colorsys.hls_to_rgb(i * 0.618034 % 1, light[i % 3], 0.75) for i in range(count)]
+    """A colour for each class: (count, 3), successive ones far apart; black is left for pixels without a class."""
+    # Steps of the golden ratio around the colour circle never come close to an earlier hue.
+    lightness = (0.5, 0.65, 0.35)
+    rows = [colorsys.hls_to_rgb(i * 0.618034 % 1, lightness[i % 3], 0.75) for i in range(count)]
     return (np.array(rows).reshape(-1, 3) * 255).round().astype(np.uint8)
 
 
 def colour_classes(mask: NDArray[Any], count: int) -> Image.Image:
-    """A mask (height, width) in the colours of its classes; what is none is black."""
+    """A mask (height, width) in the colours of its classes; other values are black."""
     table = np.concatenate([class_colours(count), np.zeros((1, 3), np.uint8)])
     known = (mask >= 0) & (mask < count)
     return _small(Image.fromarray(table[np.where(known, mask, count)]))
 
 
 def colour_depth(depth: NDArray[Any], low: float, high: float) -> Image.Image:
-    """Metres (height, width) from light to dark; where there is no reading it is black."""
-    at = ((depth - low) / max(high - low, 1e-6)).clip(0, 1) * (len(_NEAR_TO_FAR) - 1)
+    """Depth in metres (height, width) from light, near, to dark; black where there is no measurement."""
+    position = ((depth - low) / max(high - low, 1e-6)).clip(0, 1) * (len(_NEAR_TO_FAR) - 1)
     stops = np.array(_NEAR_TO_FAR, np.float64)
-    pixels = np.stack([np.interp(at, np.arange(len(stops)), stops[:, c]) for c in range(3)], -1)
+    pixels = np.stack([np.interp(position, np.arange(len(stops)), stops[:, c]) for c in range(3)], -1)
     pixels[depth <= 0] = 0
     return _small(Image.fromarray(pixels.round().astype(np.uint8)))
 
 
 def save_picture(image: Image.Image, folder: Path, name: str) -> str:
-    """Write `gallery/name` in a folder of results, and say where."""
+    """Write `gallery/name` in a folder and return that path."""
     path = folder / "gallery" / name
     with atomic_path(path) as part:
         if path.suffix == ".webp":

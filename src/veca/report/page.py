@@ -1,94 +1,110 @@
-"""Pages that need nothing beside them: what the reports of training and of probes are made of.
-
-Arguments are HTML already, unless they say otherwise: whoever has text from elsewhere escapes it.
-"""
+"""HTML, SVG and Markdown from the Jinja2 templates of this package, as files that need nothing beside them."""
 
 from __future__ import annotations
 
+import base64
+import json
 import math
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from veca.report.charts import STYLE, colour_of, ramp
+from veca.report.colours import CIVIDIS, DARK, LIGHT, ROLES, ramp_colours
 from veca.utils.files import atomic_path
+from veca.utils.text import printable
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Key = TypeVar("Key")
 
 
-def write_page(
-    path: Path,
-    *,
-    name: str,
-    eyebrow: str,
-    facts: Mapping[str, str],
-    sections: Sequence[str],
-    footer: str,
-    banner: str = "",
-) -> None:
-    """Write a page whose `name` is plain text."""
-    page = Template((files("veca.report") / "templates" / "page.html").read_text(encoding="utf-8")).substitute(
-        title=f"VECA · {escape(name)}",
-        name=escape(name),
-        eyebrow=eyebrow,
-        banner=f'<div class="banner" role="note">{banner}</div>' if banner else "",
-        facts="\n".join(f"<div><dt>{term}</dt><dd>{value}</dd></div>" for term, value in facts.items()),
-        sections="\n".join(sections),
-        chart_style=STYLE.strip(),
-        ramp=ramp(),
-        footer=footer,
-    )
+def write_page(path: Path, template: str, **context: Any) -> None:
+    """Render a template into a file, atomically."""
+    write_text(path, render(template, **context))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically, line ends as they are."""
     with atomic_path(path) as part:
-        part.write_text(page, encoding="utf-8", errors="replace")
+        part.write_text(text, encoding="utf-8", newline="")
 
 
-def section(title: str, *parts: str) -> str:
-    body = "\n".join(part for part in parts if part)
-    return f"<section>\n<h2>{title}</h2>\n{body}\n</section>"
+def render(template: str, **context: Any) -> str:
+    """A template of `veca/report/templates` filled in; text in `context` is escaped, unless it is `Markup`."""
+    return _environment().get_template(template).render(context)
 
 
-def figure(title: str, picture: str, caption: str = "") -> str:
-    said = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f"<figure><h3>{title}</h3>{picture}{said}</figure>"
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # here: most commands write no report
 
-
-def details(title: str, body: str, shown: bool = False) -> str:
-    start = '<details open="">' if shown else "<details>"
-    return f"{start}<summary>{title}</summary>{body}</details>"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "plain", words: Container[int] = ()) -> str:
-    """`words` are columns of text, not of numbers. Of the kind "stack", rows are cards where the screen is narrow."""
-    sides = [' class="word"' if i in words else "" for i in range(len(heads))]
-    head = "".join(f'<th scope="col"{side}>{name}</th>' for side, name in zip(sides, heads, strict=True))
-    told = [f' data-head="{name}"' if kind == "stack" else "" for name in heads]
-    body = "\n".join(
-        "<tr>" + "".join(f"<td{s}{t}>{cell}</td>" for s, t, cell in zip(sides, told, row, strict=True)) + "</tr>"
-        for row in rows
+    environment = Environment(
+        loader=PackageLoader("veca.report"),
+        # Markdown has its own rules: there, templates pass text through the filter `md`.
+        autoescape=lambda name: name is None or not name.endswith(".md"),
+        undefined=StrictUndefined,  # a value that is missing is an error, not an empty place
+        finalize=_displayable,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return (
-        f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-    )
+    environment.filters |= {
+        "md": escape_markdown, "json": _as_json, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path,
+    }  # fmt: skip
+    environment.globals |= {"light": LIGHT, "dark": DARK, "roles": ROLES, "cividis": CIVIDIS, "now": datetime.now}
+    return environment
 
 
-def heat_table(
-    corner: str,
-    columns: Sequence[str],
-    rows: Mapping[str, Sequence[tuple[str, float]]],
-    caption: str,
-    ends: tuple[str, str] = ("low", "high"),
-) -> str:
-    """A table of (text, level in [0, 1]) cells, each in the colour of its level; no level (nan), no colour."""
-    lines = []
-    for name, cells in rows.items():
-        drawn = []
-        for text, level in cells:
-            ground, ink = colour_of(level) if math.isfinite(level) else ("transparent", "inherit")
-            drawn.append(f'<td style="background:{ground};color:{ink}">{text}</td>')
-        lines.append(f'<tr><th scope="row">{name}</th>{"".join(drawn)}</tr>')
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    return (
-        f'<div class="wide"><table class="heat"><caption>{caption} '
-        f'<span class="scale">{ends[0]} <i></i> {ends[1]}</span></caption>'
-        f'<thead><tr><th scope="col">{corner}</th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-    )
+def _displayable(value: Any) -> Any:
+    """Applied to every value of a template: XML has no place for control characters, so they are shown escaped."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")  # Markup is made by templates
+    return printable(value, keep="\n\t") if is_text else value
+
+
+def escape_markdown(value: object) -> str:
+    r"""Text that Markdown shows as it is.
+
+    >>> escape_markdown("a|b <i> [x](y) *z*")
+    'a\\|b &lt;i&gt; \\[x\\](y) \\*z\\*'
+    """
+    return re.sub(r"([\\`*_\[\]|#~!])", r"\\\1", escape(str(value), quote=False))
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=1, default=str, ensure_ascii=False)
+
+
+def _pairs(values: Mapping[str, Any], form: str = "{} {}") -> str:
+    """Names and values on one line."""
+    return ", ".join(form.format(name, value) for name, value in values.items())
+
+
+def _ramp_style(level: float) -> str:
+    """CSS of a cell of a heat table; nan has no colour."""
+    ground, ink = ramp_colours(level) if math.isfinite(level) else ("transparent", "inherit")
+    return f"background:{ground};color:{ink}"
+
+
+def _svg_path(runs: list[list[tuple[float, float]]]) -> str:
+    """The `d` of an SVG path through each run of points."""
+    return "".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for run in runs for i, (x, y) in enumerate(run))
+
+
+def levels(values: Mapping[Key, float], lower_is_better: bool = False, flat: float = 0.5) -> dict[Key, float]:
+    """Finite values scaled to [0, 1] for a heat table, the best at 1; all equal: `flat`.
+
+    >>> levels({"a": 2.0, "b": 4.0, "c": 3.0}, lower_is_better=True)
+    {'a': 1.0, 'b': 0.0, 'c': 0.5}
+    """
+    signed = {key: -value if lower_is_better else value for key, value in values.items() if math.isfinite(value)}
+    low, high = min(signed.values(), default=0.0), max(signed.values(), default=0.0)
+    return {key: (value - low) / (high - low) if high > low else flat for key, value in signed.items()}
+
+
+def data_uri(data: bytes, kind: str) -> str:
+    """An image file as the `src` of an <img>; `kind` is png, jpeg or webp."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

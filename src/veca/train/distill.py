@@ -54,7 +54,7 @@ from veca.train.parallel import (
 )
 from veca.train.plan import flops_at, run_length
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.report import write_report
+from veca.train.report import write_distill_report
 from veca.train.schedule import draw, learning_rate, step_seed
 from veca.train.teacher_maps import TeacherMaps
 from veca.train.validation import TeacherRunner, validate
@@ -368,7 +368,7 @@ class Distillation(RunEngine):
             self.write_json("summary.json", self.checkpoint_facts() | counts | {"model": self.recipe.model.size})
 
     def write_report(self) -> Path:
-        return write_report(self.folder)
+        return write_distill_report(self.folder)
 
 
 def make_teacher(recipe: Recipe) -> Teacher | Standardized:

@@ -1,6 +1,6 @@
-"""The report of a run: one page, a file that needs nothing beside it, made of what the run left in its folder.
+"""Report of a distillation run: `report.html`, from the files in the folder of the run.
 
-It can be made at any time, of a run that goes, is done, or died before its first row.
+It can be written at any time: of a run in progress, a finished one, or one that failed before its first step.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,289 +18,232 @@ import yaml
 
 from veca.errors import ArgumentError
 from veca.report.charts import Line, Point, bar_chart, line_chart, smooth
-from veca.report.page import details, figure, heat_table, section, table, write_page
+from veca.report.page import levels, write_page
 from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
-from veca.utils.text import duration, number, printable
+from veca.utils.text import duration, number
 
 SHOWN_ROWS, SHOWN_EVENTS = 12, 200
-Rows = Sequence[Mapping[str, float]]
+Event = tuple[str, str, str]  # time, step, text
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a folder holds, read once."""
+    """The files of a run's folder, parsed; missing or damaged ones are empty."""
 
     name: str
-    metrics: Rows
+    metrics: Sequence[Mapping[str, float]]
     validation: Mapping[int, Grid]
-    events: Sequence[tuple[str, str, str]]
-    """(time, step, text)"""
+    """By step, in rising order."""
+    events: Sequence[Event]
     recipe_text: str
     recipe: Recipe | None
     summary: Mapping[str, Any]
 
-    def line(self, column: str) -> list[Point]:
+    def points(self, column: str) -> list[Point]:
         return [(row["step"], row[column]) for row in self.metrics if column in row]
 
     def last(self, column: str) -> float:
-        """The last finite number of a column, or nan."""
-        return next((y for _, y in reversed(self.line(column)) if math.isfinite(y)), math.nan)
+        """The last finite value of a column, or nan."""
+        return next((y for _, y in reversed(self.points(column)) if math.isfinite(y)), math.nan)
 
-    def drawn(self, what: str) -> dict[int, float]:
-        """How many steps drew each budget or resolution; where nobody counted, how many rows name it."""
-        counted: dict[int, float] = {}
-        named: dict[int, float] = {}
+    def count_draws(self, name: str) -> dict[int, float]:
+        """Steps at each budget or resolution: from columns such as `budget_8`, or else rows by their `budget`."""
+        counts: dict[int, float] = {}
+        rows_by_value: dict[int, float] = {}
         for row in self.metrics:
             for column, value in row.items():
-                head, _, key = column.rpartition("_")
-                if head == what and key.isdecimal() and math.isfinite(value):
-                    counted[int(key)] = counted.get(int(key), 0) + value
-                elif column == what and math.isfinite(value):
-                    named[int(value)] = named.get(int(value), 0) + 1
-        return counted or named
+                prefix, _, key = column.rpartition("_")
+                if prefix == name and key.isdecimal() and math.isfinite(value):
+                    counts[int(key)] = counts.get(int(key), 0) + value
+                elif column == name and math.isfinite(value):
+                    rows_by_value[int(value)] = rows_by_value.get(int(value), 0) + 1
+        return counts or rows_by_value
 
-    def best(self) -> int | None:
-        """The step of the validation with the lowest mean over its grid."""
-        means = {step: grid_means(grid).get("total", math.nan) for step, grid in self.validation.items()}
-        return min((step for step in means if math.isfinite(means[step])), key=lambda step: means[step], default=None)
+    def best_validation(self) -> int | None:
+        """The step of the validation with the lowest mean loss over its grid."""
+        means = {step: _mean_loss(grid) for step, grid in self.validation.items()}
+        return min((step for step in means if math.isfinite(means[step])), key=means.__getitem__, default=None)
 
 
-def write_report(folder: Path) -> Path:
-    """Write `report.html` into the folder of a run, of the files that are there; its path comes back."""
+def write_distill_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a run and return its path."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is no folder; name the one a run wrote to")
-    run = _read(folder)
+    run = _read_run(folder)
     out = folder / "report.html"
+    summary = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in run.summary.items()}
     write_page(
         out,
+        "distill.html",
         name=run.name,
-        eyebrow="VECA training",
-        banner="" if run.metrics else "<p><strong>No training step was logged.</strong></p>",
-        facts=_facts(run),
-        sections=[
-            section("Curves", _curves(run)),
-            section("Validation", _validation(run)),
-            section("What was drawn", _draws(run)),
-            section("Pace", _pace(run)),
-            section("Events", _events(run)),
-            section(
-                "The recipe",
-                f"<pre>{escape(run.recipe_text) or 'There is no recipe.yaml in the folder.'}</pre>",
-            ),
-            _summary(run.summary),
-        ],
-        footer=f"Made of the files in the run's folder on {datetime.now():%d %B %Y}.",
+        banner=not run.metrics,
+        facts=_distill_facts(run),
+        **_loss_curves(run),
+        **_validation_maps(run),
+        draws=[_draw_counts(run, "budget", "cores"), _draw_counts(run, "resolution", "px")],
+        pace=_chart_of(run, "images_per_s", "images/s", "images per second"),
+        ends=[(n, number(run.last(c), form)) for c, n, form in _END_COLUMNS if run.points(c)],
+        event_groups=_group_events(run.events),
+        recipe=run.recipe_text,
+        summary=[(key, value[:500]) for key, value in summary.items()],
     )
     return out
 
 
-def _read(folder: Path) -> _Run:
+_END_COLUMNS = (("floor_share", "Share of the floor", ".0%"), ("memory_gib", "Most memory in use, GiB", ".1f"))
+
+
+def _read_run(folder: Path) -> _Run:
     validation: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
     for row in read_table(folder / VALIDATION):
         if {"resolution", "budget"} <= row.keys():
-            values = {name: value for name, value in row.items() if name not in ("step", "resolution", "budget")}
-            validation.setdefault(int(row["step"]), {})[int(row["resolution"]), int(row["budget"])] = values
-    lines = [line.split("\t", 2) for line in _text(folder / EVENTS).splitlines()]
-    text, recipe = _text(folder / "recipe.yaml"), None
-    # Of another version, or torn; a RecipeError is a ValueError.
+            losses = {name: value for name, value in row.items() if name not in ("step", "resolution", "budget")}
+            validation.setdefault(int(row["step"]), {})[int(row["resolution"]), int(row["budget"])] = losses
+    events = [line.split("\t", 2) for line in _read_text(folder / EVENTS).splitlines()]
+    text, recipe = _read_text(folder / "recipe.yaml"), None
+    # Another version's recipe, or a torn file; RecipeError is a ValueError. The text is shown in any case.
     with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         recipe = Recipe.from_dict(yaml.safe_load(text)) if text else None
     summary: Any = {}
     with contextlib.suppress(ValueError, RecursionError):
-        summary = json.loads(_text(folder / "summary.json") or "{}")
+        summary = json.loads(_read_text(folder / "summary.json") or "{}")
     return _Run(
-        printable(folder.resolve().name),
+        folder.resolve().name,
         read_table(folder / METRICS),
         dict(sorted(validation.items())),
-        [(line[0], line[1], line[2]) for line in lines if len(line) == 3],
+        [(event[0], event[1], event[2]) for event in events if len(event) == 3],
         text,
         recipe,
         summary if isinstance(summary, dict) else {},
     )
 
 
-def _text(path: Path) -> str:
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    # XML has no place for most control characters, and neither has a page.
-    return "".join(c if c in "\n\t" or c.isprintable() else printable(c) for c in text.replace("\r\n", "\n"))
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _facts(run: _Run) -> dict[str, str]:
-    recipe, best = run.recipe, run.best()
+def _mean_loss(grid: Grid) -> float:
+    return grid_means(grid).get("total", math.nan)
+
+
+def _distill_facts(run: _Run) -> dict[str, str]:
+    recipe, best = run.recipe, run.best_validation()
     steps = max((row["step"] for row in run.metrics), default=math.nan)
     planned = run.summary.get("total_steps", recipe.schedule.steps if recipe else None)
-    facts = {
-        "Model": escape(recipe.model.size) if recipe else "–",
-        "Teacher": escape(recipe.teacher.name) if recipe else "–",
+    best_text = "no validation"
+    if best is not None:
+        grid = run.validation[best]
+        low, (resolution, budget) = min(
+            (losses["total"], cell) for cell, losses in grid.items() if math.isfinite(losses.get("total", math.nan))
+        )
+        best_text = (
+            f"{number(_mean_loss(grid))} at step {best:,}, the mean of its grid; lowest {number(low)} at "
+            f"{resolution} px with {budget} cores"
+        )
+    return {
+        "Model": recipe.model.size if recipe else "–",
+        "Teacher": recipe.teacher.name if recipe else "–",
         "Steps": number(steps, ",.0f") + (f" of {planned:,}" if type(planned) is int else ""),
         "Images seen": number(run.last("images"), ",.0f"),
         "Time, training": duration(run.last("seconds")),
         "Images per second": number(run.last("images_per_s"), ",.1f"),
-        "Training loss, smoothed": number(next((y for _, y in reversed(smooth(run.line("total")))), math.nan)),
-        "Best validation loss": "no validation",
+        "Training loss, smoothed": number(next((y for _, y in reversed(smooth(run.points("total")))), math.nan)),
+        "Best validation loss": best_text,
     }
-    if best is not None:
-        grid = run.validation[best]
-        cells = [(values["total"], at) for at, values in grid.items() if math.isfinite(values.get("total", math.nan))]
-        low, (resolution, budget) = min(cells)
-        mean = grid_means(grid)["total"]
-        facts["Best validation loss"] = (
-            f"{number(mean)} at step {best:,}, the mean of its grid; lowest {number(low)} at {resolution} px with "
-            f"{budget} cores"
-        )
-    return facts
 
 
-def _curves(run: _Run) -> str:
-    raw = run.line("total")
-    means = [(float(step), grid_means(grid).get("total", math.nan)) for step, grid in run.validation.items()]
-    lines = [Line("raw", raw, 0, faint=True), Line("training, smoothed", smooth(raw), 0)]
-    if means:
-        lines.append(Line("validation, mean of the grid", means, 1, dots=True))
-    parts = []
-    for i, name in enumerate(part for part in LOSS_COLUMNS[1:] if run.line(part)):
-        parts += [Line("raw", run.line(name), i, faint=True), Line(name, smooth(run.line(name)), i)]
-    columns = {"total": "total", **{part: part for part in LOSS_COLUMNS[1:]}, "learning_rate": "learning rate"}
-    columns["images_per_s"] = "images/s"
-    used = {column: name for column, name in columns.items() if run.line(column)}
-    every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))
-    shown = list(reversed(run.metrics[::-1][::every]))
-    body = [[f"{row['step']:,.0f}", *(number(row.get(c, math.nan)) for c in used)] for row in shown]
-    return "\n".join(
-        [
-            figure(
-                "Loss",
-                line_chart(lines, "step", "loss", f"loss against steps, {_spoken(raw)}"),
-                "Faint: as logged. Line: a running mean over about the last hundredth of the run.",
-            ),
-            figure("Its parts", line_chart(parts, "step", "loss", "parts of the loss against steps")),
-            figure(
-                "Learning rate",
-                line_chart(
-                    [Line("learning rate", run.line("learning_rate"), 0)],
-                    "step",
-                    "learning rate",
-                    f"learning rate against steps, {_spoken(run.line('learning_rate'))}",
-                ),
-            ),
-            details("The numbers", table(["Step", *used.values()], body)) if body and used else "",
-        ]
-    )
+def _chart_of(run: _Run, column: str, title: str, label: str) -> Any:
+    points = run.points(column)
+    label = f"{label}, {_first_and_last(points)}"
+    return line_chart([Line("", points)], "step", title, label, wide=True, y_scale="auto")
 
 
-def _spoken(points: Sequence[Point]) -> str:
+def _first_and_last(points: Sequence[Point]) -> str:
     finite = [p for p in points if math.isfinite(p[1])]
     if not finite:
         return "no numbers"
     return f"from {number(finite[0][1])} at step {finite[0][0]:,.0f} to {number(finite[-1][1])} at {finite[-1][0]:,.0f}"
 
 
-def _validation(run: _Run) -> str:
-    best = run.best()
-    if not run.validation:
-        return '<p class="none">This run was not validated.</p>'
-    last = max(run.validation)
-    shown = {
-        step: run.validation[step] for step in ([last] if best in (None, last) else [best, last]) if step is not None
+def _loss_curves(run: _Run) -> dict[str, Any]:
+    """Charts of the losses and the learning rate, and the numbers of some of the rows."""
+
+    def raw_and_smooth(column: str, name: str, colour: int) -> list[Line]:
+        points = run.points(column)
+        return [Line("", points, colour, faint=True), Line(name, smooth(points), colour)]
+
+    total = raw_and_smooth("total", "training, smoothed", 0)
+    if means := [(float(step), _mean_loss(grid)) for step, grid in run.validation.items()]:
+        total.append(Line("validation, mean of grid", means, 1, dots=True))
+    parts = [name for name in LOSS_COLUMNS[1:] if run.points(name)]
+    part_lines = [line for i, name in enumerate(parts) for line in raw_and_smooth(name, name, i)]
+    columns = {"total": "total", **dict.fromkeys(LOSS_COLUMNS[1:], ""), "learning_rate": "learning rate"}
+    columns["images_per_s"] = "images/s"
+    used = {column: name or column for column, name in columns.items() if run.points(column)}
+    every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))
+    rows = list(reversed(run.metrics[::-1][::every])) if used else []  # the last row is always among them
+    label = f"loss against steps, {_first_and_last(run.points('total'))}"
+    return {
+        "loss": line_chart(total, "step", "loss", label, wide=True, y_scale="auto"),
+        "parts": line_chart(part_lines, "step", "loss", "parts of the loss against steps", wide=True, y_scale="auto"),
+        "learning_rate": _chart_of(run, "learning_rate", "learning rate", "learning rate against steps"),
+        "metric_heads": ["Step", *used.values()],
+        "metric_rows": [[f"{row['step']:,.0f}", *(number(row.get(c, math.nan)) for c in used)] for row in rows],
     }
-    values = [v["total"] for grid in shown.values() for v in grid.values() if math.isfinite(v.get("total", math.nan))]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-
-    def level(value: float) -> float:
-        return (value - low) / (high - low) if high > low else 0.0
-
-    parts = []
-    for step, grid in shown.items():
-        what = " and ".join(word for word, of in (("Best", best), ("last", last)) if of == step)
-        title = f"{what[0].upper()}{what[1:]} validation, step {step:,}"
-        parts.append(
-            figure(title, _heat(grid, level), f"Mean of the grid: {number(grid_means(grid).get('total', math.nan))}.")
-        )
-    parts.append(figure("Loss against budget", _against_budget(grid, last), f"At the last validation, step {last:,}."))
-    return "\n".join(parts)
 
 
-def _against_budget(grid: Grid, step: int) -> str:
-    lines = []
-    for i, resolution in enumerate(sorted({resolution for resolution, _ in grid})):
-        points = [(float(b), v.get("total", math.nan)) for (r, b), v in sorted(grid.items()) if r == resolution]
-        lines.append(Line(f"{resolution} px", points, i, dots=True))
-    label = f"validation loss against budget at step {step}, one line per resolution"
-    return line_chart(lines, "budget, cores", "loss", label, sorted({float(budget) for _, budget in grid}))
+def _validation_maps(run: _Run) -> dict[str, Any]:
+    """Heat tables of the best and the last validation on one colour scale, and the last one's loss against budget."""
+    if not run.validation:
+        return {"grids": [], "against_budget": None, "last_step": None}
+    best, last = run.best_validation(), max(run.validation)
+    titles = {} if best is None else {best: "Best"}
+    titles[last] = "Best and last" if best == last else "Last"
+    losses = {step: {cell: v.get("total", math.nan) for cell, v in run.validation[step].items()} for step in titles}
+    scaled = levels({(step, cell): loss for step in titles for cell, loss in losses[step].items()}, flat=0.0)
+    grids, lines = [], []
+    for step, title in titles.items():
+        sizes, budgets = (sorted({cell[i] for cell in losses[step]}) for i in (0, 1))
+        rows = {}
+        for size in sizes:
+            cells = [(losses[step].get((size, b), math.nan), scaled.get((step, (size, b)), math.nan)) for b in budgets]
+            rows[f"{size} px"] = [(number(loss), level) for loss, level in cells]
+        mean = number(_mean_loss(run.validation[step]))
+        grids.append({"title": f"{title} validation, step {step:,}", "budgets": budgets, "rows": rows, "mean": mean})
+    for i, size in enumerate(sizes):  # of the last validation
+        points = [(float(b), losses[last].get((size, b), math.nan)) for b in budgets]
+        lines.append(Line(f"{size} px", points, i, dots=True))
+    label = f"validation loss against budget at step {last}, one line per resolution"
+    chart = line_chart(lines, "budget, cores", "loss", label, wide=True, ticks_at_points=True, y_scale="auto")
+    return {"grids": grids, "against_budget": chart, "last_step": last}
 
 
-def _heat(grid: Grid, level: Callable[[float], float]) -> str:
-    """Resolutions × budgets as a table, each cell in the colour of its loss."""
-    budgets = sorted({budget for _, budget in grid})
-    rows = {}
-    for resolution in sorted({resolution for resolution, _ in grid}):
-        values = [grid.get((resolution, budget), {}).get("total", math.nan) for budget in budgets]
-        rows[f"{resolution} px"] = [(number(v), level(v) if math.isfinite(v) else math.nan) for v in values]
-    caption = "Validation loss by resolution (rows) and budget (columns)."
-    return heat_table("cores", [str(budget) for budget in budgets], rows, caption)
-
-
-def _draws(run: _Run) -> str:
+def _draw_counts(run: _Run, name: str, unit: str) -> dict[str, Any]:
+    """How often each budget or resolution was drawn, beside the odds of the recipe."""
     steps = max((row["step"] for row in run.metrics), default=0.0)
-    wanted: dict[str, dict[int, float]] = {"budget": {}, "resolution": {}}
+    targets: dict[int, float] = {}
     if run.recipe:
-        wanted = {"budget": shares(run.recipe.budgets), "resolution": shares(resolution_odds(run.recipe, steps))}
-    parts = []
-    for what, unit in (("budget", "cores"), ("resolution", "px")):
-        counts = run.drawn(what)
-        if not any(counts.values()):
-            parts.append(figure(f"{what.capitalize()}s drawn", '<p class="none">None were logged.</p>'))
-            continue
-        drawn = shares(counts)
-        keys = sorted({*counts, *wanted[what]})
-        cells = [
-            [
-                f"{key}",
-                f"{counts.get(key, 0):,.0f}",
-                f"{drawn.get(key, 0):.1%}",
-                number(wanted[what].get(key, math.nan), ".1%"),
-            ]
-            for key in keys
-        ]
-        chart = bar_chart(drawn, wanted[what], f"{what}, {unit}", f"share of the steps that drew each {what}")
-        numbers = table([what.capitalize(), "Steps", "Share", "Asked for"], cells)
-        parts.append(figure(f"{what.capitalize()}s drawn", f'<div class="pair"><div>{chart}</div>{numbers}</div>'))
-    return "\n".join(parts)
+        targets = shares(run.recipe.budgets if name == "budget" else resolution_odds(run.recipe, steps))
+    counts = run.count_draws(name)
+    title = f"{name.capitalize()}s drawn"
+    if not any(counts.values()):
+        return {"title": title, "chart": None}
+    drawn = shares(counts)
+    rows = [
+        (key, f"{counts.get(key, 0):,.0f}", f"{drawn.get(key, 0):.1%}", number(targets.get(key, math.nan), ".1%"))
+        for key in sorted({*counts, *targets})
+    ]
+    chart = bar_chart(drawn, targets, f"{name}, {unit}", f"share of the steps that drew each {name}")
+    return {"title": title, "chart": chart, "name": name.capitalize(), "rows": rows, "targets": bool(targets)}
 
 
-def _pace(run: _Run) -> str:
-    points = run.line("images_per_s")
-    chart = line_chart([Line("images/s", points, 0)], "step", "images/s", f"images per second, {_spoken(points)}")
-    parts = [figure("Throughput", chart, "Smoothed; validation, checkpoints and compilation are left out.")]
-    others = {"floor_share": ("Share of the floor", ".0%"), "memory_gib": ("Most memory in use, GiB", ".1f")}
-    cells = [[name, number(run.last(column), form)] for column, (name, form) in others.items() if run.line(column)]
-    return "\n".join([*parts, table(["At the end", ""], cells) if cells else ""])
-
-
-def _events(run: _Run) -> str:
-    """By their first word, the rare kinds first: what went wrong must not drown in what went well."""
-    kinds: dict[str, list[tuple[str, str, str]]] = {}
-    for event in run.events:
+def _group_events(events: Sequence[Event]) -> list[tuple[str, int, list[Event]]]:
+    """(kind, count, last events) by their first word, rare kinds first: errors must not drown in checkpoints."""
+    kinds: dict[str, list[Event]] = {}
+    for event in events:
         word = re.match(r"[A-Za-z]+", event[2])
         kinds.setdefault(word[0].lower() if word else "other", []).append(event)
-    if not kinds:
-        return '<p class="none">None were logged.</p>'
-    parts = []
-    for kind, events in sorted(kinds.items(), key=lambda item: len(item[1])):
-        more = len(events) - SHOWN_EVENTS
-        rows = [[escape(cell) for cell in event] for event in events[-SHOWN_EVENTS:]]
-        note = f"<p>The last {SHOWN_EVENTS}; {more:,} before them are in {EVENTS}.</p>" if more > 0 else ""
-        body = note + table(["Time", "Step", "What"], rows, "events")
-        parts.append(details(f"{escape(kind)}: {len(events):,}", body, kind != "checkpoint"))
-    return "\n".join(parts)
-
-
-def _summary(summary: Mapping[str, Any]) -> str:
-    if not summary:
-        return ""
-    values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in summary.items()}
-    rows = [[escape(printable(str(key))), escape(printable(value[:500]))] for key, value in values.items()]
-    return section("Summary", table(["", "summary.json"], rows, "events"))
+    return [(k, len(v), v[-SHOWN_EVENTS:]) for k, v in sorted(kinds.items(), key=lambda item: len(item[1]))]

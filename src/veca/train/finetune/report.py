@@ -1,83 +1,76 @@
-"""The report of a fine-tune: one page, made of what the run left in its folder, at any time."""
+"""Report of a fine-tuning run: `report.html`, from the files in the folder of the run, at any time."""
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from veca.errors import ArgumentError, VecaError
-from veca.report.charts import Line, line_chart, smooth
+from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
-from veca.report.page import details, figure, heat_table, section, table, write_page
+from veca.report.page import data_uri, write_page
 from veca.train.csv_log import METRICS, VALIDATION, read_table
-from veca.utils.text import duration, number, printable
+from veca.utils.text import duration, number
 
-ASKED, SHOWN = "finetune.json", 12
-
-
-def is_tuned(folder: Path) -> bool:
-    """Whether a folder is one that `veca finetune` writes to."""
-    return (folder / ASKED).is_file()
+SETTINGS_FILE = "finetune.json"
+SHOWN_PAIRS = 12  # of classes that are confused
 
 
-def write_report(folder: Path) -> Path:
-    """Write `report.html` into the folder of a fine-tune, of the files that are there; its path comes back."""
+def is_finetune_run(folder: Path) -> bool:
+    """Whether `veca finetune` wrote to a folder."""
+    return (folder / SETTINGS_FILE).is_file()
+
+
+def write_finetune_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a fine-tuning run and return its path."""
+    settings, result = (_read_object(folder / name) for name in (SETTINGS_FILE, "result.json"))
+    rows = read_table(folder / METRICS)
     try:
-        return _write_report(folder)
+        metric, problems = result.get("metric", "top1"), result.get("problems", [])
+        write_page(
+            folder / "report.html",
+            "finetune.html",
+            name=folder.resolve().name,
+            finished=bool(result),
+            banner=not result or bool(problems),
+            problems=problems,
+            facts=_finetune_facts(settings, result, rows),
+            metric=metric,
+            settings=settings,
+            **_training_curves(folder, rows, metric),
+            **(_scores(result) | _class_tables(result) | _gallery(folder, result) if result else {}),
+        )
     except VecaError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ArgumentError(
-            f"{folder}: {ASKED} or result.json is not as `veca finetune` wrote it ({type(error).__name__}: {error}); "
-            "the same command writes them again"
+            f"{folder}: {SETTINGS_FILE} or result.json is not as `veca finetune` wrote it "
+            f"({type(error).__name__}: {error}); the same command writes them again"
         ) from error
+    return folder / "report.html"
 
 
-def _write_report(folder: Path) -> Path:
-    asked, result = (_read(folder / name) for name in (ASKED, "result.json"))
-    rows = read_table(folder / METRICS)
-    out = folder / "report.html"
-    told = [f"<p>{escape(printable(problem))}</p>" for problem in result.get("problems", [])]
-    if not result:
-        told = ["<p><strong>The run has not come to its end.</strong> The same command continues it.</p>"]
-    write_page(
-        out,
-        name=printable(folder.resolve().name),
-        eyebrow="VECA fine-tuning",
-        banner="".join(told),
-        facts=_facts(asked, result, rows),
-        sections=[
-            *([section("Scores", _scores(result))] if result else []),
-            section("Curves", _curves(folder, rows, result.get("metric", "top1"))),
-            *([section("Classes", _classes(result)), section("Pictures", _gallery(folder, result))] if result else []),
-            section("What was asked", f"<pre>{escape(json.dumps(asked, indent=1, ensure_ascii=False))}</pre>"),
-        ],
-        footer=f"Made of the files in the folder on {datetime.now():%d %B %Y}.",
-    )
-    return out
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _facts(asked: Mapping[str, Any], result: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    data = asked.get("data", {})
+def _finetune_facts(
+    settings: Mapping[str, Any], result: Mapping[str, Any], rows: Sequence[Mapping[str, float]]
+) -> dict[str, str]:
+    data = settings.get("data", {})
     counts = ", ".join(f"{name} {data[name]:,}" for name in ("train", "val", "test") if name in data)
     last = rows[-1] if rows else {}
     facts = {
-        "Model": str(asked.get("model")),
-        "Task": str(asked.get("task")),
+        "Model": str(settings.get("model")),
+        "Task": str(settings.get("task")),
         "Data": f"{data.get('name')}: {counts}",
         "Steps": f"{number(last.get('step', math.nan), ',.0f')} of {result['steps']:,}" if result else "under way",
         "Time, training": duration(last.get("seconds", math.nan)),
@@ -89,104 +82,74 @@ def _facts(asked: Mapping[str, Any], result: Mapping[str, Any], rows: Sequence[M
         probe = "" if before is None else f"; the linear probe it began from {before:.2f}"
         facts[f"{metric} on {result['scored_on']}, C = {cores}"] = f"{after:.2f} %{probe}"
         facts["Best on val"] = f"{result['best']['score']:.2f} % at step {result['best']['step']:,}, kept"
-    return {escape(printable(term)): escape(printable(value)) for term, value in facts.items()}
+    return facts
 
 
-def _scores(result: Mapping[str, Any]) -> str:
+def _scores(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores after fine-tuning and of the linear probe before it, by budget."""
     metric, after, before = result["metric"], result["after"], result["before"]
     names = list(next(iter(after.values())))
-    body = [
-        [
-            escape(cores),
-            number(before.get(cores, {}).get(metric, math.nan), ".2f"),
-            *(f"{v[name]:.2f}" for name in names),
-        ]
-        for cores, v in after.items()
+    rows = [
+        [cores, number(before.get(cores, {}).get(metric, math.nan), ".2f"), *(f"{scores[name]:.2f}" for name in names)]
+        for cores, scores in after.items()
     ]
     lines = [
-        Line(name, [(float(c), v[metric]) for c, v in found.items()], i, dots=True)
-        for i, (name, found) in enumerate((("fine-tuned", after), ("linear probe", before)))
-        if found
+        Line(name, [(float(cores), scores[metric]) for cores, scores in by_cores.items()], i, dots=True)
+        for i, (name, by_cores) in enumerate((("fine-tuned", after), ("linear probe", before)))
     ]
     label = f"{metric} against budget"
-    where = f"On {escape(result['scored_on'])}, in percent, by the weights that were best on val."
-    return figure(
-        "Against the budget",
-        line_chart(lines, "budget, cores", f"{metric}, %", label, [float(c) for c in after], log=False),
-        f"{where} The linear probe is the head at the start, on frozen features: one head for all budgets.",
-    ) + table(["cores", f"linear probe, {escape(metric)}", *map(escape, names)], body)
+    chart = line_chart(lines, "budget, cores", f"{metric}, %", label, wide=True, ticks_at_points=True)
+    heads = ["cores", f"linear probe, {metric}", *names]
+    return {"scored_on": result["scored_on"], "score_chart": chart, "score_heads": heads, "score_rows": rows}
 
 
-def _curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: str) -> str:
-    loss = [(row["step"], row["total"]) for row in rows if "total" in row]
-    rate = [(row["step"], row["learning_rate"]) for row in rows if "learning_rate" in row]
-    val: dict[str, dict[int, list[tuple[float, float]]]] = {metric: {}, "loss": {}}
+def _training_curves(folder: Path, rows: Sequence[Mapping[str, float]], metric: str) -> dict[str, Chart]:
+    loss, rate = ([(row["step"], row[c]) for row in rows if c in row] for c in ("total", "learning_rate"))
+    by_budget: dict[str, dict[int, list[Point]]] = {metric: {}, "loss": {}}
     for row in read_table(folder / VALIDATION):
-        for name in val:
-            if name in row:
-                val[name].setdefault(int(row["budget"]), []).append((row["step"], row[name]))
-    drawn = {
-        name: [Line(f"C = {c}", points, i, dots=True) for i, (c, points) in enumerate(sorted(by.items()))]
-        for name, by in val.items()
+        for name in by_budget.keys() & row.keys():
+            by_budget[name].setdefault(int(row["budget"]), []).append((row["step"], row[name]))
+    scores = sorted(by_budget[metric].items())
+    metric_lines = [Line(f"C = {cores}", points, i, dots=True) for i, (cores, points) in enumerate(scores)]
+    loss_lines = [Line("", loss, 0, faint=True), Line("train, smoothed", smooth(loss, 0.05), 0)]
+    for i, (cores, points) in enumerate(sorted(by_budget["loss"].items()), 1):
+        loss_lines.append(Line(f"val, C = {cores}", points, i, dots=True))
+    return {
+        "metric_chart": line_chart(metric_lines, "step", f"{metric}, %", metric, wide=True),
+        "loss_chart": line_chart(loss_lines, "step", "loss", "loss against steps", wide=True),
+        "rate_chart": line_chart([Line("", rate)], "step", "rate", "rate", wide=True),
     }
-    train = [Line("raw", loss, 0, faint=True), Line("train, smoothed", smooth(loss, 0.05), 0)]
-    moved = [line._replace(name=f"val, {line.name}", colour=line.colour + 1) for line in drawn["loss"]]
-    return "\n".join(
-        [
-            figure(f"{escape(metric)} on val", line_chart(drawn[metric], "step", f"{metric}, %", metric, log=False)),
-            figure("Loss", line_chart([*train, *moved], "step", "loss", "loss against steps", log=False)),
-            figure(
-                "Learning rate",
-                line_chart([Line("rate", rate)], "step", "rate", "rate", log=False),
-            ),
-        ]
-    )
 
 
-def _classes(result: Mapping[str, Any]) -> str:
-    classes = [escape(printable(name)) for name in result["classes"]]
-    scored = sorted(result["per_class"].items(), key=lambda item: item[1])
-    each = table(
-        ["class", f"{escape(result['metric'])}, %"], [[escape(printable(k)), f"{v:.2f}"] for k, v in scored], words={0}
-    )
-    pairs = [[classes[true], classes[said], f"{count:,}"] for true, said, count in result["confusions"]]
-    heads = ["class", "taken for", "pixels" if result["metric"] == "mIoU" else "pictures"]
-    parts = [figure("Taken for each other", table(heads, pairs[:SHOWN], words={0, 1}))]
-    if result["matrix"]:
-        shares = [[count / max(1, sum(row)) for count in row] for row in result["matrix"]]
-        cells = {
-            f"{i} {name}": [(f"{100 * share:.0f}" if share >= 0.005 else "", share) for share in row]
-            for i, (name, row) in enumerate(zip(classes, shares, strict=True))
-        }
-        said = "Rows: the true class. Columns: what was said of it, in percent."
-        numbered = [str(i) for i in range(len(classes))]
-        parts.append(details("All classes against all", heat_table("class", numbered, cells, said)))
-    return "\n".join([*parts, details(f"All {len(classes):,} classes, worst first", each, len(classes) <= 20)])
+def _class_tables(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of each class, the most confused pairs, and the confusion matrix where the run kept one."""
+    classes, matrix = result["classes"], {}
+    for i, (name, counts) in enumerate(zip(classes, result["matrix"] or [], strict=bool(result["matrix"]))):
+        shares = [count / max(1, sum(counts)) for count in counts]
+        matrix[f"{i} {name}"] = [(f"{100 * share:.0f}" if share >= 0.005 else "", share) for share in shares]
+    pairs = [(classes[true], classes[said], f"{count:,}") for true, said, count in result["confusions"][:SHOWN_PAIRS]]
+    return {
+        "class_count": len(classes),
+        "class_scores": [(k, f"{v:.2f}") for k, v in sorted(result["per_class"].items(), key=lambda item: item[1])],
+        "confusions": pairs,
+        "unit": "pixels" if result["metric"] == "mIoU" else "pictures",
+        "matrix": matrix,
+    }
 
 
-def _gallery(folder: Path, result: Mapping[str, Any]) -> str:
-    strips = []
-    for one in result["gallery"]:
-        shown = [
-            f'<figure><img src="{_picture(folder, one[key])}" alt="{key}" loading="lazy" />'
-            f"<figcaption>{escape(printable(one.get('said', key)))}</figcaption></figure>"
-            for key in ("image", "label", "prediction")
-            if key in one
-        ]
-        strips.append("".join(shown))
-    if result["asked"]["task"] == "classify":  # one picture each: side by side
-        return f'<div class="strip">{"".join(strips)}</div>'
-    names = result["classes"]
-    key = " ".join(
-        f'<span style="color:rgb({r},{g},{b})">■</span> {escape(printable(name))}'
-        for name, (r, g, b) in zip(names, class_colours(len(names)), strict=True)
-    )
-    return "".join(f'<div class="strip">{strip}</div>' for strip in strips) + f"<p>{key}</p>"
+def _gallery(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Thumbnails in strips: of classification all in one, of segmentation one strip per image, and a colour key."""
+    kinds, classes = ("image", "label", "prediction"), result["classes"]
+    strips = [
+        [(_thumbnail(folder, shown[kind]), kind, shown.get("said", kind)) for kind in kinds if kind in shown]
+        for shown in result["gallery"]
+    ]
+    if result["asked"]["task"] == "classify":
+        return {"strips": [[image for strip in strips for image in strip]], "colour_key": []}
+    return {"strips": strips, "colour_key": list(zip(classes, class_colours(len(classes)), strict=True))}
 
 
-def _picture(folder: Path, name: str) -> str:
-    """One of the gallery, as a data address; nothing else in the file system."""
-    place = folder / "gallery" / Path(name).name
-    kind = "webp" if place.suffix == ".webp" else "png"
-    data = base64.b64encode(place.read_bytes()).decode() if place.is_file() else ""
-    return f"data:image/{kind};base64,{data}"
+def _thumbnail(folder: Path, name: str) -> str:
+    """The data URI of a file of the gallery; only the name counts, so that nothing else on the disk can be shown."""
+    path = folder / "gallery" / Path(name).name
+    return data_uri(path.read_bytes() if path.is_file() else b"", "webp" if path.suffix == ".webp" else "png")

@@ -25,17 +25,16 @@ from veca.config import VecaConfig
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
 from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
-from veca.heads.metrics import Confusion
+from veca.heads.metrics import Confusion, by_class
 from veca.images import normalize
 from veca.probe.dense_data import Labelled
 from veca.probe.features import PictureError, listed, spread
-from veca.probe.rows import by_class, versions
 from veca.probe.run import limited
 from veca.report.gallery import save_picture
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.ema import Ema
 from veca.train.engine import RunEngine
-from veca.train.finetune.report import is_tuned, write_report
+from veca.train.finetune.report import is_finetune_run, write_finetune_report
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
 from veca.train.finetune.tasks import frozen_backbone, make_task
 from veca.train.optimizers import layer_decay_groups
@@ -52,7 +51,7 @@ from veca.train.parallel import (
     summed,
 )
 from veca.train.schedule import draw, learning_rate, step_seed
-from veca.utils.device import choose_device
+from veca.utils.device import choose_device, versions_on
 from veca.utils.signals import Interrupted
 
 WARMUP, MAX_NORM = 0.1, 1.0
@@ -310,7 +309,7 @@ class Finetuning(RunEngine):
             return
         if self.restart:
             # Without finetune.json the model files are not those of an old run.
-            self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_tuned(self.folder) else ())))
+            self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
         self.write_json("finetune.json", self.settings())
 
     def _provenance(self) -> dict[str, Any]:
@@ -365,7 +364,7 @@ class Finetuning(RunEngine):
             "matrix": confusion.counts.tolist() if len(self.data.classes) <= MAX_MATRIX else None,
             "gallery": self._save_gallery(split, largest),
             "images": self.meter.images, "seconds": self.meter.seconds,
-            "scoring_seconds": time.perf_counter() - began, "versions": versions(self.device),
+            "scoring_seconds": time.perf_counter() - began, "versions": versions_on(self.device),
         })  # fmt: skip
 
     @torch.no_grad()
@@ -387,7 +386,7 @@ class Finetuning(RunEngine):
         return gallery
 
     def write_report(self) -> Path:
-        return write_report(self.folder)
+        return write_finetune_report(self.folder)
 
 
 def _not_empty(rows: Tensor) -> Tensor:
@@ -410,7 +409,7 @@ def _check_folder(folder: Path, model: str) -> None:
         raise ArgumentError(
             f"--out {folder} is the model's own folder, which would be written over; take another --out"
         )
-    if (folder / "recipe.yaml").is_file() and not is_tuned(folder):
+    if (folder / "recipe.yaml").is_file() and not is_finetune_run(folder):
         raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
 
 
