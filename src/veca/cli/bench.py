@@ -9,7 +9,7 @@ import typer
 
 from veca.bench.cases import Bench, choose_cases
 from veca.bench.plots import Format, write_plots
-from veca.bench.run import Dtype, pick_setting, run_bench
+from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli.common import out
 
 bench_app = typer.Typer(
@@ -34,7 +34,7 @@ Contenders = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes CUDA where there is one.")]
 Precision = Annotated[
-    Dtype | None, typer.Option(help="Of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere")
+    FloatDtype | None, typer.Option(help="Of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere")
 ]
 Repeats = Annotated[int, typer.Option(help="Rounds that count; every contender has a turn in each.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of each contender goes.")]
@@ -90,7 +90,7 @@ def bench_plot(
 
 
 def _bench(
-    bench: Bench, sweep: tuple[Any, ...], contenders: list[str] | None, device: str, dtype: Dtype | None,
+    bench: Bench, sweep: tuple[Any, ...], contenders: list[str] | None, device: str, dtype: FloatDtype | None,
     repeats: int, profile: bool, errors: bool, to: Path | None, cls_only: bool = False,
 ) -> None:  # fmt: skip
     setting = pick_setting(device, dtype, cls_only)
