@@ -14,7 +14,7 @@ from veca.checkpoint import create_model
 from veca.config import SIZES
 from veca.model import Attention
 from veca.rope import rotary
-from veca.teachers.dense_vit import DENSE_VITS
+from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
 
 RESOLUTIONS = (256, 384, 512, 768, 1024)
 PAPER = {
@@ -78,6 +78,12 @@ def test_whole_models_at_full_size_equal_torch_counting(name: str) -> None:
     config = SIZES[name]
     with torch.device("meta"):
         images = torch.empty(1, 3, 512, 768)
-        dense = timm.create_model(DENSE_VITS[name], num_classes=0, dynamic_img_size=True).eval()
+        dense = create_dense_vit(config).eval()
         assert count(create_model(name).eval(), images, 64) == model_flops(config, 512, 768, 64)
         assert count(dense, images) == dense_model_flops(config, 512, 768)
+
+
+def test_the_dense_vit_of_a_size_that_dinov3_lacks_equals_torch_counting() -> None:
+    config = make_tiny(depth=2).config
+    with torch.device("meta"):
+        assert count(create_dense_vit(config).eval(), torch.empty(1, 3, 64, 96)) == dense_model_flops(config, 64, 96)

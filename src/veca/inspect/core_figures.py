@@ -40,8 +40,8 @@ from veca.inspect.subject import (
     choose_layers,
     cores_label,
     input_of,
+    inspecting,
     layer_label,
-    looking,
     model_label,
     notice_of,
     open_photos,
@@ -79,7 +79,7 @@ def draw_layers(
     colours: list[list[Tensor]] = []
     for budget in budgets:
         say(f"{cores_label(budget)}: running the model")
-        with looking(model):
+        with inspecting(model):
             profiles = [core_profiles(model, input_of(model, p), budget, [i - 1 for i in layers])[:, 0] for p in photos]
             check_finite(model, *profiles)
         say(f"{cores_label(budget)}: {method.upper()} of {sum(p[..., 0].numel() for p in profiles):,} profiles")
@@ -143,7 +143,7 @@ def draw_cores(
     )
     for i, photo in enumerate(photos):
         say(f"{photo.name}: running the model")
-        with looking(model):
+        with inspecting(model):
             images = input_of(model, photo)
             maps = core_maps(model, images, budget, [layer - 1 for layer in layers])[:, 0].float().cpu()
             places = Veca.forward(model, images, budget).coordinates[:, 0].float().cpu()
@@ -187,7 +187,7 @@ def draw_paths(
     photos = open_photos(pictures, size, fit)
     check_sheet(len(budgets), len(photos))
     say("running the model")
-    with looking(model):
+    with inspecting(model):
         ways = [
             [Veca.forward(model, input_of(model, photo), c).coordinates[:, 0].float().cpu() for photo in photos]
             for c in budgets
@@ -257,7 +257,7 @@ def draw_states(
     states = []
     for photo in photos:
         say(f"{photo.name}: running the model")
-        with looking(model):
+        with inspecting(model):
             taken = model.forward_intermediates(
                 input_of(model, photo), [i - 1 for i in sorted(layers)], return_prefix_tokens=True, stop_early=True,
                 output_fmt="NLC", intermediates_only=True, cores=budget,

@@ -37,7 +37,7 @@ from veca.images.formats import noting_left_out
 from veca.inspect.contribution import PIECE, attention_and_profiles
 from veca.inspect.maps import look_into
 from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, exact, overlap, pair_overlap, winners
-from veca.inspect.subject import choose_budgets, looking, spread
+from veca.inspect.subject import choose_budgets, inspecting, spread
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 from veca.version import __version__
@@ -207,7 +207,7 @@ def measure_cores(
         noting_left_out() as left_out,
         decoded(items, size, "crop", MAX_PIXELS, workers) as records,
         progress_line(MofNCompleteColumn(), shown=progress) as bar,
-        looking(model),
+        inspecting(model),
     ):
         task = bar.add_task("measuring", total=total, rate="", failed=0)
         for group in _batches(records, batch):

@@ -67,7 +67,7 @@ def _name(source: object, i: int) -> str:
 
 
 @contextmanager
-def looking(model: Veca) -> Iterator[None]:
+def inspecting(model: Veca) -> Iterator[None]:
     """The model in eval mode and without gradients; afterwards it is as it was."""
     was_training = model.training
     model.eval()
@@ -112,7 +112,7 @@ def features_of(model: Veca, backbone: Backbone, photo: Photo) -> tuple[Tensor, 
     """Of one photo, float32 on the CPU: the global feature (D) and the dense map (rows, columns, D)."""
     side = model.config.patch_size
     grid = (photo.picture.height // side, photo.picture.width // side)
-    with looking(model):
+    with inspecting(model):
         cls, patches = backbone(input_of(model, photo), grid)
     return cls[0].float().cpu(), patches[0].float().cpu().unflatten(0, grid)
 
