@@ -38,7 +38,7 @@ from veca.inspect import (
     project,
     write_figure,
 )
-from veca.inspect.sheet import look_of
+from veca.inspect.figure_layout import marker_style
 from veca.rope import rotate
 
 run = CliRunner().invoke
@@ -120,14 +120,14 @@ def test_pieces_give_the_same(piece):
     torch.manual_seed(1)
     attention, values, weight = torch.rand(2, 30, 11), torch.randn(2, 11, 4), torch.randn(8, 8)
     whole = contributions(attention, values, weight)
-    torch.testing.assert_close(contributions(attention, values, weight, piece=piece), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(contributions(attention, values, weight, chunk_size=piece), whole, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("piece", [1, 400, 10000])  # a giver, those of an image and of part of the next, all
 def test_contributions_of_several_images_are_those_of_each(piece):
     torch.manual_seed(2)
     attention, values, weight = torch.rand(2, 3, 4, 6, 5), torch.randn(2, 3, 4, 5, 2), torch.randn(8, 8)
-    found = contributions(attention, values, weight, piece=piece)
+    found = contributions(attention, values, weight, chunk_size=piece)
     assert found.shape == (2, 3, 6, 5)
     for i, j in itertools.product(range(2), range(3)):
         torch.testing.assert_close(found[i, j], direct(attention[i, j], values[i, j], weight))
@@ -158,7 +158,7 @@ def test_profiles_are_shares_of_the_formula_in_the_model():
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 2, 3, 5).double())
     assert found.std() > 0.01, "profiles all alike would prove nothing"
 
-    assert (found - core_profiles(model, images, 16, (0, 2), piece=64)).abs().max() < 1e-12
+    assert (found - core_profiles(model, images, 16, (0, 2), chunk_size=64)).abs().max() < 1e-12
     single = core_profiles(model.float(), images.float(), cores=16, layers=(-3, -1))
     assert single.dtype == torch.float32
     torch.testing.assert_close(single, found.float(), rtol=1e-3, atol=1e-5)
@@ -408,7 +408,7 @@ def test_states(model, photos):
     assert len(np.unique(by_core[0].get_facecolors(), axis=0)) == 7
     assert len(np.unique(by_picture[0].get_facecolors(), axis=0)) == 1
     assert (by_picture[0].get_facecolors()[0] != by_picture[2].get_facecolors()[0]).any()
-    assert len({look_of(i) for i in range(49)}) == 49
+    assert len({marker_style(i) for i in range(49)}) == 49
     alone = draw_states(model, photos[1], cores=1, layers=(2,), size=SIZE)
     assert len(panels(alone)) == 1
     assert "Give several pictures" in " ".join(words(alone)).replace("\n", " ")

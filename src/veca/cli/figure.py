@@ -16,9 +16,9 @@ from veca.errors import ArgumentError, needs_extra
 from veca.images import Fit
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
-from veca.inspect.projections import Method as MethodName
-from veca.inspect.sheet import check_out, write_figure
-from veca.inspect.subject import Backbone
+from veca.inspect.figure_inputs import FeatureFunction
+from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect.projections import ProjectionMethod
 from veca.model import Veca
 
 
@@ -46,7 +46,7 @@ Budgets = Annotated[str | None, typer.Option("--cores", help="Budgets, as 8,16,6
 Layers = Annotated[str | None, typer.Option("--layers", help="Their numbers, as 4,8,12.", show_default="some of all")]
 FitOf = Annotated[Fit, typer.Option("--fit", help="crop the centre, stretch, keep the shape, or pad; as `veca embed`.")]
 Method = Annotated[
-    MethodName, typer.Option(help="From features to colours: pca, at once; umap, as in the paper, in minutes.")
+    ProjectionMethod, typer.Option(help="From features to colours: pca, at once; umap, as in the paper, in minutes.")
 ]
 Beside = Annotated[
     list[str] | None,
@@ -162,7 +162,7 @@ def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
     return model.config.budgets if text == "all" else _numbers(text, "--cores")
 
 
-def _backbone(name: str, model: Veca) -> Backbone:
+def _backbone(name: str, model: Veca) -> FeatureFunction:
     with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
     return load_teacher(name).to(model.norm.weight.device)

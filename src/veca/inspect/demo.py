@@ -30,7 +30,7 @@ from veca.bench.flops import model_flops
 from veca.errors import ArgumentError
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, heat, pca, to_rgb
-from veca.inspect.subject import check_finite
+from veca.inspect.figure_inputs import check_finite
 from veca.model import Veca
 from veca.utils.console import progress_bar
 from veca.utils.files import atomic_path, check_writable

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from veca.errors import ArgumentError
-from veca.inspect.sheet import charts, check_out, check_sheet, look_of
-from veca.inspect.story import AtBudget, CoreStory, Layers, Spread
-from veca.inspect.subject import cores_label
+from veca.inspect.core_stats import BudgetStats, CoreStory, LayerStats, MeanStd
+from veca.inspect.figure_inputs import cores_label
+from veca.inspect.figure_layout import check_out, check_panels, create_headed_figure, marker_style
 from veca.utils.files import atomic_path, check_writable
 from veca.utils.text import number, printable
 
@@ -36,7 +36,7 @@ def check_story(path: str | os.PathLike[str], chart: str | os.PathLike[str] | No
     check_writable(path)
     if chart is not None:
         check_out(chart)
-        check_sheet(2, 2)
+        check_panels(2, 2)
     return path
 
 
@@ -68,7 +68,7 @@ def story_table(story: CoreStory) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
 
-    def row(name: str, tell: Callable[[int, AtBudget], Spread | float], end: bool = False) -> None:
+    def row(name: str, tell: Callable[[int, BudgetStats], MeanStd | float], end: bool = False) -> None:
         table.add_row(name, *(_percent(tell(*each)) for each in story.budgets.items()), end_section=end)
 
     row("moved from the start", lambda _, told: _last(told.places.distance))
@@ -111,7 +111,7 @@ def draw_story(story: CoreStory) -> Figure:
         notice=notice,
     )
     for i, (budget, told) in enumerate(story.budgets.items()):
-        colour, marker = look_of(i)
+        colour, marker = marker_style(i)
         look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
         _lines(moves, told.places.distance, 100, cores_label(budget), **look)
         moves.plot(range(1, len(told.places.scatter) + 1), [100 * s for s in told.places.scatter], ":", color=colour)
@@ -145,7 +145,7 @@ def _draw_kept(axis: Axes, story: CoreStory) -> None:
         ("global feature, CKA", [each.cka for each in told], None, between.cka),
     ]
     for i, (name, means, spreads, floor) in enumerate(ways):
-        colour, marker = look_of(i)
+        colour, marker = marker_style(i)
         axis.errorbar(
             budgets, means, spreads, label=name, color=colour, marker=marker, markersize=3.5, linewidth=1.3, capsize=2
         )  # fmt: skip
@@ -155,7 +155,7 @@ def _draw_kept(axis: Axes, story: CoreStory) -> None:
     _name(axis, "cores", "likeness", "dotted: between pictures")
 
 
-def _lines(axis: Axes, values: Layers, scale: float, label: str, **look: Any) -> None:
+def _lines(axis: Axes, values: LayerStats, scale: float, label: str, **look: Any) -> None:
     layers = range(1, len(values.mean) + 1)
     low, high = ([scale * (m + sign * s) for m, s in zip(values.mean, values.std, strict=True)] for sign in (-1, 1))
     axis.plot(layers, [scale * mean for mean in values.mean], label=label, **look)
@@ -173,15 +173,33 @@ def _title(story: CoreStory) -> str:
     return f"{printable(str(about['model']))}, {about['pictures']:,} pictures, {about['size']} px"
 
 
-def _last(values: Layers) -> Spread:
-    return Spread(values.mean[-1], values.std[-1])
+def _last(values: LayerStats) -> MeanStd:
+    return MeanStd(values.mean[-1], values.std[-1])
 
 
-def _times(value: Spread, factor: float) -> Spread:
-    return Spread(factor * value.mean, factor * value.std)
+def _times(value: MeanStd, factor: float) -> MeanStd:
+    return MeanStd(factor * value.mean, factor * value.std)
 
 
-def _percent(value: Spread | float) -> str:
-    if isinstance(value, Spread):
+def _percent(value: MeanStd | float) -> str:
+    if isinstance(value, MeanStd):
         return f"{_percent(value.mean)} ± {_percent(value.std)}"
     return number(100 * value, ".1f")
+
+
+def charts(title: str, text: str, names: Sequence[str], *, notice: str = "") -> tuple[Figure, list[Axes]]:
+    """An empty figure and its charts, two in a row: axes with ticks, room for their names, and a title each."""
+    left, right, above, wide, tall, under = 0.75, 0.15, 0.35, 3.35, 2.3, 0.55
+    rows = -(-len(names) // 2)
+    width = 2 * (left + wide + right)
+    figure, head = create_headed_figure(title, text, notice, width, rows * (above + tall + under))
+    height = figure.get_size_inches()[1]
+    axes = []
+    for i, name in enumerate(names):
+        x, y = left + i % 2 * (left + wide + right), head + above + i // 2 * (above + tall + under)
+        axis = figure.add_axes((x / width, 1 - (y + tall) / height, wide / width, tall / height))
+        axis.set_title(name, fontsize=9, loc="left", pad=4, parse_math=False)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+        axes.append(axis)
+    return figure, axes

@@ -20,8 +20,8 @@ import veca
 from veca.cli.main import app
 from veca.images import load_image
 from veca.inspect import core_maps, core_profiles, draw_story, measure_cores, story_table, write_story
-from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
-from veca.inspect.story import _Teller
+from veca.inspect.core_stats import CoreAccumulator
+from veca.inspect.map_measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
 
 run = CliRunner().invoke
 SIZE = 64
@@ -246,7 +246,7 @@ class Operations(TorchDispatchMode):
 def test_more_pictures_at_once_take_no_more_operations(images):
     counts = []
     for few in (2, COUNT):
-        teller = _Teller(make_tiny(), [8, 64])
+        teller = CoreAccumulator(make_tiny(), [8, 64])
         teller.add(images[:1])
         with Operations() as seen:
             teller.add(images[:few])
