@@ -6,7 +6,6 @@ A job is a generator. At each `yield` it may be paused for more urgent jobs, or 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import threading
 from collections import OrderedDict
@@ -19,7 +18,6 @@ from veca.errors import VecaError
 
 T = TypeVar("T")
 JobSteps: TypeAlias = Generator[None, None, T]
-MAX_PANES = 4096
 
 
 class RequestError(VecaError):
@@ -49,11 +47,18 @@ class QueuedJob:
     key: Hashable
     make: Callable[[], JobSteps[Any]]
     later: bool
-    client: str | None = None
-    turn: int = 0
+    client: str | None
+    turn: int
     """How many jobs the same client had queued before: clients take turns, however many jobs each has."""
-    futures: list[Future[Any]] = field(default_factory=list)
+    order: int
+    waiters: dict[Future[Any], str | None] = field(default_factory=dict)
+    """Futures of those who wait for the result, and the pane of each."""
     steps: JobSteps[Any] | None = None
+
+    @property
+    def priority(self) -> tuple[Any, ...]:
+        """The smallest runs next: a started job goes on until it ends, except for those that run `later`."""
+        return self.later, self.steps is None, self.turn, self.order
 
 
 class JobQueue:
@@ -66,10 +71,7 @@ class JobQueue:
         self.max_jobs, self.max_per_client = max_jobs, max_jobs - max_jobs // 4
         self._condition = threading.Condition()
         self._jobs: dict[Hashable, QueuedJob] = {}
-        # (later, turn, order, key): the smallest runs next. A key whose job is gone is skipped.
-        self._heap: list[tuple[bool, int, int, Hashable]] = []
         self._order = itertools.count()
-        self._panes: OrderedDict[str, tuple[Hashable, list[Future[Any]]]] = OrderedDict()
         self._open = True
         self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
         self._thread.start()
@@ -92,20 +94,24 @@ class JobQueue:
         What the same `pane` was waiting for under another key is dropped. With `later`, all other jobs go first.
         """
         with self._condition:
-            if pane is not None:
-                self._supersede(pane, key)
-            job = self._jobs.get(key)
-            if job is None:
+            superseded = [
+                (job, future)
+                for job in self._jobs.values()
+                for future, waiting_pane in job.waiters.items()
+                if pane is not None and waiting_pane == pane and job.key != key
+            ]
+            for job, future in superseded:
+                self._leave(job, future)
+                future.set_exception(DroppedError())
+            if key not in self._jobs:
                 turn = sum(job.client == client for job in self._jobs.values()) if client else 0
                 if len(self._jobs) >= self.max_jobs or turn >= self.max_per_client or not self._open:
                     raise BusyError
-                job = self._jobs[key] = QueuedJob(key, make, later, client, turn)
-                self._push(job)
-            future: Future[T] = Future()
+                self._jobs[key] = QueuedJob(key, make, later, client, turn, next(self._order))
+                self._condition.notify()
+            future = Future[T]()
             future.set_running_or_notify_cancel()  # it can no longer be cancelled, so setting its result cannot fail
-            job.futures.append(future)
-            if pane is not None:
-                self._panes[pane][1].append(future)
+            self._jobs[key].waiters[future] = pane
             return future
 
     async def run(
@@ -125,7 +131,8 @@ class JobQueue:
             watcher.cancel()
             with self._condition:
                 for job in list(self._jobs.values()):
-                    self._leave(job, future)
+                    if future in job.waiters:
+                        self._leave(job, future)
 
     def close(self) -> None:
         with self._condition:
@@ -133,70 +140,41 @@ class JobQueue:
             self._condition.notify_all()
         self._thread.join(timeout=10)
 
-    def _supersede(self, pane: str, key: Hashable) -> None:
-        """Drop what the pane waits for, unless it is the same job."""
-        previous, futures = self._panes.pop(pane, (key, []))
-        if previous != key:
-            for future in futures:
-                if (job := self._jobs.get(previous)) and self._leave(job, future):
-                    future.set_exception(DroppedError())
-            futures = []
-        self._panes[pane] = key, [future for future in futures if not future.done()]
-        if len(self._panes) > MAX_PANES:
-            self._panes.popitem(last=False)
-
-    def _leave(self, job: QueuedJob, future: Future[Any]) -> bool:
-        """Stop waiting for a job, if `future` does; without any waiter the job ends at its next step."""
-        if future not in job.futures:
-            return False
-        job.futures.remove(future)
-        if not job.futures and self._jobs.get(job.key) is job:
+    def _leave(self, job: QueuedJob, future: Future[Any]) -> None:
+        """Stop waiting; without any waiter a job is not begun, or not continued."""
+        del job.waiters[future]
+        if not job.waiters:
             del self._jobs[job.key]
-        return True
-
-    def _push(self, job: QueuedJob) -> None:
-        heapq.heappush(self._heap, (job.later, job.turn, next(self._order), job.key))
-        self._condition.notify()
 
     def _next_job(self) -> QueuedJob | None:
         with self._condition:
             while self._open:
-                while self._heap:
-                    later, _, _, key = heapq.heappop(self._heap)
-                    if (job := self._jobs.get(key)) and job.later == later:
-                        return job
+                if self._jobs:
+                    return min(self._jobs.values(), key=lambda job: job.priority)
                 self._condition.wait()
         return None
 
     def _run_jobs(self) -> None:
         while job := self._next_job():
             try:
-                self._run_until_paused(job)
+                job.steps = job.steps or job.make()
+                next(job.steps)
             except StopIteration as end:
-                self._finish(job, lambda future, result=end.value: future.set_result(result))
+                self._finish(job, result=end.value)
             except Exception as error:  # the waiters get it; the thread goes on
-                self._finish(job, lambda future, error=error: future.set_exception(error))
+                self._finish(job, error=error)
+        for job in list(self._jobs.values()):
+            self._finish(job, error=DroppedError())
 
-    def _run_until_paused(self, job: QueuedJob) -> None:
-        """Run a job until a more urgent one waits. StopIteration: it is done. DroppedError: nobody waits for it."""
-        job.steps = job.steps or job.make()
-        while True:
-            next(job.steps)
-            with self._condition:
-                if self._jobs.get(job.key) is not job or not self._open:
-                    job.steps.close()
-                    raise DroppedError
-                if job.later and any(key in self._jobs for later, _, _, key in self._heap if not later):
-                    self._push(job)
-                    return
-
-    def _finish(self, job: QueuedJob, settle: Callable[[Future[Any]], None]) -> None:
+    def _finish(self, job: QueuedJob, result: Any = None, error: Exception | None = None) -> None:
         with self._condition:
             if self._jobs.get(job.key) is job:
                 del self._jobs[job.key]
-            futures, job.futures = job.futures, []
-        for future in futures:
-            settle(future)
+            for future in job.waiters:
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
 
 
 class ByteCache(Generic[T]):
