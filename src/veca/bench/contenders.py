@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,6 @@ from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, rotary, rotate
 from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
 from veca.utils.timing import Call
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def randomize_weights(model: nn.Module) -> None:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
 
 
-def maybe_compile(function: Function, compiled: bool, mode: str | None = None) -> Function:
+def maybe_compile(function: Callable[..., Any], compiled: bool, mode: str | None = None) -> Callable[..., Any]:
     """`function`, compiled for the one shape it is called with if `compiled`."""
     return torch.compile(function, dynamic=False, mode=mode) if compiled else function
 
@@ -153,18 +151,22 @@ def maybe_compile(function: Function, compiled: bool, mode: str | None = None) -
 # Forward pass of the whole model.
 
 
+def _inference_call(workload: Workload, model: Callable[..., Any], kernel: Kernel) -> Call:
+    images, cores, cls_only = workload.images, workload.case.cores, workload.setting.cls_only
+
+    def call() -> object:
+        with torch.inference_mode(), use_kernel(kernel):
+            return model(images, cores, cls_only=cls_only)
+
+    return call
+
+
 def _optimized_forward(workload: Workload, **options: Any) -> Prepared:
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
     optimized = veca.optimize(model, dtype=workload.setting.dtype, **options)
     built = time.perf_counter() - start
-    images, cores, cls_only = workload.images, workload.case.cores, workload.setting.cls_only
-
-    def call() -> object:
-        with torch.inference_mode():
-            return optimized(images, cores, cls_only=cls_only)
-
-    return Prepared(call, workload.veca_flops, built_s=built)
+    return Prepared(_inference_call(workload, optimized, "auto"), workload.veca_flops, built_s=built)
 
 
 def _float8_forward(workload: Workload) -> Prepared:
@@ -175,14 +177,8 @@ def _float8_forward(workload: Workload) -> Prepared:
 
 
 def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
-    forward, images, cores = maybe_compile(workload.veca, compiled), workload.images, workload.case.cores
-    cls_only = workload.setting.cls_only
-
-    def call() -> object:
-        with torch.inference_mode(), use_kernel("sdpa"):
-            return forward(images, cores, cls_only=cls_only)
-
-    return Prepared(call, workload.veca_flops)
+    forward = maybe_compile(workload.veca, compiled)
+    return Prepared(_inference_call(workload, forward, "sdpa"), workload.veca_flops)
 
 
 def _dense_forward(workload: Workload, compiled: bool = False) -> Prepared:
@@ -357,7 +353,7 @@ def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _attention_forward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
+def _prepare_forward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
     attention, qkv = make(workload), workload.qkv
 
     def call() -> object:
@@ -369,7 +365,7 @@ def _attention_forward(workload: Workload, make: Callable[[Workload], AttentionF
     return Prepared(replay, attention.flops, bytes=qkv.nbytes + qkv.nbytes // 3)
 
 
-def _attention_backward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
+def _prepare_backward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
     """The backward pass alone, over an autograd graph that is retained."""
     attention = make(workload)
     start = time.perf_counter()
@@ -400,7 +396,7 @@ _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {
 }
 ATTENTION_FORWARD, ATTENTION_BACKWARD = (
     {name: Contender(partial(build, make=make), compiled=compiled) for name, (make, compiled) in _ATTENTION.items()}
-    for build in (_attention_forward, _attention_backward)
+    for build in (_prepare_forward, _prepare_backward)
 )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from veca.checkpoint import load_or_random
 from veca.errors import ArgumentError
 from veca.hub.export import OUTPUTS, Dtype, Plain, Run, export, open_file, parse_size
+from veca.utils.timing import measure
 
 
 def bench_onnx(
@@ -56,17 +56,8 @@ def bench_onnx(
 
 def compare_outputs(run: Run, plain: Plain, images: Tensor, repeats: int) -> tuple[dict[str, float], float, float]:
     """‖a − b‖ / ‖b‖ of each output, and the median seconds of `run` (a) and `plain` (b), which take turns."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    errors = dict.fromkeys(OUTPUTS, 0.0)
-    calls: tuple[Callable[..., Sequence[Tensor]], ...] = (run, plain)
     with torch.inference_mode():
-        for round_ in range(repeats + 1):
-            outputs = []
-            for call, times in zip(calls, seconds, strict=True):
-                start = time.perf_counter()
-                outputs.append(call(images))
-                if round_:  # the first round warms up
-                    times.append(time.perf_counter() - start)
-            for key, a, b in zip(OUTPUTS, *outputs, strict=True):
-                errors[key] = max(errors[key], float((a - b).norm() / b.norm()))
-    return errors, statistics.median(seconds[0]), statistics.median(seconds[1])
+        outputs = zip(OUTPUTS, run(images), plain(images), strict=True)
+        errors = {key: float((a - b).norm() / b.norm()) for key, a, b in outputs}
+        seconds = measure({"onnx": lambda: run(images), "torch": lambda: plain(images)}, images.device, repeats)
+    return errors, statistics.median(seconds["onnx"]), statistics.median(seconds["torch"])

@@ -159,8 +159,7 @@ class CaseRun:
         dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
         case, rows = self.case, []
         for name, entry in self.entries.items():
-            failure = isinstance(entry, str)
-            values = {"failure": entry} if failure else self._figures(entry, seconds[name], dense)
+            values = {"failure": entry} if isinstance(entry, str) else self._figures(entry, seconds[name], dense)
             rows.append(Row(self.what, name, case.model, case.size, case.batch, case.cores, **values))
         return rows
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from veca.images import Fit
 from veca.inspect import figure_inputs as inputs
 from veca.inspect import figure_layout as layout
-from veca.inspect.contribution import core_profiles
 from veca.inspect.figure_inputs import ImageSources, ProgressCallback, cores_label, ignore_progress, model_label
-from veca.inspect.maps import core_maps
+from veca.inspect.maps import core_maps, core_profiles
 from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
 from veca.model import Veca
 

@@ -33,7 +33,6 @@ from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import noting_left_out
-from veca.inspect.contribution import CHUNK_SIZE, attention_and_profiles
 from veca.inspect.figure_inputs import choose_budgets, evenly_spaced, inspecting
 from veca.inspect.map_measures import (
     Alignment,
@@ -45,7 +44,7 @@ from veca.inspect.map_measures import (
     to_float64,
     winners,
 )
-from veca.inspect.maps import capture_attention
+from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
 from veca.version import __version__
@@ -304,10 +303,10 @@ class CoreAccumulator:
     def add(self, images: Tensor) -> None:
         """Images (B, 3, height, width), normalised."""
         num_cores, layers = self.model.config.num_cores, range(len(self.model.blocks))
-        all_cores = None if num_cores in self.budgets else _features(Veca.forward(self.model, images, num_cores))
+        all_cores = None if num_cores in self.budgets else _float_features(Veca.forward(self.model, images, num_cores))
         for budget in sorted(self.budgets, reverse=True):  # all cores come first
             captured, out = capture_attention(self.model, images, budget, layers, _attention_and_mean_profile)
-            features = _features(out)
+            features = _float_features(out)
             all_cores = all_cores or features
             attention, profiles = (torch.stack(parts, dim=1) for parts in zip(*captured, strict=True))
             stats = self.budgets[budget]
@@ -435,7 +434,7 @@ def _attention_and_mean_profile(
     return attention, profiles.mean(1)
 
 
-def _features(out: VecaOutput) -> tuple[Tensor, Tensor]:
+def _float_features(out: VecaOutput) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(out.cls.dtype, torch.float32)
     return out.cls.to(dtype), out.patches.to(dtype)
 

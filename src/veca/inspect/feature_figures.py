@@ -142,8 +142,9 @@ def draw_similarity(
                 ends = f"{float(values.min()):.2f} to {float(values.max()):.2f}"
                 layout.show_map(row[column], values, photo.aspect, ends, cmap=layout.HEAT)
         for row, source in zip(rows, sources[i], strict=True):
-            for axis in row if source else ():
-                layout.draw_frame(axis, source, photo.grid(model))
+            if source is not None:
+                for axis in row:
+                    layout.draw_frame(axis, source, photo.grid(model))
     layout.add_colour_bar(figure, [row[-1] for row in axes], layout.HEAT, (0, 1), "similarity", {0: "least", 1: "most"})
     return figure
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from torch import Tensor
@@ -16,12 +16,11 @@ from veca.web.analysis import REFERENCE_SIZE, Analysis, analyse, model_input, re
 from veca.web.connections import LIMITS, Limits
 from veca.web.costs import measure_dense, measure_veca
 from veca.web.images import ImageStore, StoredImage
-from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError
+from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError, T
 from veca.web.schemas import SHORT_SIDES, MeasuredCost, MeasuredCosts, ViewSetting
 from veca.web.security import address_of
 from veca.web.uploads import UploadReceiver
 
-T = TypeVar("T")
 MAX_JOBS = 32
 MAX_RESULT_BYTES = 2**29
 MAX_RESPONSES = 2
@@ -84,12 +83,12 @@ class Explorer:
     async def upload(self, request: Request) -> StoredImage:
         async with self._uploads.receive(request, _client(request)) as data:
             # A key of its own: every upload is decoded, and `add` finds bytes that are already there.
-            return await _run(self._decode_queue, request, object(), lambda: _once(partial(self.images.add, data)))
+            return await _run_job(self._decode_queue, request, object(), lambda: _once(partial(self.images.add, data)))
 
     async def image(self, request: Request, id: str) -> StoredImage:
         if stored := self.images.cache.get(id):
             return stored
-        stored = await _run(self._decode_queue, request, id, lambda: _once(partial(self.images.get, id)))
+        stored = await _run_job(self._decode_queue, request, id, lambda: _once(partial(self.images.get, id)))
         if stored is None:
             raise RequestError(404, "There is no such picture here any more: upload it again.")
         return stored
@@ -99,7 +98,7 @@ class Explorer:
         if analysis := self._analyses.get(setting):
             return analysis
         image = await self.image(request, setting.picture)
-        return await _run(self.model_queue, request, setting, lambda: self._analyse(setting, image), pane)
+        return await _run_job(self.model_queue, request, setting, lambda: self._analyse(setting, image), pane)
 
     async def measure(self, request: Request, setting: ViewSetting, pane: str | None = None) -> MeasuredCosts:
         """Time and memory, measured when the queue is empty."""
@@ -107,7 +106,7 @@ class Explorer:
         image = await self.image(request, setting.picture)
         pane = pane and f"{pane} measures"  # a view does not cancel a measurement of the same pane
         key = ("measure", setting)
-        return await _run(self.model_queue, request, key, lambda: self._measure(setting, image), pane, later=True)
+        return await _run_job(self.model_queue, request, key, lambda: self._measure(setting, image), pane, later=True)
 
     def _analyse(self, setting: ViewSetting, image: StoredImage) -> JobSteps[Analysis]:
         if analysis := self._analyses.get(setting):
@@ -142,7 +141,7 @@ class Explorer:
         return cached[0]
 
 
-async def _run(
+async def _run_job(
     queue: JobQueue,
     request: Request,
     key: Any,
