@@ -22,7 +22,7 @@ import veca
 from veca.bench import accuracy, contenders, machine, memory, plots
 from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Bench, Case, choose_cases, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
-from veca.bench.report import Results, Row
+from veca.bench.report import Results, BenchRow
 from veca.bench.run import MEASUREMENTS, Entry, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
@@ -264,10 +264,10 @@ def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_targets_stand_beside_our_time_alone() -> None:
     gpu = BenchSetting(torch.device("cuda"), torch.bfloat16)
     case = ("veca_base", 1024, 16, 64)
-    rows = [Row("attention forward", name, *case, ms=0.2) for name in ("veca", "two SDPA")]
+    rows = [BenchRow("attention forward", name, *case, ms=0.2) for name in ("veca", "two SDPA")]
     forward = with_targets("attention", gpu, rows, [])
     assert [row.target_ms for row in forward] == [0.18, None]
-    (backward,) = with_targets("attention", gpu, [Row("attention backward", "veca", *case, ms=0.5)], forward)
+    (backward,) = with_targets("attention", gpu, [BenchRow("attention backward", "veca", *case, ms=0.5)], forward)
     assert backward.target_ms == pytest.approx(0.6)
     assert with_targets("attention", CPU, rows, []) == rows
     assert with_targets("attention", BenchSetting(gpu.device, torch.float16), rows, []) == rows
@@ -312,7 +312,9 @@ def test_files_hold_the_results(tmp_path: Path) -> None:
 
 
 def test_tables_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row("model forward", "dense SDPA without RoPE", "veca_small_plus", 2048, 1024, 64, 1234.5, 1233.25, 0.8296)
+    row = BenchRow(
+        "model forward", "dense SDPA without RoPE", "veca_small_plus", 2048, 1024, 64, 1234.5, 1233.25, 0.8296
+    )
     Results({}, {}, {}, [row]).show(Console(width=40))
     assert "small_plus:2048:1024:64  dense SDPA without RoPE  1,234  1,233    0.8296" in capsys.readouterr().out
 
@@ -427,11 +429,11 @@ def test_commands(bench: str, tmp_path: Path) -> None:
 
 def test_plots_are_files(tmp_path: Path) -> None:
     rows = [
-        Row("model forward", name, "veca_base", size, batch, 64, ms=size * batch * factor)
+        BenchRow("model forward", name, "veca_base", size, batch, 64, ms=size * batch * factor)
         for name, factor in (("veca", 1.0), ("dense compiled", 2.0))
         for size, batch in ((256, 1), (512, 1), (512, 4))
     ]
-    failed = Row("model forward", "veca", "veca_base", 1024, 1, 64, failure="out of memory")
+    failed = BenchRow("model forward", "veca", "veca_base", 1024, 1, 64, failure="out of memory")
     Results({"device": "a machine"}, {"dtype": "bfloat16"}, {}, [*rows, failed]).save(tmp_path)
     result = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "results.json"), "--out", str(tmp_path / "to")])
     assert result.exit_code == 0, result.output
@@ -448,7 +450,7 @@ def test_plots_are_files(tmp_path: Path) -> None:
 
 
 def test_plots_of_nothing_to_compare(tmp_path: Path) -> None:
-    Results({}, {}, {}, [Row("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
+    Results({}, {}, {}, [BenchRow("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
     written = plots.write_plots([tmp_path / "results.json"], tmp_path, "png")
     assert [path.name for path in written] == ["flops-resolution.png"]
     assert written[0].read_bytes().startswith(b"\x89PNG")

@@ -18,7 +18,7 @@ from torch import Tensor
 from veca.attention import core_attention, use_kernel
 from veca.bench.contenders import Workload, batch_loss
 from veca.bench.machine import empty_cache
-from veca.bench.report import Row
+from veca.bench.report import BenchRow
 from veca.errors import ArgumentError
 from veca.rope import rotary
 from veca.utils.timing import Call, describe
@@ -86,13 +86,13 @@ CHECKS = {
 }
 
 
-def add_errors(rows: Sequence[Row], calls: Mapping[str, Call], workload: Workload) -> list[Row]:
+def add_errors(rows: Sequence[BenchRow], calls: Mapping[str, Call], workload: Workload) -> list[BenchRow]:
     """The rows of one case with the errors of those that compute VECA; a failure here leaves their times alone."""
     names = [row.contender for row in rows if row.ms is not None and row.contender.startswith(VECA)]
     errors = compute_errors({name: calls[name] for name in names}, CHECKS[rows[0].what], workload) if names else {}
     eager = next((error for name in EAGER if isinstance(error := errors.get(name), float)), None)
 
-    def with_error(row: Row) -> Row:
+    def with_error(row: BenchRow) -> BenchRow:
         error = errors.get(row.contender)
         if isinstance(error, float):
             return dataclasses.replace(row, error=error, against_eager=error / eager if eager else None)

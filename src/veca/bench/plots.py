@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from veca.bench.flops import attention_flops, dense_attention_flops
-from veca.bench.report import Results, Row
+from veca.bench.report import Results, BenchRow
 from veca.config import SIZES
 from veca.errors import needs_extra
 from veca.utils.files import atomic_path
@@ -75,7 +75,7 @@ def latency_panels(runs: Sequence[Results], along: Literal["size", "batch"]) -> 
     return panels
 
 
-def _title(run: Results, row: Row, along: Literal["size", "batch"]) -> str:
+def _title(run: Results, row: BenchRow, along: Literal["size", "batch"]) -> str:
     fixed = f"batch {row.batch}" if along == "size" else f"{row.size} px"
     size, dtype = row.model.removeprefix("veca_"), run.settings.get("dtype", "")
     return f"{row.what}: {size}, {fixed}, C = {row.cores}\n{run.machine.get('device', '')}, {dtype}"

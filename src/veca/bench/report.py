@@ -23,7 +23,7 @@ from veca.utils.files import atomic_path
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contender in one case. None: it does not apply there, or `failure` says why it could not be had."""
 
     what: str
@@ -69,7 +69,7 @@ class Results:
     machine: dict[str, str]
     settings: dict[str, str]
     floors: dict[str, float]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     profile: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path) -> list[Path]:
@@ -78,7 +78,7 @@ class Results:
         with atomic_path(paths[0]) as part:
             part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         with atomic_path(paths[1]) as part, part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(Row)])
+            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(BenchRow)])
             writer.writeheader()
             writer.writerows(dataclasses.asdict(row) for row in self.rows)
         with atomic_path(paths[2]) as part, part.open("w") as file:
@@ -90,7 +90,7 @@ class Results:
         """What `save` wrote to results.json."""
         try:
             values = json.loads(path.read_text())
-            return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
+            return cls(**{**values, "rows": [BenchRow(**row) for row in values["rows"]]})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ArgumentError(f"{path} is no results.json of `veca bench`: {error}") from error
 
@@ -134,7 +134,7 @@ _COLUMNS = {
 _FORMS = {"floor_share": ".0%", "against_dense": ".2f", "error": ".2e", "against_eager": ".2f"}
 
 
-def table(what: str, rows: Sequence[Row]) -> Table:
+def table(what: str, rows: Sequence[BenchRow]) -> Table:
     """The rows of one kind, case by case; columns that are empty throughout are left out, but for the first."""
     filled = {key for key in _COLUMNS for row in rows if getattr(row, key) is not None} | {"ms"}
     used = {key: heading for key, heading in _COLUMNS.items() if key in filled}
@@ -153,7 +153,7 @@ def table(what: str, rows: Sequence[Row]) -> Table:
     return made
 
 
-def _style(row: Row) -> str:
+def _style(row: BenchRow) -> str:
     if row.failure:
         return "red"
     if row.ms is None or row.target_ms is None:

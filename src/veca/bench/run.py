@@ -20,7 +20,7 @@ from veca.bench.accuracy import add_errors
 from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload, choose_contenders
 from veca.bench.machine import KernelTime, copy_rate, empty_cache, machine_facts, matrix_rate, profile_call
-from veca.bench.report import Results, Row, baseline
+from veca.bench.report import Results, BenchRow, baseline
 from veca.errors import ArgumentError
 from veca.utils.console import progress_bar
 from veca.utils.device import choose_device
@@ -148,7 +148,7 @@ class CaseRun:
     def calls(self) -> dict[str, Call]:
         return {name: entry.prepared.call for name, entry in self.entries.items() if isinstance(entry, Entry)}
 
-    def rows(self, repeats: int) -> list[Row]:
+    def rows(self, repeats: int) -> list[BenchRow]:
         """Time all contenders in turns; one row each, in order."""
         on_cuda = self.setting.device.type == "cuda"
         failed: dict[str, str] = {}
@@ -160,7 +160,7 @@ class CaseRun:
         case, rows = self.case, []
         for name, entry in self.entries.items():
             values = {"failure": entry} if isinstance(entry, str) else self._figures(entry, seconds[name], dense)
-            rows.append(Row(self.what, name, case.model, case.size, case.batch, case.cores, **values))
+            rows.append(BenchRow(self.what, name, case.model, case.size, case.batch, case.cores, **values))
         return rows
 
     def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, Any]:
@@ -205,12 +205,14 @@ def _first_call(contender: Contender, workload: Workload) -> Entry | str:
     return Entry(prepared, seconds if contender.compiled else None, None if peak is None else peak + prepared.resident)
 
 
-def with_targets(bench: Bench, setting: BenchSetting, rows: list[Row], earlier: Sequence[Row]) -> list[Row]:
+def with_targets(
+    bench: Bench, setting: BenchSetting, rows: list[BenchRow], earlier: Sequence[BenchRow]
+) -> list[BenchRow]:
     """The rows with target times for `veca`, where the case has one and the setting is the targets' own."""
     if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
         return rows
 
-    def target(row: Row) -> float | None:
+    def target(row: BenchRow) -> float | None:
         if row.contender != "veca":
             return None
         if row.what != "attention backward":
