@@ -22,7 +22,7 @@ import veca
 from veca.bench import accuracy, contenders, machine, memory, plots
 from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Bench, Case, choose_cases, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
-from veca.bench.report import Results, BenchRow
+from veca.bench.report import BenchRow, Results
 from veca.bench.run import MEASUREMENTS, Entry, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig

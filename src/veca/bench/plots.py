@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from veca.bench.flops import attention_flops, dense_attention_flops
-from veca.bench.report import Results, BenchRow
+from veca.bench.report import BenchRow, Results
 from veca.config import SIZES
 from veca.errors import needs_extra
 from veca.utils.files import atomic_path

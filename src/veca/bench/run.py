@@ -20,7 +20,7 @@ from veca.bench.accuracy import add_errors
 from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload, choose_contenders
 from veca.bench.machine import KernelTime, copy_rate, empty_cache, machine_facts, matrix_rate, profile_call
-from veca.bench.report import Results, BenchRow, baseline
+from veca.bench.report import BenchRow, Results, baseline
 from veca.errors import ArgumentError
 from veca.utils.console import progress_bar
 from veca.utils.device import choose_device
