@@ -42,6 +42,7 @@ class ErrorCheck(NamedTuple):
 
 
 def exact_features(workload: Workload) -> Tensors:
+    # The images were drawn in the contenders' dtype: float64 gets exactly the same numbers.
     model, image = workload.new_veca(torch.float64).eval(), workload.images[:1].double()
     with torch.no_grad(), use_kernel("sdpa"):
         out = model(image, workload.case.cores, cls_only=workload.setting.cls_only)
@@ -88,6 +89,7 @@ CHECKS = {
 
 def add_errors(rows: Sequence[BenchRow], calls: Mapping[str, Call], workload: Workload) -> list[BenchRow]:
     """The rows of one case with the errors of those that compute VECA; a failure here leaves their times alone."""
+    # A contender that failed has no time, and the dense ones compute another function.
     names = [row.contender for row in rows if row.ms is not None and row.contender.startswith(VECA)]
     errors = compute_errors({name: calls[name] for name in names}, CHECKS[rows[0].what], workload) if names else {}
     eager = next((error for name in EAGER if isinstance(error := errors.get(name), float)), None)
@@ -130,7 +132,7 @@ def relative_error(result: Tensors, exact: Tensors) -> float:
 
     difference, norm = 0.0, 0.0
     for a, b in zip(result, exact, strict=True):
-        difference += square(b if a is None else a if b is None else a.double() - b)
+        difference += square(b if a is None else a if b is None else a.double() - b)  # None is zero
         norm += square(b)
     error = math.sqrt(difference / norm)
     if not math.isfinite(error):

@@ -54,7 +54,7 @@ class Case:
                 f"case {text!r}: must be MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES, as base:1024:16"
             )
         size, batch, *cores = map(int, numbers)
-        return cls(full_model_name(model), size, batch, *(cores or [64]))
+        return cls(full_model_name(model), size, batch, *(cores or [64]))  # 64: all cores of the named sizes
 
     def __str__(self) -> str:
         return f"{self.model.removeprefix('veca_')}:{self.size}:{self.batch}:{self.cores}"

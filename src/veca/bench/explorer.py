@@ -126,7 +126,7 @@ def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | Non
             time.sleep(0.1)
         screenshot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     with atomic_path(out) as part:
-        palette = screenshot.quantize(256)
+        palette = screenshot.quantize(256)  # a much smaller file than true colour
         screenshot.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG).save(part, "PNG", optimize=True)
     print(f"{out}: {out.stat().st_size / 1000:.0f} kB")
 
@@ -135,6 +135,7 @@ def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | Non
 def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`veca explore` in a process of its own, and its port."""
     command = [sys.executable, "-m", "veca", "explore", "--port", "0", *options]
+    # The child imports the same veca, and prints its address at once.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
@@ -182,6 +183,7 @@ def ask(
     """Status, body and headers of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
+        # Step by step instead of `request`: a server may answer and close before all of the body was sent.
         connection.putrequest(method, path, skip_accept_encoding=True)
         if body is not None:
             connection.putheader("Content-Length", str(len(body)))

@@ -78,6 +78,7 @@ def profile_call(call: Call, device: torch.device, top: int = 12) -> list[Kernel
 def machine_facts(device: torch.device) -> dict[str, str]:
     """What a reader of the results must know about the machine: device, threads, versions."""
     facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {_cpu_name()}"}
+    # Times on a CPU depend on the number of threads.
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     if device.type == "cuda":
         facts["CUDA"] = str(torch.version.cuda)

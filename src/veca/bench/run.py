@@ -93,6 +93,7 @@ def run_bench(
         raise ArgumentError(f"repeats={repeats}: must be at least 1")
     if out is not None:
         check_writable(out, folder=True)
+    # Names of contenders are checked here, before anything is measured.
     plan = [
         (what, case, choose_contenders(known, names, case))
         for case in cases
@@ -123,6 +124,7 @@ def run_bench(
                 rows = add_errors(rows, run.calls(), workload)
             results.rows += rows
             results.profile += run.profile() if profile else []
+            # Compiled code and CUDA graphs of one case must not take memory from the next.
             del run, workload
             torch.compiler.reset()
             empty_cache(setting.device)
@@ -155,7 +157,7 @@ class CaseRun:
         seconds = measure(
             self.calls(), self.setting.device, repeats, warmup=3 if on_cuda else 1, repeat_short=on_cuda, failed=failed
         )
-        self.entries |= failed
+        self.entries |= failed  # a call may fail only after its first
         dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
         case, rows = self.case, []
         for name, entry in self.entries.items():

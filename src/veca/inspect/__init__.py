@@ -9,27 +9,8 @@ from veca.inspect.projections import heat, pca, project, to_rgb, umap
 from veca.inspect.story_report import draw_story, story_table, write_story
 
 __all__ = [
-    "CoreStory",
-    "Inside",
-    "contributions",
-    "core_maps",
-    "core_profiles",
-    "draw_budgets",
-    "draw_cores",
-    "draw_features",
-    "draw_layers",
-    "draw_paths",
-    "draw_similarity",
-    "draw_states",
-    "draw_story",
-    "heat",
-    "look_inside",
-    "measure_cores",
-    "pca",
-    "project",
-    "story_table",
-    "to_rgb",
-    "umap",
-    "write_figure",
+    "CoreStory", "Inside", "contributions", "core_maps", "core_profiles", "draw_budgets", "draw_cores",
+    "draw_features", "draw_layers", "draw_paths", "draw_similarity", "draw_states", "draw_story", "heat",
+    "look_inside", "measure_cores", "pca", "project", "story_table", "to_rgb", "umap", "write_figure",
     "write_story",
-]
+]  # fmt: skip

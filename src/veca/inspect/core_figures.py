@@ -111,6 +111,7 @@ def draw_cores(
     for photo, rows in zip(photos, panels, strict=True):
         say(f"{photo.name}: running the model")
         with inputs.inspecting(model):
+            # Two passes: the first captures attention of the chosen layers, the second gives all coordinates.
             batch = photo.batch(model)
             maps = core_maps(model, batch, budget, [layer - 1 for layer in layers])[:, 0].float().cpu()
             coordinates = Veca.forward(model, batch, budget).coordinates[:, 0].float().cpu()
@@ -240,11 +241,12 @@ def draw_states(
         colour_bar=True,
         legend_lines=-(-len(photos) // 4) if several else 0,
     )
+    # The same points are drawn twice: coloured by core and, with several images, by image.
     by_core = layout.core_colours()(torch.linspace(0, 1, budget).numpy())
     for column, layer in enumerate(layers):
         say(f"layer {layer}: {method.upper()} of {len(photos) * budget:,} states")
         for i, points in enumerate(project([photo_states[layer] for photo_states in states], 2, method, clip=0.0)):
-            colour, marker = layout.marker_style(i)
+            colour, marker = layout.marker_style(i)  # the marker tells images apart in both rows
             for row, colours in zip(axes, (by_core, [colour] * budget), strict=False):
                 _scatter_states(row[column], points, colours, marker)
     _add_core_bar(figure, [axes[0][-1]], budget)

@@ -33,17 +33,9 @@ from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import noting_left_out
+from veca.inspect import map_measures as measures
 from veca.inspect.figure_inputs import choose_budgets, evenly_spaced, inspecting
-from veca.inspect.map_measures import (
-    Alignment,
-    Moments,
-    as_maps,
-    effective_area,
-    overlap,
-    pair_overlap,
-    to_float64,
-    winners,
-)
+from veca.inspect.map_measures import Alignment, Moments
 from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
@@ -308,6 +300,7 @@ class CoreAccumulator:
             captured, out = capture_attention(self.model, images, budget, layers, _attention_and_mean_profile)
             features = _float_features(out)
             all_cores = all_cores or features
+            # (B, L, C, S) and (B, L, C)
             attention, profiles = (torch.stack(parts, dim=1) for parts in zip(*captured, strict=True))
             stats = self.budgets[budget]
             stats.add_places(out.coordinates.transpose(0, 1))
@@ -356,7 +349,7 @@ class _BudgetAccumulator:
 
     def add_places(self, coordinates: Tensor) -> None:
         """(B, L, C, 2)"""
-        places = to_float64(coordinates) / 2  # in sides of the image
+        places = measures.to_float64(coordinates) / 2  # in sides of the image
         self.start = places[0, 0]  # the same for all images
         moves = places - self.start
         self.moves.add(moves)
@@ -368,18 +361,19 @@ class _BudgetAccumulator:
         to_cores, to_patches = attention[..., : self.cores], attention[..., self.cores :]
         own = to_cores.diagonal(dim1=-2, dim2=-1)  # (B, L, C)
         masses = {"itself": own, "cores": to_cores.sum(-1) - own, "patches": to_patches.sum(-1)}
+        # Core 1 is the global feature and behaves differently: it is kept apart from the others.
         first = {f"first {what}": mass[..., 0] for what, mass in masses.items()}
         self._add_layers(first | {f"other {what}": mass[..., 1:].mean(-1) for what, mass in masses.items()})
-        maps = as_maps(to_patches)
-        measures = {
-            "overlap": pair_overlap(maps),
-            "even": overlap(maps, 1 / maps.shape[-1]).mean(-1),
-            "area": effective_area(maps).mean(-1),
-            "winners": winners(maps),
+        maps = measures.as_maps(to_patches)
+        of_maps = {
+            "overlap": measures.pair_overlap(maps),
+            "even": measures.overlap(maps, 1 / maps.shape[-1]).mean(-1),
+            "area": measures.effective_area(maps).mean(-1),
+            "winners": measures.winners(maps),
         }
-        self._add_layers(measures, skip_last=True)
+        self._add_layers(of_maps, skip_last=True)
         now, before = _with_previous(maps, self.previous_maps)
-        self._add_layers({"same core": overlap(now, before).mean(-1)}, skip_last=True)
+        self._add_layers({"same core": measures.overlap(now, before).mean(-1)}, skip_last=True)
         self.previous_maps = maps[-1:].clone()
 
     def add_profiles(self, profiles: Tensor) -> None:
@@ -410,6 +404,7 @@ class _BudgetAccumulator:
 
     def _places(self, distance: LayerStats, path: LayerStats) -> CorePlaces:
         start, mean, variance = self.start.cpu(), self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
+        # Mean square move = square of the mean move (shift²) + its variance over images (scatter²).
         shift, scatter = mean.square().sum(-1).mean(-1), variance.mean(-1)
         nearest = torch.cdist(start, start).fill_diagonal_(math.inf).amin(-1)
         return CorePlaces(

@@ -61,7 +61,7 @@ def draw_features(
             say(f"{label.splitlines()[0]}: running at {size} px")
             maps += [photo_features(model, backbone, photo)[1] for photo in photos_at_size]
         say(f"{label.splitlines()[0]}: {method.upper()} of {sum(m[..., 0].numel() for m in maps):,} patches")
-        colours.append(project(maps, 3, method))
+        colours.append(project(maps, 3, method))  # jointly over sizes and images, separately for each backbone
     largest = photos[-1]
     figure, panels = layout.create_photo_panels(
         "Features of the same picture at several resolutions",
@@ -176,6 +176,7 @@ def draw_budgets(
     say(f"{method.upper()} of all features")
     colours = project([dense for row in maps for dense in row], 3, method)  # [budget × photo]
     similarity = [[F.cosine_similarity(a, b, dim=-1) for a, b in zip(row, maps[-1], strict=True)] for row in maps]
+    # One scale for all maps, from the smallest similarity to 1, and never of zero width.
     low = min(0.999, *(float(values.min()) for row in similarity for values in row))
     largest = cores_label(budgets[-1])
     figure, panels = layout.create_photo_panels(

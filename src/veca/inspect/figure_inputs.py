@@ -85,6 +85,7 @@ def check_finite(model: Veca, *outputs: Tensor) -> None:
     """Raise `NonFiniteError` if an output of `model` is not finite, saying whether its weights are."""
     if all(output.isfinite().all() for output in outputs):
         return
+    # Tell broken weights from overflow: the way out differs.
     weights = list(model.named_parameters())
     broken = [name for name, weight in weights if not weight.isfinite().all()]
     if broken:
@@ -134,6 +135,7 @@ def cores_label(count: int) -> str:
 def choose_budget(model: Veca, cores: int | None) -> int:
     """A budget of the model; None: all its cores."""
     num_cores = model.config.num_cores
+    # Any number of cores works; only those in `config.budgets` were trained.
     budget = num_cores if cores is None else cores
     if not is_budget(budget, num_cores):
         raise ArgumentError(f"cores={budget!r}; a budget is an integer from 1 to {num_cores}")

@@ -97,7 +97,7 @@ def create_panels(
             axis = figure.add_axes((x, y, panel / width, panel_height / height))
             axis.set_xticks([])
             axis.set_yticks([])
-            if len(axes) == 1:
+            if len(axes) == 1:  # headings stand over the first row
                 axis.set_title(column, fontsize=9, pad=4, parse_math=False)
             axes[-1].append(axis)
         middle = 1 - (top + panel_height / 2) / height
@@ -170,6 +170,7 @@ def show_photo(axis: Axes, photo: Photo, dim: bool = False, caption: str = "") -
     small = photo.image.copy()
     small.thumbnail((PHOTO_SIZE, PHOTO_SIZE))
     pixels = np.asarray(small.convert("L").convert("RGB")) // 2 if dim else np.asarray(small)
+    # The axes are square in coordinates: the aspect restores the image's shape.
     axis.imshow(pixels, extent=EXTENT, aspect=photo.aspect)
     if caption:
         axis.set_xlabel(caption, fontsize=8, labelpad=3, parse_math=False)
@@ -262,6 +263,7 @@ def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     import matplotlib
 
     path = check_out(path)
+    # Without a date and with fixed ids, so that the same figure is the same file.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "veca"}), atomic_path(path) as part:
         figure.savefig(part, format=path.suffix[1:].lower(), dpi=DPI, metadata=metadata)

@@ -54,6 +54,7 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     mean, mean_square = x.mean(0), x.square().mean(0)
     x = x - mean
     variances, directions = _leading_eigenvectors(x, components)
+    # Eigenvectors have no sign of their own: fix it, so that colours are reproducible.
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     directions = directions * largest.sign()
 
@@ -139,6 +140,7 @@ def project(
     """
     check_method(method)
     stacked = torch.cat([features.flatten(0, -2).float().cpu() for features in maps])
+    # Zero channels add nothing; PCA needs at least as many channels as components.
     stacked = F.pad(stacked, (0, max(0, components - stacked.shape[1])))
     projected = pca(stacked, components, clip) if method == "pca" else umap(stacked, components)
     parts = projected.split([features.shape[:-1].numel() for features in maps])

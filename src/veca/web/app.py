@@ -27,15 +27,7 @@ from veca.web.costs import count_costs
 from veca.web.explorer import MAX_JOBS, MAX_RESULT_BYTES, Explorer
 from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES
 from veca.web.jobs import RequestError
-from veca.web.schemas import (
-    OCTET_STREAM,
-    SAFETENSORS,
-    SHORT_SIDES,
-    ImageInfo,
-    SettingQuery,
-    binary_responses,
-    error_responses,
-)
+from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
 from veca.web.security import LOOPBACK, SecurityMiddleware
 
 MEDIA_TYPES = {
@@ -79,6 +71,7 @@ def create_app(
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.explorer = explorer
+    # Runs before everything else, also for the page's files and /openapi.json.
     app.add_middleware(SecurityMiddleware, hosts=hosts or LOOPBACK, token=token)
     app.include_router(router)
     _add_page_routes(app)
@@ -123,7 +116,7 @@ BODY = {"required": True, "content": {OCTET_STREAM: {"schema": {"type": "string"
 
 
 @router.post("/pictures", responses=error_responses(408, 409, 413, 415), openapi_extra={"requestBody": BODY})
-async def upload_image(request: Request) -> ImageInfo:
+async def upload_image(request: Request) -> schemas.ImageInfo:
     """Upload an image as the body: JPEG, PNG, WebP, AVIF, TIFF, GIF, BMP or PPM. The same bytes get the same id."""
     return (await _explorer(request).upload(request)).info
 
@@ -137,7 +130,7 @@ async def get_image(request: Request, id: schemas.ImageId, side: schemas.MaxSide
 
 
 @router.get("/pictures/{id}/about", responses=error_responses(404, 409, 422))
-async def get_image_info(request: Request, id: schemas.ImageId) -> ImageInfo:
+async def get_image_info(request: Request, id: schemas.ImageId) -> schemas.ImageInfo:
     """Whether an image is still held, and its size."""
     return (await _explorer(request).image(request, id)).info
 
@@ -170,7 +163,7 @@ async def get_layer(
     if layer > layers:
         raise RequestError(422, f"layer={layer}: {setting.model} has layers 1 to {layers}.")
     analysis = await explorer.analyse(request, setting, pane)
-    return Response(pack_layer(analysis, layer), media_type=SAFETENSORS)
+    return Response(pack_layer(analysis, layer), media_type=SAFETENSORS)  # small: needs no thread
 
 
 @router.get("/features", responses=binary_responses(OCTET_STREAM, "A file of features.", 404, 409, 422))
@@ -191,7 +184,7 @@ async def get_counts(request: Request, setting: SettingQuery) -> schemas.Counted
     explorer = _explorer(request)
     config = explorer.check(setting).config
     image = (await explorer.image(request, setting.picture)).image
-    scale = setting.size / min(image.size)
+    scale = setting.size / min(image.size)  # the short side becomes `size`, both sides whole patches
     return count_costs(config, *nearest_sizes(image.height * scale, image.width * scale), setting.cores)
 
 
@@ -211,10 +204,10 @@ async def _answer_error(request: Request, error: Any) -> Response:
             status, message = 422, f"{'.'.join(str(part) for part in first['loc'][1:])}: {first['msg']}"
         case HTTPException():
             status, message = error.status_code, f"{error.detail}: see /openapi.json."
-        case ImageError():
+        case ImageError():  # the decoder names bytes without a file "<bytes>"
             status = 413 if isinstance(error, ImageTooLargeError) else 415
             message = f"This picture cannot be used: {str(error).removeprefix('<bytes>: ')}"
-        case _:
+        case _:  # NonFiniteError
             status, message = 422, f"There is nothing to show: {error}."
     return JSONResponse({"problem": message}, status, getattr(error, "headers", None))
 

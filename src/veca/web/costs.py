@@ -66,7 +66,7 @@ def _measure(calls: list[Callable[[], object]], device: torch.device) -> JobStep
 
     runs = [without_grad(call) for call in calls]
     peak = peak_device_bytes(runs[0], device)
-    peak = peak_tensor_bytes(runs[0]) if peak is None else peak
+    peak = peak_tensor_bytes(runs[0]) if peak is None else peak  # this first run also warms up
     totals: list[float] = []
     while len(totals) < MAX_REPEATS and sum(totals) < MAX_SECONDS:
         total = 0.0
@@ -98,7 +98,7 @@ class _TensorCounter(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if storage not in inputs and storage not in self._known:
+                if storage not in inputs and storage not in self._known:  # views and in-place results are not new
                     self._known.add(storage)
                     self.current += storage.nbytes()
                     weakref.finalize(storage, self._release, storage.nbytes())

@@ -42,6 +42,7 @@ class Explorer:
         self.images = ImageStore()
         self._analyses: ByteCache[Analysis] = ByteCache(max_result_bytes, lambda analysis: analysis.nbytes)
         self._references: ByteCache[Tensor] = ByteCache(2**26, lambda features: features.nbytes)
+        # Wrapped in a tuple, since None is a result too: the dense ViT without timm.
         self._measured: ByteCache[tuple[MeasuredCost | None]] = ByteCache(4096, lambda _: 1)
         self.model_queue = JobQueue("veca-model", max_jobs)
         self._decode_queue = JobQueue("veca-decode", MAX_DECODE_JOBS)
@@ -116,7 +117,7 @@ class Explorer:
         if reference is None:
             reference = reference_features(model, image)
             self._references.put(reference_key, reference)
-            yield
+            yield  # a good moment to stop if the client is gone
         analysis = analyse(model, image, setting.cores, setting.size, reference, asdict(setting))
         self._analyses.put(setting, analysis)
         return analysis

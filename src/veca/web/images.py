@@ -68,7 +68,7 @@ class ImageStore:
 
     def add(self, data: bytes) -> StoredImage:
         """Decode an upload; `ImageError` if it cannot be."""
-        id = hashlib.sha256(data).hexdigest()[:32]
+        id = hashlib.sha256(data).hexdigest()[:32]  # 128 bits: ids cannot be guessed
         return self.cache.get(id) or self._store(id, open_image(data, at_least=SHORT_SIDE))
 
     def _store(self, id: str, image: Image.Image) -> StoredImage:
@@ -85,7 +85,7 @@ class ImageStore:
 
 def find_samples() -> dict[str, Path]:
     """The photographs of `veca demo` by name; none where scikit-image is not installed."""
-    from veca.inspect.demo import sample_pictures
+    from veca.inspect.demo import sample_pictures  # lazily: the demo is not needed to serve uploads
 
     try:
         return {path.stem: path for path in sample_pictures()}

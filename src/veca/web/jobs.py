@@ -94,6 +94,7 @@ class JobQueue:
         What the same `pane` was waiting for under another key is dropped. With `later`, all other jobs go first.
         """
         with self._condition:
+            # At most `max_jobs` jobs: scanning them all is cheap.
             superseded = [
                 (job, future)
                 for job in self._jobs.values()
@@ -150,6 +151,7 @@ class JobQueue:
         with self._condition:
             while self._open:
                 if self._jobs:
+                    # Chosen anew after every step: this is how a `later` job makes way.
                     return min(self._jobs.values(), key=lambda job: job.priority)
                 self._condition.wait()
         return None

@@ -75,7 +75,7 @@ class SecurityMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            if scope["type"] == "lifespan":
+            if scope["type"] == "lifespan":  # anything else is a WebSocket, which is ignored
                 await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -145,6 +145,7 @@ class SecurityMiddleware:
         return None
 
     def _is_own_host(self, host: str) -> bool:
+        # Checked against DNS rebinding: a foreign name that resolves to this server is refused.
         try:
             name = urlsplit(f"//{host}").hostname or "?"
             if name in self.hosts:
@@ -155,6 +156,7 @@ class SecurityMiddleware:
         return "" in self.hosts
 
     def _is_token(self, given: str) -> bool:
+        # In constant time, so that response times do not reveal the token.
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 

@@ -43,6 +43,7 @@ class UploadReceiver:
     @asynccontextmanager
     async def receive(self, request: Request, address: str) -> AsyncIterator[bytes]:
         """The whole body of `request`, or a `RequestError`; it counts as pending until the `with` block ends."""
+        # Refuse at once what is announced as too long; the header may be missing or wrong, so `_read` counts too.
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_UPLOAD_BYTES:
             raise _too_long()
@@ -93,6 +94,7 @@ class UploadReceiver:
             slowest = slowest_at_largest_address(active)
             if slowest is upload:
                 raise _no_room()
+            # Its own task wakes up by the timeout and answers 503; the memory is free at once.
             slowest.evicted = True
             slowest.data.clear()
             slowest.timeout.reschedule(upload.loop.time())
