@@ -99,7 +99,7 @@ def test_a_call_that_fails_takes_no_further_part() -> None:
         latency.measure(calls, CPU.device, repeats=2)
 
 
-def test_rates_of_the_machine() -> None:
+def test_machine_rates_are_plausible() -> None:
     assert 1e8 < machine.matrix_rate(CPU.device, torch.float32) < 1e15
     assert 1e7 < machine.copy_rate(CPU.device) < 1e14
 
@@ -151,7 +151,7 @@ def test_case_and_sweep_exclude_each_other() -> None:
     [(contenders.MODEL, name) for name in ("veca eager", "products")]
     + [(contenders.ATTENTION_FORWARD, name) for name in ("two SDPA", "dense SDPA", "dense SDPA without RoPE")],
 )
-def test_flops_said_are_flops_done(known: dict[str, Contender], name: str) -> None:
+def test_declared_flops_are_those_executed(known: dict[str, Contender], name: str) -> None:
     prepared = known[name].build(Workload(CASE, CPU))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         prepared.call()
@@ -415,7 +415,7 @@ def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("bench", ["model", "train", "attention"])
-def test_commands(bench: str, tmp_path: Path) -> None:
+def test_commands_write_results(bench: str, tmp_path: Path) -> None:
     name = "two-sdpa" if bench == "attention" else "veca-eager"
     options = ["--model", "tiny", "--size", "32", "--size", "48", "--batch", "1", "--cores", "8", "--repeats", "1"]
     options += ["--contender", name, "--device", "cpu", "--out", str(tmp_path), "--no-errors"]
@@ -449,7 +449,7 @@ def test_plots_are_files(tmp_path: Path) -> None:
     assert panel.lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
 
 
-def test_plots_of_nothing_to_compare(tmp_path: Path) -> None:
+def test_plots_with_nothing_to_compare_show_flops_only(tmp_path: Path) -> None:
     Results({}, {}, {}, [BenchRow("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
     written = plots.write_plots([tmp_path / "results.json"], tmp_path, "png")
     assert [path.name for path in written] == ["flops-resolution.png"]
@@ -511,7 +511,7 @@ def test_gpu_peak_counts_what_a_cuda_graph_keeps() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bench", ["model", "train", "attention"])
-def test_gpu_run(bench: Bench, tmp_path: Path) -> None:
+def test_every_benchmark_runs_on_a_gpu(bench: Bench, tmp_path: Path) -> None:
     setting = pick_setting("cuda")
     assert setting.dtype == torch.bfloat16
     asked = ["veca", "veca-eager", "veca-checkpointed"] if bench == "train" else []  # a step takes a minute to compile

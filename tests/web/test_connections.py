@@ -201,7 +201,7 @@ def test_an_address_has_a_share_and_others_keep_theirs() -> None:
         assert other.recv(2**16).startswith(b"HTTP/1.1 200")
 
 
-def test_whoever_is_worked_for_is_not_cut_off_and_others_are_told_to_wait() -> None:
+def test_connections_being_worked_for_are_kept_and_others_told_to_wait() -> None:
     release = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

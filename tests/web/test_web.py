@@ -258,7 +258,7 @@ def test_no_file_is_reachable(client: TestClient, path: str) -> None:
     assert "root:" not in answer.text
 
 
-def test_answers_carry_their_guards(client: TestClient) -> None:
+def test_responses_carry_security_headers(client: TestClient) -> None:
     for path in ("/", "/main.js", "/api/about", "/nothing"):
         headers = client.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'self'")
@@ -277,12 +277,12 @@ def test_the_page_asks_nothing_of_other_machines(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "host", ["example.org", "127.0.0.1.example.org", "localhost.evil:8642", "", "[::1", "10.0.0.1"]
 )
-def test_other_names_are_not_answered(client: TestClient, host: str) -> None:
+def test_other_host_names_are_not_answered(client: TestClient, host: str) -> None:
     assert "name" in problem(client.get("/api/about", headers={"host": host}), 421)
 
 
 @pytest.mark.parametrize("host", ["localhost:8642", "127.0.0.1", "[::1]:8642", "LOCALHOST"])
-def test_own_names_are(client: TestClient, host: str) -> None:
+def test_own_host_names_are_answered(client: TestClient, host: str) -> None:
     assert client.get("/api/about", headers={"host": host}).status_code == 200
 
 
@@ -299,7 +299,7 @@ def test_other_sites_are_refused(client: TestClient, headers: dict[str, str]) ->
     assert "other sites" in problem(client.post("/api/pictures", content=photo(), headers=headers), 403)
 
 
-def test_our_own_page_is_not(client: TestClient) -> None:
+def test_our_own_page_may_send_requests(client: TestClient) -> None:
     own = {"origin": "http://localhost:8642", "sec-fetch-site": "same-origin"}
     assert client.post("/api/pictures", content=photo(), headers=own).status_code == 200
 
@@ -345,7 +345,7 @@ def test_a_full_server_says_so_and_recovers() -> None:
         assert client.get("/api/view", params={"picture": id, **SETTING}).status_code == 200
 
 
-def test_a_new_question_of_a_pane_withdraws_its_last() -> None:
+def test_a_new_request_of_a_pane_cancels_its_last() -> None:
     with connect() as client, ThreadPoolExecutor() as threads:
         asked = {"picture": client.post("/api/pictures", content=photo()).json()["id"], **SETTING}
         worker, release = client.app.state.explorer.model_queue, threading.Event()  # type: ignore[attr-defined]
@@ -366,7 +366,7 @@ def test_a_new_question_of_a_pane_withdraws_its_last() -> None:
         assert [future.result(10).status_code for future in (newest, other)] == [200, 200]
 
 
-def test_a_crowd_is_turned_away_at_the_door() -> None:
+def test_too_many_requests_at_once_are_refused() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.01)
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -395,7 +395,7 @@ def worker() -> Iterator[JobQueue]:
     worker.close()
 
 
-def test_the_same_question_is_worked_on_once(worker: JobQueue) -> None:
+def test_equal_requests_share_one_job(worker: JobQueue) -> None:
     release, log = threading.Event(), []
     worker.submit("hold", lambda: blocked(release))
     both = [worker.submit("same", lambda: quick(log, "same")) for _ in range(2)]
@@ -447,7 +447,7 @@ def test_a_client_that_left_ends_its_job_at_the_next_step(worker: JobQueue) -> N
     assert steps == ["last"]
 
 
-def test_measuring_steps_aside(worker: JobQueue) -> None:
+def test_measuring_makes_way_for_other_jobs(worker: JobQueue) -> None:
     began, release, log = threading.Event(), threading.Event(), []
 
     def measuring() -> JobSteps[str]:
@@ -463,7 +463,7 @@ def test_measuring_steps_aside(worker: JobQueue) -> None:
     assert log == ["urgent", "measured"]
 
 
-def test_an_error_reaches_whoever_asked_and_the_worker_lives(worker: JobQueue) -> None:
+def test_an_error_reaches_the_waiter_and_the_queue_goes_on(worker: JobQueue) -> None:
     def failing() -> JobSteps[None]:
         raise RuntimeError("out of luck")
         yield
@@ -483,7 +483,7 @@ def test_the_queue_is_bounded(worker: JobQueue) -> None:
     release.set()
 
 
-def test_what_is_kept_has_a_limit() -> None:
+def test_caches_have_a_limit() -> None:
     kept: ByteCache[bytes] = ByteCache(100, len)
     for i in range(5):
         kept.put(i, bytes(40))
@@ -496,7 +496,7 @@ def test_what_is_kept_has_a_limit() -> None:
     assert pictures.get(first.id) is None
 
 
-def test_help_and_mistakes_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_has_help_and_names_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner().invoke
     help = run(cli, ["explore", "--help"])
     assert all(option in help.output for option in ("--model", "--port", "--host", "--token"))
@@ -525,7 +525,7 @@ def test_other_hosts_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert client.get("/api/about", headers={"authorization": f"Bearer {token}"}).status_code == 200
 
 
-def test_hostile_clients(tmp_path: Path) -> None:
+def test_hostile_clients_do_not_bring_the_server_down(tmp_path: Path) -> None:
     veca.save(make_tiny(), tmp_path / "tiny")
     good = fuzz_images.originals(np.random.default_rng(0))
     cases = [*list(fuzz_images.odd_rest(good))[::4], *fuzz_images.nothing_like_a_picture(good)]
