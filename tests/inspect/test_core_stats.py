@@ -1,4 +1,4 @@
-"""The story of the cores: every number against its definition, the file, the chart and the command."""
+"""Statistics of the cores: every number against its definition, the file, the chart and the command."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_alignment_does_not_see_a_rotation_or_a_shift():
 
 
 def close(found, values, layers=slice(None)):
-    """A `Layers` is of these values, (pictures, layers)."""
+    """`LayerStats` of these values, (images, layers)."""
     values = values.double()
     np.testing.assert_allclose(found.mean, values.mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.std, values.std(0, correction=0), rtol=1e-3, atol=1e-6)
@@ -246,10 +246,10 @@ class Operations(TorchDispatchMode):
 def test_larger_batches_take_no_more_operations(images):
     counts = []
     for few in (2, COUNT):
-        teller = CoreAccumulator(make_tiny(), [8, 64])
-        teller.add(images[:1])
+        stats = CoreAccumulator(make_tiny(), [8, 64])
+        stats.add(images[:1])
         with Operations() as seen:
-            teller.add(images[:few])
+            stats.add(images[:few])
         counts.append(seen.count)
     assert counts[0] == counts[1]
 
