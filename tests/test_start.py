@@ -30,7 +30,7 @@ def start(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("command", [["-m", "veca"], ["-c", "from veca.__main__ import main; main()"]])
 def test_an_interrupt_during_imports_is_one_line(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
-    ended = start(*command, "info", "veca_tiny", path=tmp_path)
+    ended = start(*command, "info", "--model", "veca_tiny", path=tmp_path)
     assert ended.returncode == 130
     assert ended.stderr == "Interrupted.\n"
 
@@ -89,7 +89,7 @@ def test_without_installed_metadata(tmp_path: Path) -> None:
     code = f"""{HIDE}
 import sys
 from veca.__main__ import main
-for arguments in (["--version"], ["info", "model", "--size", "32"], {embed}):
+for arguments in (["--version"], ["info", "--model", "model", "--size", "32"], {embed}):
     sys.argv = ["veca", *arguments]
     try:
         main()

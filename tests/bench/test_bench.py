@@ -417,7 +417,7 @@ def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("bench", ["model", "train", "attention"])
 def test_commands_write_results(bench: str, tmp_path: Path) -> None:
     name = "two-sdpa" if bench == "attention" else "veca-eager"
-    options = ["--model", "tiny", "--size", "32", "--size", "48", "--batch", "1", "--cores", "8", "--repeats", "1"]
+    options = ["--model", "tiny", "--size", "32,48", "--batch-size", "1", "--cores", "8", "--repeats", "1"]
     options += ["--contender", name, "--device", "cpu", "--out", str(tmp_path), "--no-errors"]
     result = CliRunner().invoke(app, ["bench", bench, *options])
     assert result.exit_code == 0, result.output

@@ -135,10 +135,10 @@ def test_commands_say_what_the_weights_are(folder: Path) -> None:
     assert f"<dd>{phrase.replace(chr(39), '&#x27;')}</dd>" in page
     assert "random" not in page
     assert f"Weights: veca_tiny.birds_coco, {phrase}." in demo.stderr
-    shown = RUN(app, ["info", "veca_tiny"]).stdout
+    shown = RUN(app, ["info", "--model", "veca_tiny"]).stdout
     assert "veca_tiny.birds_coco" in shown
     assert phrase in shown
-    facts = json.loads(RUN(app, ["info", "veca_tiny", "--json"]).stdout)
+    facts = json.loads(RUN(app, ["info", "--model", "veca_tiny", "--json"]).stdout)
     assert (facts["dtype"], facts["provenance"]) == ("float16", PROVENANCE)
 
 
@@ -147,7 +147,7 @@ def test_convert_for_others(tmp_path: Path) -> None:
     run.provenance = PROVENANCE
     veca.save(run, tmp_path / "run")
     to = tmp_path / "veca_tiny.cats_coco"
-    made = RUN(app, ["convert", str(tmp_path / "run"), str(to), "--dtype", "float16", "--no-paths"])
+    made = RUN(app, ["convert", "--model", str(tmp_path / "run"), "--out", str(to), "--dtype", "float16", "--no-paths"])
     assert made.exit_code == 0, made.output
     assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors"]
     assert {tensor.dtype for tensor in load_file(to / "model.safetensors").values()} == {torch.float16}
@@ -160,7 +160,7 @@ def test_convert_for_others(tmp_path: Path) -> None:
     }
     assert model.provenance == {**PROVENANCE, "recipe": recipe}
     assert json.loads((to / "config.json").read_text())["provenance"] == model.provenance
-    again = RUN(app, ["convert", str(to), str(tmp_path / "again.safetensors")])
+    again = RUN(app, ["convert", "--model", str(to), "--out", str(tmp_path / "again.safetensors")])
     assert again.exit_code == 0, again.output
     files = (to / "model.safetensors", tmp_path / "again.safetensors")
     torch.testing.assert_close(*(load_file(file) for file in files), rtol=0, atol=0)

@@ -153,7 +153,16 @@ def test_the_fuzz_finds_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_command_says_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(fuzz.saved({**fuzz.released(), "extra": HUGE}))
-    command = [sys.executable, "-m", "veca", "convert", str(tmp_path / "x.pt"), str(tmp_path / "y.pt")]
+    command = [
+        sys.executable,
+        "-m",
+        "veca",
+        "convert",
+        "--model",
+        str(tmp_path / "x.pt"),
+        "--out",
+        str(tmp_path / "y.pt"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "x.pt: damaged or truncated checkpoint: a tensor of (2147483648,)" in done.stderr

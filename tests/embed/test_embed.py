@@ -940,7 +940,7 @@ def test_why_features_are_not_finite_is_told(photos, tmp_path):
 def test_the_command_counts_what_an_earlier_run_did(photos, tmp_path, monkeypatch):
     weights = tmp_path / "weights"
     veca.save(_model(), weights)
-    options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch", "2", "--workers", "0"]
+    options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch-size", "2", "--workers", "0"]
     command = ["embed", str(photos), "--out", str(tmp_path / "f.parquet"), *options]
     with monkeypatch.context() as patch:
         patch.setattr(parts.Parts, "merge", counted(parts.Parts.merge, 0))

@@ -195,7 +195,7 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
 
     killer = Killer(cluster, out, len(whole))
     killer.start()
-    options = ["--model", str(weights), "--cores", "8", "--size", "48", "--batch", "2", "--partition", "4"]
+    options = ["--model", str(weights), "--cores", "8", "--size", "48", "--batch-size", "2", "--partition", "4"]
     said = CliRunner().invoke(app, ["embed", *inputs, "--out", str(out), "--engine", "ray", *options])
     assert said.exit_code == 3, said.output
     assert killer.killed

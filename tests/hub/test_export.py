@@ -43,7 +43,9 @@ def folder(model: veca.Veca, shallow: veca.Veca, tmp_path_factory: pytest.TempPa
     """The files, made once."""
     path = tmp_path_factory.mktemp("exported")
     veca.save(model, path / "my-model")
-    result = CliRunner().invoke(app, ["export", str(path / "my-model"), str(path / "32.onnx"), "--cores", "32"])
+    result = CliRunner().invoke(
+        app, ["export", "--model", str(path / "my-model"), "--out", str(path / "32.onnx"), "--cores", "32"]
+    )
     assert result.exit_code == 0, result.output
     (path / "said.txt").write_text(result.output)
     few = module.trace(Plain(shallow, 8), None)
@@ -127,16 +129,24 @@ def test_the_archive_tells_of_itself(folder: Path) -> None:
 def test_the_command_says_how_far_and_how_fast(folder: Path) -> None:
     said = (folder / "said.txt").read_text()
     assert all(word in said for word in ("1 × 224×224", "2 × 160×288", "onnxruntime", "PyTorch", " ms"))
-    again = CliRunner().invoke(app, ["export", "veca_tiny", str(folder / "32.onnx")])
+    again = CliRunner().invoke(app, ["export", "--model", "veca_tiny", "--out", str(folder / "32.onnx")])
     assert "--overwrite" in str(again.exception)
 
 
 def test_the_command_says_that_classes_stay_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.cli.main.write_export", lambda model, to, **_: to.touch())
+    monkeypatch.setattr("veca.cli.export.export", lambda model, to, **_: to.touch())
     for classes in (0, 3):
         veca.save(make_tiny(num_classes=classes), tmp_path / str(classes))
         done = CliRunner().invoke(
-            app, ["export", str(tmp_path / str(classes)), str(tmp_path / f"{classes}.onnx"), "--no-check"]
+            app,
+            [
+                "export",
+                "--model",
+                str(tmp_path / str(classes)),
+                "--out",
+                str(tmp_path / f"{classes}.onnx"),
+                "--no-check",
+            ],
         )
         assert done.exit_code == 0, done.exception
         assert ("classifier of 3 classes will not be in the file" in done.stderr) == bool(classes)

@@ -375,7 +375,8 @@ def test_a_gpu_gives_the_same_numbers(pictures, tmp_path):
 
 def test_the_command_writes_numbers_and_a_chart(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = [str(folder / "model"), str(folder / "pictures"), "--cores", "16,8", "--size", "64", "--workers", "0"]
+    given = ["--model", str(folder / "model"), str(folder / "pictures"), "--cores", "16,8", "--size", "64"]
+    given += ["--workers", "0"]
     result = run(app, ["cores", *given, "--chart", "c.svg"])
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "cores.json").read_text())
@@ -395,7 +396,8 @@ def test_the_command_writes_numbers_and_a_chart(folder, tmp_path, monkeypatch):
 def test_command_tells_of_bad_pictures_and_random_weights(folder, tmp_path):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"no picture")
-    given = ["veca_small", str(folder / "pictures/0.png"), str(bad), "--cores", "8", "--size", "32", "--workers", "0"]
+    given = ["--model", "veca_small", str(folder / "pictures/0.png"), str(bad), "--cores", "8", "--size", "32"]
+    given += ["--workers", "0"]
     result = run(app, ["cores", *given, "--out", str(tmp_path / "a.json"), "--no-progress"])
     assert result.exit_code == 3
     assert "1 failed" in result.stderr
@@ -417,7 +419,6 @@ def test_pictures_in_formats_that_are_not_read_are_told(pictures, tmp_path):
     ("options", "says"),
     [
         (["pictures", "--size", "60"], "size=60: must be a positive multiple of 16. Nearest: 64"),
-        (["pictures", "--cores", "8;9"], "--cores '8;9': whole numbers with commas between them"),
         (["pictures", "--cores", "65"], "cores=65; a budget is an integer from 1 to 64"),
         (["pictures", "--out", "a.txt"], "a.txt: numbers are written as .json"),
         (["pictures", "--out", "a.json/"], "a.json is a folder"),
@@ -430,7 +431,7 @@ def test_mistakes_are_named(folder, options, says, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "a.json").mkdir(exist_ok=True)
     before = sorted(folder.iterdir())
-    result = run(app, ["cores", "model", *options])
+    result = run(app, ["cores", "--model", "model", *options])
     assert result.exit_code == 1
     assert isinstance(result.exception, ValueError)
     assert says in str(result.exception)
@@ -439,7 +440,7 @@ def test_mistakes_are_named(folder, options, says, monkeypatch):
 
 def test_a_chart_without_matplotlib_is_refused_before_any_work(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    given = [str(folder / "model"), str(folder / "pictures"), "--out", str(tmp_path / "a.json")]
+    given = ["--model", str(folder / "model"), str(folder / "pictures"), "--out", str(tmp_path / "a.json")]
     result = run(app, ["cores", *given, "--chart", str(tmp_path / "a.png")])
     assert "pip install 'veca[viz]'" in str(result.exception)
     assert not list(tmp_path.iterdir())

@@ -643,7 +643,10 @@ def _commands(folder: Path, path: Path, status: int = 0) -> str:
     from veca.cli.main import main
 
     converted = folder / "converted.pt"
-    for arguments in (["info", str(path)], ["convert", str(path), str(converted), "--overwrite"]):
+    for arguments in (
+        ["info", "--model", str(path)],
+        ["convert", "--model", str(path), "--out", str(converted), "--overwrite"],
+    ):
         out, err, code = io.StringIO(), io.StringIO(), 0
         shown, sys.argv = sys.argv, ["veca", *arguments]
         try:

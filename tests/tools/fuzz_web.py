@@ -4,8 +4,8 @@
 
 First schemathesis sends valid and invalid requests for every operation of /openapi.json; then the hostile images of
 `fuzz_images.py` are uploaded; then come paths that lead out of the server, and requests that are not HTTP. No answer
-may be a 500, contain a file of this machine or take longer than ten seconds (measuring: a minute), and the server must stay
-up within its memory limit.
+may be a 500, contain a file of this machine or take longer than ten seconds (measuring: a minute), and the server
+must stay up within its memory limit.
 """
 
 from __future__ import annotations

@@ -177,13 +177,13 @@ def test_weights_can_be_loaded_from_everywhere(place: Place, done: Path, tmp_pat
         assert model.config.embed_dim == 32
         assert model(torch.zeros(1, 3, 32, 48), 8).patches.shape == (1, 6, 32)
         assert model.provenance["weights"] == "distilled"
-    status, text = command(place, "info", done, "--json", log=tmp_path / "log")
+    status, text = command(place, "info", "--model", done, "--json", log=tmp_path / "log")
     assert status == 0
     provenance = json.loads(text)["provenance"]
     assert provenance["step"] == STEPS
     assert provenance["images"] == 8 * STEPS
     assert provenance["recipe"]["teacher"]["name"] == str(place.folder / "teacher")
-    status, text = command(place, "info", done, log=tmp_path / "shown")
+    status, text = command(place, "info", "--model", done, log=tmp_path / "shown")
     assert status == 0
     assert "distilled" in text
     assert "teacher" in text
@@ -362,7 +362,7 @@ def test_a_change_that_matters_is_refused(
     place: Place, done: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
-    with pytest.raises(RecipeError, match=rf"another recipe \({message}\).*--out, or --restart"):
+    with pytest.raises(RecipeError, match=rf"another recipe \({message}\).*--out, or --overwrite"):
         train(place.recipe(**changes), done)
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
 
@@ -381,7 +381,9 @@ def test_other_pictures_are_refused(place: Place, done: Path, tmp_path: Path) ->
     recipe = place.recipe(data__train=[str(photos)], schedule={"epochs": None, "steps": 2, "warmup": 1})
     train(recipe, tmp_path / "run")
     os.remove(photos / "03.png")
-    with pytest.raises(RecipeError, match="data.train: these are not the pictures .*--restart, .*model.start=.*/best"):
+    with pytest.raises(
+        RecipeError, match="data.train: these are not the pictures .*--overwrite, .*model.start=.*/best"
+    ):
         train(recipe, tmp_path / "run")
     train(recipe, tmp_path / "run", restart=True)
 
@@ -397,7 +399,7 @@ def test_restart_begins_anew(place: Place, done: Path, tmp_path: Path) -> None:
 
     file = folder.with_suffix(".yaml")
     file.write_text(recipe.to_yaml())
-    arguments = "distill", file, "--out", folder, "--device", "cpu", "--restart"
+    arguments = "distill", file, "--out", folder, "--device", "cpu", "--overwrite"
     assert Process(*arguments, log=tmp_path / "log", before=before).wait() == 9
     said = train(recipe, folder)
     assert "resumed" not in "".join(said)

@@ -223,7 +223,7 @@ def test_a_finished_run_is_left_as_it_is(tuned: Path, place: Path, tmp_path: Pat
     tune(place, folder, settings(workers=1))
     assert (folder / "result.json").read_bytes() == before
     assert (folder / "report.html").is_file()
-    with pytest.raises(ValueError, match=r"asked otherwise \(epochs: 5, now 6\). Take another --out, or --restart"):
+    with pytest.raises(ValueError, match=r"other settings \(epochs: 5, now 6\). Take another --out, or --overwrite"):
         tune(place, folder, settings(epochs=6))
     assert tune(place, folder, settings(epochs=0.5), restart=True)["steps"] == 3
 
@@ -284,7 +284,7 @@ def test_batches_without_a_picture_that_can_be_read(place: Path, tmp_path: Path)
     with pytest.raises(PictureError, match="a whole batch of classes train cannot be read: ") as failed:
         tune(tmp_path, tmp_path / "batch", asked)
     assert "--skip-bad" not in str(failed.value)
-    assert "larger --batch" in str(failed.value)
+    assert "larger --batch-size" in str(failed.value)
 
 
 # Pixels
@@ -344,7 +344,7 @@ def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
     whole = load_segmenter(source).state_dict()
 
     def convert(name: str, *more: str) -> Any:
-        return CliRunner().invoke(app, ["convert", str(source), str(tmp_path / name), *more])
+        return CliRunner().invoke(app, ["convert", "--model", str(source), "--out", str(tmp_path / name), *more])
 
     assert convert("same").exit_code == 0
     assert all(
@@ -376,8 +376,17 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
     for name, told in (("blue", "blue & <b>"), ("red", "red")):
         shutil.copytree(place / "classes/train" / name, tmp_path / "mine" / told)
     (tmp_path / "mine/red/3.png").write_bytes(b"\x89PNG torn")
-    command = ["finetune", "classify", str(place / "model"), "--data", str(tmp_path / "mine"), "--device", "cpu"]
-    command += ["--out", str(tmp_path / "out"), "--size", "32", "--cores", "8", "--epochs", "1", "--batch", "8"]
+    command = [
+        "finetune",
+        "classify",
+        "--model",
+        str(place / "model"),
+        "--data",
+        str(tmp_path / "mine"),
+        "--device",
+        "cpu",
+    ]
+    command += ["--out", str(tmp_path / "out"), "--size", "32", "--cores", "8", "--epochs", "1", "--batch-size", "8"]
     command += ["--workers", "0", "--set", "head_epochs=5", "--set", "progress=false"]
     failed = CliRunner().invoke(app, command)
     assert "red/3.png" in str(failed.exception)

@@ -53,14 +53,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(place: Path, task: str, folder: Path, *more: object) -> list[object]:
     data = place / {"classify": "classes", "segment": "masks"}[task]
-    found = ["finetune", task, place / "model", "--data", data, "--out", folder, "--device", "cpu", "--workers", 0]
+    found = [
+        "finetune",
+        task,
+        "--model",
+        place / "model",
+        "--data",
+        data,
+        "--out",
+        folder,
+        "--device",
+        "cpu",
+        "--workers",
+        0,
+    ]
     for setting in ("head_epochs=2", "every=4", "progress=false", "ema=0.8"):
         found += ["--set", setting]
     return [*found, "--size", 32, "--cores", "8,64", "--rate", "1e-3", "--skip-bad", *more]
 
 
-CLASSIFY = "--batch", 4, "--epochs", 2, "--set", "augment=trivial", "--set", "mixup=0.3"  # 12 steps
-SEGMENT = "--batch", 2, "--epochs", 2, "--set", "augment=colour"  # 12 steps: one picture for each process
+CLASSIFY = "--batch-size", 4, "--epochs", 2, "--set", "augment=trivial", "--set", "mixup=0.3"  # 12 steps
+SEGMENT = "--batch-size", 2, "--epochs", 2, "--set", "augment=colour"  # 12 steps: one picture for each process
 
 
 def in_one(arguments: list[object]) -> None:
@@ -158,14 +171,25 @@ def test_a_second_run_in_a_folder_is_refused(place: Path, alone: Path, tmp_path:
     folder = shutil.copytree(alone, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with locked(folder):
-        run = start_all(command(place, "classify", folder, *CLASSIFY, "--restart"), tmp_path / "second", 1)
+        run = start_all(command(place, "classify", folder, *CLASSIFY, "--overwrite"), tmp_path / "second", 1)
         assert finish(run) == [1]
     assert f"error: another run is at work in {folder}; wait for it" in run[0].text()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_batch_that_cannot_be_shared(place: Path, tmp_path: Path) -> None:
-    arguments = ["finetune", "classify", "no model", "--data", "no data", "--out", tmp_path / "run", "--batch", 5]
+    arguments = [
+        "finetune",
+        "classify",
+        "--model",
+        "no model",
+        "--data",
+        "no data",
+        "--out",
+        tmp_path / "run",
+        "--batch-size",
+        5,
+    ]
     run = start_all([*arguments, "--device", "cpu"], tmp_path / "run", 2)
     assert finish(run) == [1, 1]
     assert "batch=5: must be a multiple of 2, the number of processes" in run[0].text()

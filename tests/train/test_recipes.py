@@ -161,7 +161,7 @@ def test_what_is_known_of_efficientnet_is_what_loads() -> None:
 
 def test_plans_for_torchrun() -> None:
     recipe = str(FOLDER / "small-stage1.yaml")
-    options = ["--dry-run", "--processes", "6", "--pictures", str(OBJECTS365)]
+    options = ["--dry-run", "--processes", "6", "--images", str(OBJECTS365)]
     shown = run(app, ["distill", recipe, *options], env={"COLUMNS": "160"}).output
     assert "768 pictures: 128 × 1 accumulated × 6 processes" in shown
     assert "306,180, 56,700 of them warm-up" in shown
@@ -174,7 +174,7 @@ def test_plans_for_torchrun() -> None:
 
 def test_a_plan_of_an_unknown_teacher_says_what_is_missing() -> None:
     recipe = str(FOLDER / "small-stage1.yaml")
-    changes = ["--set", "teacher.name=timm:some_vit", "--pictures", "1000"]
+    changes = ["--set", "teacher.name=timm:some_vit", "--images", "1000"]
     shown = run(app, ["distill", recipe, "--dry-run", *changes], env={"COLUMNS": "160"}).output
     assert "timm:some_vit, not loaded for a plan" in shown
     assert "no teacher's" in shown

@@ -37,7 +37,7 @@ from runs import (
 )
 
 import veca
-from veca.cli.common import stoppable
+from veca.cli.common import resumable_run
 from veca.train import checkpoints, loop
 from veca.train.checkpoints import DamagedError, listed, read_checkpoint
 from veca.train.loop import Trainer, TrainingError
@@ -234,7 +234,7 @@ def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> N
     folder = back_to(12, alone, tmp_path / "run")
     for path in listed(folder / "checkpoints"):
         flip(path / "model.safetensors")
-    with pytest.raises(DamagedError, match="none of the 3 checkpoints .*--restart"):
+    with pytest.raises(DamagedError, match="none of the 3 checkpoints .*--overwrite"):
         train(place.recipe(), folder)
     train(place.recipe(checkpoints__keep=99), folder, restart=True)
     assert_same_run(folder, alone)
@@ -301,12 +301,12 @@ def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_run_in_a_folder_is_refused(place: Place, alone: Path, tmp_path: Path, processes: int) -> None:
-    """Whatever it is asked, --restart too; the first is not disturbed."""
+    """Whatever it is asked, --overwrite too; the first is not disturbed."""
     folder = tmp_path / "run"
     run = start(place.recipe(data__workers=1), folder)
     wait_for(folder, 4, run)
     os.kill(run[0].pid, signal.SIGSTOP)
-    second = ["distill", place.file, "--out", folder, "--device", "cpu", "--restart", "--set", "seed=2"]
+    second = ["distill", place.file, "--out", folder, "--device", "cpu", "--overwrite", "--set", "seed=2"]
     others = start_all([*second, "--set", f"batch={8 // processes}"], tmp_path / "second", processes)
     assert finish(others) == [1] * processes
     assert f"error: another run is at work in {folder}; wait for it, or choose another name" in others[0].text()
@@ -540,9 +540,11 @@ def test_what_a_run_starts_from_is_not_written_over(place: Place, alone: Path, s
 
 
 @pytest.mark.parametrize("stop", [Interrupted(signal.SIGTERM), KeyboardInterrupt()])
-@pytest.mark.parametrize(("restart", "way"), [(False, "The same command continues"), (True, "without --restart cont")])
+@pytest.mark.parametrize(
+    ("restart", "way"), [(False, "The same command continues"), (True, "without --overwrite cont")]
+)
 def test_how_to_go_on_is_said(tmp_path: Path, stop: BaseException, restart: bool, way: str) -> None:
     said: list[str] = []
-    with pytest.raises(typer.Exit), stoppable(tmp_path, said.append, restart):
+    with pytest.raises(typer.Exit), resumable_run(tmp_path, said.append, restart):
         raise stop
     assert way in said[0]

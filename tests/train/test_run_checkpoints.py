@@ -125,7 +125,7 @@ def test_several_damaged(tmp_path: Path) -> None:
 def test_all_damaged_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     for path in write(tmp_path, 8, 16):
         cut(path / "optimizers.safetensors", 0.5)
-    with pytest.raises(DamagedError, match="none of the 2 checkpoints in .* can be read.*backup, or .*--restart"):
+    with pytest.raises(DamagedError, match="none of the 2 checkpoints in .* can be read.*backup, or .*--overwrite"):
         read(tmp_path)
 
 

@@ -62,14 +62,14 @@ class Commands:
         common: list[object] = ["--device", "cpu", "--workers", 2]
         model, classes = self.folder / "model", self.folder / "classes"
         if command == "embed":
-            return ["embed", classes, "--model", model, "--out", out, "--size", 32, "--batch", 2, *common]
+            return ["embed", classes, "--model", model, "--out", out, "--size", 32, "--batch-size", 2, *common]
         if command == "probe":
-            sizes = ["--cores", "8,64", "--sizes", "32,48", "--epochs", 2, "--at-once", 2, "--no-progress"]
-            return ["probe", "classify", model, "--data", classes, "--out", out, *sizes, *common]
+            sizes = ["--cores", "8,64", "--size", "32,48", "--epochs", 2, "--batch-size", 2, "--no-progress"]
+            return ["probe", "classify", "--model", model, "--data", classes, "--out", out, *sizes, *common]
         if command == "finetune":
-            short = ["--size", 32, "--cores", "8,64", "--epochs", 2, "--batch", 4, "--head", "new"]
+            short = ["--size", 32, "--cores", "8,64", "--epochs", 2, "--batch-size", 4, "--head", "new"]
             short += ["--set", "every=4", "--set", "progress=false"]
-            return ["finetune", "classify", model, "--data", classes, "--out", out, *short, *common]
+            return ["finetune", "classify", "--model", model, "--data", classes, "--out", out, *short, *common]
         return ["distill", self.recipe, "--out", out, "--device", "cpu"]
 
     def out(self, command: str, folder: Path) -> Path:
@@ -296,7 +296,7 @@ def test_two_probes_at_once_share_a_folder(
 def test_any_command_exits_as_shells_expect(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(veca.cli.main, "write_demo", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr("veca.cli.demo.demo", lambda *_, **__: signal.raise_signal(number))
     monkeypatch.setattr(sys, "argv", ["veca", "demo", "--out", str(tmp_path / "report.html")])
     before = signal.signal(number, signal.SIG_DFL)
     try:

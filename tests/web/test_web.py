@@ -512,7 +512,7 @@ def test_other_hosts_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     veca.save(make_tiny(), tmp_path / "tiny")
     served: list[Any] = []
     monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: served.append(server.config.app))
-    command = ["explore", "--port", "0", "--device", "cpu", *2 * ["--model", str(tmp_path / "tiny")]]
+    command = ["explore", "--port", "0", "--device", "cpu", "--model", ",".join(2 * [str(tmp_path / "tiny")])]
     assert "token" not in CliRunner().invoke(cli, command).output
     said = CliRunner().invoke(cli, [*command, "--host", "0.0.0.0", *options])
     token = said.output.partition("?token=")[2].split()[0]

@@ -91,7 +91,7 @@ def choose_cases(
     is_sweep = bool(models or sizes or batches or cores)
     if exact and is_sweep:
         raise ArgumentError(
-            "--case says all there is to a case; leave out --model, --size, --batch and --cores, or --case"
+            "--case says all there is to a case; leave out --model, --size, --batch-size and --cores, or --case"
         )
     if not exact and is_sweep:
         batches = batches or [16 if on_cuda else 1]

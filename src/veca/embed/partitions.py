@@ -189,7 +189,7 @@ class Part:
         broken = bad.all() and not all(tensor.isfinite().all() for tensor in weights)
         reasons = [
             (broken, "the weights have NaN or infinity in them"),
-            (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--save-dtype)"),
+            (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--dtype)"),
             (s.precision == "float16", "float16 may overflow: compute in bfloat16 or float32 (--precision)"),
         ]
         why = next((text for holds, text in reasons if holds), "look at the weights, and at --precision")

@@ -218,7 +218,9 @@ def measure_cores(
                 try:
                     stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
                 except torch.OutOfMemoryError as error:
-                    raise ArgumentError(f"no memory on {device} for {batch} pictures at once: lower --batch") from error
+                    raise ArgumentError(
+                        f"no memory on {device} for {batch} pictures at once: lower --batch-size"
+                    ) from error
             rate = f"{stats.images / (time.perf_counter() - began):.1f} pictures/s"
             bar.update(task, advance=len(group), rate=rate, failed=failed)
     left_out.warn()

@@ -248,7 +248,7 @@ def decoding(
         yield batches
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
-            raise ArgumentError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
+            raise ArgumentError("no memory on the device: lower --batch-size") from error
         if "DataLoader worker (pid" not in str(error):
             raise
         raise ArgumentError(

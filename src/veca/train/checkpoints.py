@@ -96,7 +96,7 @@ def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Saved | None:
     if found:
         raise DamagedError(
             f"none of the {len(found)} checkpoints in {folder} can be read. "
-            "Restore one from a backup, or begin anew with --restart"
+            "Restore one from a backup, or begin anew with --overwrite"
         )
     return None
 

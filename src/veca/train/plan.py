@@ -342,7 +342,7 @@ def _length_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     length, schedule = plan.length, plan.recipe.schedule
     if length is None:
         yield "epochs", f"{schedule.epochs:g}, {schedule.warmup:g} of them warm-up"
-        yield "steps", "unknown: name the pictures by data.train, or their number by --pictures"
+        yield "steps", "unknown: name the pictures by data.train, or their number by --images"
         return
     yield "steps per epoch", "unknown" if length.per_epoch is None else f"{length.per_epoch:,}"
     yield "steps", f"{length.steps:,}, {length.warmup:,} of them warm-up"

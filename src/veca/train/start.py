@@ -99,7 +99,7 @@ def check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> None
     if different:
         raise RecipeError(
             f"{folder} holds a run of another recipe ({'; '.join(different)}). "
-            "Take another --out, or --restart to begin anew in it"
+            "Take another --out, or --overwrite to begin anew in it"
         )
 
 
@@ -108,7 +108,7 @@ def check_data(facts: Mapping[str, Any], pictures: Pictures, recipe: Recipe, wor
     if facts["pictures"] != pictures.fingerprint:
         raise RecipeError(
             f"data.train: these are not the pictures that {folder} was trained with so far. Bring those back, "
-            f"or begin anew: --restart, or another --out with model.start={folder}/best"
+            f"or begin anew: --overwrite, or another --out with model.start={folder}/best"
         )
     batch, before = recipe.batch * world.size, facts["batch"]
     if before != batch:

@@ -166,7 +166,7 @@ class Tuner:
 
     def run(self) -> Path | None:
         if self.step == self.steps and (self.folder / "result.json").is_file():
-            self.say(f"{self.folder} is done; --restart begins anew in it.")
+            self.say(f"{self.folder} is done; --overwrite begins anew in it.")
             return write_report(self.folder) if self.world.first else None
         with self._logging() as log:
             if not self.resumed:
@@ -489,7 +489,7 @@ def _confusions(counts: Tensor) -> list[list[int]]:
 
 
 def _check_folder(folder: Path, model: str) -> None:
-    """What is there stays whole, --restart or not: the weights to start from, and runs that are none of ours."""
+    """What is there stays whole, --overwrite or not: the weights to start from, and runs that are none of ours."""
     source = Path(model) if Path(model).exists() else find_shipped(model)
     if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
         raise ArgumentError(

@@ -95,7 +95,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: object
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in FREE]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
         raise ArgumentError(
-            f"{folder} holds a run that was asked otherwise ({'; '.join(different)}). Take another --out, or --restart "
+            f"{folder} holds a run with other settings ({'; '.join(different)}). Take another --out, or --overwrite "
             "to begin anew in it"
         )
 

@@ -159,7 +159,7 @@ class Classify(_Task):
                 if not (good or empty):
                     raise PictureError(
                         f"a whole batch of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or take "
-                        "a larger --batch"
+                        "a larger --batch-size"
                     )
                 self.skipped.setdefault(split, set()).update(bad)
                 pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
