@@ -1,4 +1,4 @@
-"""Latency of the explorer's page in Chromium, its behaviour under many clients, and its screenshot for the docs."""
+"""Latency of the explorer's page in Chromium, load by many clients, and a screenshot for the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspecting a model: attention maps and contributions of its cores, features as colours, figures, statistics."""
+"""Inspecting a model: attention maps and profiles, features as colours, figures, core statistics."""
 
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.core_stats import CoreStory, measure_cores

@@ -58,10 +58,10 @@ def draw_layers(
         colours.append(project(profiles, 3, method))
     figure, panels = layout.create_photo_panels(
         f"Which cores each patch listens to, {model_label(model, name)}",
-        "One square per patch. Its colour stands for the shares in which the cores contribute to it in that layer: the "
-        "length of what each core adds (attention × value × output projection). Patches of like colour are fed by "
-        f"like mixtures of cores. Colours: the {describe_axes(method, 3)} of these shares, fitted to all layers of one "
-        "budget together, so they compare from column to column, not from row to row.",
+        "One square per patch. Its colour encodes the shares of the cores in the update of that patch in that layer: "
+        "the norm of what each core adds (attention × value × output projection). Patches of similar colour have "
+        f"similar mixtures of cores. Colours are the {describe_axes(method, 3)} of these shares, fitted to all layers of one "
+        "budget together: compare them within a row, not between rows.",
         photos,
         [cores_label(budget) for budget in budgets],
         _layer_labels(model, layers),
@@ -99,9 +99,9 @@ def draw_cores(
     layout.check_panels(len(photos) * len(layers), 1 + len(which))
     figure, panels = layout.create_photo_panels(
         f"Where cores look, {model_label(model, name)} with {cores_label(budget)}",
-        "Bright: the patches a core takes its information from in that layer (attention, the mean over heads); each "
-        "map has its own scale. Ring: where the core stands. Number: how many times more attention the brightest "
-        "patch gets than if the core looked everywhere evenly. Core 1 doubles as the feature of the whole picture.",
+        "Bright: the patches that a core attends to in that layer (mean over heads); each map has its own scale. Ring: "
+        "the core's coordinates. Number: attention of the brightest patch as a multiple of uniform attention. Core 1 "
+        "is also the global feature.",
         photos,
         _layer_labels(model, layers),
         [f"core {core}" for core in which],
@@ -162,12 +162,12 @@ def draw_paths(
     # In sides of the image: coordinates run from -1 to 1.
     longest = max(float((path[-1] - path[0]).norm(dim=-1).max()) / 2 for row in paths for path in row)
     scale = next((factor for factor in (200, 100, 50, 20, 10, 5, 2) if factor * longest <= 0.1), 1)
-    longer = f" Ways are drawn {scale} times as long as they are." if scale > 1 else ""
+    longer = f" Paths are drawn {scale} times as long as they are." if scale > 1 else ""
     figure, axes = layout.create_panels(
         f"Where cores go, {model_label(model, name)}",
-        "Every core has a place in the picture, moved before each layer by what the core has seen so far. Ring: its "
-        f"place in the first layer. Dot: in the last, layer {len(model.blocks)}.{longer} The longest way is "
-        f"{100 * longest:.2g}% of a side. Dark cores are the first of the bank and take part at every budget.",
+        "Every core has coordinates in the picture, which it updates before each layer. Ring: in the first layer. Dot: "
+        f"in the last, layer {len(model.blocks)}.{longer} The longest path spans {100 * longest:.2g}% of a side. Dark "
+        "cores are the first of the bank and active at every budget.",
         [cores_label(budget) for budget in budgets],
         [photo.name for photo in photos],
         [max(photo.aspect for photo in photos)] * len(budgets),
@@ -232,8 +232,8 @@ def draw_states(
     figure, axes = layout.create_panels(
         f"What cores hold, {model_label(model, name)} with {cores_label(budget)}",
         f"One point per core and picture: the core's state after that layer, in the {describe_axes(method, 2)} of that "
-        "layer's states. Points that are close are states that are alike. Star: core 1, the feature of the whole "
-        "picture. " + ("" if several else "Give several pictures to see whether states go by core or by picture."),
+        "layer's states. Close points are similar states. Star: core 1, the global feature. "
+        + ("" if several else "Give several pictures to see whether states group by core or by picture."),
         ["coloured\nby core", "coloured\nby picture"][: 1 + several],
         _layer_labels(model, layers),
         [1.0] * (1 + several),

@@ -65,10 +65,9 @@ def draw_features(
     largest = photos[-1]
     figure, panels = layout.create_photo_panels(
         "Features of the same picture at several resolutions",
-        "One square per patch; a larger picture has more of them. The "
-        f"{describe_axes(method, 3)} of the features are shown as red, green and blue, so patches of like colour have "
-        "like features. Colours are fitted to all resolutions (and pictures) of one model together: they compare "
-        "within a model, not between models.",
+        f"One square per patch; a larger picture has more of them. The {describe_axes(method, 3)} of the features are "
+        "shown as red, green and blue, so patches of similar colour have similar features. Colours are fitted to all "
+        "resolutions (and pictures) of one model together: compare them within a model, not between models.",
         largest,
         list(backbones),
         [f"{size} px" for size in sizes],
@@ -114,10 +113,10 @@ def draw_similarity(
     backbones = _backbones(model, budget, name, beside)
     layout.check_panels(len(photos) * count, 1 + len(backbones))
     figure, axes = layout.create_panels(
-        "Which patches are like a chosen one, and like the whole picture",
-        "One square per patch, the brighter the greater its cosine similarity to the feature named on the left: the "
-        "global feature, which stands for the whole picture, or that of the patch in the white frame. Each map has "
-        "its own scale; the numbers below it are its least and greatest similarity.",
+        "Similarity of patches to a chosen patch and to the global feature",
+        "One square per patch; the brighter, the larger its cosine similarity to the feature named on the left: the "
+        "global feature of the picture, or that of the patch in the white frame. Each map has its own scale; the "
+        "numbers below it are its smallest and largest similarity.",
         [
             f"patch in\nrow {source[0]},\ncolumn {source[1]}" if source else "global\nfeature"
             for photo_sources in sources
@@ -182,7 +181,7 @@ def draw_budgets(
     figure, panels = layout.create_photo_panels(
         f"What a smaller budget changes, {model_label(model, name)}",
         f"Above: one square per patch; the {describe_axes(method, 3)} of the features are shown as red, green and "
-        "blue, fitted to all budgets together, so like colours are like features in all columns. Below: cosine "
+        "blue, fitted to all budgets together, so similar colours are similar features in all columns. Below: cosine "
         f"similarity of each patch to the same patch with {largest}; the number is the mean.",
         photos,
         ["features", f"similarity to\n{largest}"],

@@ -1,4 +1,4 @@
-"""Inputs of figures: opened images, and budgets, layers, cores and patches, checked; running a model for inspection.
+"""Inputs of figures: images, and checked budgets, layers, cores and patches; running the model.
 
 Layers, cores and patches are numbered from 1, as in the figures; patches by row and column from the top left.
 """

@@ -1,4 +1,4 @@
-"""Layout of figures: panels in rows and columns under a title and an explanation, and what is drawn into them.
+"""Layout of figures: panels in rows and columns under a title and text, and drawing into them.
 
 Panels with an image have the model's coordinates: x and y in [-1, 1], y downwards, whatever the image's shape.
 """
@@ -172,14 +172,13 @@ def show_photo(axis: Axes, photo: Photo, dim: bool = False, caption: str = "") -
     pixels = np.asarray(small.convert("L").convert("RGB")) // 2 if dim else np.asarray(small)
     # The axes are square in coordinates: the aspect restores the image's shape.
     axis.imshow(pixels, extent=EXTENT, aspect=photo.aspect)
-    if caption:
-        axis.set_xlabel(caption, fontsize=8, labelpad=3, parse_math=False)
+    axis.set_xlabel(caption, fontsize=8, labelpad=3, parse_math=False)
 
 
 def show_map(axis: Axes, values: Tensor, aspect: float, caption: str = "", **style: Any) -> None:
     """Draw a map (rows, columns) through a colour map, or (rows, columns, 3) of colours: one square per patch."""
     axis.imshow(values.float().cpu().numpy(), extent=EXTENT, aspect=aspect, interpolation="nearest", **style)
-    if caption:
+    if caption:  # a map over a photo keeps the photo's
         axis.set_xlabel(caption, fontsize=8, labelpad=3, parse_math=False)
 
 

@@ -1,4 +1,4 @@
-"""Images of the explorer: uploads and samples, decoded, held in memory and evicted when space runs out."""
+"""Images of the explorer: uploads and samples, decoded and cached in memory up to a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job queue: one worker thread, a bounded queue, shared and cancellable jobs; and a cache bounded in bytes.
+"""Job queue: one worker thread, a bounded queue, shared and cancellable jobs; an LRU cache.
 
 A job is a generator. At each `yield` it may be paused for more urgent jobs, or ended if nobody waits for it any more.
 """

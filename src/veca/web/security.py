@@ -1,4 +1,4 @@
-"""Request checks before any handler runs: host name, origin, token, number at once; and security headers."""
+"""Security of requests: host name, origin, token and number at once; headers of responses."""
 
 from __future__ import annotations
 
