@@ -60,8 +60,8 @@ def draw_layers(
         f"Which cores each patch listens to, {model_label(model, name)}",
         "One square per patch. Its colour encodes the shares of the cores in the update of that patch in that layer: "
         "the norm of what each core adds (attention × value × output projection). Patches of similar colour have "
-        f"similar mixtures of cores. Colours are the {describe_axes(method, 3)} of these shares, fitted to all layers of one "
-        "budget together: compare them within a row, not between rows.",
+        f"similar mixtures of cores. Colours are the {describe_axes(method, 3)} of these shares, fitted to all layers "
+        "of one budget together: compare them within a row, not between rows.",
         photos,
         [cores_label(budget) for budget in budgets],
         _layer_labels(model, layers),
