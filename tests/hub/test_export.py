@@ -15,7 +15,7 @@ from conftest import make_tiny, relative_error
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.onnx import compare
+from veca.bench.onnx import compare_outputs
 from veca.cli.main import app
 from veca.hub import export as module
 from veca.hub.export import Check, Format, Plain, Run, export, form_of, open_file, parse_size
@@ -198,7 +198,9 @@ def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) ->
 def test_sizes_and_budgets_side_by_side(folder: Path, model: veca.Veca) -> None:
     for name, most in (("32", 1e-4), ("int8", 0.3)):
         images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(1))
-        errors, *seconds = compare(open_file(folder / f"{name}.onnx", "onnx"), Plain(model, 32), images, repeats=1)
+        errors, *seconds = compare_outputs(
+            open_file(folder / f"{name}.onnx", "onnx"), Plain(model, 32), images, repeats=1
+        )
         assert max(errors.values()) < most
         assert (max(errors.values()) > 1e-4) == (name == "int8")
         assert min(seconds) > 0

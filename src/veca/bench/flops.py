@@ -1,4 +1,4 @@
-"""FLOPs of one image by the dense DINOv3 ViT of the same size as a VECA; VECA's own are `veca.flops`, and here too.
+"""FLOPs of the dense DINOv3 ViT of the same size as a VECA, for one image; VECA's from `veca.flops`.
 
 Symbols: N patches, D width, S = N + 5 tokens (one class token, four registers).
 """

@@ -1,76 +1,63 @@
-"""ONNX files beside PyTorch on the CPU, at sizes and budgets: `python -m veca.bench.onnx --model veca_tiny`.
-
-A file of any size is exported for each budget. onnxruntime and PyTorch (eager, float32) take turns on the same picture,
-with as many threads each; times are medians. An error is |found - expected| / |expected| of an output.
-"""
+"""ONNX files beside PyTorch on the CPU: time and error at several sizes and budgets."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from veca.checkpoint import load_or_random
-from veca.hub.export import OUTPUTS, Plain, Run, export, open_file, parse_size
-
-SIZES = ("224", "256", "320x480", "512", "768")
-BUDGETS = (8, 32, 64)
-
-
-def compare(run: Run, plain: Plain, images: Tensor, repeats: int) -> tuple[dict[str, float], float, float]:
-    """Of each output the error; the median seconds of `run` and of `plain`, which take turns."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    errors = dict.fromkeys(OUTPUTS, 0.0)
-    calls: tuple[Callable[..., Sequence[Tensor]], ...] = (run, plain)
-    with torch.inference_mode():
-        for turn in range(repeats + 1):
-            found = []
-            for call, times in zip(calls, seconds, strict=True):
-                start = time.perf_counter()
-                found.append(call(images))
-                if turn:  # the first warms up
-                    times.append(time.perf_counter() - start)
-            for key, a, b in zip(OUTPUTS, *found, strict=True):
-                errors[key] = max(errors[key], float((a - b).norm() / b.norm()))
-    return errors, statistics.median(seconds[0]), statistics.median(seconds[1])
+from veca.errors import ArgumentError
+from veca.hub.export import OUTPUTS, Dtype, Plain, Run, export, open_file, parse_size
+from veca.utils.timing import measure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="veca_tiny", help="a name, file or folder")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, help="as 512 or 320x480")
-    parser.add_argument("--cores", type=int, nargs="+", default=BUDGETS)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "int8"], help="of the file")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
-    args = parser.parse_args()
-    sizes = {text: parse_size(text) or parser.error(f"--sizes {text}: give a size") for text in args.sizes}
-    torch.set_num_threads(args.threads)
+def bench_onnx(
+    model: str = "veca_tiny",
+    sizes: Sequence[str] = ("224", "256", "320x480", "512", "768"),
+    cores: Sequence[int] = (8, 32, 64),
+    dtype: Dtype = "float32",
+    threads: int = 1,
+    repeats: int = 7,
+) -> None:
+    """Print the error and the median time of an ONNX file of `model` beside eager float32 PyTorch.
+
+    One file with dynamic sizes is exported for each budget. `sizes` are as 512 or 320x480.
+    """
+    resolved = {text: parse_size(text) for text in sizes}
+    for text, size in resolved.items():
+        if size is None:
+            raise ArgumentError(f"size {text!r}: name a fixed size, as 512 or 320x480")
+    torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", message=".*was not trained")
-    model = load_or_random(args.model, "cpu").eval().requires_grad_(False)
-    weights = "random weights" if model.provenance.get("weights") == "random" else "its weights"
-    print(f"{args.model}, {weights}, {args.dtype}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}")
+    backbone = load_or_random(model, "cpu").eval().requires_grad_(False)
+    weights = "random weights" if backbone.provenance.get("weights") == "random" else "its weights"
+    print(f"{model}, {weights}, {dtype}, {threads} thread(s), load {os.getloadavg()[0]:.1f}")
     print("     size   C      cls  patches   places  onnxruntime    PyTorch  ratio")
     with tempfile.TemporaryDirectory() as folder:
-        for cores in args.cores:
-            file = Path(folder) / f"{cores}.onnx"
-            export(model, file, cores=cores, dtype=args.dtype, check=False)
-            run, plain = open_file(file, "onnx"), Plain(model, cores)
-            for text, size in sizes.items():
-                images = torch.randn(1, model.config.in_chans, *size, generator=torch.Generator().manual_seed(0))
-                errors, ours, theirs = compare(run, plain, images, args.repeats)
-                far = " ".join(f"{errors[key]:8.1e}" for key in OUTPUTS)
-                times = f"{1e3 * ours:9,.1f} ms {1e3 * theirs:7,.1f} ms {theirs / ours:4.2f} ×"
-                print(f"{text:>9} {cores:3} {far} {times}", flush=True)
+        for budget in cores:
+            file = Path(folder) / f"{budget}.onnx"
+            export(backbone, file, cores=budget, dtype=dtype, check=False)
+            run, plain = open_file(file, "onnx"), Plain(backbone, budget)
+            for text, size in resolved.items():
+                assert size is not None
+                images = torch.randn(1, backbone.config.in_chans, *size, generator=torch.Generator().manual_seed(0))
+                errors, onnx_s, torch_s = compare_outputs(run, plain, images, repeats)
+                error_cells = " ".join(f"{errors[key]:8.1e}" for key in OUTPUTS)
+                times = f"{1e3 * onnx_s:9,.1f} ms {1e3 * torch_s:7,.1f} ms {torch_s / onnx_s:4.2f} ×"
+                print(f"{text:>9} {budget:3} {error_cells} {times}", flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def compare_outputs(run: Run, plain: Plain, images: Tensor, repeats: int) -> tuple[dict[str, float], float, float]:
+    """‖a − b‖ / ‖b‖ of each output, and the median seconds of `run` (a) and `plain` (b), which take turns."""
+    with torch.inference_mode():
+        outputs = zip(OUTPUTS, run(images), plain(images), strict=True)
+        errors = {key: float((a - b).norm() / b.norm()) for key, a, b in outputs}
+        seconds = measure({"onnx": lambda: run(images), "torch": lambda: plain(images)}, images.device, repeats)
+    return errors, statistics.median(seconds["onnx"]), statistics.median(seconds["torch"])

@@ -9,7 +9,7 @@ import typer
 
 from veca.bench.cases import Bench, choose_cases
 from veca.bench.plots import PlotFormat, write_plots
-from veca.bench.run import Dtype, pick_setting, run_bench
+from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli.common import Command, make_group, out
 from veca.cli.options import Budgets, Device, Ints, Words, parse_ints, parse_words
 
@@ -43,7 +43,7 @@ Contenders = Annotated[
     ),
 ]  # fmt: skip
 BenchPrecision = Annotated[
-    Dtype | None,
+    FloatDtype | None,
     typer.Option(
         "--precision", help="Precision of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere"
     ),
@@ -104,7 +104,7 @@ def bench_plot(
 
 
 def _bench(
-    bench: Bench, sweep: tuple[Any, ...], contenders: Words | None, device: str, precision: Dtype | None,
+    bench: Bench, sweep: tuple[Any, ...], contenders: Words | None, device: str, precision: FloatDtype | None,
     repeats: int, profile: bool, errors: bool, to: Path | None, cls_only: bool = False,
 ) -> None:  # fmt: skip
     setting = pick_setting(device, precision, cls_only)

@@ -27,9 +27,9 @@ from veca.cli.options import (
 from veca.errors import needs_extra
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
-from veca.inspect.projections import Method
-from veca.inspect.sheet import check_out, write_figure
-from veca.inspect.subject import Backbone
+from veca.inspect.figure_inputs import FeatureFunction
+from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect.projections import ProjectionMethod
 from veca.model import Veca
 
 figure_app = make_group(
@@ -55,7 +55,8 @@ Layers = Annotated[
     typer.Option("--layers", parser=parse_ints, metavar="N,…", help="Layers, as 4,8,12.", show_default="a selection"),
 ]
 MethodOption = Annotated[
-    Method, typer.Option("--method", help="From features to colours: pca, at once; umap, as in the paper, in minutes.")
+    ProjectionMethod,
+    typer.Option("--method", help="From features to colours: pca, at once; umap, as in the paper, in minutes."),
 ]
 Beside = Annotated[
     Words | None,
@@ -172,7 +173,7 @@ def trained_budgets(budgets: Ints | None, model: Veca) -> Sequence[int] | None:
     return budgets if budgets or budgets is None else model.config.budgets
 
 
-def _load_backbone(name: str, model: Veca) -> Backbone:
+def _load_backbone(name: str, model: Veca) -> FeatureFunction:
     with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
     return load_teacher(name).to(model.norm.weight.device)

@@ -25,7 +25,7 @@ from veca.errors import ArgumentError
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.images.samples import sample_images
 from veca.inspect import core_maps, heat, pca, to_rgb
-from veca.inspect.subject import check_finite
+from veca.inspect.figure_inputs import check_finite
 from veca.model import Veca
 from veca.report.page import data_uri, write_page
 from veca.utils.console import progress_bar

@@ -1,4 +1,4 @@
-"""The story of the cores: every number against its definition, the file, the chart and the command."""
+"""Statistics of the cores: every number against its definition, the file, the chart and the command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import veca
 from veca.cli.main import app
 from veca.images import load_image
 from veca.inspect import core_maps, core_profiles, draw_story, measure_cores, story_table, write_story
-from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
-from veca.inspect.story import _Teller
+from veca.inspect.core_stats import CoreAccumulator
+from veca.inspect.map_measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
 
 run = CliRunner().invoke
 SIZE = 64
@@ -59,7 +59,7 @@ def story(pictures):
 # The arithmetic
 
 
-def test_measures_of_maps_known_in_advance():
+def test_measures_of_known_maps_are_right():
     apart, half = torch.tensor([[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]]), torch.tensor([[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0]])
     even = torch.full((3, 4), 0.25)
     assert [float(pair_overlap(maps)) for maps in (apart, half, even)] == [0, 0.5, 1]
@@ -112,7 +112,7 @@ def test_alignment_does_not_see_a_rotation_or_a_shift():
 
 
 def close(found, values, layers=slice(None)):
-    """A `Layers` is of these values, (pictures, layers)."""
+    """`LayerStats` of these values, (images, layers)."""
     values = values.double()
     np.testing.assert_allclose(found.mean, values.mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.std, values.std(0, correction=0), rtol=1e-3, atol=1e-6)
@@ -243,13 +243,13 @@ class Operations(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_more_pictures_at_once_take_no_more_operations(images):
+def test_larger_batches_take_no_more_operations(images):
     counts = []
     for few in (2, COUNT):
-        teller = _Teller(make_tiny(), [8, 64])
-        teller.add(images[:1])
+        stats = CoreAccumulator(make_tiny(), [8, 64])
+        stats.add(images[:1])
         with Operations() as seen:
-            teller.add(images[:few])
+            stats.add(images[:few])
         counts.append(seen.count)
     assert counts[0] == counts[1]
 
@@ -261,7 +261,7 @@ def test_the_whole_bank_need_not_be_asked_for(story, pictures):
     assert alone.between.cls.mean == pytest.approx(story.between.cls.mean, rel=1e-5)
 
 
-def test_cores_that_do_not_move(pictures, tmp_path):
+def test_cores_that_do_not_move_have_no_path(pictures, tmp_path):
     model = make_tiny()
     torch.nn.init.zeros_(model.coordinate_alpha)
     story = measure_cores(model, pictures, budgets=[8], size=SIZE)
@@ -272,7 +272,7 @@ def test_cores_that_do_not_move(pictures, tmp_path):
     assert saved["budgets"]["8"]["places"]["picture_share"] == [None] * 3
 
 
-def test_cores_that_move_alike_in_all_pictures(pictures):
+def test_cores_that_move_alike_in_all_images_have_no_scatter(pictures):
     model = make_tiny()
     with torch.no_grad():
         for head in model.coordinate_heads:
@@ -285,7 +285,7 @@ def test_cores_that_move_alike_in_all_pictures(pictures):
     assert places.distance.std[-1] < 1e-7
 
 
-def test_cores_that_are_all_the_same(pictures):
+def test_identical_cores_have_identical_maps(pictures):
     model = make_tiny()
     with torch.no_grad():
         for bank in (model.cores, model.core_states):
@@ -300,7 +300,7 @@ def test_cores_that_are_all_the_same(pictures):
 
 
 @pytest.mark.filterwarnings("ignore:cores=1 was not trained")
-def test_one_core_and_one_picture(pictures, tmp_path):
+def test_one_core_and_one_image_give_null_where_undefined(pictures, tmp_path):
     story = measure_cores(make_tiny(), pictures / "0.png", budgets=[1], size=SIZE)
     told = json.loads(write_story(story, tmp_path / "one.json").read_text())
     assert told["budgets"]["1"]["maps"]["overlap"]["mean"] == [None] * 3
@@ -375,7 +375,7 @@ def test_the_chart_shows_the_numbers(story):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same(pictures, tmp_path):
+def test_a_gpu_gives_the_same_numbers(pictures, tmp_path):
     files = []
     for device in ("cpu", "cuda"):
         story = measure_cores(make_tiny().to(device), pictures, budgets=(8, 64), size=SIZE)
@@ -387,7 +387,7 @@ def test_a_gpu_gives_the_same(pictures, tmp_path):
 # The command
 
 
-def test_command(folder, tmp_path, monkeypatch):
+def test_the_command_writes_numbers_and_a_chart(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = [
         "--model",

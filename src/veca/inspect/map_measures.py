@@ -1,6 +1,6 @@
-"""The arithmetic of `story`: what is measured of maps, and sums over pictures that come in batches.
+"""Measures of attention maps, and running statistics over images that come in batches.
 
-Shapes: B pictures, N patches, C active cores, D width. Maps are (..., C, N) and sum to 1 over N.
+Shapes: B images, N patches, C active cores, D width. Maps are (..., C, N) and sum to 1 over N.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def as_maps(attention: Tensor) -> Tensor:
-    """Attention over the patches (..., N), divided by its sum; where there is none, even."""
+    """Attention over the patches (..., N), divided by its sum; uniform where the sum is 0."""
     total = attention.sum(-1, keepdim=True)
     return torch.where(total > 0, attention / total, 1 / attention.shape[-1])
 
@@ -23,48 +23,50 @@ def overlap(a: Tensor, b: Tensor | float) -> Tensor:
 
 
 def pair_overlap(maps: Tensor) -> Tensor:
-    """The mean overlap of all pairs of cores, (...); of one core nan.
+    """The mean overlap of all pairs of cores, (...); nan for a single core.
 
     >>> pair_overlap(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]])).item()
     0.5
     """
     cores = maps.shape[-2]
-    # Σ min(a, b) = 1 − Σ |a − b| / 2, as both sum to 1: nothing of size C × C × N is made.
+    # Σ min(a, b) = 1 − Σ |a − b| / 2, as both sum to 1: avoids a tensor of size C × C × N.
     distances = torch.cdist(maps, maps, p=1.0).sum((-2, -1))
     return 1 - distances / (2 * cores * (cores - 1)) if cores > 1 else torch.full_like(distances, math.nan)
 
 
 def effective_area(maps: Tensor) -> Tensor:
-    """exp(entropy) / N of each map, (..., C): 1 if it is even, k / N if it is even over k patches and 0 elsewhere."""
+    """exp(entropy) / N of each map, (..., C): 1 if it is uniform, k / N if uniform over k patches and 0 elsewhere."""
     return torch.special.entr(maps).sum(-1).exp() / maps.shape[-1]
 
 
 def winners(maps: Tensor) -> Tensor:
-    """The share of cores whose map is the greatest of all at some patch, (...)."""
+    """The share of cores whose map is the largest of all at some patch, (...)."""
     return maps.new_zeros(maps.shape[:-1]).scatter_(-1, maps.argmax(-2), 1.0).mean(-1)
 
 
-def exact(values: Tensor) -> Tensor:
-    """In float64, where they are: nothing waits for a device. On the CPU if theirs has no float64."""
+def to_float64(values: Tensor) -> Tensor:
+    """On the same device, so that nothing synchronises; on the CPU where the device (MPS) has no float64."""
     return values.to("cpu" if values.device.type == "mps" else values.device, torch.float64)
 
 
 class Moments:
-    """Mean and variance of values (B, ...) over pictures, in float64; the variance is divided by their number."""
+    """Running mean and population variance of values (B, ...) over images, in float64."""
 
     def __init__(self) -> None:
         self.count = 0
         self._mean = self._squares = torch.zeros((), dtype=torch.float64)
 
     def add(self, values: Tensor) -> None:
-        values = exact(values)
+        values = to_float64(values)
         if not len(values):
-            self._mean, self._squares = (each + values.sum(0) for each in (self._mean, self._squares))  # their shape
+            # Takes over the shape, so that mean and variance have it even if no image follows.
+            self._mean, self._squares = (each + values.sum(0) for each in (self._mean, self._squares))
             return
+        # Chan's parallel update: combine the moments so far with those of the batch.
         mean, total = values.mean(0), self.count + len(values)
-        away, weight = mean - self._mean, self.count * len(values) / total
-        self._squares = self._squares + (values - mean).square().sum(0) + weight * away.square()
-        self._mean, self.count = self._mean + away * (len(values) / total), total
+        delta, weight = mean - self._mean, self.count * len(values) / total
+        self._squares = self._squares + (values - mean).square().sum(0) + weight * delta.square()
+        self._mean, self.count = self._mean + delta * (len(values) / total), total
 
     @property
     def mean(self) -> Tensor:
@@ -76,9 +78,9 @@ class Moments:
 
 
 class Alignment:
-    """Linear centred kernel alignment of features x and y, (B, D) each: 1 if one is the other turned and scaled.
+    """Running linear centred kernel alignment (CKA) of features x and y, (B, D) each.
 
-    Products of channels are kept and not pictures: memory is D².
+    It is 1 if one is the other rotated and scaled. Kept are products of channels, not of images: memory is D².
     """
 
     def __init__(self) -> None:
@@ -89,19 +91,19 @@ class Alignment:
     def add(self, x: Tensor, y: Tensor) -> None:
         if not len(x):
             return
-        both, count = exact(torch.stack([x, y])), self.count + len(x)
+        both, count = to_float64(torch.stack([x, y])), self.count + len(x)
         mean = both.mean(1, keepdim=True)  # (2, 1, D)
-        away = mean - self._mean
-        self._mean = self._mean + away * (len(x) / count)
-        # The way from mean to mean is as one more picture.
-        x, y = torch.cat([both - mean, math.sqrt(self.count * len(x) / count) * away], dim=1)
+        delta = mean - self._mean
+        self._mean = self._mean + delta * (len(x) / count)
+        # The shift of the mean enters like one more image.
+        x, y = torch.cat([both - mean, math.sqrt(self.count * len(x) / count) * delta], dim=1)
         left, right = torch.stack([x, y, x]).mT, torch.stack([x, y, y])
         self._products = left @ right if self._products is None else self._products.baddbmm_(left, right)
         self.count = count
 
     @property
     def value(self) -> float:
-        """Nan of fewer than two pictures, and where features do not vary."""
+        """Nan for fewer than two images, and where features do not vary."""
         if self._products is None or self.count < 2:
             return math.nan
         xx, yy, xy = (float(product.norm()) for product in self._products)
