@@ -15,10 +15,10 @@ from conftest import make_tiny, relative_error
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.onnx import compare_outputs
 from veca.cli.main import app
 from veca.hub import export as module
 from veca.hub.export import Check, Format, Plain, Run, export, form_of, open_file, parse_size
+from veca.hub.onnx_bench import compare_outputs
 from veca.probe.backbones import BackboneError, OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")
