@@ -23,4 +23,4 @@ KNOWN: dict[str, dict[str, Any]] = {
         "pooled": True,
     },
 }
-"""As `veca.train.plan.Plan` takes them."""
+"""As `veca.train.plan.RunPlan` takes them."""
