@@ -21,8 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import veca
-from veca import attention
-from veca import block_ops as fused
+from veca import attention, block_ops
 from veca.attention import use_kernel
 from veca.inspect import look_inside
 from veca.kernels import ops
@@ -487,7 +486,7 @@ def test_only_graphs_with_our_operators_depend_on_the_kernels(tmp_path: Path, mo
         return bool(count["autograd_cache_hit"])
 
     def ours(h: Tensor, bias: Tensor) -> Tensor:
-        return ops.swiglu(h, bias, ops.KERNELS)
+        return ops.swiglu_op(h, bias, ops.KERNELS)
 
     def theirs(h: Tensor, bias: Tensor) -> Tensor:
         return h @ h  # as the other, nothing that a C++ compiler is needed for
@@ -508,9 +507,9 @@ def test_every_operator_of_a_model_names_the_kernels(monkeypatch: pytest.MonkeyP
             return func(*args, **(kwargs or {}))
 
     named: dict[str, object] = {}
-    for module in (attention, fused):
+    for module in (attention, block_ops):
         monkeypatch.setattr(module, "use_triton", lambda *_: True)
-    monkeypatch.setattr(fused, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_ops, "_on_gpu", lambda _: True)
     model = make()
     with FakeTensorMode(allow_non_fake_inputs=True), Record():
         out = model(torch.empty(2, 3, 32, 48), 8)

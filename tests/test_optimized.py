@@ -22,7 +22,7 @@ from veca.attention import core_probabilities, use_kernel
 from veca.inspect import core_maps
 from veca.model import VecaOutput
 from veca.optimized import SWIGLU_TURN, FastVeca, fold_norm, pair_swiglu, to_float8
-from veca.rope import grid_rotary, patch_coordinates, rotary
+from veca.rope import grid_rotary, make_rotary, patch_coordinates
 
 SETTINGS = fast_module
 
@@ -360,10 +360,10 @@ def test_probabilities(cores: int, grid: tuple[int, int], width: int) -> None:
     batch, heads, patches, dim = 2, 2, math.prod(grid), 2 * width
     qk = torch.randn(batch, cores + patches, 2, heads, width)
     points = torch.rand(batch, cores, 2) * 2 - 1
-    patch = rotary(patch_coordinates(*grid, points.device, points.dtype), width, 0.125)
+    patch = make_rotary(patch_coordinates(*grid, points.device, points.dtype), width, 0.125)
     asked, logits = probabilities(qk, points, patch.coordinates, patch.frequencies)
     assert logits.shape == (batch, heads * cores, cores + patches)
-    core64, patch64 = (rotary(p.double(), width, 0.125) for p in (points[:, None], patch.coordinates))
+    core64, patch64 = (make_rotary(p.double(), width, 0.125) for p in (points[:, None], patch.coordinates))
     patch_to_core, core_to_all = core_probabilities(qk.double(), core64, patch64)
     assert relative_error(asked[:, cores:], patch_to_core) <= 2e-6
     assert relative_error((logits.double() * math.log(2)).softmax(-1), core_to_all) <= 2e-6

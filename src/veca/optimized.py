@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
+from veca.block_ops import has_hooks, is_wrapped
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
+from veca.inputs import patch_grid, resolve_budget
 from veca.kernels import ops
-from veca.layers import has_hooks, is_wrapped
 from veca.model import Block, Veca
 from veca.rope import Rotary
 
@@ -103,8 +104,8 @@ class FastVeca(Veca):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         from veca.kernels.linear import patchify
 
-        rows, columns = self._grid(images)
-        budget = self._budget(cores)
+        rows, columns = patch_grid(images, self.config)
+        budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
         patch_rotary = self._patch_rotary(rows, columns, self.states)
         # Rows for the cores too, so that the first product writes the sequence as it will be.
         pixels = functools.partial(patchify, images, self.config.patch_size, budget, self.bank.dtype)
@@ -325,7 +326,7 @@ def fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused kernels take such a model."""
     return (
         device.type == "cuda"
-        and not ops.misfit(device, dtype, HOPPER)
+        and not ops.unsupported_reason(device, dtype, HOPPER)
         and dtype != torch.float32
         and config.head_dim in ops.HEAD_DIMS
     )

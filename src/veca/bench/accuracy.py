@@ -20,7 +20,7 @@ from veca.bench.contenders import Workload, loss
 from veca.bench.machine import give_back
 from veca.bench.report import Row
 from veca.errors import ArgumentError
-from veca.rope import rotary
+from veca.rope import make_rotary
 from veca.utils.timing import Call, describe
 
 Tensors: TypeAlias = Sequence[Tensor | None]
@@ -69,7 +69,7 @@ def _attention(workload: Workload) -> tuple[Tensor, Tensor]:
     """Of the first image; the qkv it was made of."""
     config, (core, patch) = workload.case.config, workload.rotaries
     tables = (
-        rotary(coordinates.double(), config.head_dim, config.rope_zero_fraction)
+        make_rotary(coordinates.double(), config.head_dim, config.rope_zero_fraction)
         for coordinates in (core.coordinates[:1], patch.coordinates)
     )
     qkv = workload.qkv[:1].double().requires_grad_()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from veca.bench.flops import attention_flops, dense_attention_flops
 from veca.bench.report import Results, Row
 from veca.config import SIZES
 from veca.errors import needs_extra
+from veca.flops import attention_flops, dense_attention_flops
 from veca.utils.files import atomic_path
 
 if TYPE_CHECKING:

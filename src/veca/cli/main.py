@@ -16,7 +16,6 @@ import typer
 from rich.table import Table
 
 import veca
-from veca.bench.flops import model_flops
 from veca.checkpoint import load_or_random, save_official
 from veca.checkpoint.pretrained import shipped_name
 from veca.checkpoint.release import HEAD, carry_along, cast, without_paths
@@ -50,6 +49,7 @@ from veca.embed.ray_engine import embed_on_ray as write_on_ray
 from veca.embed.run import EmbedSettings, Precision, SaveDtype
 from veca.embed.run import embed as write_features
 from veca.errors import ArgumentError, VecaError, needs_extra
+from veca.flops import model_flops
 from veca.hub.export import OUTPUTS, form_of, parse_size
 from veca.hub.export import Dtype as ExportDtype
 from veca.hub.export import Format as ExportFormat

@@ -22,6 +22,7 @@ from veca.checkpoint.pretrained import find_shipped, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
+from veca.inputs import resolve_block_indices, resolve_budget
 from veca.model import Veca
 
 POOLS = ("token", "avg", "")
@@ -54,7 +55,7 @@ class TimmVeca(Veca):
         if dtype is not None:
             self.to(dtype)
         config = self.config
-        self.budget = super()._budget(cores)
+        self.budget: int = resolve_budget(cores, config, self._warned)
         self.in_chans = config.in_chans
         self.head_hidden_size = self.num_features
         self.global_pool = _known_pool(global_pool)
@@ -73,9 +74,6 @@ class TimmVeca(Veca):
                     layer.register_forward_hook(_drop_path)
         self.set_input_size(img_size)
 
-    def _budget(self, cores: int | None) -> int:
-        return super()._budget(self.budget if cores is None else cores)
-
     @property
     def num_prefix_tokens(self) -> int:
         """How many tokens come before the patches: the budget."""
@@ -93,7 +91,8 @@ class TimmVeca(Veca):
         if self.global_pool == "token":
             x = x[:, 0]
         elif self.global_pool == "avg":
-            x = x[:, self._budget(cores) :].mean(1)
+            budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
+            x = x[:, budget:].mean(1)
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
@@ -124,7 +123,7 @@ class TimmVeca(Veca):
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Drop what the features of the blocks `indices` do not need; the numbers of these blocks."""
-        take = self._take(indices)
+        take = resolve_block_indices(indices, len(self.blocks))
         depth = max(take) + 1
         self.blocks = self.blocks[:depth]
         self.coordinate_heads = self.coordinate_heads[: depth - 1]

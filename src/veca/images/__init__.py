@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from veca.errors import ArgumentError
 from veca.images.decode import FORMATS, ImageError, ImageTooLargeError, Source, decode, orientation, strict_pillow
 from veca.images.formats import unread_suffix
+from veca.inputs import nearest_sizes
 
 __all__ = [
     "EXTENSIONS",
@@ -252,16 +253,6 @@ def normalize(x: Tensor) -> Tensor:
     mean, std = (torch.tensor(value, device=x.device).view(3, 1, 1) for value in (MEAN, STD))
     unit = x.float() if x.is_floating_point() else x.float() / 255
     return (unit - mean) / std
-
-
-def nearest_sizes(height: float, width: float, patch: int = PATCH) -> tuple[int, int]:
-    """The multiples of `patch` nearest to a size; ties go up, and nothing becomes 0.
-
-    >>> nearest_sizes(250, 333)
-    (256, 336)
-    """
-    rows, columns = (max(1, int(side / patch + 0.5)) * patch for side in (height, width))
-    return rows, columns
 
 
 def resize_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:

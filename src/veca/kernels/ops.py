@@ -68,7 +68,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     return register
 
 
-def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] = CAPABILITY) -> str:
+def unsupported_reason(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] = CAPABILITY) -> str:
     """Why no kernel can run on such a device and type, in words; empty when they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
@@ -82,11 +82,11 @@ def misfit(device: torch.device, dtype: torch.dtype, capability: tuple[int, int]
 
 
 # All that torch.compiler.assume_constant_result does once it has loaded the compiler.
-misfit._dynamo_marked_constant = True  # type: ignore[attr-defined]
+unsupported_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @operator("veca::core_attention")
-def core_attention(
+def core_attention_op(
     qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, kernels: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Attention of the whole sequence (B, S, H·d), and each row's log-sum-exp (B, H, S), which the backward needs."""
@@ -95,14 +95,14 @@ def core_attention(
     return forward(qkv, core_points, patch_points, frequencies)
 
 
-@core_attention.register_fake
+@core_attention_op.register_fake
 def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, tokens, _three, heads, width = qkv.shape
     return qkv.new_empty(batch, tokens, heads * width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
 @operator("veca::core_attention_backward")
-def core_attention_backward(
+def core_attention_backward_op(
     d_out: Tensor,
     qkv: Tensor,
     core_points: Tensor,
@@ -118,7 +118,7 @@ def core_attention_backward(
     return backward(d_out, qkv, core_points, patch_points, frequencies, out, lse)
 
 
-@core_attention_backward.register_fake
+@core_attention_backward_op.register_fake
 def _(d_out: Tensor, qkv: Tensor, core_points: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(qkv.shape), core_points.new_empty(core_points.shape)
 
@@ -129,10 +129,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *core_attention_backward(d_out, *ctx.saved_tensors, KERNELS), None, None, None
+    return *core_attention_backward_op(d_out, *ctx.saved_tensors, KERNELS), None, None, None
 
 
-core_attention.register_autograd(_backward, setup_context=_save)
+core_attention_op.register_autograd(_backward, setup_context=_save)
 
 
 def products(qkv: tuple[int, ...], cores: int) -> int:
@@ -152,27 +152,27 @@ def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...]
 
 
 @operator("veca::swiglu")
-def swiglu(h: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
+def swiglu_op(h: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`silu(u) * v` of [u, v] = h + bias: (..., 2W) → (..., W)."""
     from veca.kernels.swiglu import forward
 
     return forward(h, bias)
 
 
-@swiglu.register_fake
+@swiglu_op.register_fake
 def _(h: Tensor, bias: Tensor, *_: Any) -> Tensor:
     return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
 
 
 @operator("veca::swiglu_backward")
-def swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
+def swiglu_backward_op(d_out: Tensor, h: Tensor, bias: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
     """Gradients of h and bias."""
     from veca.kernels.swiglu import backward
 
     return backward(d_out, h, bias)
 
 
-@swiglu_backward.register_fake
+@swiglu_backward_op.register_fake
 def _(d_out: Tensor, h: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return h.new_empty(h.shape), bias.new_empty(bias.shape)
 
@@ -182,34 +182,34 @@ def _save_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _swiglu_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    return *swiglu_backward(d_out, *ctx.saved_tensors, KERNELS), None
+    return *swiglu_backward_op(d_out, *ctx.saved_tensors, KERNELS), None
 
 
-swiglu.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
+swiglu_op.register_autograd(_swiglu_backward, setup_context=_save_swiglu)
 
 
 @operator("veca::narrow_linear")
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
+def narrow_linear_op(x: Tensor, weight: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`x Wᵀ + bias` in float32 of a weight (2, D): (..., D) → (..., 2)."""
     from veca.kernels.narrow_linear import forward
 
     return forward(x, weight, bias)
 
 
-@narrow_linear.register_fake
+@narrow_linear_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
 
 
 @operator("veca::narrow_linear_backward")
-def narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
+def narrow_linear_backward_op(d_out: Tensor, x: Tensor, weight: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
     """Gradients of x, and of weight and bias in one row (2·D + 2)."""
     from veca.kernels.narrow_linear import backward
 
     return backward(d_out, x, weight)
 
 
-@narrow_linear_backward.register_fake
+@narrow_linear_backward_op.register_fake
 def _(d_out: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(2 * x.shape[-1] + 2)
 
@@ -219,11 +219,11 @@ def _save_narrow_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _narrow_linear_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    d_x, d_affine = narrow_linear_backward(d_out, *ctx.saved_tensors, KERNELS)
+    d_x, d_affine = narrow_linear_backward_op(d_out, *ctx.saved_tensors, KERNELS)
     return d_x, d_affine[:-2].unflatten(0, (2, -1)), d_affine[-2:], None
 
 
-narrow_linear.register_autograd(_narrow_linear_backward, setup_context=_save_narrow_linear)
+narrow_linear_op.register_autograd(_narrow_linear_backward, setup_context=_save_narrow_linear)
 
 
 @register_flop_formula(torch.ops.veca.narrow_linear)
@@ -237,7 +237,7 @@ def _(d_out: tuple[int, ...], x: tuple[int, ...], *_: Any, **__: Any) -> int:
 
 
 @operator("veca::add_norm")
-def add_norm(
+def add_norm_op(
     x: Tensor,
     update: Tensor | None,
     weight: Tensor,
@@ -256,7 +256,7 @@ def add_norm(
     return forward(x, update, weight, bias, eps, dtype, cores)
 
 
-@add_norm.register_fake
+@add_norm_op.register_fake
 def _(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,7 +267,7 @@ def _(
 
 
 @operator("veca::add_norm_backward")
-def add_norm_backward(
+def add_norm_backward_op(
     d_total: Tensor | None,
     d_normed: Tensor,
     d_cores: Tensor | None,
@@ -283,7 +283,7 @@ def add_norm_backward(
     return backward(d_total, d_normed, d_cores, total, weight, eps, update)
 
 
-@add_norm_backward.register_fake
+@add_norm_backward_op.register_fake
 def _(
     d_total: Tensor | None,
     d_normed: Tensor,
@@ -313,8 +313,10 @@ def _add_norm_backward(
         d_normed = torch.zeros_like(total)
     if ctx.update is None:
         d_total = d_cores = None  # nobody takes the empty sums
-    d_x, d_update, d_affine = add_norm_backward(d_total, d_normed, d_cores, total, weight, ctx.eps, ctx.update, KERNELS)
+    d_x, d_update, d_affine = add_norm_backward_op(
+        d_total, d_normed, d_cores, total, weight, ctx.eps, ctx.update, KERNELS
+    )
     return d_x, None if ctx.update is None else d_update, *d_affine, None, None, None, None
 
 
-add_norm.register_autograd(_add_norm_backward, setup_context=_save_add_norm)
+add_norm_op.register_autograd(_add_norm_backward, setup_context=_save_add_norm)

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from veca.config import VecaConfig
-from veca.flops import model_flops, patches
+from veca.flops import model_flops
+from veca.flops import num_patches as patches
 from veca.model import Veca
 from veca.train.cache import cache_bytes
 from veca.train.optimizers import Split, split_parameters

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from veca.bench.flops import DENSE_PREFIX, dense_model_flops, model_flops
 from veca.config import VecaConfig
+from veca.flops import DENSE_PREFIX, dense_model_flops, model_flops
 from veca.model import PatchEmbed, Veca
 from veca.rope import grid_rotary, rotate
 from veca.utils.timing import synchronize, timed
@@ -94,7 +94,7 @@ class DenseVit(nn.Module):
         self.prefix = nn.Parameter(torch.zeros(DENSE_PREFIX, dim))
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.gated = config.mlp_dim == 4 * dim  # small+ alone, as in `veca.bench.flops`
+        self.gated = config.mlp_dim == 4 * dim  # small+ alone, as in `veca.flops`
         self.fc1, self.fc2 = nn.Linear(dim, (8 if self.gated else 4) * dim), nn.Linear(4 * dim, dim)
         self.grid = (0, 0)
 
