@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from veca.checkpoint import load_or_random
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
@@ -82,7 +82,7 @@ def load_model(source: str, device: str) -> Veca:
     """The model a user named, where it was asked for; random weights and those that ship are announced."""
     model = load_or_random(source, device=choose_device(device))
     say_if_random(model, source)
-    if name := shipped_name(source):
+    if name := pretrained_name(source):
         err.print(f"Weights: {name}, {origin(model.provenance)}.", soft_wrap=True)
     return model
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import Device, err, load_model, out
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
@@ -60,7 +60,7 @@ def explore(
     with _bound(host, port) as bound:
         models: dict[str, Veca] = {}
         for source in model or ["veca_tiny"]:
-            models[_name(shipped_name(source) or source, models)] = load_model(source, device)
+            models[_name(pretrained_name(source) or source, models)] = load_model(source, device)
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
         app = create_app(models, hosts=hosts, token=token)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import Cores, Device, Model, Size, err, load_model, out
 from veca.config import did_you_mean
 from veca.errors import ArgumentError, needs_extra
@@ -150,7 +150,7 @@ def _write(
     with err.status("opening pictures") as status:
         if beside:
             chosen["beside"] = {name: _backbone(name, model) for name in beside}
-        name = shipped_name(source) or Path(source).name or source
+        name = pretrained_name(source) or Path(source).name or source
         figure = draw(model, images, name=name, say=lambda text: status.update(err.render_str(text)), **chosen)
         status.update("writing")
         write_figure(figure, to)

@@ -16,8 +16,8 @@ import typer
 from rich.table import Table
 
 import veca
-from veca.checkpoint import load_or_random, save_official
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint import load_or_random, save_released
+from veca.checkpoint.pretrained import pretrained_name
 from veca.checkpoint.release import HEAD, carry_along, cast, without_paths
 from veca.cli.bench import bench_app
 from veca.cli.common import (
@@ -87,7 +87,9 @@ def demo(
     device: Device = "auto",
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
-    path = write_demo(pictures, to, model=load_model(model, device), model_name=shipped_name(model) or model, size=size)
+    path = write_demo(
+        pictures, to, model=load_model(model, device), model_name=pretrained_name(model) or model, size=size
+    )
     out.print(f"Report: {path.resolve()}", soft_wrap=True)
 
 
@@ -173,7 +175,11 @@ def embed(
     if engine == "plain" and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
     how: dict[str, Any] = {"settings": settings, "column": column, "overwrite": overwrite, "progress": progress}
-    how |= {"model_name": shipped_name(model) or model, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates}
+    how |= {
+        "model_name": pretrained_name(model) or model,
+        "skip_nonfinite": skip_nonfinite,
+        "ignore_dates": ignore_dates,
+    }
     try:
         if engine == "ray":
             report = write_on_ray(
@@ -310,7 +316,7 @@ def cores(
     story = measure_cores(
         loaded, pictures, budgets=parse_budgets(budgets, loaded), size=size, limit=limit, batch=batch,
         workers=workers_of(workers), progress=progress,
-        name=shipped_name(model) or Path(model).name or model,
+        name=pretrained_name(model) or Path(model).name or model,
     )  # fmt: skip
     out.print(story_table(story))
     out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True)
@@ -355,7 +361,7 @@ def info(
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
-    table = Table("", _cell(shipped_name(source) or source), box=None, header_style="bold")
+    table = Table("", _cell(pretrained_name(source) or source), box=None, header_style="bold")
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     told = {"weights": phrase} if (phrase := origin(model.provenance)) else {}
@@ -407,7 +413,7 @@ def convert(
     elif folder.exists() and (head := (folder if folder.is_dir() else folder.parent) / HEAD).is_file():
         warn(f"{head} stays behind: it is taken along from folder to folder")
     if to.suffix in (".pt", ".pth"):
-        save_official(model, to)
+        save_released(model, to)
     else:
         veca.save(model, to)
     out.print(f"Wrote {to}", soft_wrap=True)
@@ -433,7 +439,7 @@ def export(
     chosen, pixels = form_of(to, form), parse_size(size)
     if to.exists() and not overwrite:
         raise ArgumentError(f"{to} exists; choose another name, or pass --overwrite")
-    model, name = load_model(source, "cpu"), shipped_name(source) or Path(source).stem
+    model, name = load_model(source, "cpu"), pretrained_name(source) or Path(source).stem
     if classes := model.config.num_classes:
         warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {source} ({chosen}, {dtype}): from seconds to minutes"):

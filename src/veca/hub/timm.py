@@ -18,7 +18,7 @@ from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from veca.checkpoint import CheckpointError, load
-from veca.checkpoint.pretrained import find_shipped, list_models
+from veca.checkpoint.pretrained import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
@@ -216,7 +216,7 @@ def _cfgs() -> dict[str, Any]:
     for size in SIZES:
         tagged = [name for name in list_models(pretrained=True) if name.partition(".")[0] == size]
         for name in tagged or [size]:
-            folder = find_shipped(name)
+            folder = find_pretrained(name)
             found[name.replace(size, f"{size}_patch16", 1)] = _cfg(folder and folder / "model.safetensors")
     return found
 
@@ -232,7 +232,7 @@ def _register(size: str) -> None:
         config = SIZES[size]
         overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
         file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
-        if file.parent == find_shipped(file.parent.name):
+        if file.parent == find_pretrained(file.parent.name):
             if pretrained:
                 config = load(file, device="meta").config  # its features may have the width of a teacher's
             kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)

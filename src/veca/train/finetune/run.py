@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from veca.checkpoint import load_or_random, weights_hash
-from veca.checkpoint.pretrained import find_shipped
+from veca.checkpoint.pretrained import find_pretrained
 from veca.config import VecaConfig
 from veca.data.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
@@ -490,7 +490,7 @@ def _confusions(counts: Tensor) -> list[list[int]]:
 
 def _check_folder(folder: Path, model: str) -> None:
     """What is there stays whole, --restart or not: the weights to start from, and runs that are none of ours."""
-    source = Path(model) if Path(model).exists() else find_shipped(model)
+    source = Path(model) if Path(model).exists() else find_pretrained(model)
     if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
         raise ArgumentError(
             f"--out {folder} is the model's own folder, which would be written over; take another --out"
