@@ -222,14 +222,14 @@ def test_linear() -> None:
 
 
 def test_norm_moments_and_quantize() -> None:
-    from veca.kernels.linear import moments, norm, quantize
+    from veca.kernels.linear import layer_norm, moments, quantize_normalized
 
     x = randn(2_900_000, DIM)
     assert x.numel() > 2**31
     weight, bias = randn(DIM, dtype=torch.float32), randn(DIM, dtype=torch.float32)
-    same(lambda x: norm(x, weight, bias, 1e-5), 8, x, tolerance=0)
+    same(lambda x: layer_norm(x, weight, bias, 1e-5), 8, x, tolerance=0)
     same(lambda x: moments(x)[0].T, 8, x, tolerance=0)
-    same(lambda x: tuple(part.float() for part in quantize(x, 1e-5)), 8, x[:2_800_000], tolerance=0)
+    same(lambda x: tuple(part.float() for part in quantize_normalized(x, 1e-5)), 8, x[:2_800_000], tolerance=0)
 
 
 @pytest.mark.parametrize(("batch", "side"), [(1, 32_768), (MANY, 16)])
@@ -244,16 +244,16 @@ def test_patchify(batch: int, side: int) -> None:
 
 
 def test_move_of_more_images_than_a_grid_counts() -> None:
-    from veca.kernels.coordinates import move
+    from veca.kernels.coordinates import move_cores
 
     x, state = randn(MANY, 10, 64), randn(MANY, 8, 2, dtype=torch.float32)
     head = randn(2, 64, dtype=torch.float32), randn(2, dtype=torch.float32), randn(1, dtype=torch.float32)
-    same(lambda x, state: move(x, 8, state, head), 4, x, state, tolerance=0)
+    same(lambda x, state: move_cores(x, 8, state, head), 4, x, state, tolerance=0)
 
 
 @pytest.mark.parametrize(("batch", "grid", "heads"), [(MANY, (2, 2), 4), (1, (1536, 1024), 12)])
 def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
-    from veca.kernels.few_cores import averaging, first_core_logits, probabilities
+    from veca.kernels.few_cores import averaging_weights, first_core_logits, probabilities
 
     cores, patches = 8, grid[0] * grid[1]
     tokens = cores + patches
@@ -262,7 +262,7 @@ def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
     more = operands(points, grid, WIDTH)
     patch_to_core, logits = probabilities(qk, *more)
     first = first_core_logits(qk[:, :1, 0].contiguous(), qk[:, :, 1].contiguous(), *more)
-    weights = averaging(logits, torch.ones(1, 2, batch * tokens, device="cuda"), heads * WIDTH, 1e-5, BF16)
+    weights = averaging_weights(logits, torch.ones(1, 2, batch * tokens, device="cuda"), heads * WIDTH, 1e-5, BF16)
     # Against the definition, for the first and last images and patches.
     from veca.rope import rotate
 
@@ -290,12 +290,12 @@ def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
 
 @pytest.mark.parametrize(("batch", "tokens", "dim"), [(MANY, 12, 64), (1, 3_000_000, DIM)])
 def test_mix(batch: int, tokens: int, dim: int) -> None:
-    from veca.kernels.few_cores import mix
+    from veca.kernels.few_cores import mix_residual
 
     cores, width = 8, 8 * dim // WIDTH
     x, bias = randn(batch, tokens, dim), randn(dim, dtype=torch.float32)
     p, vectors = torch.rand(batch, tokens, width, device="cuda").to(BF16), randn(batch, width + cores, dim)
-    out, sums = mix(p, vectors, bias, x, cores)
+    out, sums = mix_residual(p, vectors, bias, x, cores)
     for rows in (slice(cores, min(tokens, 5000)), slice(max(cores, tokens - 5000), tokens)):
         for b in {0, batch - 1}:
             want = x[b, rows].float() + p[b, rows].float() @ vectors[b, :width].float() + bias

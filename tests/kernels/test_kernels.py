@@ -109,10 +109,11 @@ def test_equals_the_reference(case: Case) -> None:
 def test_any_number_of_splits_gives_the_same(programs: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from veca.kernels import core_attention as kernels
 
-    case, cut = Case(40, 1, (5, 13), 32, heads=1), kernels.Plan(chunk=32, tile=16, warps=4, stages=1, programs=programs)
+    case = Case(40, 1, (5, 13), 32, heads=1)
+    tiling = kernels.AttentionTiling(chunk=32, tile=16, warps=4, stages=1, programs=programs)
     qkv, points, d_out = inputs(case)
-    monkeypatch.setattr(kernels, "plan", lambda *_: cut)
-    assert kernels.prepare(qkv, case.cores, False, cut).splits == splits
+    monkeypatch.setattr(kernels, "choose_attention_tiling", lambda *_: tiling)
+    assert kernels.launch_config(qkv, case.cores, False, tiling).splits == splits
     assert max(errors("triton", qkv, points, d_out, case.grid)) <= 1e-6
 
 

@@ -39,7 +39,7 @@ from veca.errors import NonFiniteError
 from veca.images import EXTENSIONS, PATCH
 from veca.images.formats import noting_left_out
 from veca.model import Veca
-from veca.optimized import fits, optimize, unfoldable
+from veca.optimized import optimize, supports_fused, unfusable_reason
 from veca.utils.console import progress_bar
 from veca.utils.files import InUseError, check_utf8, check_writable, locked
 from veca.version import __version__
@@ -165,7 +165,7 @@ def ready(model: Veca, settings: EmbedSettings, device: torch.device) -> Veca:
         if tensor.data_ptr() % 64:  # as weights lie in their file; on CPUs the bits of small products depend on it
             tensor.data = tensor.data.clone()
     dtype: torch.dtype = getattr(torch, settings.precision)
-    fast = fits(model.config, device, dtype) and not unfoldable(model)
+    fast = supports_fused(model.config, device, dtype) and not unfusable_reason(model)
     return optimize(model, dtype=dtype) if fast else model
 
 

@@ -30,7 +30,7 @@ from veca.checkpoint import save_tensors
 from veca.data.device_cache import Resident, ResidentBatches, Taught
 from veca.data.loader import Batch, DataError, TrainBatches, to_model_input
 from veca.errors import VecaError
-from veca.optimized import WAYS
+from veca.optimized import RECOMPILE_LIMIT
 from veca.train.cache import TargetCache, open_cache
 from veca.train.checkpoints import Saved, forget_old, newest_checkpoint, write_checkpoint
 from veca.train.log import LiveLine, Meter, RunLog, memory_gib
@@ -171,7 +171,7 @@ class Trainer:
             with (
                 self._logging() as (log, live),
                 signals(self._note),
-                torch._dynamo.config.patch(recompile_limit=WAYS),
+                torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
             ):
                 self.preparing = True
                 for notice in self.notices:
