@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from veca.checkpoint import load_or_random
-from veca.hub.export import OUTPUTS, Plain, Run, export, open_file, parse_size
+from veca.hub.export import OUTPUTS, BudgetModel, RunFile, export, open_file, parse_size
 
 SIZES = ("224", "256", "320x480", "512", "768")
 BUDGETS = (8, 32, 64)
 
 
-def compare(run: Run, plain: Plain, images: Tensor, repeats: int) -> tuple[dict[str, float], float, float]:
+def compare(run: RunFile, plain: BudgetModel, images: Tensor, repeats: int) -> tuple[dict[str, float], float, float]:
     """Of each output the error; the median seconds of `run` and of `plain`, which take turns."""
     seconds: tuple[list[float], list[float]] = ([], [])
     errors = dict.fromkeys(OUTPUTS, 0.0)
@@ -63,7 +63,7 @@ def main() -> None:
         for cores in args.cores:
             file = Path(folder) / f"{cores}.onnx"
             export(model, file, cores=cores, dtype=args.dtype, check=False)
-            run, plain = open_file(file, "onnx"), Plain(model, cores)
+            run, plain = open_file(file, "onnx"), BudgetModel(model, cores)
             for text, size in sizes.items():
                 images = torch.randn(1, model.config.in_chans, *size, generator=torch.Generator().manual_seed(0))
                 errors, ours, theirs = compare(run, plain, images, args.repeats)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from veca.checkpoint import load_or_random
 from veca.checkpoint.pretrained import pretrained_name
+from veca.errors import needs_extra
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
@@ -105,6 +106,13 @@ def workers_of(asked: int | None, most: int | None = 8) -> int:
 
 def warn(text: str) -> None:
     err.print(as_message(text), style="yellow", soft_wrap=True)
+
+
+def register_timm_models(teacher: str) -> None:
+    """Make our own models known to timm if the name of a teacher is one of theirs."""
+    if teacher.startswith("timm:veca_"):
+        with needs_extra(f"{teacher} needs", "train"):
+            import veca.hub.timm  # noqa: F401 (registers them)
 
 
 @contextmanager

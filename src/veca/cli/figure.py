@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from veca.checkpoint.pretrained import pretrained_name
-from veca.cli.common import Cores, Device, Model, Size, err, load_model, out
+from veca.cli.common import Cores, Device, Model, Size, err, load_model, out, register_timm_models
 from veca.config import did_you_mean
 from veca.errors import ArgumentError, needs_extra
 from veca.images import Fit
@@ -165,6 +165,7 @@ def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
 def _backbone(name: str, model: Veca) -> Backbone:
     with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
+    register_timm_models(name)
     return load_teacher(name).to(model.norm.weight.device)
 
 

@@ -34,6 +34,7 @@ from veca.cli.common import (
     err,
     load_model,
     out,
+    register_timm_models,
     say_if_random,
     stoppable,
     warn,
@@ -50,9 +51,7 @@ from veca.embed.run import EmbedSettings, Precision, SaveDtype
 from veca.embed.run import embed as write_features
 from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.flops import model_flops
-from veca.hub.export import OUTPUTS, form_of, parse_size
-from veca.hub.export import Dtype as ExportDtype
-from veca.hub.export import Format as ExportFormat
+from veca.hub.export import OUTPUTS, ExportDtype, ExportFormat, format_of, parse_size
 from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
 from veca.inspect import draw_story, measure_cores, story_table, write_figure, write_story
@@ -230,6 +229,7 @@ def distill(
         from veca.train.run import show_plan
 
     asked = load_recipe(recipe, changes or [])
+    register_timm_models(asked.teacher.name)
     folder = to or Path("runs") / recipe.stem
     if dry_run:
         out.print(show_plan(asked, pictures, processes))
@@ -436,7 +436,7 @@ def export(
 
     Example: veca export veca_tiny veca.onnx --cores 32
     """
-    chosen, pixels = form_of(to, form), parse_size(size)
+    chosen, pixels = format_of(to, form), parse_size(size)
     if to.exists() and not overwrite:
         raise ArgumentError(f"{to} exists; choose another name, or pass --overwrite")
     model, name = load_model(source, "cpu"), pretrained_name(source) or Path(source).stem

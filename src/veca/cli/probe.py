@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from veca.cli.common import MOST_WORKERS, AtOnce, Device, Workers, out, warn, workers_of
+from veca.cli.common import MOST_WORKERS, AtOnce, Device, Workers, out, register_timm_models, warn, workers_of
 from veca.data.datasets import ProbeData, load_dataset
 from veca.errors import ArgumentError
 from veca.probe.backbones import Backbone, Kind, Precision, load_backbone
@@ -249,6 +249,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _load(model: str, device: str, precision: Precision | None, compile: bool) -> Backbone:
+    register_timm_models(model)
     found = load_backbone(model, device, precision, compile)
     if found.about.get("provenance", {}).get("weights") == "random":
         warn(f"The weights are random: none ship for {model} yet. Name trained weights for scores that mean something.")

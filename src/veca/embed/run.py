@@ -32,6 +32,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from veca.checkpoint import weights_hash
 from veca.data.sources import SHARDS, TABLES, OnRead, Record, count, decoded, expand, is_remote, items_of
 from veca.embed.formats import WRITERS, DamagedPart
 from veca.embed.partitions import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
@@ -215,12 +216,9 @@ def check(
 
 def describe(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
     """What made the features; a run with another description is another run."""
-    digest = hashlib.sha256(json.dumps(model.config.to_dict()).encode())
-    for key, tensor in model.state_dict().items():
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    weights = weights_hash(model, prefix=json.dumps(model.config.to_dict()))
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
-    about |= {"provenance": model.provenance, "weights": digest.hexdigest()}
+    about |= {"provenance": model.provenance, "weights": weights}
     about |= {"dim": model.config.num_features, "patch_size": model.config.patch_size}
     return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from veca.config import VecaConfig, get_config
 from veca.data.loader import DataError, Pictures
-from veca.teachers.known import KNOWN
+from veca.teachers.load import KNOWN_TEACHERS as KNOWN
 from veca.train.loop import Trainer
 from veca.train.parallel import processes, run_folder
 from veca.train.plan import describe_plan
