@@ -68,13 +68,7 @@ def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:
 
 
 def attention_shortcut(
-    x: Tensor,
-    qkv: nn.Linear,
-    proj: nn.Linear,
-    heads: int,
-    core_rotary: Rotary,
-    patch_rotary: Rotary,
-    cls_only: bool,
+    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool
 ) -> Tensor | None:
     """`proj(core_attention(qkv(x)))` with less work, where one core is asked for or cores are few; None: no such way.
 

@@ -52,14 +52,6 @@ SWIGLU_GROUP = 64
 class FastVeca(Veca):
     """A `Veca` for inference on a GPU; made by `optimize`. The public methods are the model's own."""
 
-    states: Tensor
-    move_weights: Tensor
-    move_biases: Tensor
-    move_alphas: Tensor
-    bank: Tensor
-    patch_weight: Tensor
-    patch_bias: Tensor
-
     def __init__(self, model: Veca, dtype: torch.dtype, weights: Weights | None, cuda_graphs: bool) -> None:
         with torch.device("meta"):
             super().__init__(model.config)
@@ -73,21 +65,16 @@ class FastVeca(Veca):
         self._seen: set[Any] = set()  # shapes that have been run at least once
         self.norm = FastNorm(model.norm)  # type: ignore[assignment]  # called the same way
         # Coordinates and their heads stay float32.
-        self.register_buffer("states", torch.cat([c.detach().float() for c in model.core_states]), persistent=False)
+        self.states = _buffer(torch.cat(list(model.core_states)), torch.float32)
         heads = cast(Sequence[nn.Linear], model.coordinate_heads)
-        for name, parts in (
-            ("move_weights", [head.weight for head in heads]),
-            ("move_biases", [head.bias for head in heads]),
-            ("move_alphas", list(model.coordinate_alpha[:, None].unbind())),
-        ):
-            stacked = torch.stack([part.detach().float() for part in parts]) if parts else torch.empty(0)
-            self.register_buffer(name, stacked, persistent=False)
-        self.register_buffer("bank", torch.cat([c.detach().to(dtype) for c in model.cores]), persistent=False)
-        patch_weight = model.patch_embed.proj.weight.detach().flatten(1).to(dtype)
+        self.move_weights = _buffer(torch.cat([head.weight[None] for head in heads] or [torch.empty(0)]), torch.float32)
+        self.move_biases = _buffer(torch.cat([head.bias[None] for head in heads] or [torch.empty(0)]), torch.float32)
+        self.move_alphas = _buffer(model.coordinate_alpha[:, None], torch.float32)
+        self.bank = _buffer(torch.cat(list(model.cores)), dtype)
+        patch_weight = model.patch_embed.proj.weight.flatten(1)
         padding = (0, -patch_weight.shape[1] % ops.ROW_MULTIPLE)
-        self.register_buffer("patch_weight", F.pad(patch_weight, padding), persistent=False)
-        patch_bias = cast(Tensor, model.patch_embed.proj.bias).detach().to(torch.float32, copy=True)
-        self.register_buffer("patch_bias", patch_bias, persistent=False)
+        self.patch_weight = _buffer(F.pad(patch_weight, padding), dtype)
+        self.patch_bias = _buffer(cast(Tensor, model.patch_embed.proj.bias), torch.float32)
         self.eval().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,34 +147,15 @@ class FastVeca(Veca):
 class FastBlock(nn.Module):
     """A block whose norms are folded into the weights that follow them."""
 
-    qkv: Tensor
-    qkv_bias: Tensor
-    proj: Tensor
-    proj_bias: Tensor
-    fc1: Tensor
-    fc1_bias: Tensor
-    fc2: Tensor
-    fc2_bias: Tensor
-
     def __init__(self, block: Block, dtype: torch.dtype, weights: Weights | None) -> None:
         super().__init__()
-        self.num_heads = block.attn.num_heads
-        self.eps = block.norm1.eps, block.norm2.eps
-        qkv, qkv_bias = fold_norm(block.norm1, block.attn.qkv)
-        fc1, fc1_bias = interleave_swiglu(*fold_norm(block.norm2, block.mlp.fc1))
-        hidden = fc1.shape[0] // 2
-        fc2 = F.pad(block.mlp.fc2.weight.detach(), (0, hidden - block.mlp.fc2.in_features))
-        self.float8 = weights == "float8"
-        for name, tensor in {"qkv": qkv, "proj": block.attn.proj.weight, "fc1": fc1, "fc2": fc2}.items():
-            self.register_buffer(name, tensor.detach().to(dtype, copy=True).contiguous(), persistent=False)
-        biases = {"qkv": qkv_bias, "proj": block.attn.proj.bias, "fc1": fc1_bias, "fc2": block.mlp.fc2.bias}
-        for name, tensor in biases.items():
-            self.register_buffer(f"{name}_bias", tensor.detach().to(torch.float32, copy=True), persistent=False)
-        if self.float8:
-            for name in ("qkv", "fc1"):
-                values, scale = to_float8(getattr(self, name))
-                self.register_buffer(f"{name}_8", values, persistent=False)
-                self.register_buffer(f"{name}_scale", scale, persistent=False)
+        self.num_heads, attn, mlp = block.attn.num_heads, block.attn, block.mlp
+        self.qkv = NormLinear(*fold_norm(block.norm1, attn.qkv), block.norm1.eps, dtype, weights)
+        self.proj, self.proj_bias = _buffer(attn.proj.weight, dtype), _buffer(attn.proj.bias, torch.float32)
+        fc1, fc1_bias = interleave_swiglu(*fold_norm(block.norm2, mlp.fc1))
+        self.fc1 = NormLinear(fc1, fc1_bias, block.norm2.eps, dtype, weights)
+        padding = (0, len(fc1) // 2 - mlp.fc2.in_features)
+        self.fc2, self.fc2_bias = _buffer(F.pad(mlp.fc2.weight, padding), dtype), _buffer(mlp.fc2.bias, torch.float32)
 
     def forward(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
         """Tokens (B, S, D) and their moments (`veca.kernels.linear`) → the same after this block."""
@@ -200,25 +168,12 @@ class FastBlock(nn.Module):
         if cores * self.num_heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
             flat, sums = self._few_cores(x, sums, positions)
         else:
-            qkv = self._norm_linear("qkv", flat, sums, self.eps[0]).view(
-                batch, tokens, 3, self.num_heads, dim // self.num_heads
-            )
+            qkv = self.qkv.run(flat, sums).view(batch, tokens, 3, self.num_heads, dim // self.num_heads)
             out, _ = launch_core_attention(qkv, *positions)
             flat, sums = linear_residual(out.flatten(0, 1), self.proj, self.proj_bias, flat)
-        hidden = self._norm_linear("fc1", flat, sums, self.eps[1], swiglu=True)
+        hidden = self.fc1.run(flat, sums, swiglu=True)
         flat, sums = linear_residual(hidden, self.fc2, self.fc2_bias, flat)
         return flat.view(batch, tokens, dim), sums
-
-    def _norm_linear(self, name: str, x: Tensor, sums: Tensor, eps: float, swiglu: bool = False) -> Tensor:
-        """The layer `name`, its norm included, on x (M, D)."""
-        from veca.kernels.linear import linear, quantize_normalized
-
-        bias = getattr(self, f"{name}_bias")
-        if not self.float8:
-            return linear(x, getattr(self, name), bias, moments=sums, eps=eps, swiglu=swiglu)
-        values, scale = quantize_normalized(x, eps)
-        scales = scale, getattr(self, f"{name}_scale")
-        return linear(values, getattr(self, f"{name}_8"), bias, scales=scales, swiglu=swiglu, dtype=x.dtype)
 
     def _few_cores(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
         """`veca.attention.few_cores_attention` with the residual sum, by kernels."""
@@ -227,18 +182,14 @@ class FastBlock(nn.Module):
 
         batch, tokens, dim = x.shape
         heads, cores = self.num_heads, positions[0].shape[1]
-        w_v, b_v = self.qkv[2 * dim :], self.qkv_bias[2 * dim :].to(x.dtype)
-        w_qk, b_qk = self.qkv[: 2 * dim], self.qkv_bias[: 2 * dim]
-        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=self.eps[0]).view(
-            batch, tokens, 2, heads, dim // heads
-        )
+        (w_qk, w_v), (b_qk, b_v) = (part.split([2 * dim, dim]) for part in (self.qkv.weight, self.qkv.bias))
+        b_v, eps = b_v.to(x.dtype), self.qkv.eps
+        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=eps).view(batch, tokens, 2, heads, dim // heads)
         patch_to_core, logits = probabilities(qk, *positions)
-        weights = averaging_weights(logits, sums, dim, self.eps[0], x.dtype)
+        weights = averaging_weights(logits, sums, dim, eps, x.dtype)
         averages = torch.bmm(weights, x).view(batch, heads, cores, dim).transpose(0, 1).reshape(heads, -1, dim)
         values = torch.baddbmm(b_v.view(heads, 1, -1), averages, w_v.view(heads, -1, dim).mT)  # (H, B·C, d)
-        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=self.eps[0]), w_v, b_v).view(
-            batch * cores, heads, dim // heads
-        )
+        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=eps), w_v, b_v).view(batch * cores, heads, -1)
         vectors = x.new_empty(batch, heads * cores + cores, dim)
         parts = torch.bmm(v_core.transpose(0, 1), self.proj.view(dim, heads, -1).permute(1, 2, 0))  # (H, B·C, D)
         mixed = vectors[:, : heads * cores].view(batch, heads, cores, dim)
@@ -252,31 +203,48 @@ class FastBlock(nn.Module):
         from veca.kernels.few_cores import averaging_weights, first_core_logits
         from veca.kernels.linear import linear
 
-        (batch, tokens, dim), dtype, heads = x.shape, x.dtype, self.num_heads
-        (w_q, w_k, w_v), (b_q, b_k, b_v) = self.qkv.chunk(3), self.qkv_bias.chunk(3)
-        first = F.layer_norm(x[:, :1], (dim,), eps=self.eps[0])
+        (batch, tokens, dim), dtype, heads, eps = x.shape, x.dtype, self.num_heads, self.qkv.eps
+        (w_q, w_k, w_v), (b_q, b_k, b_v) = self.qkv.weight.chunk(3), self.qkv.bias.chunk(3)
+        first = F.layer_norm(x[:, :1], (dim,), eps=eps)
         q = F.linear(first, w_q, b_q.to(dtype)).unflatten(-1, (heads, -1))
-        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=self.eps[0]).view(batch, tokens, heads, dim // heads)
+        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=eps).view(batch, tokens, heads, dim // heads)
         logits = first_core_logits(q, k, *positions)
-        averages = torch.bmm(averaging_weights(logits, sums, dim, self.eps[0], dtype), x).transpose(0, 1)  # (H, B, D)
+        averages = torch.bmm(averaging_weights(logits, sums, dim, eps, dtype), x).transpose(0, 1)  # (H, B, D)
         values = torch.bmm(averages, w_v.view(heads, -1, dim).mT).transpose(0, 1).flatten(1) + b_v.to(dtype)
         x = x[:, :1] + F.linear(values, self.proj, self.proj_bias.to(dtype))[:, None]
-        hidden = F.linear(F.layer_norm(x, (dim,), eps=self.eps[1]), self.fc1, self.fc1_bias.to(dtype))
+        hidden = F.linear(F.layer_norm(x, (dim,), eps=self.fc1.eps), self.fc1.weight, self.fc1.bias.to(dtype))
         u, v = hidden.unflatten(-1, (-1, 2, SWIGLU_GROUP)).unbind(-2)
         return x + F.linear((F.silu(u) * v).flatten(-2), self.fc2, self.fc2_bias.to(dtype))
+
+
+class NormLinear(nn.Module):
+    """A linear layer with the norm before it folded in (`fold_norm`), in 8 bits if `weights` says so."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, weights: Weights | None) -> None:
+        super().__init__()
+        self.eps, self.is_float8 = eps, weights == "float8"
+        self.weight, self.bias = _buffer(weight, dtype), _buffer(bias, torch.float32)
+        if self.is_float8:
+            values, scale = to_float8(self.weight)
+            self.float8, self.float8_scale = _buffer(values, FLOAT8), _buffer(scale, torch.float32)
+
+    def run(self, x: Tensor, sums: Tensor, swiglu: bool = False) -> Tensor:
+        """The norm and the layer on x (M, D), whose moments are `sums`."""
+        from veca.kernels.linear import linear, quantize_normalized
+
+        if not self.is_float8:
+            return linear(x, self.weight, self.bias, moments=sums, eps=self.eps, swiglu=swiglu)
+        values, scale = quantize_normalized(x, self.eps)
+        return linear(values, self.float8, self.bias, scales=(scale, self.float8_scale), swiglu=swiglu, dtype=x.dtype)
 
 
 class FastNorm(nn.Module):
     """A LayerNorm by the kernel, with weight and bias in float32."""
 
-    weight: Tensor
-    bias: Tensor
-
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
         self.eps = norm.eps
-        self.register_buffer("weight", norm.weight.detach().to(torch.float32, copy=True), persistent=False)
-        self.register_buffer("bias", norm.bias.detach().to(torch.float32, copy=True), persistent=False)
+        self.weight, self.bias = _buffer(norm.weight, torch.float32), _buffer(norm.bias, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         from veca.kernels.linear import layer_norm
@@ -297,6 +265,11 @@ class Graph:
     def replay(self) -> Any:
         self.graph.replay()
         return self.output
+
+
+def _buffer(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy as a buffer that is not part of the state dict."""
+    return nn.Buffer(tensor.detach().to(dtype, copy=True).contiguous(), persistent=False)
 
 
 @torch.no_grad()

@@ -60,9 +60,7 @@ def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
 
 
 def load(
-    source: str | os.PathLike[str],
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = torch.float32,
+    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = torch.float32
 ) -> Veca:
     """The model in `source`, in eval mode: a pretrained name, a file or folder of ours, or a released `.pt`.
 
@@ -93,9 +91,7 @@ def load(
 
 
 def load_or_random(
-    source: str | os.PathLike[str],
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = torch.float32,
+    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = torch.float32
 ) -> Veca:
     """`load`, but a named size without pretrained weights gets random ones, always the same; `provenance` says so."""
     if str(source) not in SIZES or Path(source).exists() or find_pretrained(source):

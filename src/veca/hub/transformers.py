@@ -179,10 +179,7 @@ class VecaPreTrainedModel(PreTrainedModel):
         take = range(-1, len(self.veca.blocks)) if hidden else ()
         with recorded_attention(self.veca, bool(attentions)) as maps:
             x, _, taken = self.veca._run(pixel_values, cores, take, cls_only=cls_only and not hidden)
-        more = {
-            "hidden_states": tuple(taken) if hidden else None,
-            "attentions": tuple(maps) if attentions else None,
-        }
+        more = {"hidden_states": tuple(taken) if hidden else None, "attentions": tuple(maps) if attentions else None}
         return self.veca.output_proj(x), more
 
 

@@ -58,10 +58,8 @@ class Teacher(nn.Module, ABC):
         self.mean, self.std = tuple(mean), tuple(std)
         # One scale and shift take our normalisation to the teacher's.
         own, theirs = torch.tensor([MEAN, STD]), torch.tensor([self.mean, self.std])
-        self.scale: Tensor
-        self.shift: Tensor
-        self.register_buffer("scale", (own[1] / theirs[1]).view(3, 1, 1), persistent=False)
-        self.register_buffer("shift", ((own[0] - theirs[0]) / theirs[1]).view(3, 1, 1), persistent=False)
+        self.scale = nn.Buffer((own[1] / theirs[1]).view(3, 1, 1), persistent=False)
+        self.shift = nn.Buffer(((own[0] - theirs[0]) / theirs[1]).view(3, 1, 1), persistent=False)
 
     @abstractmethod
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,10 +136,8 @@ class Standardized(nn.Module):
     def __init__(self, teacher: Teacher) -> None:
         super().__init__()
         self.teacher, self.width, self.stride, self.name = teacher, teacher.width, teacher.stride, teacher.name
-        self.means: Tensor
-        self.deviations: Tensor
-        self.register_buffer("means", torch.zeros(2, teacher.width))
-        self.register_buffer("deviations", torch.ones(2, teacher.width))
+        self.means = nn.Buffer(torch.zeros(2, teacher.width))
+        self.deviations = nn.Buffer(torch.ones(2, teacher.width))
 
     @property
     def about(self) -> dict[str, Any]:
