@@ -39,6 +39,13 @@ def test_default_budget_is_all_cores(tiny: veca.Veca) -> None:
     torch.testing.assert_close(tiny(pictures()).patches, tiny(pictures(), cores=64).patches, rtol=0, atol=0)
 
 
+def test_a_models_own_budget_is_that_of_calls_that_name_none(tiny: veca.Veca) -> None:
+    tiny.budget = 8
+    assert tiny(pictures()).cores.shape[1] == 8
+    assert tiny(pictures(), cores=16).cores.shape[1] == 16
+    assert veca.optimize(tiny).budget == 8
+
+
 @pytest.mark.parametrize("cores", [1, 8, 13, 40, 63])
 def test_prefix_property(cores: int) -> None:
     """C active cores are a model that only ever had those C."""

@@ -70,9 +70,9 @@ def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:
 def attention_shortcut(
     x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool
 ) -> Tensor | None:
-    """`proj(core_attention(qkv(x)))` with less work, where one core is asked for or cores are few; None: no such way.
+    """`proj(core_attention(qkv(x)))` with less work, for `cls_only` or few cores; None: compute it as it is written.
 
-    With `cls_only` it is the first core's row alone, (B, 1, D).
+    With `cls_only` the result is the first core's row alone, (B, 1, D).
     """
     few = prefers_few_cores(x, heads, core_rotary)
     if (cls_only or few) and is_plain(qkv, nn.Linear) and is_plain(proj, nn.Linear):

@@ -150,7 +150,8 @@ class FastBlock(nn.Module):
     def __init__(self, block: Block, dtype: torch.dtype, weights: Weights | None) -> None:
         super().__init__()
         self.num_heads, attn, mlp = block.attn.num_heads, block.attn, block.mlp
-        self.qkv = NormLinear(*fold_norm(block.norm1, attn.qkv), block.norm1.eps, dtype, weights)
+        qkv, qkv_bias = fold_norm(block.norm1, attn.qkv)
+        self.qkv = NormLinear(qkv, qkv_bias, block.norm1.eps, dtype, weights)
         self.proj, self.proj_bias = _buffer(attn.proj.weight, dtype), _buffer(attn.proj.bias, torch.float32)
         fc1, fc1_bias = interleave_swiglu(*fold_norm(block.norm2, mlp.fc1))
         self.fc1 = NormLinear(fc1, fc1_bias, block.norm2.eps, dtype, weights)

@@ -75,7 +75,7 @@ def load(
     torch.float16
     """
     path = _find(source)
-    tensors, config, provenance = _read(path)
+    tensors, config, provenance = _read_contents(path)
     if config.depth > max(_MANY_LAYERS, len(tensors)):
         raise CheckpointError(
             f"{path}: its configuration says {config.depth} layers, but it has {len(tensors)} tensors"
@@ -146,7 +146,7 @@ def _unknown_name(name: str) -> str:
     return f"{excerpt(name, 1000)}: no such file or folder, and no model of that name{close}. Names: {', '.join(names)}"
 
 
-def _read(path: Path) -> Contents:
+def _read_contents(path: Path) -> Contents:
     """The contents of a file, whose format is told by its first bytes."""
     with open(path, "rb") as file:
         start = file.read(64)

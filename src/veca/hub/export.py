@@ -196,11 +196,11 @@ def trace(model_at_budget: BudgetModel, size: ImageSize | None, few_cores: bool 
 
 def to_onnx(program: torch.export.ExportedProgram) -> Any:
     """The graph as an `onnx.ModelProto` with named axes."""
-    made = torch.onnx.export(
+    exported = torch.onnx.export(
         program, dynamo=True, opset_version=OPSET, input_names=["images"], output_names=OUTPUTS, verbose=False
     )
-    assert made is not None
-    model = made.model_proto
+    assert exported is not None
+    model = exported.model_proto
     # Drop the origin of nodes, and intermediate shapes, which have the tracer's names and can be inferred.
     del model.graph.value_info[:], model.graph.metadata_props[:]
     for node in model.graph.node:
