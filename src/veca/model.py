@@ -138,14 +138,14 @@ class Block(nn.Module):
         """Tokens (B, S, D) and free core coordinates (B, C, 2) → the same after this block.
 
         `coordinate_head` is the layer that reads a core's step from its token, and the factor of the step; None in the
-        first block, where cores stay at their learned coordinates. `cls_only` leaves the first token alone.
+        first block, where cores stay at their learned coordinates. `cls_only` computes the first token only.
         """
         x, normed, cores = add_and_norm(tokens, self.norm1, state.shape[1])
-        if coordinate_head is not None:
+        if coordinate_head is not None:  # the coordinate update
             head, alpha = coordinate_head
             state = state + alpha * coordinate_step(cores, head).to(state.dtype)
         core_rotary = make_rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
-        update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)
+        update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)  # (B, S, D), or (B, 1, D)
         x, normed, _ = add_and_norm(Tokens(x[:, : update.shape[1]], update), self.norm2)
         return Tokens(x, self.mlp(normed)), state
 
@@ -183,7 +183,7 @@ class Veca(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.output_proj = nn.Linear(dim, config.output_dim) if config.output_dim else nn.Identity()
         self.head = nn.Linear(self.num_features, config.num_classes) if config.num_classes else nn.Identity()
-        if not self.coordinate_alpha.is_meta:
+        if not self.coordinate_alpha.is_meta:  # on meta there is nothing to initialise: a checkpoint will be loaded
             self.init_weights()
 
     @torch.no_grad()
@@ -248,6 +248,7 @@ class Veca(nn.Module):
         tokens, states, taken = Tokens(x), [], [x] if -1 in take else []
         for i, block in enumerate(self.blocks[:stop]):
             coordinate_head = (self.coordinate_heads[i - 1], alphas[i - 1]) if i else None
+            # Earlier blocks need all tokens, for their keys; the last one can stop at the first core.
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
                 tokens, state = checkpoint_block(block, tokens, state, coordinate_head, patch_rotary, last)

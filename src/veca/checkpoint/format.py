@@ -77,6 +77,7 @@ def save_tensors(
             f"{path}: weights are written as a .safetensors file or a folder; for a .pt as the authors release it, "
             "veca convert"
         )
+    # The header makes the file self-contained; config.json beside it is for people and transformers.
     description = {"config": config, "provenance": provenance}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     with atomic_path(file) as part:
@@ -149,7 +150,7 @@ def is_small(value: object, characters: int) -> bool:
         if isinstance(value, str):
             characters -= len(value)
         elif isinstance(value, int):
-            characters -= value.bit_length() // 4
+            characters -= value.bit_length() // 4  # a little less than its decimal digits
         elif isinstance(value, list | tuple | dict):
             characters -= len(value)
             if depth > MAX_NESTING or characters < 0:
@@ -182,7 +183,9 @@ def parse_transformers(path: Path, tensors: Mapping[str, Tensor]) -> Contents:
             "config.json of one beside it"
         )
     tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
+    # Fields of transformers are ignored.
     fields = {field.name: described[field.name] for field in dataclasses.fields(VecaConfig) if field.name in described}
+    # transformers counts labels even where there is no classifier, so the tensor decides.
     classifier = tensors.get("head.weight")
     fields["num_classes"] = classifier.shape[0] if classifier is not None and classifier.dim() else 0
     provenance = described.get("provenance")

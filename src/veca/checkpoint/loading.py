@@ -80,6 +80,7 @@ def load(
         raise CheckpointError(
             f"{path}: its configuration says {config.depth} layers, but it has {len(tensors)} tensors"
         )
+    # On meta nothing is allocated before the tensors have been checked; `assign` then takes them without a copy.
     with torch.device("meta"):
         model = Veca(config)
     check_tensors(path, tensors, model.state_dict())
@@ -153,9 +154,9 @@ def _read_contents(path: Path) -> Contents:
     if path.suffix in (".onnx", ".pt2"):
         raise CheckpointError(f"{path}: an exported file, which holds no weights to load; name what it was made from")
     try:
-        if start[8:9] == b"{":
+        if start[8:9] == b"{":  # safetensors: eight bytes of length, then JSON
             return _read_safetensors_file(path)
-        if start[:2] == b"PK" or start[:1] == b"\x80":
+        if start[:2] == b"PK" or start[:1] == b"\x80":  # torch.save: a zip archive, or the older pickle
             return read_released(path)
     except ConfigError as error:
         raise CheckpointError(f"{path}: its configuration is not a VECA's: {error}") from error

@@ -25,6 +25,7 @@ def list_models(pretrained: bool = False) -> list[str]:
     """
     if not pretrained:
         return list(SIZES)
+    # Ordered by size, then by tag; folders that begin with another name are not models.
     tagged = sorted(file.parent.name for file in WEIGHTS.glob("*.*/model.safetensors"))
     return [name for size in SIZES for name in tagged if name.partition(".")[0] == size]
 

@@ -150,8 +150,10 @@ def _read_zip(path: Path) -> Any:
             raise ValueError("two entries of the archive have the same name")
         if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries.values()):
             raise ValueError("entries of the archive are compressed, which torch.save never does")
+        # Entries may overlap in a hostile archive, and so claim more than the file has.
         if (total := sum(entry.file_size for entry in entries.values())) > size:
             raise ValueError(f"its entries claim {total:,} bytes, the file has {size:,}")
+        # torch.save puts everything under one folder: NAME/data.pkl, NAME/data/0, NAME/data/1 …
         pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise ValueError("a zip archive without a data.pkl, so not one of torch.save")
@@ -340,6 +342,7 @@ class _Unpickler(pickle._Unpickler):
         if not isinstance(storage, _Storage) or any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError("the description of a tensor is damaged")
         dtype = dtype or storage.dtype
+        # In elements: of the storage, and of the tensor.
         held, claimed = len(storage.data) // dtype.itemsize, math.prod(sizes)
         end = offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1 if claimed else 0
         if claimed > held or end > held:

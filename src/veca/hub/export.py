@@ -96,14 +96,16 @@ def export(
     """
     path, model = Path(path), getattr(model, "_orig_mod", model)
     form = format_of(path, form)
-    cores = model.config.num_cores if cores is None else cores
+    cores = (model.budget or model.config.num_cores) if cores is None else cores
     _check_request(model, cores, size, form, dtype)
     _check_installed(form)
     check_writable(path)
+    # Files are traced on the CPU, and checked against the model in float32.
     original = BudgetModel(copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False), cores)
     stored = torch.float32 if dtype == "int8" else getattr(torch, dtype)
     model_at_budget = original if stored == torch.float32 else copy.deepcopy(original).to(stored)
     metadata_props = describe_export(model, cores, size, dtype, name)
+    # In a folder of its own beside the target, so that the finished file can be moved there atomically.
     with atomic_path(path) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=f".{path.name}.") as folder:
         file = Path(folder) / f"model{path.suffix}"  # AOTInductor insists on its suffix
         with _silence_exporters():
@@ -116,6 +118,7 @@ def export(
             else:
                 _compile_aoti(program, file, metadata_props)
         checks = check_file(file, form, original, size) if check else []
+        # `not <=`: an error of NaN is wrong too.
         wrong = [(each, key) for each in checks for key in OUTPUTS if not each.errors[key] <= TOLERANCE.get(dtype, 1e9)]
         if wrong:
             each, key = wrong[0]

@@ -56,6 +56,7 @@ class TimmVeca(Veca):
             self.to(dtype)
         config = self.config
         self.budget: int = resolve_budget(cores, config, self._warned)
+        # Attributes that timm's training script, feature wrappers and benchmarks read.
         self.in_chans = config.in_chans
         self.head_hidden_size = self.num_features
         self.global_pool = _check_pool(global_pool)
@@ -69,6 +70,7 @@ class TimmVeca(Veca):
             blocks: Any = self.blocks
             for i, block in enumerate(blocks):
                 rate = drop_path_rate * i / max(1, config.depth - 1)
+                # A hook drops the residual branch of a sample; hooked layers take no fused path.
                 for layer in (block.attn, block.mlp):
                     layer.drop_path = DropPath(rate)
                     layer.register_forward_hook(_drop_path)
@@ -80,7 +82,7 @@ class TimmVeca(Veca):
         return self.budget
 
     def forward(self, x: Tensor, cores: int | None = None) -> Tensor:  # type: ignore[override]  # as timm's do
-        if self.global_pool == "token":
+        if self.global_pool == "token":  # patches are not needed
             tokens = self.output_proj(self._run(x, cores, cls_only=True)[0])
         else:
             tokens = self.forward_features(x, cores)
@@ -152,7 +154,7 @@ class TimmVeca(Veca):
         first = "patch_embed.proj.weight"
         if source.config.in_chans != self.config.in_chans:
             tensors[first] = timm.models.adapt_input_conv(self.config.in_chans, tensors[first])
-        if source.num_classes != self.num_classes:
+        if source.num_classes != self.num_classes:  # keep the new classifier
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
             tensors |= {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
         self.load_state_dict(tensors)

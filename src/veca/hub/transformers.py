@@ -134,7 +134,7 @@ class VecaPreTrainedModel(PreTrainedModel):
     def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
         """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration."""
         config = VecaConfig.from_veca(model.config, **{"provenance": model.provenance, **kwargs})
-        with torch.device("meta"):
+        with torch.device("meta"):  # its own weights are replaced
             wrapped = cls(config)
         wrapped.veca = copy.deepcopy(model)
         if wrapped.veca.num_classes != cls._num_classes(config):
