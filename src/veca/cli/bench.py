@@ -12,7 +12,7 @@ from veca.bench.data import bench_data
 from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
 from veca.bench.memory import bench_memory
 from veca.bench.plots import PlotFormat, write_plots
-from veca.bench.run import pick_setting, run_bench
+from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli.common import Command, make_group, out
 from veca.cli.options import (
     BatchSize,
@@ -29,7 +29,7 @@ from veca.cli.options import (
     parse_ints,
     parse_words,
 )
-from veca.hub.export import Dtype as ExportDtype
+from veca.hub.export import ExportDtype
 from veca.hub.onnx_bench import bench_onnx
 
 bench_app = make_group(
