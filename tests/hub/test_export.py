@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 import veca
 from veca.bench.onnx import compare
 from veca.cli.main import app
+from veca.heads.frozen import BackboneError
 from veca.hub import export as module
 from veca.hub.export import Check, Format, Plain, Run, export, form_of, open_file, parse_size
-from veca.probe.backbones import BackboneError, OnnxBackbone, load_backbone
+from veca.probe.backbones import OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")
 onnx = pytest.importorskip("onnx")

@@ -8,7 +8,7 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
 from veca.heads import linear
-from veca.heads.linear import LinearHead, Sweep, score, score_valid_labels, train_linear
+from veca.heads.linear import LinearHead, LinearSweep, score, score_valid_labels, train_linear
 
 RATES, DECAYS = (0.003, 0.1, 0.5), (0.0, 0.03)
 
@@ -29,7 +29,7 @@ def tags(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return features, targets
 
 
-def sweep(multilabel: bool = False, **options: object) -> Sweep:
+def sweep(multilabel: bool = False, **options: object) -> LinearSweep:
     data = (*tags(90, 1), *tags(60, 2)) if multilabel else (*clusters(90, 1), *clusters(60, 2))
     options = {"classes": 3 if multilabel else 5, "rates": RATES, "decays": DECAYS, "epochs": 6, **options}
     return train_linear(*data, batch=32, seed=3, multilabel=multilabel, **options)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_half_precision_and_small_pieces_change_nothing(monkeypatch: pytest.Monk
     options = {"classes": 5, "rates": RATES, "decays": DECAYS, "epochs": 2, "standardize": True}
     half, half_validation = features.half(), validation.half()
     expected = train_linear(half.float(), labels, half_validation.float(), validation_labels, **options)
-    monkeypatch.setattr(linear, "PIECE", 200)
+    monkeypatch.setattr(linear, "MAX_CHUNK", 200)
     found = train_linear(half, labels, half_validation, validation_labels, **options)
     assert torch.equal(found.scores, expected.scores)
     assert torch.allclose(found.head.weight, expected.head.weight, atol=1e-6)

@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 import veca
 import veca.cli.main
 from veca.data import loader as data
+from veca.data.datasets import batches
 from veca.data.sources import decoded, items_of
-from veca.probe import features
 from veca.train.checkpoints import listed
 from veca.train.stop import signals
 from veca.utils.signals import Terminated, terminable
@@ -114,7 +114,7 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module in (veca.data.sources, features, data):
+        for module in (veca.data.sources, batches, data):
             real: Any = module.open_image
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:

@@ -12,14 +12,16 @@ import typer
 from rich.table import Table
 
 from veca.cli.common import MOST_WORKERS, AtOnce, Device, Workers, out, warn, workers_of
-from veca.data.datasets import ProbeData, load_dataset
+from veca.data.datasets import ProbeData, limit_splits, load_dataset
 from veca.errors import ArgumentError
-from veca.probe.backbones import Backbone, Kind, Precision, load_backbone
+from veca.heads.frozen import FeatureKind, FrozenBackbone, FrozenPrecision
+from veca.heads.linear import DECAYS, RATES
+from veca.probe.backbones import load_backbone
 from veca.probe.dense_run import DenseSettings, DepthSettings, NormName
 from veca.probe.dense_run import depth as run_depth
 from veca.probe.dense_run import segment as run_segment
 from veca.probe.rows import Row
-from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, limited
+from veca.probe.run import ClassifySettings, KnnSettings
 from veca.probe.run import classify as run_classify
 from veca.probe.run import knn as run_knn
 from veca.utils.signals import exit_status
@@ -49,7 +51,7 @@ ShortSides = Annotated[str, typer.Option(help="Short sides in pixels, as 512,768
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many pictures of each split; for a try.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of all that is random.")]
 PrecisionOf = Annotated[
-    Precision | None,
+    FrozenPrecision | None,
     typer.Option(help="Of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
 ]
 Compile = Annotated[
@@ -67,7 +69,9 @@ Processes = Annotated[
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
 ShowProgress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress bars.")]
-Feature = Annotated[Kind, typer.Option(help="cls: the global feature, as in the paper; or with the patches' mean.")]
+Feature = Annotated[
+    FeatureKind, typer.Option(help="cls: the global feature, as in the paper; or with the patches' mean.")
+]
 Decay = Annotated[float, typer.Option(min=0, help="Weight decay.")]
 Rates = Annotated[str, typer.Option(help="Learning rates; a head is trained for each.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
@@ -124,7 +128,7 @@ def classify(
             rates=numbers(rates, "rates", float), decays=numbers(decays, "decays", float), epochs=epochs, batch=batch,
             passes=passes, feature=feature, standardize=standardize,
         )  # fmt: skip
-        others = [limited(load_dataset(name, root, "classify"), limit) for name in also or ()]
+        others = [limit_splits(load_dataset(name, root, "classify"), limit) for name in also or ()]
         _show(run_classify(found, sets, to, settings, others, warn), to)
 
 
@@ -235,7 +239,7 @@ def depth(
         _show(run_depth(found, sets, to, settings, warn), to)
 
 
-def _processes(asked: int | None, backbone: Backbone) -> int:
+def _processes(asked: int | None, backbone: FrozenBackbone) -> int:
     return workers_of(asked, most=None if backbone.forks else 8)
 
 
@@ -248,7 +252,7 @@ def _interruptible() -> Iterator[None]:
         raise typer.Exit(exit_status(stop)) from None
 
 
-def _load(model: str, device: str, precision: Precision | None, compile: bool) -> Backbone:
+def _load(model: str, device: str, precision: FrozenPrecision | None, compile: bool) -> FrozenBackbone:
     found = load_backbone(model, device, precision, compile)
     if found.about.get("provenance", {}).get("weights") == "random":
         warn(f"The weights are random: none ship for {model} yet. Name trained weights for scores that mean something.")
@@ -256,10 +260,10 @@ def _load(model: str, device: str, precision: Precision | None, compile: bool) -
 
 
 def _data(data: str, root: Path | None, task: Literal["classify", "segment", "depth"], limit: int | None) -> ProbeData:
-    return limited(load_dataset(data, root, task), limit)
+    return limit_splits(load_dataset(data, root, task), limit)
 
 
-def _cores(text: str | None, backbone: Backbone) -> tuple[int, ...] | None:
+def _cores(text: str | None, backbone: FrozenBackbone) -> tuple[int, ...] | None:
     return backbone.budgets if text == "all" else None if text is None else numbers(text, "cores", int)
 
 

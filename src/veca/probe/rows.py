@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from veca.data.datasets.base import ProbeData
 from veca.errors import ArgumentError
-from veca.probe.backbones import Backbone
-from veca.probe.features import content, digest_of
+from veca.heads.features import digest_of
+from veca.heads.frozen import FrozenBackbone
 from veca.probe.results import SCHEMA
+from veca.utils.device import describe_versions
 from veca.utils.files import atomic_path
-from veca.version import __version__
 
 VERSION = 1
 """Of the code that makes numbers: to be raised when the same settings give others."""
@@ -37,7 +34,7 @@ class Job:
     """A row to be: all that decides its numbers. `protocol` is plain data."""
 
     task: ProbeTask
-    backbone: Backbone
+    backbone: FrozenBackbone
     data: ProbeData
     cores: int | None
     size: int
@@ -50,7 +47,7 @@ class Job:
     def key(self) -> str:
         """A hash of everything the numbers depend on."""
         every = (self.data, *self.also)
-        pictures = [content(split) for data in every for _, split in sorted(data.splits.items())]
+        pictures = [split.content_hash for data in every for _, split in sorted(data.splits.items())]
         return digest_of(
             version=VERSION, task=self.task, backbone=self.backbone.identity, cores=self.cores, size=self.size,
             data=[data.fingerprint for data in every], pictures=pictures, seed=self.seed, protocol=self.protocol,
@@ -112,7 +109,7 @@ class Job:
             "protocol": {**self.protocol, "data": data.protocol, **backbone.running, **(found or {})},
             "gallery": gallery,
             "also": also or None,
-            "versions": versions(backbone.device),
+            "versions": describe_versions(backbone.device),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -133,25 +130,6 @@ def read_row(path: Path) -> Row | None:
         return row if row.get("digest") == digest_of(**said) else None
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
-
-
-def by_class(classes: Sequence[str], values: Iterable[float]) -> dict[str, float]:
-    """In percent, without classes that have no value; a name that comes twice has the class's number after it."""
-    named: dict[str, float] = {}
-    for number, (name, value) in enumerate(zip(classes, values, strict=True)):
-        if not math.isnan(value):
-            named[f"{name} ({number})" if classes.count(name) > 1 else name] = round(100 * value, 4)
-    return named
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {
-        "veca": __version__,
-        "torch": torch.__version__,
-        "device": name,
-        "python": platform.python_version(),
-    }
 
 
 def _slug(name: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 
 from veca.errors import ArgumentError
 from veca.utils.text import quoted
+from veca.version import __version__
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -27,3 +30,9 @@ def choose_device(name: str = "auto") -> torch.device:
             f"device {quoted(name)} cannot be used: {reason}. On this machine there is {', '.join(here)}"
         )
     return device
+
+
+def describe_versions(device: torch.device) -> dict[str, str]:
+    """Return the versions of veca, PyTorch and Python, and the name of the device, for results."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"veca": __version__, "torch": torch.__version__, "device": name, "python": platform.python_version()}

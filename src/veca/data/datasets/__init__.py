@@ -2,7 +2,7 @@
 
 from veca.data.datasets.base import DatasetError, DepthRules, Maps, Places, ProbeData, Split, Task
 from veca.data.datasets.layout import Spec
-from veca.data.datasets.load import SPECS, load_dataset
+from veca.data.datasets.load import SPECS, limit_splits, load_dataset
 
 __all__ = [
     "SPECS",
@@ -14,5 +14,6 @@ __all__ = [
     "Spec",
     "Split",
     "Task",
+    "limit_splits",
     "load_dataset",
 ]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,10 @@ IGNORE = 255
 """The value of pixels that count neither in training nor in the score."""
 HELD_OUT = 0.1
 """The share of train that becomes val where a benchmark has none."""
+
+
+HASHED_FILES = 64
+"""At most this many files of a split have their bytes hashed."""
 
 
 class DatasetError(VecaError, ValueError):
@@ -67,6 +72,14 @@ class Places:
         offset, size = self._spans[i].tolist()
         return read_span(self.path(i), offset, size)
 
+    def read_bytes(self, i: int) -> bytes:
+        """Return the bytes of item `i`; none where it cannot be read, which is reported when it is decoded."""
+        try:
+            data = self.read(i)
+            return data if isinstance(data, bytes) else Path(data).read_bytes()
+        except (OSError, ImageError):
+            return b""
+
     def take(self, which: Iterable[int]) -> Places:
         which = list(which)
         spans = None if self._spans is None else self._spans[which]
@@ -83,6 +96,11 @@ class Places:
         blob = hashlib.sha256(np.ascontiguousarray(self._ends, "<i8").data)
         blob.update(self._names)
         return blob.digest()
+
+
+def evenly_spaced(count: int, limit: int) -> list[int]:
+    """Return up to `limit` numbers below `count`, evenly spaced and always the same."""
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)).tolist() if count else []
 
 
 def _size(path: str) -> int:
@@ -187,6 +205,19 @@ class Split:
         which = [int(i) for i in which]
         maps = self.maps
         return Split(self.images.take(which), self.labels[which] if maps is None else maps.take(which))
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of names and file sizes of images (and label maps), and of the bytes of a sample of them.
+
+        So files that were replaced under the same names are noticed without reading all of them.
+        """
+        digest = hashlib.sha256(self.digest())
+        for files in (self.images, *([self.maps.places] if self.maps else [])):
+            digest.update(np.ascontiguousarray(files.sizes(), "<i8").data)
+            for i in evenly_spaced(len(files), HASHED_FILES):
+                digest.update(hashlib.sha256(files.read_bytes(i)).digest())
+        return digest.hexdigest()
 
     def digest(self) -> bytes:
         digest = hashlib.sha256(self.images.digest())

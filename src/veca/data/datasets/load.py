@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,11 +11,21 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from veca.data.datasets import imagenet, published, published_dense
-from veca.data.datasets.base import HELD_OUT, IGNORE, DatasetError, DepthRules, ProbeData, Split, Task, held_out
+from veca.data.datasets.base import (
+    HELD_OUT,
+    IGNORE,
+    DatasetError,
+    DepthRules,
+    ProbeData,
+    Split,
+    Task,
+    evenly_spaced,
+    held_out,
+)
 from veca.data.datasets.folders import LAYOUT, read_folder, with_classes
 from veca.data.datasets.layout import Found, Spec, read_lines
 from veca.data.datasets.shards import find_shards, name_of, read_shards
-from veca.errors import warn_caller
+from veca.errors import ArgumentError, warn_caller
 from veca.images.formats import noting_left_out
 
 SPECS = {spec.name: spec for spec in (*imagenet.SPECS, *published.SPECS, *published_dense.SPECS)}
@@ -56,6 +67,17 @@ def load_dataset(
     hint = f" (did you mean {near[0]}?)" if near else ""
     known = f"The names are {', '.join(SPECS)}. A path is expected to be one of:{LAYOUT}"
     raise DatasetError(f"{name_or_path!r} is no dataset's name and no file or folder{hint}. {known}")
+
+
+def limit_splits(data: ProbeData, limit: int | None) -> ProbeData:
+    """Return the dataset with at most `limit` images in each split, evenly spaced."""
+    if limit is None:
+        return data
+    if limit < 1:
+        raise ArgumentError(f"limit is {limit}; at least one picture of each split is needed")
+    splits = {name: split.take(evenly_spaced(len(split), limit)) for name, split in data.splits.items()}
+    counts = {name: len(split) for name, split in splits.items()}
+    return dataclasses.replace(data, splits=splits, protocol={**data.protocol, "counts": counts, "limit": limit})
 
 
 def _published(spec: Spec, root: Path) -> ProbeData:

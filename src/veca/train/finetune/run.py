@@ -27,15 +27,13 @@ from veca.checkpoint import load_or_random, weights_hash
 from veca.checkpoint.pretrained import find_shipped
 from veca.config import VecaConfig
 from veca.data.augment import COLOURS, OPS, Augmentation, augment_batch, choose
-from veca.data.datasets import DatasetError, ProbeData, load_dataset
+from veca.data.datasets import DatasetError, ProbeData, limit_splits, load_dataset
+from veca.data.datasets.base import evenly_spaced
+from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, join_some
 from veca.data.views import seeded
 from veca.errors import ArgumentError
-from veca.heads.metrics import Confusion
+from veca.heads.metrics import Confusion, percent_by_class
 from veca.images import normalize
-from veca.probe.dense_data import Labelled
-from veca.probe.features import PictureError, listed, spread
-from veca.probe.rows import by_class, versions
-from veca.probe.run import limited
 from veca.report.gallery import save_picture
 from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
 from veca.train.finetune.groups import parameter_groups
@@ -59,7 +57,7 @@ from veca.train.parallel import (
 from veca.train.schedule import draw, learning_rate, seed_of
 from veca.train.state import Ema
 from veca.train.stop import Interrupted, signals
-from veca.utils.device import choose_device
+from veca.utils.device import choose_device, describe_versions
 from veca.utils.files import atomic_path
 
 WARMUP, CLIP = 0.1, 1.0
@@ -103,7 +101,7 @@ def finetune(
         with warnings.catch_warnings():
             if not world.first:  # the first process speaks for all
                 warnings.simplefilter("ignore")
-            sets = limited(load_dataset(data, root, settings.task), limit)
+            sets = limit_splits(load_dataset(data, root, settings.task), limit)
         with run_folder(folder := Path(folder), world):
             return Tuner(model, sets, folder, settings, world, restart=restart, say=say).run()
 
@@ -223,7 +221,7 @@ class Tuner:
         scored = self.score(self.data.report, self._some())
         self.before = {cores: self.task.metrics(meter) for cores, (meter, _) in scored.items()}
 
-    def _advance(self, batch: Labelled, log: RunLog | None, live: LiveLine | None) -> None:
+    def _advance(self, batch: LabelledBatch, log: RunLog | None, live: LiveLine | None) -> None:
         """A step, and whatever is due after it."""
         self._learn(batch)
         last, stop = self.step == self.steps, max(gathered(self.stop, self.world))
@@ -247,7 +245,7 @@ class Tuner:
     def _rate(self, step: int) -> float:
         return learning_rate(step, self.steps, round(WARMUP * self.steps), self.settings.rate, 0.0)
 
-    def _learn(self, batch: Labelled) -> None:
+    def _learn(self, batch: LabelledBatch) -> None:
         """A step of all processes. The loss is a mean over what counts in the batch of all, pictures or pixels: the
         mean over the own share has that share's weight in it.
         """
@@ -255,7 +253,7 @@ class Tuner:
         own = len(batch.labels), int((batch.labels != self.task.ignore).sum())
         counts, valid = zip(*gathered(own, world), strict=True)
         if not sum(counts):
-            raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
+            raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
         place = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
         chance = seeded(seed_of("augment", settings.seed, step))
@@ -334,9 +332,9 @@ class Tuner:
         self.network.train()
         seen, *totals = sum_of([count, *losses.values()], self.world)
         if not seen:  # nothing could be chosen, or said, by such a score
-            raise PictureError(f"no picture of {self.data.name} {split} can be read; mend them")
+            raise UnreadableImageError(f"no picture of {self.data.name} {split} can be read; mend them")
         for meter in meters.values():
-            summed(meter.bins, self.world)
+            summed(meter.totals, self.world)
         return {cores: (meters[cores], total / seen) for cores, total in zip(meters, totals, strict=True)}
 
     def _validate(self, log: RunLog | None, live: LiveLine | None) -> None:
@@ -430,7 +428,7 @@ class Tuner:
         if log is None:
             return None
         bad = {split: sorted(names) for split, names in task.skipped.items() if names}
-        problems = [f"{len(names):,} of {split} cannot be read: {listed(names)}" for split, names in bad.items()]
+        problems = [f"{len(names):,} of {split} cannot be read: {join_some(names)}" for split, names in bad.items()]
         for problem in problems:
             log.event(self.step, f"skipped: {problem}")
             self.say(f"Left out: {problem}")
@@ -440,12 +438,12 @@ class Tuner:
             "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
             "best": {"score": self.best[0], "step": self.best[2]},
             "before": self.before, "after": {cores: task.metrics(found) for cores, (found, _) in scored.items()},
-            "per_class": by_class(self.data.classes, task.per_class(meter).tolist()),
+            "per_class": percent_by_class(self.data.classes, task.per_class(meter).tolist()),
             "confusions": _confusions(meter.counts),
             "matrix": meter.counts.tolist() if len(self.data.classes) <= MATRIX else None,
             "gallery": self._gallery(report, most),
             "images": self.meter.images, "seconds": self.meter.seconds,
-            "scoring_seconds": time.perf_counter() - began, "versions": versions(self.device),
+            "scoring_seconds": time.perf_counter() - began, "versions": describe_versions(self.device),
         }  # fmt: skip
         with atomic_path(self.folder / "result.json") as part:
             part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -455,7 +453,7 @@ class Tuner:
     def _gallery(self, split: str, cores: int) -> list[dict[str, str]]:
         self.network.eval()
         found = []
-        for i in spread(len(self.data.splits[split]), GALLERY):
+        for i in evenly_spaced(len(self.data.splits[split]), GALLERY):
             batch = self.task.one(split, i)
             if batch is None:
                 continue

@@ -20,16 +20,24 @@ from torch.utils.data import Dataset
 import veca
 from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets.base import ProbeData
+from veca.data.datasets.batches import (
+    CroppedImages,
+    CropTransform,
+    LabelledBatch,
+    UnreadableImageError,
+    decode_batches,
+    join_some,
+    shuffled_batches,
+)
+from veca.data.datasets.dense_batches import DenseLoader
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import fit_dense
-from veca.heads.linear import train_linear
+from veca.heads.features import Extraction, drop_unreadable
+from veca.heads.frozen import FrozenVeca
+from veca.heads.linear import DECAYS, RATES, train_linear
 from veca.heads.metrics import Confusion
 from veca.images import MEAN, STD, open_image
 from veca.model import Veca
-from veca.probe.backbones import VecaBackbone
-from veca.probe.dense_data import DenseData, Labelled
-from veca.probe.features import Extraction, PictureError, Pictures, View, decoding, listed, shuffled, without_bad
-from veca.probe.run import DECAYS, RATES
 from veca.report.gallery import colour_classes
 from veca.train.finetune.settings import ClassifySettings, SegmentSettings, Settings
 from veca.train.parallel import whole
@@ -125,59 +133,59 @@ class Classify(_Task):
             backbone.reset_classifier(len(data.classes))
         self.network = Classifier(backbone)
 
-    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """Batches of the steps from `start`; each follows from the seed and its step alone.
 
         Of `size` processes each has its share of a batch, in which there may be no picture that can be read.
         """
         split, asked = self.data.splits["train"], self.settings
-        order = shuffled(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
+        order = shuffled_batches(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
         return self._batches("train", _Parts(self.data, asked), order, empty=size > 1)
 
-    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """All pictures of a split once; of `size` processes each has some of the batches."""
         count, batch = len(self.data.splits[split]), 2 * self.settings.batch
         order = [range(first, min(first + batch, count)) for first in range(0, count, batch)][rank::size]
-        pictures = Pictures(self.data.splits[split], View(self.settings.size))
+        pictures = CroppedImages(self.data.splits[split], CropTransform(self.settings.size))
         return (found for found in self._batches(split, pictures, order, empty=True) if len(found.labels))
 
     def _batches(
         self, split: str, pictures: Dataset[Any], order: Iterable[Sequence[Any]], empty: bool
-    ) -> Iterator[Labelled]:
+    ) -> Iterator[LabelledBatch]:
         """`empty`: there may be batches in which no picture can be read."""
         side = self.settings.size
         labels = torch.from_numpy(self.data.splits[split].labels).long()
-        with decoding(pictures, order, self.settings.workers) as batches:
+        with decode_batches(pictures, order, self.settings.workers) as batches:
             for found in batches:
                 bad = [pixels for _, pixels in found if isinstance(pixels, str)]
                 good = [(i, pixels) for i, pixels in found if not isinstance(pixels, str)]
                 if bad and not self.settings.skip_bad:
-                    raise PictureError(
-                        f"pictures of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or leave such "
-                        "out with --skip-bad"
+                    raise UnreadableImageError(
+                        f"pictures of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or leave "
+                        "such out with --skip-bad"
                     )
                 if not (good or empty):
-                    raise PictureError(
-                        f"a whole batch of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or take "
-                        "a larger --batch"
+                    raise UnreadableImageError(
+                        f"a whole batch of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or "
+                        "take a larger --batch"
                     )
                 self.skipped.setdefault(split, set()).update(bad)
                 pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
-                yield Labelled(torch.from_numpy(pixels), labels[[i for i, _ in good]])
+                yield LabelledBatch(torch.from_numpy(pixels), labels[[i for i, _ in good]])
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores, labels, label_smoothing=self.settings.smoothing)
 
-    def probe(self, frozen: VecaBackbone, cores: int, folder: Path) -> None:
+    def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
         """Start the head from a linear probe of the frozen features, the one `veca probe classify` would find."""
-        asked, data, view = self.settings, self.data, View(self.settings.size)
+        asked, data, view = self.settings, self.data, CropTransform(self.settings.size)
         extraction = Extraction(frozen, folder, workers=asked.workers, progress=asked.progress)
         sets: list[Tensor] = []
         for name in ("train", "val"):
             split = data.splits[name]
             extraction.run(split, view, [cores], f"features of {name}")
             labels = torch.from_numpy(split.labels).long()
-            sets += without_bad(extraction.load(split, view, cores), labels, asked.skip_bad, f"{data.name} {name}")
+            sets += drop_unreadable(extraction.load(split, view, cores), labels, asked.skip_bad, f"{data.name} {name}")
         with bar("linear probe", asked.head_epochs, "epochs", asked.progress) as advance:
             head = train_linear(
                 sets[0], sets[1], sets[2], sets[3], classes=len(data.classes), rates=RATES, decays=DECAYS,
@@ -185,15 +193,15 @@ class Classify(_Task):
             ).head  # fmt: skip
         self.network.backbone.head.load_state_dict({"weight": head.weight, "bias": head.bias})
 
-    def one(self, split: str, i: int) -> Labelled | None:
+    def one(self, split: str, i: int) -> LabelledBatch | None:
         """Picture `i` as `scoring` has it; None where it cannot be read."""
-        _, pixels = Pictures(self.data.splits[split], View(self.settings.size))[i]
+        _, pixels = CroppedImages(self.data.splits[split], CropTransform(self.settings.size))[i]
         if isinstance(pixels, str):
             return None
-        return Labelled(torch.from_numpy(pixels)[None], torch.tensor([self.data.splits[split].label(i)]))
+        return LabelledBatch(torch.from_numpy(pixels)[None], torch.tensor([self.data.splits[split].label(i)]))
 
     def shown(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
-        """Pictures, and words, of what was said of one picture and what is right."""
+        """CroppedImages, and words, of what was said of one picture and what is right."""
         share, best = scores.softmax(0).max(0)
         image = open_image(self.data.splits[split].image(i))
         said = f"{self.data.classes[int(best)]}, {float(share):.0%}"
@@ -224,8 +232,8 @@ class _Parts(Dataset[Any]):
 
     def __getitem__(self, place_and_picture: tuple[int, int]) -> Any:
         place, i = place_and_picture
-        view = View(self.asked.size, place // len(self.split), self.asked.seed, (self.asked.least_area, 1.0))
-        return Pictures(self.split, view)[i]
+        view = CropTransform(self.asked.size, place // len(self.split), self.asked.seed, (self.asked.least_area, 1.0))
+        return CroppedImages(self.split, view)[i]
 
 
 class Segment(_Task):
@@ -234,7 +242,7 @@ class Segment(_Task):
     def __init__(self, backbone: Veca, data: ProbeData, settings: SegmentSettings) -> None:
         super().__init__(data, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
         self.settings = settings
-        self.pictures = DenseData(
+        self.pictures = DenseLoader(
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
             settings.skip_bad, settings.scales, self.skipped,
         )  # fmt: skip
@@ -242,20 +250,20 @@ class Segment(_Task):
         backbone.reset_classifier(0)
         self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
 
-    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         return self.pictures.training(steps, start, rank, size)
 
-    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         return self.pictures.scoring(split, rank, size)
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return self.network.head.loss(scores, labels)
 
-    def probe(self, frozen: VecaBackbone, cores: int, folder: Path) -> None:
+    def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
         asked = self.settings
         steps = max(1, round(asked.head_epochs * len(self.data.splits["train"]) / asked.batch))
 
-        def features(batches: Iterator[Labelled]) -> Iterator[DenseBatch]:
+        def features(batches: Iterator[LabelledBatch]) -> Iterator[DenseBatch]:
             for pixels, labels in batches:
                 cls, patches = frozen.features(frozen.prepare(pixels), cores)
                 assert patches is not None
@@ -268,7 +276,7 @@ class Segment(_Task):
             )  # fmt: skip
         self.network.head.load_state_dict(sweep.head.state_dict())
 
-    def one(self, split: str, i: int) -> Labelled | None:
+    def one(self, split: str, i: int) -> LabelledBatch | None:
         return self.pictures.one(split, i)
 
     def shown(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
@@ -294,11 +302,11 @@ class Segment(_Task):
         self.network.load_state_dict(load_segmenter(folder).state_dict())
 
 
-def frozen_copy(backbone: Veca, name: str, device: torch.device, precision: Any) -> VecaBackbone:
+def frozen_copy(backbone: Veca, name: str, device: torch.device, precision: Any) -> FrozenVeca:
     """The backbone as the probes take it, without a head and apart from the one that learns."""
     own = copy.deepcopy(backbone)
     own.reset_classifier(0)
-    return VecaBackbone(own, name, device, precision)
+    return FrozenVeca(own, name, device, precision)
 
 
 def make_task(backbone: Veca, data: ProbeData, settings: Settings) -> Classify | Segment:
