@@ -17,7 +17,7 @@ import torchvision.datasets as tv
 from PIL import Image
 from tiny_datasets import BUILDERS, colour, picture, text
 
-from veca.data.datasets import SPECS, DatasetError, Places, ProbeData, Split, load_dataset, matlab
+from veca.data.datasets import SPECS, DatasetError, FileList, ProbeData, Split, load_dataset, matlab
 from veca.data.datasets.base import held_out
 from veca.data.datasets.matlab import MatError, load_mat
 from veca.images import open_image
@@ -164,7 +164,7 @@ def test_a_dataset_for_another_task_is_refused(tmp_path: Path) -> None:
 
 def test_names_are_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DatasetError, match="'food10' is no dataset's name.*did you mean food101.*(.|\n)*CLASS/7.jpg"):
+    with pytest.raises(DatasetError, match="'food10' is no dataset's name.*did you mean .food101.*(.|\n)*CLASS/7.jpg"):
         load_dataset("food10")
 
 
@@ -393,7 +393,7 @@ def test_a_tenth_of_every_class_is_held_out_for_ever(tmp_path: Path) -> None:
 
 
 def test_groups_are_held_out_whole() -> None:
-    split = Split(Places("", [f"{i}.jpg" for i in range(30)]), np.zeros(30, int))
+    split = Split(FileList("", [f"{i}.jpg" for i in range(30)]), np.zeros(30, int))
     groups = [f"scene{i // 5}" for i in range(30)]
     train, val = held_out(split, 0.3, groups)
     kept, taken = ({groups[int(Path(name).stem)] for name in names(part)} for part in (train, val))
@@ -406,7 +406,7 @@ def test_groups_are_held_out_whole() -> None:
 
 
 def test_mat_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matlab, "_MOST", 10**6)
+    monkeypatch.setattr(matlab, "_MAX_MAT_BYTES", 10**6)
     tiny.mat(tmp_path / "bomb.mat", labels=np.zeros(3 * 10**6, np.uint8))
     assert (tmp_path / "bomb.mat").stat().st_size < 10**5
     with pytest.raises(MatError, match="more than 1,000,000 bytes when unpacked"):

@@ -15,7 +15,7 @@ import torchvision.datasets as tv
 from PIL import Image
 from tiny_datasets import SIZE, colour, encoded, picture, shard, text, values
 
-from veca.data.datasets import DatasetError, DepthRules, Places, ProbeData, Split, load_dataset
+from veca.data.datasets import DatasetError, DepthRules, FileList, ProbeData, Split, load_dataset
 from veca.data.datasets import classes as tables
 from veca.images import ImageError, open_image
 
@@ -221,7 +221,7 @@ def test_damaged_masks_are_named(tmp_path: Path) -> None:
 
 def test_masks_and_pictures_cannot_be_mixed_up() -> None:
     with pytest.raises(DatasetError, match="2 pictures but 1 labels"):
-        Split(Places("", ["a", "b"]), np.zeros(1))
+        Split(FileList("", ["a", "b"]), np.zeros(1))
 
 
 # Folders of one's own.

@@ -83,7 +83,7 @@ def test_dense_tasks(folder: Path, tmp_path: Path, task: str, data: str, metric:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--data", "pts"], "did you mean pets?"),
+        (["--data", "pts"], "did you mean 'pets'?"),
         (["--data", "pets", "--root", "gone"], "no folder gone"),
         (["--data", "mine", "--cores", "8,x"], "--cores is '8,x'"),
         (["--data", "mine", "--cores", "8,65"], "cores 65"),
