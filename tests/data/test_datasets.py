@@ -164,7 +164,9 @@ def test_a_dataset_for_another_task_is_refused(tmp_path: Path) -> None:
 
 def test_names_are_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DatasetError, match="'food10' is no dataset's name.*did you mean .food101.*(.|\n)*CLASS/7.jpg"):
+    with pytest.raises(
+        DatasetError, match="'food10' is neither the name of a dataset.*did you mean .food101.*(.|\n)*CLASS/7.jpg"
+    ):
         load_dataset("food10")
 
 
@@ -235,7 +237,7 @@ def test_imagenet_as_kaggle_has_it(tmp_path: Path) -> None:
     assert rows(data, "val") == [("val/ILSVRC2012_val_00000001.JPEG", 0), ("val/ILSVRC2012_val_00000002.JPEG", 1)]
     assert [label for _, label in rows(data, "train")] == [0, 1]
     (tmp_path / "LOC_val_solution.csv").unlink()
-    with pytest.raises(DatasetError, match="no LOC_val_solution.csv to tell them"):
+    with pytest.raises(DatasetError, match="no LOC_val_solution.csv with the labels"):
         load_dataset("imagenet", tmp_path)
 
 
@@ -359,7 +361,7 @@ def test_cars_without_test_labels_say_what_is_missing(copies: Callable[[str], Pa
     shutil.copytree(copies("cars"), tmp_path / "copy")
     base = tmp_path / "copy/stanford_cars"
     shutil.copy(base / "devkit/cars_test_annos.mat", base / "cars_test_annos_withlabels.mat")
-    with pytest.raises(DatasetError, match="tells no fname and class; test pictures need the file with labels"):
+    with pytest.raises(DatasetError, match="has no fname and class; for test take the file with labels"):
         load_dataset("cars", tmp_path / "copy")
 
 

@@ -173,7 +173,7 @@ def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) ->
         48,
     )
     assert backbone.identity != load_backbone(str(folder / "int8.onnx")).identity
-    with pytest.raises(BackboneError, match="cores 8.*is of 32; export a file for each budget"):
+    with pytest.raises(BackboneError, match="cores 8.*was exported for 32; export a file for each budget"):
         backbone.cores((8,))
     with pytest.raises(BackboneError, match="size 50.*multiples of 16. Nearest: 48"):
         backbone.side(50)

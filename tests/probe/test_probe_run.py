@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
-from test_probe_features import make_folder
+from tiny_datasets import make_folder
 
 from veca.data.datasets import DatasetError, ProbeData, Split, limit_splits, load_dataset
 from veca.data.datasets.batches import CropTransform

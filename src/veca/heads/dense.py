@@ -76,7 +76,7 @@ class DenseHead(nn.Module, ABC):
 
     def stack(self, count: int) -> Self:
         """Return `count` copies of this head as one stack."""
-        stacked = copy.deepcopy(self)
+        stacked = copy.deepcopy(self)  # the copies are equal at first; the learning rates make them differ
         for parameter in stacked.parameters():
             parameter.data = parameter.data.expand(count, *parameter.shape).clone()
         return stacked
@@ -199,7 +199,9 @@ class SegmentationHead(DenseHead):
         return losses.view_as(expanded).sum(PIXELS) / (labels != self.ignore).sum().clamp_min(1)
 
     def check(self, labels: Tensor) -> None:
-        values = labels.cpu().numpy()  # NumPy: threads of PyTorch would compete with decoding workers for cores
+        # On the CPU, before the batch goes to the device, and by NumPy: threads of PyTorch would compete with decoding
+        # workers for cores.
+        values = labels.cpu().numpy()
         wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignore)]
         if len(wrong):  # on a GPU the loss would abort the process
             raise ArgumentError(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,25 +75,19 @@ def fit_dense(
     train: Callable[[], Iterable[DenseBatch]],
     validation: Callable[[], Iterable[DenseBatch]],
     *,
-    rates: Sequence[float],
-    steps: int,
-    every: int | None = None,
-    decay: float = 1e-4,
-    power: float = 0.9,
-    warmup: int = 0,
     device: torch.device | str = "cpu",
-    progress: Callable[[int, int], object] | None = None,
+    **options: Any,
 ) -> DenseSweep:
     """Train a copy of `head` for each rate with AdamW on the same batches; keep each at its best on validation.
 
     `train` and `validation` each start a new pass over their batches; passes must be equal for a result to repeat.
-    A pass of `train` must last for `steps` batches. The rest is as in `fit_many`.
+    A pass of `train` must last for `steps` batches. `options` are those of `fit_many`.
     """
-    (sweep,) = fit_many(
-        [head], lambda: ([batch] for batch in train()), lambda stacks: [evaluate(stacks[0], validation(), device)],
-        rates=rates, steps=steps, every=every, decay=decay, power=power, warmup=warmup, device=device,
-        progress=progress,
-    )  # fmt: skip
+
+    def score(stacks: Sequence[DenseHead]) -> list[list[dict[str, float]]]:
+        return [evaluate(stacks[0], validation(), device)]
+
+    (sweep,) = fit_many([head], lambda: ([batch] for batch in train()), score, device=device, **options)
     return sweep
 
 
@@ -127,17 +122,10 @@ def fit_many(
         Called with the number of steps done and of all steps.
     """
     if not rates or steps < 1 or (every is not None and every < 1):
-        raise ArgumentError(
-            f"{len(rates)} rates, {steps} steps, scored every {every}: there must be one at least of each"
-        )
+        raise ArgumentError(f"{len(rates)} rates, {steps} steps, scored every {every}: at least one of each is needed")
     heads = [copy.deepcopy(head).to(device) for head in heads]
     if any(head.norm == "standardize" for head in heads):
-        moments = [
-            [head.moments(batch) for head, batch in zip(heads, batches, strict=True)]
-            for batches in islice(train(), STATISTICS_BATCHES)
-        ]
-        for i, head in enumerate(heads):
-            head.use_moments(step[i] for step in moments)
+        _set_statistics(heads, train())
     fits = [_Fit(head, rates) for head in heads]
     optimizer = _optimizer(fits, len(rates), decay)
     evaluated: list[int] = []
@@ -161,6 +149,16 @@ def fit_many(
     if done < steps:
         raise ArgumentError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
     return [fit.sweep(evaluated) for fit in fits]
+
+
+def _set_statistics(heads: Sequence[DenseHead], steps: Iterable[Sequence[DenseBatch]]) -> None:
+    """Compute the statistics of heads that standardize, in a pass of its own: the first training step needs them."""
+    moments = [
+        [head.moments(batch) for head, batch in zip(heads, batches, strict=True)]
+        for batches in islice(steps, STATISTICS_BATCHES)
+    ]
+    for i, head in enumerate(heads):
+        head.use_moments(step[i] for step in moments)
 
 
 def _optimizer(fits: Sequence[_Fit], rates: int, decay: float) -> torch.optim.AdamW:

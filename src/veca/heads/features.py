@@ -85,6 +85,7 @@ class Extraction:
 
     def key(self, split: Split, transform: CropTransform, cores: int | None) -> str:
         """Return a hash of everything the features depend on."""
+        # The batch size is a part of it, as rounding depends on it.
         return digest_of(
             version=FEATURES_VERSION, backbone=self.backbone.identity, pictures=split.content_hash,
             view=transform.describe(), cores=cores, kind=self.kind, batch=self.batch(transform.side),
@@ -94,6 +95,7 @@ class Extraction:
         """Make sure that the features of `split` at all `budgets` are on disk; return the seconds it took."""
         began = time.perf_counter()
         keys = {cores: self.key(split, transform, cores) for cores in budgets}
+        # A part is computed again only at the budgets that miss it.
         todo = {
             (number, part): missing
             for number, part in enumerate(self.parts(split))
@@ -124,6 +126,7 @@ class Extraction:
                     for cores, values in (computed if forked else self.features(computed, missing)).items():
                         pieces[cores].append(values)
                     advance(len(part[start : start + step]))
+                # Written part by part, each atomically: an interrupted run continues after the last.
                 for cores in missing:
                     values = np.concatenate(pieces[cores])
                     values[[i - part.start for i in bad]] = 0
@@ -141,7 +144,7 @@ class Extraction:
         return {cores: values.cpu().numpy() for cores, values in outputs.items()}
 
     def warm_up(self, side: int, budgets: Sequence[int | None]) -> None:
-        """Run the backbone once as forked processes will: they inherit what it compiles, errors surface here."""
+        """Run the backbone once as forked workers will: they inherit what it compiles, and errors surface sooner."""
         if (side, *budgets) in self.warmed_up:
             return
         self.warmed_up.add((side, *budgets))
@@ -182,7 +185,7 @@ def _compute_in_worker(
     budgets_by_start: Mapping[int, Sequence[int | None]],
     crops: Sequence[tuple[int, Any]],
 ) -> tuple[ByBudget, dict[int, str]]:
-    """Collate function of forked workers: from crops to features. Budgets are found by the batch's first image."""
+    """Collate function of forked workers: from crops to features. The first image of a batch tells its budgets."""
     pixels, bad = stack_crops(side, crops)
     with extraction.backbone.as_forked():
         return extraction.features(pixels, budgets_by_start[crops[0][0]]), bad
@@ -219,7 +222,7 @@ def drop_unreadable(features: Features, labels: Tensor, skip: bool, where: str) 
     if not skip:
         raise UnreadableImageError(
             f"{len(bad):,} of {len(values):,} pictures of {where} cannot be read: {join_some(list(bad.values()))}. "
-            "Mend them, or leave them out with --skip-bad"
+            "Repair them, or leave them out with --skip-bad"
         )
     readable = torch.ones(len(values), dtype=torch.bool)
     readable[list(bad)] = False

@@ -1,4 +1,4 @@
-"""Frozen backbones behind one interface, as heads are trained on them; here VECA itself.
+"""The interface of frozen backbones that heads are trained on, and a frozen VECA.
 
 Images come in as uint8 and every backbone normalises them its own way. Features come back as float32.
 
@@ -65,6 +65,7 @@ class FrozenBackbone(ABC):
     def identity(self) -> dict[str, Any]:
         """Everything that decides the features, for cache keys: not the name or path."""
         about = {key: value for key, value in self.about.items() if key not in ("weights", "provenance")}
+        # `running` too: precision and device change the last bits.
         return {"kind": self.kind, **about, **self.running}
 
     @property
@@ -90,10 +91,11 @@ class FrozenBackbone(ABC):
         return size
 
     def check_side(self, size: int) -> None:
-        if size > (most := math.isqrt(MAX_PIXELS)):
-            raise BackboneError(f"size {quoted(size)}: a side has at most {most:,} pixels")
+        """Refuse a side whose square has more pixels than images may have."""
+        if size > (limit := math.isqrt(MAX_PIXELS)):
+            raise BackboneError(f"size {quoted(size)}: a side has at most {limit:,} pixels")
 
-    def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
+    def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
         """Return the budgets to run at: those asked for, or the default when None."""
         return (None,)
 
@@ -151,12 +153,12 @@ class FrozenVeca(FrozenBackbone):
         # After a fork the compiler would wait forever for its threads, so a new shape must run eagerly.
         return torch.compiler.set_stance("eager_on_recompile") if self.optimized else nullcontext()
 
-    def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
-        if asked is None:
+    def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
+        if requested is None:
             return (self.num_cores,)
-        if wrong := [budget for budget in asked if not is_budget(budget, self.num_cores)]:
+        if wrong := [budget for budget in requested if not is_budget(budget, self.num_cores)]:
             raise BackboneError(f"cores {wrong[0]}: a budget of {self.name} is an integer from 1 to {self.num_cores}")
-        return tuple(dict.fromkeys(asked))
+        return tuple(dict.fromkeys(requested))
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
         try:

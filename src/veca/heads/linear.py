@@ -68,8 +68,7 @@ class LinearSweep:
     losses: Tensor
     """(epochs, K): mean training loss of each epoch."""
     scores: Tensor
-    """(epochs, K): validation score after each epoch."""
-    metric: Literal["top1", "map"]
+    """(epochs, K): validation score after each epoch, top-1 or mean average precision."""
 
     @property
     def best_scores(self) -> Tensor:
@@ -127,46 +126,40 @@ def train_linear(
     """
     if not rates or not decays or min(epochs, batch) < 1:
         raise ArgumentError(
-            f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}: one at least of each"
+            f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}: at least one of each is needed"
         )
     _check_labels("training", features, labels, classes, multilabel)
     _check_labels("validation", validation_features, validation_labels, classes, multilabel)
-    if features.shape[1] != validation_features.shape[1]:
-        raise ArgumentError(
-            f"training features are {features.shape[1]} wide, validation ones {validation_features.shape[1]}: "
-            "extract them with the same model"
-        )
-    if multilabel and not (validation_labels > 0).any():
-        raise ArgumentError("no validation example has any class: there is no average precision to choose by")
-    device = torch.device(device) if device is not None else features.device
     width = features.shape[1]
-    mean, deviation = _channel_statistics(features, device) if standardize else (torch.zeros(width), torch.ones(width))
-    mean, deviation = mean.to(device), deviation.to(device)
-    generator = torch.Generator().manual_seed(seed)  # on the CPU: equal on every device
+    if width != validation_features.shape[1]:
+        widths = f"training features are {width} wide, validation ones {validation_features.shape[1]}"
+        raise ArgumentError(f"{widths}: extract them with the same model")
+    if multilabel and not (validation_labels > 0).any():
+        raise ArgumentError("no validation example has any class: there is no average precision to select by")
+    device = torch.device(device) if device is not None else features.device
+    mean, deviation = torch.zeros(width, device=device), torch.ones(width, device=device)
+    if standardize:
+        mean, deviation = _channel_statistics(features, device)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
     pairs = tuple((float(rate), float(decay)) for rate in rates for decay in decays)
     heads = _SgdHeads(pairs, torch.randn(classes, width, generator=generator).to(device) * INITIAL_DEVIATION)
-    best_weight, best_bias = heads.weight.clone(), heads.bias.clone()
-    best_score = torch.full((len(pairs),), -1.0, dtype=torch.float64, device=device)
     losses, scores = [], []
     batch = min(batch, len(features))
     step, steps = 0, epochs * math.ceil(len(features) / batch)
     for epoch in range(epochs):
         loss = torch.zeros(len(pairs), device=device)
         for rows in torch.randperm(len(features), generator=generator).split(batch):
-            x, y = _take_rows(features, rows, device).float(), _take_rows(labels, rows, device)
+            x, y = (tensor.index_select(0, rows.to(tensor.device)).to(device) for tensor in (features, labels))
             schedule = (1 + math.cos(math.pi * step / steps)) / 2
-            loss += heads.step((x - mean) / deviation, y, schedule, momentum) * len(rows)
+            loss += heads.step((x.float() - mean) / deviation, y, schedule, momentum) * len(rows)
             step += 1
         losses.append(loss / len(features))
         scores.append(_validate(heads, mean, deviation, validation_features, validation_labels))
-        better = scores[-1] > best_score
-        best_score = torch.where(better, scores[-1], best_score)
-        best_weight = torch.where(better[:, None, None], heads.weight, best_weight)
-        best_bias = torch.where(better[:, None], heads.bias, best_bias)
+        heads.keep_best(scores[-1])
         if progress is not None:
             progress(epoch + 1, epochs)
     curves = torch.stack(losses).cpu(), torch.stack(scores).cpu()
-    return LinearSweep(pairs, best_weight, best_bias, mean, deviation, *curves, "map" if multilabel else "top1")
+    return LinearSweep(pairs, heads.best_weight, heads.best_bias, mean, deviation, *curves)
 
 
 @torch.no_grad()
@@ -177,29 +170,25 @@ def score(head: LinearHead, features: Tensor, labels: Tensor, points: Literal["a
     """
     classes, multilabel = len(head.bias), labels.ndim == 2
     _check_labels("these", features, labels, classes, multilabel)
-    labels = labels.to(head.bias.device)
-    scores = head.scores(features)
+    scores, labels = head.scores(features), labels.to(head.bias.device)
     if multilabel:
         return {"map": float(mean_average_precision(scores, labels, points))}
     return {f"top{k}": float(top_k_hits(scores, labels, k).double().mean()) for k in (1, 5)}
 
 
 @torch.no_grad()
-def score_valid_labels(head: LinearHead, features: Tensor, valid: Sequence[Sequence[int]]) -> float:
-    """Return top-1 where each example has a set of valid labels, as in ImageNet-ReaL; empty sets are skipped."""
-    classes = len(head.bias)
-    if len(valid) != len(features) or not any(valid):
+def score_valid_labels(head: LinearHead, features: Tensor, valid: Tensor) -> float:
+    """Return top-1 where examples have any number of valid labels, as in ImageNet-ReaL; those without do not count.
+
+    `valid` (N, C) is true for each valid label.
+    """
+    if tuple(valid.shape) != (len(features), len(head.bias)) or not valid.any():
         raise ArgumentError(
-            f"{len(features)} features and {len(valid)} sets of labels, {sum(map(bool, valid))} of them not empty: "
-            "give one set for each feature, in the same order, and a label in some"
+            f"valid labels are {tuple(valid.shape)}, {int(valid.sum())} of them true; {len(features)} features and "
+            f"{len(head.bias)} classes need ({len(features)}, {len(head.bias)}) and a true one"
         )
-    allowed = torch.zeros(len(features), classes, dtype=torch.bool)
-    for row, numbers in enumerate(valid):
-        if not all(0 <= number < classes for number in numbers):
-            raise ArgumentError(f"example {row} may be {list(numbers)}; the head knows classes 0…{classes - 1}")
-        allowed[row, list(numbers)] = True
     scores = head.scores(features)
-    return float(valid_label_accuracy(scores, allowed.to(scores.device)))
+    return float(valid_label_accuracy(scores, valid.to(scores.device)))
 
 
 class _SgdHeads:
@@ -210,9 +199,12 @@ class _SgdHeads:
         self.weight = start.repeat(len(pairs), 1, 1)  # (K, C, D)
         self.bias = start.new_zeros(len(pairs), len(start))
         self.weight_momentum, self.bias_momentum = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
+        self.best_weight, self.best_bias = self.weight.clone(), self.bias.clone()
+        self.best_scores = self.weight.new_full((len(pairs),), -1.0, dtype=torch.float64)
 
     def step(self, x: Tensor, labels: Tensor, schedule: float, momentum: float) -> Tensor:
         """Take an SGD step on a batch (B, D) at `schedule` × each head's rate; return the losses before it (K)."""
+        # Gradients by hand: autograd would hold the logits of all heads, and each momentum update is then one product.
         logits = torch.addmm(self.bias.flatten(), x, self.weight.flatten(0, 1).T)
         loss, gradient = _loss_and_gradient(logits.unflatten(1, self.bias.shape), labels)
         self.weight_momentum.flatten(0, 1).addmm_(gradient.flatten(1).T, x, beta=momentum)
@@ -221,6 +213,13 @@ class _SgdHeads:
         self.weight.addcmul_(self.weight_momentum, self.rate[:, :, None], value=-schedule)
         self.bias.addcmul_(self.bias_momentum, self.rate, value=-schedule)
         return loss
+
+    def keep_best(self, scores: Tensor) -> None:
+        """Keep the heads (K) that score higher than ever before."""
+        better = scores > self.best_scores
+        self.best_scores = torch.where(better, scores, self.best_scores)
+        self.best_weight = torch.where(better[:, None, None], self.weight, self.best_weight)
+        self.best_bias = torch.where(better[:, None], self.bias, self.best_bias)
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,7 +232,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return loss, (log_probabilities.exp() - target) / len(logits)
     counted = (labels >= 0).float()[:, None]
     number = counted.sum().clamp_min(1)
-    target = labels.clamp_min(0).float()[:, None]
+    target = labels.clamp_min(0).float()[:, None]  # -1, which does not count, is masked anyway
     loss = ((F.softplus(logits) - logits * target) * counted).sum((0, 2)) / number
     return loss, (logits.sigmoid() - target) * counted / number
 
@@ -250,8 +249,9 @@ def _validate(all_heads: _SgdHeads, mean: Tensor, deviation: Tensor, features: T
         return average_precision(scores, labels.repeat(1, heads)).unflatten(0, (heads, classes)).nanmean(1)
     hits = torch.zeros(heads, dtype=torch.int64, device=mean.device)
     for scores, own in zip(chunks, labels.split(rows), strict=True):
+        # argmax alone would not do: a NaN would count as a hit of its class.
         highest, predicted = scores.max(-1)
-        hits += ((predicted == own[:, None]) & ~highest.isnan()).sum(0)  # torch's max takes NaN for the highest
+        hits += ((predicted == own[:, None]) & ~highest.isnan()).sum(0)
     return hits.double() / len(labels)
 
 
@@ -263,10 +263,6 @@ def _channel_statistics(features: Tensor, device: torch.device) -> tuple[Tensor,
     deviation = (squares / len(features)).sqrt()
     deviation = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)
     return mean.float(), deviation.float()
-
-
-def _take_rows(tensor: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    return tensor.index_select(0, rows.to(tensor.device)).to(device)
 
 
 def _chunk_rows(features: Tensor, scores: int) -> int:
@@ -285,4 +281,4 @@ def _check_labels(name: str, features: Tensor, labels: Tensor, classes: int, mul
     if low < allowed[0] or high > allowed[1]:
         raise ArgumentError(f"{name} labels go from {low} to {high}; they must be within {allowed[0]}…{allowed[1]}")
     if not all(chunk.isfinite().all() for chunk in features.split(_chunk_rows(features, 1))):
-        raise ArgumentError(f"some {name} features are not finite: look at the model that gave them")
+        raise ArgumentError(f"some {name} features are not finite: check the model that computed them")

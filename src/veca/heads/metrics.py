@@ -27,6 +27,7 @@ def top_k_hits(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
 
     Of equal scores the first class ranks higher, and NaN never wins.
     """
+    # Counts the classes ranked above the label: unlike topk, this decides ties and NaN the same way on every device.
     own = scores.gather(-1, labels.expand(scores.shape[:-1])[..., None])
     earlier = torch.arange(scores.shape[-1], device=scores.device) < labels[:, None]
     above = ~(scores <= own) | ((scores == own) & earlier)
@@ -58,6 +59,7 @@ def average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "1
         `all` is the area under the steps of precision over recall, as in scikit-learn and VOC since 2010. `11` is that
         of the VOC2007 challenge: the mean over recalls 0, 0.1 … 1 of the best precision at that recall or more.
     """
+    # What does not count ranks last, where it changes no precision above it, and is not counted in `counted`.
     scores = torch.where(targets < 0, -torch.inf, scores.double().nan_to_num(nan=-torch.inf))
     scores, order = scores.sort(dim=0, descending=True, stable=True)
     targets = targets.gather(0, order)

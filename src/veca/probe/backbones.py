@@ -58,10 +58,12 @@ class OnnxBackbone(FrozenBackbone):
             )
         return super().side(size)
 
-    def cores(self, asked: Sequence[int] | None) -> tuple[int | None, ...]:
+    def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
         assert self.budgets is not None
-        if asked and (wrong := [budget for budget in asked if budget not in self.budgets]):
-            raise BackboneError(f"cores {wrong[0]}: {self.name} is of {self.budgets[0]}; export a file for each budget")
+        if requested and (wrong := [budget for budget in requested if budget not in self.budgets]):
+            raise BackboneError(
+                f"cores {wrong[0]}: {self.name} was exported for {self.budgets[0]}; export a file for each budget"
+            )
         return self.budgets
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
@@ -112,14 +114,14 @@ def load_backbone(
         if device not in ("auto", "cpu") or precision not in (None, "float32"):
             raise BackboneError(f"{source} runs on the CPU, in the type it was exported in: leave out both options")
         return OnnxBackbone(Path(source))
-    place = choose_device(device)
-    precision = precision or ("bfloat16" if place.type == "cuda" else "float32")
+    chosen = choose_device(device)
+    precision = precision or ("bfloat16" if chosen.type == "cuda" else "float32")
     if is_veca:
-        return FrozenVeca(load_or_random(source, device=place), source, place, precision, compile)
+        return FrozenVeca(load_or_random(source, device=chosen), source, chosen, precision, compile)
     try:
         from veca.teachers import load_teacher
 
-        return TeacherBackbone(load_teacher(source), source, place, precision)
+        return TeacherBackbone(load_teacher(source), source, chosen, precision)
     except ImportError as error:
         raise BackboneError(
             f"{source} needs {error.name}, which is not installed: pip install 'veca[train]'"
@@ -128,6 +130,7 @@ def load_backbone(
 
 def _is_veca(source: str) -> bool:
     path = Path(source)
+    # A missing file with the suffix of weights is meant as a VECA: loading it then says that it is missing.
     if source in SIZES or path.is_file() or (not path.exists() and path.suffix in (".safetensors", ".pt", ".pth")):
         return True
     if path.is_dir():
@@ -135,7 +138,7 @@ def _is_veca(source: str) -> bool:
             config = json.loads((path / "config.json").read_text())
             return not isinstance(config, dict) or config.get("model_type", "veca") == "veca"
         except (OSError, ValueError, RecursionError):
-            return True
+            return True  # an unreadable config is reported when the folder is loaded as a VECA
     if source in PACKAGED_BACKBONES or source.startswith("timm:") or "/" in source:
         return False
     raise BackboneError(

@@ -149,6 +149,7 @@ class _DenseSize:
         metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
         seconds = {"features": 0.0, "head": (time.perf_counter() - began) / len(self.jobs)}
         skipped = {where: sorted(names) for where, names in self.loader.skipped.items()}
+        # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
         grid = (self.side // self.backbone.patch,) * 2
         for job, sweep, scored in zip(self.jobs, sweeps, metrics, strict=True):
             gallery = self.make_gallery(job, sweep.head)
@@ -194,7 +195,9 @@ class _DenseSize:
 
     def summarize(self, sweep: DenseSweep, scored: DenseMetrics) -> dict[str, Any]:
         """Return what a row says of a sweep and of its best head's score."""
-        segments = isinstance(scored, Confusion)
+        segments, per_class = isinstance(scored, Confusion), None
+        if isinstance(scored, Confusion):
+            per_class = percent_by_class(self.data.classes, scored.iou().tolist())
 
         def value(scores: dict[str, float]) -> float:
             return round(scores[sweep.head.metric] * (100 if segments else 1), 4)
@@ -208,7 +211,7 @@ class _DenseSize:
         return {
             "metric": "mIoU" if segments else "rmse",
             "metrics": {name.replace("miou", "mIoU"): shown(name, number) for name, number in scored.compute().items()},
-            "per_class": percent_by_class(self.data.classes, scored.iou().tolist()) if segments else None,
+            "per_class": per_class,
             "best": {"rate": sweep.rates[sweep.best], "decay": decay, "step": sweep.best_step},
             "sweep": [
                 {"rate": rate, "decay": decay, "val": best_of(value(scores[k]) for scores in sweep.scores)}
@@ -228,6 +231,7 @@ class _DenseSize:
                 continue
             images = self.backbone.prepare(batch.pixels)
             ((predicted, _),) = self.predictions(images, batch.labels, job.cores, head)
+            # The cropped original, at the size of its label, beside which it is shown.
             image, _ = open_pair(split, i, self.data.depth, scored=True)
             label, prediction = self.colour(batch.labels[0]), self.colour(predicted[0].cpu(), batch.labels[0])
             gallery.append(

@@ -42,6 +42,7 @@ def neighbours(
     for chunk in queries.split(max(1, MAX_SIMILARITIES // rows)):
         directions = _unit_vectors(chunk, device)
         best = torch.empty(len(chunk), 0, dtype=torch.int64, device=device)
+        # Keep the k best so far and merge each chunk of training features into them.
         for start in range(0, len(train), rows):
             similarity = directions @ _unit_vectors(train[start : start + rows], device).T
             keys = _sort_keys(similarity, start)
@@ -91,7 +92,7 @@ def knn_accuracy(
 def _unit_vectors(features: Tensor, device: torch.device) -> Tensor:
     features = features.to(device).float()
     if not features.isfinite().all():
-        raise ArgumentError("some features are not finite: they cannot be compared; look at the model that gave them")
+        raise ArgumentError("some features are not finite: check the model that computed them")
     return F.normalize(features, dim=1)
 
 

@@ -125,7 +125,7 @@ def run_probe(
         jobs = [Job(task, backbone, data, cores, size, settings.seed, about, also) for cores in budgets]
         done = {job.cores: job.done(out) for job in jobs}
         todo = [job for job in jobs if done[job.cores] is None]
-        warned: set[str] = set()
+        warned: set[str] = set()  # all budgets skip the same images
         for job, values, skipped in compute(todo, side) if todo else ():
             for where in sorted(skipped.keys() - warned):
                 bad = skipped[where]
@@ -187,9 +187,10 @@ def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSetti
     """Classify by nearest neighbours among train, and val if test is scored: nothing is chosen on val."""
     if data.task == "multilabel":
         raise DatasetError(
-            f"{data.name} has several labels for a picture, which neighbours do not vote on: classify it"
+            f"{data.name} has several labels for a picture, which k-NN does not support: use `veca probe classify`"
         )
     check_probe_data(data, ("classify",), warn)
+    # Whatever is not scored can vote.
     neighbours = ("train", "val") if data.report == "test" and "val" in data.splits else ("train",)
 
     def protocol(side: int) -> dict[str, Any]:
@@ -265,6 +266,7 @@ def _probe_features(
         for name in data.splits
         for crop in (train_crops if name == "train" else [CropTransform(side)])
     ]
+    # Other test sets are scored with the same head, on the split they are published for.
     passes += [(other, other.report, CropTransform(side)) for other in jobs[0].also]
     extraction_seconds = 0.0
     for dataset, name, crop in passes:
@@ -318,6 +320,7 @@ def _score_classes(head: LinearHead, features: Tensor, labels: Tensor) -> tuple[
         return metrics, average_precision(scores, own).cpu()
     hits = top_k_hits(scores, own).cpu()
     labels = labels.cpu()
+    # A class without test images divides 0 by 0: NaN, which the mean leaves out.
     right, count = (torch.bincount(each, minlength=len(head.bias)) for each in (labels[hits], labels))
     per_class = right.double() / count
     return {**metrics, "mean_per_class": float(per_class.nanmean())}, per_class
@@ -326,8 +329,7 @@ def _score_classes(head: LinearHead, features: Tensor, labels: Tensor) -> tuple[
 def _score_other(head: LinearHead, other: ProbeData, features: _CachedFeatures) -> dict[str, float]:
     values, labels = features(other, other.report)
     if other.task == "multilabel":
-        valid = [row.nonzero().flatten().tolist() for row in labels > 0]
-        return _to_percent({"top1": score_valid_labels(head, values, valid)})
+        return _to_percent({"top1": score_valid_labels(head, values, labels > 0)})
     return _to_percent(score(head, values, labels))
 
 

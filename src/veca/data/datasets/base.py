@@ -28,8 +28,6 @@ IGNORE = 255
 """The value of pixels that count neither in training nor in scoring."""
 HELD_OUT = 0.1
 """The share of train that becomes val where a benchmark has none."""
-
-
 HASHED_FILES = 64
 """At most this many files of a split have their bytes hashed."""
 
@@ -45,6 +43,7 @@ class FileList:
         # Names come from lists in downloaded archives: they must not lead out of the folder.
         if outside := next((name for name in names if ".." in name and ".." in name.split("/")), None):
             raise DatasetError(f"the lists name {outside!r}, which is outside the dataset's folder")
+        # fsencode: a file name need not be valid UTF-8.
         parts = [os.fsencode(name) for name in names]
         self.root, self._spans = os.fspath(root), spans
         self._ends = np.cumsum([0, *map(len, parts)])
@@ -143,10 +142,12 @@ class LabelMaps:
             return values.astype(np.float32) / np.float32(self.units_per_metre)
         if self.train_ids is None:
             return values
+        # Clamped first, as a value beyond the table would be an IndexError that names neither value nor file.
         ids = self.train_ids[np.minimum(values, len(self.train_ids) - 1)]
         bad = (ids < 0) | (values >= len(self.train_ids))
         if bad.any():
-            raise ImageError(f"the mask has value {values[bad][0]}, which is no class here. Is it of another dataset?")
+            value = values[bad][0]
+            raise ImageError(f"the mask has value {value}, which is not a class of this dataset. Is it from another?")
         return ids.astype(np.uint8 if self.train_ids.max() < 256 else np.uint16)
 
     def values(self, source: str | bytes) -> NDArray[Any]:

@@ -113,6 +113,7 @@ def decode_batches(
         worker_init_fn=init_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
         multiprocessing_context="fork" if forked else None,
     )  # fmt: skip
+    # A generator of its own above: the loader would otherwise draw from, and so advance, the global one.
     decoded = begin(loader)
     try:
         yield decoded
@@ -123,7 +124,7 @@ def decode_batches(
             raise
         raise ArgumentError(
             f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out: take fewer --workers. "
-            "What is done is kept"
+            "Finished work is kept"
         ) from error
     finally:
         end(decoded)

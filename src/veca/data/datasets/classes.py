@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable
+from importlib.resources import files
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,48 +16,11 @@ TrainIds = NDArray[np.int16]
 """The train id of each value of a mask; -1 for a value that must not occur."""
 
 
-def _split_names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.replace("\n", " ").split(",") if part.strip())
-
-
-VOC = _split_names("""
-aeroplane, bicycle, bird, boat, bottle, bus, car, cat, chair, cow, diningtable, dog, horse, motorbike, person,
-pottedplant, sheep, sofa, train, tvmonitor
-""")
-
-CONTEXT = _split_names("""
-background, aeroplane, bag, bed, bedclothes, bench, bicycle, bird, boat, book, bottle, building, bus, cabinet, car,
-cat, ceiling, chair, cloth, computer, cow, cup, curtain, dog, door, fence, floor, flower, food, grass, ground,
-horse, keyboard, light, motorbike, mountain, mouse, person, plate, platform, pottedplant, road, rock, sheep,
-shelves, sidewalk, sign, sky, snow, sofa, table, track, train, tree, truck, tvmonitor, wall, water, window, wood
-""")
-"""The 59 most frequent of 459 labels, in alphabetical order, after the background."""
-
-CITYSCAPES = {
-    7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole", 19: "traffic light",
-    20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky", 24: "person", 25: "rider", 26: "car", 27: "truck",
-    28: "bus", 31: "train", 32: "motorcycle", 33: "bicycle",
-}  # fmt: skip
-"""The evaluated ids, in the order of the train ids. The other ids, up to 33, are ignored."""
-
-_COCO_LABELS = _split_names("""
-person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, street sign, stop
-sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, giraffe, hat, backpack,
-umbrella, shoe, eye glasses, handbag, tie, suitcase, frisbee, skis, snowboard, sports ball, kite, baseball bat,
-baseball glove, skateboard, surfboard, tennis racket, bottle, plate, wine glass, cup, fork, knife, spoon, bowl,
-banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut, cake, chair, couch, potted plant, bed,
-mirror, dining table, window, desk, toilet, door, tv, laptop, mouse, remote, keyboard, cell phone, microwave, oven,
-toaster, sink, refrigerator, blender, book, clock, vase, scissors, teddy bear, hair drier, toothbrush, hair brush,
-banner, blanket, branch, bridge, building-other, bush, cabinet, cage, cardboard, carpet, ceiling-other,
-ceiling-tile, cloth, clothes, clouds, counter, cupboard, curtain, desk-stuff, dirt, door-stuff, fence, floor-marble,
-floor-other, floor-stone, floor-tile, floor-wood, flower, fog, food-other, fruit, furniture-other, grass, gravel,
-ground-other, hill, house, leaves, light, mat, metal, mirror-stuff, moss, mountain, mud, napkin, net, paper,
-pavement, pillow, plant-other, plastic, platform, playingfield, railing, railroad, river, road, rock, roof, rug,
-salad, sand, sea, shelf, sky-other, skyscraper, snow, solid-other, stairs, stone, straw, structural-other, table,
-tent, textile-other, towel, tree, vegetable, wall-brick, wall-concrete, wall-other, wall-panel, wall-stone,
-wall-tile, wall-wood, water-other, waterdrops, window-blind, window-other, wood
-""")
-"""COCO's 182 labels; masks hold their numbers, counted from 0."""
+_NAMES = tomllib.loads((files("veca.data.datasets") / "class_names.toml").read_text("utf-8"))
+VOC: tuple[str, ...] = tuple(_NAMES["voc"])
+CONTEXT: tuple[str, ...] = tuple(_NAMES["context"])
+CITYSCAPES = {int(value): str(name) for value, name in _NAMES["cityscapes"].items()}
+_COCO_LABELS: tuple[str, ...] = tuple(_NAMES["coco"])
 _THINGS = 91
 """How many of them are things."""
 _UNUSED = frozenset({12, 26, 29, 30, 45, 66, 68, 69, 71, 83, 91})

@@ -60,7 +60,9 @@ def _imagenet_val(root: Path, images: Path, ids: list[str]) -> Split:
         return class_folders(images, "val", ids)
     listed = root / "LOC_val_solution.csv"
     if not listed.exists():
-        raise DatasetError(f"{images / 'val'} has no folders of classes, and {root} no {listed.name} to tell them")
+        raise DatasetError(
+            f"{images / 'val'} has no folders of classes, and {root} has no {listed.name} with the labels"
+        )
     rows = [line.split(",", 1) for line in read_lines(listed)[1:]]
     names = [f"val/{row[0]}.JPEG" for row in rows]
     return labelled_images(images, names, (index_of_class(ids, row[-1].split()[0], listed) for row in rows))
@@ -85,6 +87,7 @@ def read_imagenet_real(root: Path) -> PublishedSplits:
     if not isinstance(valid, list) or not all(isinstance(labels, list) for labels in valid):
         raise DatasetError(f"{listed} is not a list with a list of labels for each validation picture")
     numbered = sorted((int(match[1]), n) for n in images_in(images, "val") if (match := _VAL_NUMBER.search(n)))
+    # real.json has an entry for each of the 50,000 validation images in order; this copy may have fewer of them.
     if not numbered or not 1 <= numbered[0][0] <= numbered[-1][0] <= len(valid):
         count = f"{len(numbered):,} pictures ILSVRC2012_val_….JPEG"
         raise DatasetError(f"{images / 'val'} has {count}, {listed} {len(valid):,}")
@@ -171,12 +174,13 @@ def read_cifar(root: Path, classes: str, label_bytes: int, **files: Sequence[str
 
 def read_cars(root: Path) -> PublishedSplits:
     names = np.atleast_1d(load_mat(root / "devkit/cars_meta.mat", "class_names")["class_names"])
+    # The devkit's own annotations of test have no classes; the labels were published later in another file.
     test = first_existing(root, "cars_test_annos_withlabels.mat", "devkit/cars_test_annos_withlabels.mat")
     splits = {}
     for split, listed in (("train", "devkit/cars_train_annos.mat"), ("test", test)):
         rows = np.atleast_1d(load_mat(root / listed, "annotations")["annotations"])
         if rows.dtype.names is None or not {"fname", "class"}.issubset(rows.dtype.names):
-            raise DatasetError(f"{root / listed} tells no fname and class; test pictures need the file with labels")
+            raise DatasetError(f"{root / listed} has no fname and class; for test take the file with labels")
         labels = (parse_class(str(row["class"]), root / listed, len(names)) for row in rows)
         splits[split] = labelled_images(root, [f"cars_{split}/{row['fname']}" for row in rows], labels)
     return PublishedSplits(splits, [str(name) for name in names])
@@ -186,7 +190,7 @@ def read_aircraft(root: Path) -> PublishedSplits:
     classes, splits = read_lines(root / "data/variants.txt"), {}
     for split in ("train", "val", "test"):
         listed = root / f"data/images_variant_{split}.txt"
-        rows = [line.split(" ", 1) for line in read_lines(listed)]
+        rows = [line.split(" ", 1) for line in read_lines(listed)]  # names have spaces: 0034309 Boeing 717
         names = [f"data/images/{row[0]}.jpg" for row in rows]
         splits[split] = labelled_images(root, names, (index_of_class(classes, row[-1], listed) for row in rows))
     return PublishedSplits(splits, classes)

@@ -109,6 +109,7 @@ def read_coco(root: Path, things_only: bool) -> PublishedSplits:
         images = first_existing(root, f"images/{folder}", folder)
         tops = ("annotations", "stuffthingmaps", "stuffthingmaps_trainval2017")
         masks = first_existing(root, *(f"{top}/{folder}" for top in tops))
+        # Converted masks lie beside the released ones in mmsegmentation's layout; the released ones are preferred.
         released = [name for name in images_in(root, masks) if not name.endswith("TrainIds.png")]
         if released:
             names = [f"{images}/{Path(name).stem}.jpg" for name in released]
@@ -141,15 +142,16 @@ def read_depth_lists(
         depth_files = FileList(root, [_find_below(root, row[1], depths[split]) for row in rows])
         splits[split] = Split(image_files, LabelMaps(depth_files, units_per_metre=units_per_metre))
     train = splits["train"]
+    # Frames of one scene look alike, so held-out validation takes whole scenes.
     matches = [re.match(scene, name) or re.match("(.*)", name) for name in map(train.name, range(len(train)))]
     return PublishedSplits(splits, [], [match[1] for match in matches if match])
 
 
 def _find_below(root: Path, name: str, folders: Sequence[str]) -> str:
     paths = [os.path.join(folder, name.lstrip("/")) for folder in folders]
-    if (found := next((path for path in paths if (root / path).exists()), None)) is None:
+    if (existing := next((path for path in paths if (root / path).exists()), None)) is None:
         raise DatasetError(f"{root} has none of {', '.join(paths)}, which its list names")
-    return found
+    return existing
 
 
 def read_nyuv2_labelled(root: Path) -> PublishedSplits:

@@ -100,8 +100,8 @@ class DenseLoader:
         unreadable = {pair for pair in pairs if isinstance(pair, str)}
         if unreadable and not self.skip_bad:
             raise UnreadableImageError(
-                f"a picture of {self.data.name} {name} cannot be read: {min(unreadable)}. Mend it, or leave such out "
-                "with --skip-bad"
+                f"a picture of {self.data.name} {name} cannot be read: {min(unreadable)}. Repair it, or leave such "
+                "pictures out with --skip-bad"
             )
         if unreadable:
             self.skipped.setdefault(f"{self.data.name} {name}", set()).update(unreadable)
@@ -159,6 +159,7 @@ class _RandomCrop:
     def __call__(self, split: Split, index: tuple[int, int]) -> _Pair:
         position, i = index
         image, values = open_pair(split, i, self.rules, scored=False)
+        # Seeded by the position in the stream, so that an image is cropped differently in every epoch.
         scale = math.exp(seeded(self.seed, position, 1).uniform(*map(math.log, self.scales)))
         pixels = whole(image, round(self.side * scale))
         label = nearest(values, (pixels.shape[1], pixels.shape[2]))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from veca.data.datasets.base import IGNORE, DatasetError, FileList, LabelMaps, Split, evenly_spaced
 from veca.data.datasets.classes import identity, make_train_ids
 from veca.data.datasets.layout import class_folders, images_in, read_lines, subfolders, warn_unlabelled
@@ -40,6 +42,7 @@ def read_folder(root: Path, task: str | None) -> tuple[str, dict[str, Split], li
     """Return the task, the splits ("all" where there are none) and the names of the classes, if there are any."""
     top = subfolders(root)
     split_folders = {name: SPLIT_FOLDERS[name] for name in top if name in SPLIT_FOLDERS}
+    # Splits may hold images/ and masks/, or those may hold the splits; class folders have neither.
     inside = subfolders(root / next(iter(split_folders))) if split_folders else []
     if "images" in top or "images" in inside:
         return _read_pairs(root, task, split_folders if "images" in inside else {})
@@ -77,6 +80,7 @@ def _read_pairs(root: Path, task: str | None, split_folders: dict[str, str]) -> 
         inside = [name for name in subfolders(root / "images") if name in SPLIT_FOLDERS]
         pairs = {SPLIT_FOLDERS[name]: (f"images/{name}", f"{maps}/{name}") for name in inside}
     pairs = pairs or {"all": ("images", maps)}
+    # Depths have no classes; a classes.txt beside them belongs to masks of the same images.
     listed = root / "classes.txt"
     classes = read_lines(listed) if listed.exists() and task == "segment" else []
     return task, {split: _pair_by_stem(root, *folders, task) for split, folders in pairs.items()}, classes
@@ -109,13 +113,13 @@ def restrict_to_classes(splits: dict[str, Split], classes: list[str]) -> tuple[d
         assert maps is not None
         highest = -1
         for i in evenly_spaced(len(maps), _SCANNED_MASKS):
-            values = maps[i]
-            highest = max(highest, int(values[values != IGNORE].max(initial=-1)))
+            mask = maps[i]
+            highest = max(highest, *np.unique(mask[mask != IGNORE]).tolist(), -1)
         if highest < 1:
             raise DatasetError(f"{maps.files.path(0)} and the other masks have fewer than two classes")
         classes = [str(i) for i in range(highest + 1)]
     train_ids = identity(len(classes))
-    if len(classes) > IGNORE:
+    if len(classes) > IGNORE:  # class 255 cannot be used: its value means "ignore"
         pairs = [(i, i) for i in range(len(classes)) if i != IGNORE]
         train_ids = make_train_ids([*pairs, (IGNORE, IGNORE)], len(classes))
     restricted = {

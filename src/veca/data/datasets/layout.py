@@ -38,7 +38,7 @@ def read_lines(path: Path) -> list[str]:
     except OSError as error:
         raise DatasetError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is no text") from error
+        raise DatasetError(f"{path} is not a text file") from error
     return [line.strip() for line in lines if line.strip()]
 
 
@@ -76,7 +76,7 @@ def check_files_exist(files: FileList) -> None:
     """Check a sample of the files: a list does not say what was unpacked."""
     checked = evenly_spaced(len(files), _CHECKED_FILES)
     if missing := [i for i in checked if not os.path.exists(files.path(i))]:
-        count = f"{len(missing):,} of {len(checked):,} files looked for are not there"
+        count = f"{len(missing):,} of {len(checked):,} checked files are missing"
         raise DatasetError(f"{count}, such as {files.path(missing[0])}")
 
 
@@ -95,7 +95,7 @@ def images_in(root: Path, folder: str) -> list[str]:
     items = list(files_of(str(root / folder)))
     if bad := next((item for item in items if item.error), None):
         raise DatasetError(f"{bad.name}: {bad.error}")
-    start = len(str(root)) + 1
+    start = len(str(root)) + 1  # not os.path.relpath, which is slow for a million files
     return [item.path[start:] for item in items]
 
 

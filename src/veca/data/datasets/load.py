@@ -51,6 +51,7 @@ def load_dataset(
         try:
             return _load_published(spec, Path(root or os.environ.get("VECA_DATA") or "data"))
         except DatasetError as error:
+            # A folder of the user's may have the name of a benchmark, such as ./pets.
             own = Path(root or ".", name_or_path)
             hint = f"\nThe folder {own} is taken for one of your own if you write {name_or_path}/"
             raise DatasetError(f"{error}{hint * own.is_dir()}") from error
@@ -63,7 +64,7 @@ def load_dataset(
         return _load_own_folder(Path(source), task)
     hint = did_you_mean(name_or_path.lower(), SPECS)
     known = f"The names are {', '.join(SPECS)}. A path is expected to be one of:{LAYOUT}"
-    raise DatasetError(f"{name_or_path!r} is no dataset's name and no file or folder{hint}. {known}")
+    raise DatasetError(f"{name_or_path!r} is neither the name of a dataset nor a file or folder{hint}. {known}")
 
 
 def _probe_task(spec: Spec) -> str:
@@ -146,13 +147,14 @@ def _load_own_folder(root: Path, task: str | None) -> ProbeData:
 def _load_own(name: str, task: str, splits: dict[str, Split], classes: list[str]) -> ProbeData:
     """Make a user's dataset from the splits there are, and hold out those it lacks."""
     about: dict[str, Any] = {"dataset": name}
-    needed = 3 if "all" in splits else 2
+    needed = 3 if "all" in splits else 2  # images of a class, so that every split gets one
     if "all" in splits:
         train, test = held_out(splits.pop("all"), _TEST_SHARE)
         splits |= {"train": train, "test": test}
         about["test"] = f"{_TEST_SHARE:.0%}, fixed by a hash of the names"
     if "train" in splits and "val" not in splits:
         splits, about["val"] = _hold_out_val(splits)
+    # A fixed order, so that reports and progress do not depend on how the folders are called.
     splits = {split: splits[split] for split in ("train", "val", "test") if split in splits}
     if empty := [split for split, images in splits.items() if not len(images)]:
         unit = "of a class" if task == "classify" else "in all"
@@ -170,6 +172,7 @@ def _load_own(name: str, task: str, splits: dict[str, Split], classes: list[str]
 
 def _check_classes(name: str, splits: dict[str, Split], classes: list[str]) -> list[str]:
     """Return the names of the classes, numbers if there are none; at least two of them must have images."""
+    # Numbers of classes come from shards, names from a list beside them: the two may disagree.
     present = np.unique(np.concatenate([split.labels for split in splits.values()])).tolist()
     classes = classes or [str(i) for i in range(present[-1] + 1)]
     if present[-1] >= len(classes):

@@ -43,15 +43,16 @@ def load_mat(path: str | os.PathLike[str], *names: str) -> dict[str, Any]:
 def _check_size(path: str | os.PathLike[str]) -> None:
     """Refuse a file that unpacks to too much: SciPy would fill the memory with it."""
     size = os.path.getsize(path)
-    left = _MAX_MAT_BYTES - size
+    left = _MAX_MAT_BYTES - size  # bytes that it may still unpack to
     with open(path, "rb") as file:
-        header = file.read(128)
+        header = file.read(128)  # text, version, and "IM" or "MI" for the byte order
         order = "<" if header[126:128] == b"IM" else ">"
         while left >= 0 and len(tag := file.read(8)) == 8:
             kind, length = struct.unpack(f"{order}II", tag)
             if kind != _COMPRESSED:
                 file.seek(length, os.SEEK_CUR)
                 continue
+            # Unpacked a megabyte at a time and thrown away: only the size matters here.
             unpacker, packed = zlib.decompressobj(), file.read(min(length, size))
             while packed and left >= 0 and not unpacker.eof:
                 left -= len(unpacker.decompress(packed, 1 << 20))

@@ -70,9 +70,9 @@ def read_shards(paths: Sequence[str], task: str | None) -> tuple[str, dict[str, 
     # Names are relative to this folder, so that fingerprints do not depend on where the shards lie.
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     indexed = {split: _index_members(shards, root) for split, shards in groups.items()}
-    present = [
-        t for t, end in LABEL_SUFFIXES.items() if any(end in row for rows in indexed.values() for row in rows.values())
-    ]
+    samples = [sample for split in indexed.values() for sample in split.values()]
+    kinds = {kind for sample in samples for kind in sample}
+    present = [name for name, suffix in LABEL_SUFFIXES.items() if suffix in kinds]
     if not present:
         raise DatasetError(f"{paths[0]}: has no labels beside its pictures. Expected:{_LAYOUT}")
     if task is None and len(present) > 1:
@@ -80,22 +80,26 @@ def read_shards(paths: Sequence[str], task: str | None) -> tuple[str, dict[str, 
     task = task or present[0]
     if task not in present:
         raise DatasetError(f"{paths[0]}: has labels to {' and to '.join(present)}, not to {task}. Expected:{_LAYOUT}")
-    end, samples = LABEL_SUFFIXES[task], (row for rows in indexed.values() for row in rows.values())
-    unlabelled = [row["image"][0].replace("\0", "/") for row in samples if "image" in row and end not in row]
-    warn_unlabelled(unlabelled, f"a picture 7.jpg has its label in 7.{end}")
-    return task, {split: _make_split(root, rows, task) for split, rows in indexed.items()}
+    suffix = LABEL_SUFFIXES[task]
+    unlabelled = [s["image"][0].replace("\0", "/") for s in samples if "image" in s and suffix not in s]
+    warn_unlabelled(unlabelled, f"a picture 7.jpg has its label in 7.{suffix}")
+    return task, {split: _make_split(root, samples, task) for split, samples in indexed.items()}
 
 
+# Spans point into the shard, so that any sample can be read without unpacking it.
 _Samples = dict[str, dict[str, tuple[str, tuple[int, int]]]]
 """Sample → "image" or the suffix of a label → (shard and member, span)."""
 
 
 def _index_members(shards: Sequence[str], root: str) -> _Samples:
-    rows: _Samples = {}
+    samples: _Samples = {}
     for path in shards:
         if not path.endswith(".tar"):
-            raise DatasetError(f"{path}: a packed archive cannot be read in any order. Unpack it to .tar with gunzip")
+            raise DatasetError(
+                f"{path}: a compressed archive allows no random access; decompress it to .tar with gunzip"
+            )
         prefix, shard = len(as_text(path)) + 1, os.path.relpath(path, root)
+        # All members: the walk for images alone would leave out labels such as 7.seg.png.
         for item in shard_items(path, wanted=lambda name: True):
             member = item.name[prefix:]
             folder, _, file = member.rpartition("/")
@@ -107,32 +111,32 @@ def _index_members(shards: Sequence[str], root: str) -> _Samples:
                 continue
             if item.span is None:
                 raise DatasetError(f"{item.name}: {item.error}")
-            sample = rows.setdefault(f"{shard}\0{folder}/{key}", {})
+            # Keys repeat from shard to shard (0.jpg, 1.jpg …), so the shard is a part of them.
+            sample = samples.setdefault(f"{shard}\0{folder}/{key}", {})
             if kind in sample:
                 raise DatasetError(f"{item.name}: sample {key} has this twice")
             sample[kind] = f"{shard}\0{member}", item.span
-    return rows
+    return samples
 
 
-def _make_split(root: str, rows: _Samples, task: str) -> Split:
+def _make_split(root: str, samples: _Samples, task: str) -> Split:
     """Return the samples that have image and label, in the order of the shards."""
-    end = LABEL_SUFFIXES[task]
-    complete = [row for row in rows.values() if "image" in row and end in row]
+    suffix = LABEL_SUFFIXES[task]
+    complete = [sample for sample in samples.values() if {"image", suffix} <= sample.keys()]
     if not complete:
-        raise DatasetError(f"{root}: a shard has no pictures with .{end}. Expected:{_LAYOUT}")
+        raise DatasetError(f"{root}: a shard has no pictures with .{suffix}. Expected:{_LAYOUT}")
     images, labels = (
-        FileList(root, [row[key][0] for row in complete], np.array([row[key][1] for row in complete], np.int64))
-        for key in ("image", end)
+        FileList(root, [sample[kind][0] for sample in complete], np.array([s[kind][1] for s in complete], np.int64))
+        for kind in ("image", suffix)
     )
-    if task == "depth":
-        return Split(images, LabelMaps(labels, units_per_metre=1000))
-    if task == "segment":
-        return Split(images, LabelMaps(labels))
-    return Split(images, np.array([_read_class(labels, row[end][1][1], i) for i, row in enumerate(complete)]))
+    if task == "classify":
+        return Split(images, np.array([_read_class(labels, i) for i in range(len(labels))]))
+    return Split(images, LabelMaps(labels, units_per_metre=1000 if task == "depth" else 0))
 
 
-def _read_class(labels: FileList, size: int, i: int) -> int:
-    text = bytes(labels.read(i)).strip() if size <= _MAX_LABEL_BYTES else b""  # type: ignore[arg-type]
+def _read_class(labels: FileList, i: int) -> int:
+    text = labels.read_bytes(i).strip() if labels.sizes()[i] <= _MAX_LABEL_BYTES else b""
+    # At most 65535: the classes are numbered up to the highest that occurs, which must not fill the memory.
     if not text.isdigit() or int(text) >= 1 << 16:
         raise DatasetError(f"{labels.name(i)}: must hold a class number, 0 to 65535, as text")
     return int(text)

@@ -43,6 +43,7 @@ class Spec:
                 return folder
         if not root.is_dir():
             raise DatasetError(self.explain(f"no folder {root}"))
+        # The deepest folder that exists is most likely the one that was meant: say what it lacks.
         nearest = next((folder for folder in candidates[::-1] if folder.is_dir()), root)
         raise DatasetError(self.explain(f"{nearest} has no {' and no '.join(self._missing(nearest))}"))
 
@@ -66,6 +67,7 @@ def _load_specs() -> dict[str, Spec]:
 
 
 def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **row: Any) -> Spec:
+    # By name, when this module is imported: a misspelt reader or field fails there, not when a dataset is loaded.
     read = getattr(classification if row["task"] in ("classify", "multilabel") else dense, f"read_{reader}")
     for key in ("required", "folders"):
         row[key] = tuple(row[key])

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
 from PIL import Image
+from tiny_datasets import make_folder
 
 import veca
 from veca.data.datasets import ProbeData, base, load_dataset
@@ -25,19 +25,6 @@ VIEW = CropTransform(32)
 @pytest.fixture
 def data(tmp_path: Path) -> ProbeData:
     return load_dataset(str(make_folder(tmp_path / "mine", 7)))
-
-
-def make_folder(root: Path, count: int) -> Path:
-    """Two classes, red and blue, in noise."""
-    draw = np.random.default_rng(0)
-    for split in ("train", "val", "test"):
-        for name, colour in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                noise = draw.integers(-10, 10, (40, 60, 3))
-                pixels = (np.array(colour) + noise).clip(0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return root
 
 
 def backbone() -> FrozenVeca:
