@@ -143,7 +143,7 @@ def test_missing_pictures_show_the_layout(name: str, copies: Callable[[str], Pat
         assert load_dataset(name, root).fingerprint != data.fingerprint
         return
     with pytest.raises(
-        DatasetError, match="(not there, such as|none of|has no pictures)(.|\n)*is expected in the folder"
+        DatasetError, match="(missing, such as|none of|has no pictures)(.|\n)*is expected in the folder"
     ):
         load_dataset(name, root)
 
