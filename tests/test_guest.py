@@ -624,9 +624,9 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.bench.cases import Case
     from veca.embed.partitions import EmbedSettings
     from veca.embed.run import check
+    from veca.heads.frozen import FrozenVeca
     from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
-    from veca.probe.backbones import VecaBackbone
     from veca.train.finetune.settings import FinetuneClassifySettings
 
     model, images, says = make(), pictures(), f"cores={cores}; a budget is an integer from 1 to 64"
@@ -652,7 +652,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     with pytest.raises(veca.VecaError, match=f"budgets=.*{cores}.*: must be a tuple of integers"):
         veca.VecaConfig(budgets=(8, cores))
     with pytest.raises(veca.VecaError, match=f"cores {cores}: a budget of tiny is an integer from 1 to 64"):
-        VecaBackbone(model, "tiny", device, "float32").cores((8, cores))
+        FrozenVeca(model, "tiny", device, "float32").cores((8, cores))
     with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
         Case("veca_tiny", 224, 1, cores)
     with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):

@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 import veca
 import veca.cli.main
 from veca.data import loader
+from veca.data.datasets import batches
 from veca.data.sources import iter_items
-from veca.probe import features
 from veca.train.checkpoints import list_checkpoints
 from veca.utils.signals import Terminated, deferred_signals, terminable
 
@@ -113,7 +113,7 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module in (loader, features):
+        for module in (loader, batches):
             real: Any = module.open_image
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from veca.checkpoint import read_safetensors
 from veca.checkpoint.torch_file import read_torch_file
-from veca.config import did_you_mean
 from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
-from veca.utils.text import excerpt
+from veca.utils.text import did_you_mean, excerpt
 
 
 class TimmTeacher(Teacher):

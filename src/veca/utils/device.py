@@ -32,7 +32,7 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
-def versions_on(device: torch.device) -> dict[str, str]:
-    """Versions of veca, torch and Python, and the name of the device, as results record them."""
+def describe_versions(device: torch.device) -> dict[str, str]:
+    """Return the versions of veca, PyTorch and Python, and the name of the device, for results."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"veca": __version__, "torch": torch.__version__, "device": name, "python": platform.python_version()}
