@@ -119,7 +119,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["embed", "nowhere" + HOSTILE, *EMBED[2:], "f.parquet"], r"nowhere[/b][red]x\x1b[31m\x9b\u202e\r"),
     (["embed", "numbers.parquet", *EMBED[2:], "f.parquet", "--column", "[b]"], "no column of pictures '[b]'"),
     (["embed", "nope://a/b", *EMBED[2:], "f.parquet"], "nope://a/b"),
-    (["embed", "empty", *EMBED[2:], "f.parquet"], "empty: no pictures there"),
+    (["embed", "empty", *EMBED[2:], "f.parquet"], "empty: no images there"),
     (["info", "m", "--size", f"16{HUGE[1:]}"], "must be a multiple of 16 up to 1,048,576"),
     (["info", "m", "--cores", HUGE], "a budget is an integer from 1 to 64"),
     (["info", HOSTILE], f"{SHOWN}: no such file or folder"),

@@ -1,8 +1,12 @@
-"""The parts of a run: pictures as they become features, and the folder that keeps what is finished.
+"""Partitions: the folder of Parquet files that every engine writes and by which an interrupted run is resumed.
 
-What a part holds follows from the settings and the order of the pictures alone, and none holds pictures of two shards.
-So a resumed run, or one that many machines share (`veca.embed.ray_engine`), forms the same batches and gives the same
-bits as one that was never interrupted.
+    features/00000000.parquet, 00000001.parquet, …   one file per partition
+    features/_job.json, _done.json                   what the run computes; its totals, when it is complete
+    features/_00000002-0000.parquet, …               slices: what is finished of a partition in progress
+
+A partition is a tar shard, a Parquet file, or some thousand consecutive image files: it follows from the inputs and the
+settings alone. Its file is complete or absent, with the failures and a digest of its inputs in the footer. Readers of
+Parquet folders skip names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -11,424 +15,368 @@ import csv
 import glob
 import hashlib
 import json
+import os
+import re
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from numpy.typing import NDArray
 
-from veca.data.sources import Item, Record
-from veca.embed.formats import WRITERS, DamagedPart, feature_schema, read_part, reading, write_part
-from veca.errors import NonFiniteError, VecaError
-from veca.images import MAX_PIXELS, Fit, normalize
-from veca.model import Veca
-from veca.utils.files import atomic_path
+from veca.data.sources import SHARDS, TABLES, Item, Record, files_of, is_container, is_remote, stamped
+from veca.embed.batches import FeatureBatcher
+from veca.embed.formats import WRITERS, parquet_writer, read_row_groups
+from veca.embed.settings import EmbedError, EmbedSettings
+from veca.utils.files import InUseError, atomic_path, locked, publish, temporary_path
 
-Precision = Literal["float32", "bfloat16", "float16"]
-SaveDtype = Literal["float32", "float16"]
+PARTITION = 4096
+"""Image files in a partition; rounded to whole parts (`veca.embed.batches`)."""
 
-_PART_BYTES = 256 << 20
-_PART_PICTURES = 1024
-
-
-class EmbedError(VecaError, ValueError):
-    """A run that cannot start, go on or end: the message says why and the way out."""
+_JOB, _DONE, _LOCK = "_job.json", "_done.json", "_lock"
+_OURS = re.compile(r"\d{8}\.parquet|_\d{8}-\d{4}\.parquet|_done\.json|\..*\.part")
+_FORMER = re.compile(r"job\.json|\d{6}\.parquet|begun\.parquet")
+"""Files in a `.parts` folder of former versions, which had a format of their own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbedSettings:
-    """Everything beside the model and the pictures that the numbers depend on."""
+class Partition(NamedTuple):
+    """Consecutive image files, or one container: a tar shard or a Parquet file."""
 
-    cores: int | None = None
-    """Budget; None: all the model has."""
-    size: int = 512
-    """Side in pixels, as `veca.images.fit_image` takes it."""
-    fit: Fit = "crop"
-    dense: bool = False
-    """Save the patches."""
-    with_global: bool = True
-    """Save the global feature."""
-    batch: int = 32
-    """Pictures of size × size per step; of larger ones, as many as have no more pixels together."""
-    precision: Precision = "float32"
-    """Of the computation: other than float32, autocast."""
-    save_dtype: SaveDtype = "float32"
-    max_pixels: int = MAX_PIXELS
-
-    def __post_init__(self) -> None:
-        for name in ("size", "batch", "max_pixels"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise EmbedError(f"{name}={value!r}: must be an integer, at least 1")
-        for name, kind in (("fit", Fit), ("precision", Precision), ("save_dtype", SaveDtype)):
-            known = get_args(kind)
-            if (value := getattr(self, name)) not in known:
-                raise EmbedError(f"{name}={value!r}: must be one of {', '.join(known)}")
-        if not self.dense and not self.with_global:
-            raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
-
-
-class Part:
-    """Pictures on their way to one file of features, in input order. Batches take them as they come, by shape.
-
-    A picture whose features are not finite is an error, or with `skip_nonfinite` one of the failures.
-    """
-
-    def __init__(
-        self, model: Veca, settings: EmbedSettings, device: torch.device, skip_nonfinite: bool = False
-    ) -> None:
-        self.model, self.settings, self.device, self.skip_nonfinite = model, settings, device, skip_nonfinite
-        # A subclass may make something else of a call, as timm's models do.
-        self.run = model if type(model).forward is Veca.forward else partial(Veca.forward, model)
-        self.names: list[str] = []
-        self.stamps: list[str] = []
-        """For each name, what tells whether its file was replaced: see `Item`."""
-        self.rows: list[tuple[str, int, int, int, int, int | None]] = []
-        self.failures: list[tuple[str, str]] = []
-        self._features: dict[str, dict[int, NDArray[Any]]] = {"cls": {}, "patches": {}}
-        self._waiting: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
-        self._waiting_bytes = self._feature_bytes = 0
-        self._nonfinite: dict[int, str] = {}
-        """Rows since the last batch was whole that become failures, and why."""
-        self.settled = (0, 0)
-        """Of names and rows, how many there were when last no picture waited for its batch."""
-        picture = self._bytes_of(settings.size, settings.size)
-        self._most_bytes = max(_PART_BYTES, settings.batch * picture)
-        self.most = max(1, min(_PART_PICTURES, self._most_bytes // picture) // settings.batch) * settings.batch
-
-    def _bytes_of(self, height: int, width: int) -> int:
-        """Size of the features of a picture."""
-        s, config = self.settings, self.model.config
-        vectors = s.with_global + s.dense * (height * width // config.patch_size**2)
-        return vectors * config.num_features * np.dtype(s.save_dtype).itemsize
+    number: int
+    files: list[Item]
 
     @property
-    def full(self) -> bool:
-        """Whether pictures larger than size × size have filled it before it had `most` of them."""
-        return self._feature_bytes > self._most_bytes
+    def name(self) -> str:
+        return f"{self.number:08d}.parquet"
 
-    def add(self, record: Record) -> None:
-        self._add(record)
-        if not self._waiting:
-            self._settle()
+    def slice_name(self, index: int) -> str:
+        return f"_{self.number:08d}-{index:04d}.parquet"
 
-    def _settle(self) -> None:
-        """No picture waits for its batch: rows that were found to be failures go."""
-        if self._nonfinite:
-            first, patch = min(self._nonfinite), self.model.config.patch_size
-            good = [*range(first), *(i for i in range(first, len(self.rows)) if i not in self._nonfinite)]
-            for i, reason in sorted(self._nonfinite.items()):
-                name, _, _, rows, columns, _ = self.rows[i]
-                self.failures.append((name, reason))
-                self._feature_bytes -= self._bytes_of(rows * patch, columns * patch)
-            self.rows = [self.rows[i] for i in good]
-            for name, features in self._features.items():
-                self._features[name] = {new: features[old] for new, old in enumerate(good) if old in features}
-            self._nonfinite = {}
-        self.settled = (len(self.names), len(self.rows))
+    def digests(self, images: int | None = None) -> dict[str, str]:
+        """Digests of the names, sizes and dates of the files that hold the first `images`, or all."""
+        files = self.files if is_container(self.files[0]) else self.files[:images]
+        sizes = (f"{file.name}\0{file.stamp.partition(' ')[0]}" for file in files)
+        dates = (f"{file.name}\0{file.stamp}" for file in files)
+        texts = {"digest": (file.name for file in files), "sizes": sizes, "dates": dates}
+        return {key: hashlib.sha256("\0".join(text).encode()).hexdigest() for key, text in texts.items()}
 
-    def restore(self, names: list[str], stamps: list[str], failures: Iterable[Sequence[str]], table: pa.Table) -> None:
-        """Begin with what another part had settled."""
-        patch = self.model.config.patch_size
-        columns: list[list[Any]] = [table[i].to_pylist() for i in range(6)]
-        self.names, self.stamps, self.rows = names, stamps, list(zip(*columns, strict=True))
-        self.failures = [(name, error) for name, error in failures]
-        self._feature_bytes = sum(self._bytes_of(row[3] * patch, row[4] * patch) for row in self.rows)
-        for name in table.schema.names[6:]:
-            self._features[name] = {i: row.values.to_numpy() for i, row in enumerate(table[name])}
-        self.settled = (len(self.names), len(self.rows))
 
-    def _add(self, record: Record) -> None:
-        self.names.append(record.name)
-        self.stamps.append(record.stamp)
-        if record.pixels is None:
-            self.failures.append((record.name, record.error))
+def plan_partitions(sources: Sequence[str], length: int) -> Iterator[Partition]:
+    """Divide the sources into partitions of one container or `length` image files; nothing is opened."""
+    number, files = 0, list[Item]()
+    for file in (file for source in sources for file in files_of(source, SHARDS + TABLES)):
+        if files and (is_container(file) or is_container(files[0]) or len(files) == length):
+            yield Partition(number, files)
+            number, files = number + 1, []
+        files.append(file)
+    if files:
+        yield Partition(number, files)
+
+
+def stamp_files(partition: Partition) -> Partition:
+    """The partition with size and date of every local file."""
+    return partition._replace(files=list(map(stamped, partition.files)))
+
+
+StateT = TypeVar("StateT", bound="PartitionState")
+
+
+@dataclass
+class PartitionState:
+    """What the footer of a partition's file says about it."""
+
+    digest: str = ""
+    sizes: str = ""
+    dates: str = ""
+    pictures: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class SliceState(PartitionState):
+    """What the footer of a slice says about it, and what it takes to continue after it."""
+
+    end: int = 0
+    """Index in the partition of the first image after the slice."""
+    groups: list[int] = field(default_factory=list)
+    """For each row group, the index of the first image of its part."""
+    part: int = 0
+    """Index of the first image of the part in progress."""
+    part_bytes: int = 0
+    """Bytes of features of that part so far."""
+
+    def next(self) -> SliceState:
+        """An empty slice after this one."""
+        return SliceState(end=self.end, part=self.part, part_bytes=self.part_bytes)
+
+
+class PartitionFolder:
+    """The folder of a run, on this machine or at an address, and the file it becomes if one was asked for."""
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        """`out` is a folder or address, or a file (.parquet, .safetensors, .npz), whose folder is `<out>.parts`."""
+        name = os.fspath(out)
+        self.out = name.rstrip("/") or name
+        self.file: Path | None = None
+        self.address = self.out if is_remote(name) else os.path.abspath(name)
+        suffix = os.path.splitext(self.out)[1]
+        if suffix and not (is_remote(name) or name.endswith("/") or os.path.isdir(name)):
+            if suffix not in WRITERS:
+                known = ", ".join(WRITERS)
+                raise EmbedError(
+                    f"{name}: unknown kind of file {suffix!r}; choose one of {known}, or end it with / for a folder"
+                )
+            self.file, self.address = Path(name), f"{self.address}.parts"
+        try:
+            self._fs, self._root = fsspec.url_to_fs(self.address)
+        except (ImportError, ValueError) as error:
+            raise EmbedError(f"{name}: {error}") from error
+
+    def check_format(self, settings: EmbedSettings) -> None:
+        """Raise EmbedError if the file cannot hold features of these settings."""
+        if self.file and self.file.suffix != ".parquet" and settings.dense and settings.fit in ("keep", "pad"):
+            raise EmbedError(
+                f"fit={settings.fit!r} gives every image a grid of its own, which {self.file.suffix} cannot hold; "
+                "write .parquet, or choose fit 'crop' or 'stretch'"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a second run while the block runs. Object stores have no locks: nothing keeps runs apart there."""
+        if is_remote(self.address) or os.path.isfile(self._root):  # `start` refuses a file
+            yield
             return
-        height, width = shape = record.pixels.shape[1:]
-        s, patch, area = self.settings, self.model.config.patch_size, self.settings.batch * self.settings.size**2
-        group = self._waiting.setdefault(shape, [])
-        group.append((len(self.rows), record.pixels))
-        self.rows.append((record.name, *record.size, height // patch, width // patch, s.cores))
-        self._waiting_bytes += record.pixels.nbytes
-        self._feature_bytes += self._bytes_of(height, width)
-        if len(group) >= min(s.batch, max(1, area // (height * width))):
-            self._embed(shape)
-        elif self._waiting_bytes > max(_PART_BYTES, 3 * area):
-            self._embed(*self._waiting)
+        try:
+            with locked(self._root, _LOCK):
+                yield
+        except InUseError as error:
+            raise EmbedError(str(error)) from None
+        finally:
+            if self.file:
+                with suppress(OSError):  # not empty: the run is unfinished, or the user keeps a file in it
+                    os.rmdir(self._root)
 
-    def _embed(self, *shapes: tuple[int, int]) -> None:
-        s = self.settings
-        precision = torch.autocast(self.device.type, getattr(torch, s.precision), enabled=s.precision != "float32")
-        for group in map(self._waiting.pop, shapes):
-            pixels = torch.from_numpy(np.stack([pixels for _, pixels in group]))
-            self._waiting_bytes -= pixels.nbytes
-            with torch.inference_mode(), precision:
-                output = self.run(normalize(pixels.to(self.device)), cores=s.cores, cls_only=not s.dense)
-            for name, wanted in (("cls", s.with_global), ("patches", s.dense)):
-                if wanted:
-                    # A copy always: a view of one token would keep all tokens in memory.
-                    features = getattr(output, name).to("cpu", getattr(torch, s.save_dtype), copy=True)
-                    indices = [index for index, _ in group]
-                    rows = features.flatten(1).numpy()
-                    self._features[name].update(zip(indices, rows, strict=True))
-                    if not np.isfinite(rows).all():
-                        self._note_nonfinite(indices, rows, getattr(output, name))
+    def start(self, job: dict[str, Any], overwrite: bool) -> set[int]:
+        """Begin or resume `job` in this folder; returns the partitions that are there. Refuses any other content."""
+        if self._fs.isfile(self._root):
+            raise EmbedError(f"{self.address} is a file; choose another name for the folder of features")
+        old: Any = None
+        with suppress(OSError, ValueError, RecursionError):
+            old = json.loads(self._fs.cat_file(f"{self._root}/{_JOB}"))
+        names = self._names()
+        unfinished = isinstance(old, dict) and _DONE not in names and any(map(_OURS.fullmatch, names))
+        if self.file:
+            self._check_file(names, unfinished, overwrite)
+        elif names and not isinstance(old, dict):
+            raise EmbedError(f"{self.address} holds files that no run of this left, as {names[0]}; choose another name")
+        elif _DONE in names and not overwrite:
+            raise EmbedError(
+                f"{self.out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)"
+            )
+        if unfinished and not overwrite:
+            check_same_job(self.address, old, job)
+            return self.partitions()
+        # A description remains until the new one replaces it: without any, the folder would be nobody's.
+        self._remove_all(keep_job=True)
+        self._write_json(_JOB, job)
+        return set()
 
-    def _note_nonfinite(self, indices: list[int], rows: NDArray[Any], output: torch.Tensor) -> None:
-        s = self.settings
-        bad = ~np.isfinite(rows).all(axis=1)
-        weights = chain(self.model.parameters(), self.model.buffers())  # an optimized model has its own as buffers
-        broken = bad.all() and not all(tensor.isfinite().all() for tensor in weights)
-        reasons = [
-            (broken, "the weights have NaN or infinity in them"),
-            (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--save-dtype)"),
-            (s.precision == "float16", "float16 may overflow: compute in bfloat16 or float32 (--precision)"),
-        ]
-        why = next((text for holds, text in reasons if holds), "look at the weights, and at --precision")
-        reason = f"its features are not finite: {why}"
-        self._nonfinite.update({indices[i]: reason for i in np.flatnonzero(bad)})
-        if not self.skip_nonfinite:
-            raise NonFiniteError(f"{self.rows[min(self._nonfinite)][0]}: {reason}")
+    def _check_file(self, names: list[str], unfinished: bool, overwrite: bool) -> None:
+        assert self.file is not None
+        former = [name for name in names if _FORMER.fullmatch(name)]
+        if len(former) > 1 and not overwrite:
+            raise EmbedError(
+                f"{self.address} holds an unfinished run of a former version of veca, which this one cannot continue: "
+                "finish it with that version, or start anew with --overwrite (overwrite=True)"
+            )
+        if self.file.exists() and not overwrite and not unfinished:
+            raise self._exists()
+        for name in former:
+            self.remove(name)
 
-    def table(self, schema: pa.Schema, count: int | None = None) -> pa.Table:
-        """All rows, or the first `count`, which must be settled."""
-        if count is None:
-            self._embed(*self._waiting)
-            self._settle()
-            count = len(self.rows)
-        columns: dict[str, Any] = {n: [row[i] for row in self.rows[:count]] for i, n in enumerate(schema.names[:6])}
-        for name in schema.names[6:]:
-            rows = [np.empty(0, self.settings.save_dtype), *(self._features[name][i] for i in range(count))]
-            ends, values = pa.array(np.cumsum([row.size for row in rows])), pa.array(np.concatenate(rows))
-            columns[name] = pa.LargeListArray.from_arrays(ends, values).cast(schema.field(name).type)
-        return pa.table(columns, schema)
+    def _exists(self) -> EmbedError:
+        return EmbedError(f"{self.out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
 
+    def partitions(self) -> set[int]:
+        """Numbers of the partitions that are there."""
+        return {int(name[:8]) for name in self._names() if re.fullmatch(r"\d{8}\.parquet", name)}
 
-def cut(
-    records: Iterable[Record], new_part: Callable[[], Part], most: int, begun: Part | None = None
-) -> Iterator[Part]:
-    """The records as parts: one ends with every `most`-th picture of a shard or a run of files, or when it is full.
-
-    The first of them go to the part that was `begun`, if there is one.
-    """
-    part = begun or new_part()
-    for record in records:
-        if part.names and record.number == 0:
-            yield part
-            part = new_part()
-        part.add(record)
-        if part.full or (record.number + 1) % most == 0:
-            yield part
-            part = new_part()
-    if part.names:
-        yield part
-
-
-class Parts:
-    """The finished parts of a run, in a folder beside `out`, and what they become.
-
-    Each part knows the totals up to its end and digests of all pictures so far (their names; these and the sizes of
-    their files; these and their dates), so the last tells where to go on.
-    """
-
-    def __init__(self, out: Path, settings: EmbedSettings, about: dict[str, Any], inputs: str) -> None:
-        self.out, self.about = out, about
-        self.folder = out.with_name(f"{out.name}.parts")
-        self.job = {**about, "inputs": inputs}
-        self.schema = feature_schema(about["dim"], settings.save_dtype, settings.with_global, settings.dense)
-        self.count = self.items = self.pictures = self.failed = self.resumed = self.resumed_failures = self.rows = 0
-        self.digests = dict.fromkeys(_DIGESTS, "")
-        self.last = ""
-        self.begun = self.folder / "begun.parquet"
-        self.taken_over: tuple[list[str], list[str], list[Sequence[str]], pa.Table] | None = None
-        """Names, stamps, failures and pictures of `begun`, for the part that goes on with them."""
-        self.names: list[str] = []
-        """What `begun` holds of the part at hand, and `rows` how many of them are pictures."""
-        self.stamps: list[str] = []
-        self.kept_at = time.monotonic()
-
-    @property
-    def unfinished(self) -> bool:
-        return (self.folder / "job.json").exists() and (self._file(0).exists() or self.begun.exists())
-
-    @property
-    def kept(self) -> str:
-        there = (self.folder / "job.json").exists() and all(self._file(i).exists() for i in range(self.count))
-        if not there:
-            return f"Not all that was finished is in {self.folder}; the same call computes what is missing."
-        done = self.pictures + self.rows * self.begun.exists()
-        return f"{done:,} finished pictures are kept in {self.folder}; the same call continues after them."
-
-    def _file(self, index: int) -> Path:
-        return self.folder / f"{index:06d}.parquet"
-
-    def _state(self, file: Path, *keys: str) -> dict[str, Any]:
-        """What the part knows, and `keys` for sure."""
-        with reading(file):
-            state = dict(json.loads(pq.read_schema(file).metadata[b"veca"]))
-            missing = [key for key in keys if key not in state]
-            if missing:
-                raise KeyError(missing[0])
+    def finished(self, partition: Partition, ignore_dates: bool = False) -> PartitionState | None:
+        """State of the partition if an earlier worker or run has finished it; refuses one of other images."""
+        state = self.read_state(partition.name, PartitionState)
+        if state is not None:
+            self._check_unchanged(state, partition.digests(), ignore_dates, f"the images of {partition.name}")
         return state
 
-    def _describe(self) -> None:
-        with atomic_path(self.folder / "job.json") as path:
-            path.write_text(json.dumps(self.job, indent=2))
+    def slices(self, partition: Partition, ignore_dates: bool = False) -> list[SliceState]:
+        """States of the slices that an earlier run left of a partition; refuses those of other images."""
+        states, index = list[SliceState](), 0
+        while self.exists(name := partition.slice_name(index)):
+            state, index = self.read_state(name, SliceState), index + 1
+            if state is None or len(states) < index - 1:  # after a damaged slice, the rest is computed again
+                self.remove(name)
+            else:
+                states.append(state)
+        if states:
+            digests, which = partition.digests(states[-1].end), f"the first images of {partition.name}"
+            self._check_unchanged(states[-1], digests, ignore_dates, which)
+        return states
 
-    def _still_there(self) -> None:
-        """Before anything is written: the folder may have been removed meanwhile, and parts with it."""
-        described = (self.folder / "job.json").exists()
-        if self.count and not (described and self._file(self.count - 1).exists()):
+    def read_state(self, name: str, kind: type[StateT]) -> StateT | None:
+        """The state in the footer of a file; None if it is absent or damaged: not all file systems write atomically."""
+        try:
+            with self._fs.open(f"{self._root}/{name}", "rb") as file:
+                footer = pq.read_metadata(file)
+            state = kind(**json.loads((footer.metadata or {})[b"veca_partition"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        whole = footer.num_rows == state.pictures
+        if isinstance(state, SliceState):
+            whole &= footer.num_row_groups == len(state.groups)
+        return state if whole else None
+
+    def _check_unchanged(self, state: PartitionState, digests: dict[str, str], ignore_dates: bool, which: str) -> None:
+        # Partitions of former versions have a digest of names alone.
+        changed = {key for key, digest in digests.items() if (getattr(state, key) or digest) != digest}
+        if changed == {"dates"} and not ignore_dates:
             raise EmbedError(
-                f"{self.folder} was removed while the run was at work, and {self.pictures:,} finished pictures with "
-                "it. Run it again: it starts anew"
+                f"the inputs have changed: {which} have the names and sizes of those already embedded in "
+                f"{self.address}, but other dates. If they are only new copies, continue with --ignore-dates "
+                "(ignore_dates=True); if not, start anew with --overwrite (overwrite=True)"
             )
-        if not described:  # nothing is lost: the part at hand is in memory
-            self._describe()
-        if not self.begun.exists():
-            self.names, self.stamps, self.rows = [], [], 0
+        if changed - {"dates"}:
+            raise EmbedError(
+                f"the inputs have changed: {which} are not those already embedded in {self.address}. Restore them, or "
+                "start anew with --overwrite (overwrite=True)"
+            )
 
-    def resume(self, overwrite: bool) -> None:
-        """Take over the parts of an earlier run of the same job; refuse those of another."""
-        old = None
-        with suppress(OSError, ValueError, RecursionError):
-            old = json.loads((self.folder / "job.json").read_text())
-        if overwrite or old is None or not self.unfinished:
-            self._clear()
-            self._describe()
+    def complete(self, totals: dict[str, int], failed: Iterable[int], schema: pa.Schema, about: dict[str, Any]) -> None:
+        """End the run: write the failures of the partitions `failed`, join the file or mark the folder as complete."""
+        self.check_partitions(totals["partitions"])
+        present = self.partitions()
+        if missing := sorted(set(range(totals["partitions"])) - present):
+            raise EmbedError(
+                f"{missing[0]:08d}.parquet is missing from {self.address}: the same call computes it again"
+            )
+        states = (self.read_state(f"{number:08d}.parquet", PartitionState) for number in sorted(failed))
+        failures = (state.failures for state in states if state is not None)
+        self._write_failures(failures if totals["failures"] else None)
+        if self.file is None:
+            for name in self._names():
+                if name.startswith((".", "_0")):  # temporary files of killed workers, and slices
+                    self.remove(name)
+            self._write_json(_DONE, totals)
             return
-        same_job(self.folder, old, self.job)
-        while self._file(self.count).exists():
-            self.count += 1
-        if self.count:
-            last = self._state(self._file(self.count - 1), "items", "pictures", "failed", "digest")
-            self.items, self.pictures, self.failed = (last[key] for key in ("items", "pictures", "failed"))
-            # Parts of earlier versions know the names alone.
-            self.digests = {key: last[key] for key in _DIGESTS if key in last}
-        failures: list[Sequence[str]] = []
-        if self.begun.exists():
-            try:
-                state = self._state(self.begun, "part", "names", "failures")
-                if state["part"] == self.count:
-                    names, failures = state["names"], state["failures"]
-                    stamps = state.get("stamps") or [""] * len(names)
-                    self.taken_over = names, stamps, failures, read_part(self.begun, self.schema)
-                    self.names, self.stamps, self.rows = list(names), list(stamps), len(names) - len(failures)
-            except DamagedPart:
-                failures = []
-                self.begun.unlink()  # one part at most, which is computed again
-        self.resumed, self.resumed_failures = self.items + len(self.names), self.failed + len(failures)
+        with atomic_path(self.file) as path:
+            WRITERS[self.file.suffix](path, [self.path(f"{n:08d}.parquet") for n in sorted(present)], schema, about)
+        for temporary in self.file.parent.glob(f".{glob.escape(self.file.name)}.*.part"):
+            temporary.unlink()
+        self._remove_all(keep_job=False)
 
-    def _follow(self, pictures: Iterable[tuple[str, str]]) -> None:
-        """Names, and stamps."""
-        for name, stamp in pictures:
-            for key, text in identities(name, stamp).items():
-                if key in self.digests:
-                    self.digests[key] = hashlib.sha256(f"{self.digests[key]}{text}".encode()).hexdigest()
+    def check_partitions(self, count: int) -> None:
+        """Raise EmbedError if there are partitions after the first `count`: the inputs had more images."""
+        if any(number >= count for number in self.partitions()):
+            raise EmbedError(
+                f"the inputs have changed: {self.address} holds partitions of other images. Restore them, or start "
+                "anew with --overwrite (overwrite=True)"
+            )
 
-    def skip(self, items: Iterator[Item], ignore_dates: bool = False) -> None:
-        """Pass over what is done, if it is still the same; with `ignore_dates`, names and sizes are."""
-        expected, self.digests = self.digests, dict.fromkeys(self.digests, "")
-        self._follow((item.name, item.stamp) for item in islice(items, self.items))
-        changed = {key for key, digest in self.digests.items() if digest != expected[key]}
-        found = [(item.name, item.stamp) for item in islice(items, len(self.names))]
-        kept = list(zip(self.names, self.stamps, strict=True))
-        changed |= {"digest"} if len(found) != len(kept) else set()
-        for now, before in zip(found, kept, strict=False):
-            compared = [key for key in _DIGESTS if before[1] or key == "digest"]
-            changed |= {key for key in compared if identities(*now)[key] != identities(*before)[key]}
-        refuse_changed(changed, ignore_dates, f"their first {self.resumed:,} pictures", str(self.folder))
+    def _write_failures(self, failures: Iterable[list[tuple[str, str]]] | None) -> None:
+        address = f"{self.file or self._root.rstrip('/')}.failures.csv"
+        if failures is not None:
+            with self._replacing(address) as path, open(path, "w", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                rows.writerow(("path", "error"))
+                for part in failures:
+                    rows.writerows(part)
+        elif self._fs.exists(address):
+            self._fs.rm_file(address)
 
-    def restore(self, part: Part) -> None:
-        """What an earlier run had of the part at hand."""
-        if self.taken_over:
-            part.restore(*self.taken_over)
-            self.taken_over = None  # or it would stay in memory after the part
+    def kept_message(self, images: int) -> str:
+        """How to go on after an error; `images` are finished."""
+        if not self.has_job():
+            return f"Not all that was finished is in {self.address}; the same call computes what is missing."
+        return f"{images:,} finished images are kept in {self.address}; the same call continues after them."
 
-    def keep(self, part: Part) -> None:
-        """The part at hand, as far as it is settled."""
-        self.kept_at, (names, rows) = time.monotonic(), part.settled
-        self._still_there()
-        if not rows or names <= len(self.names):
-            return
-        state = {"part": self.count, "names": part.names[:names], "stamps": part.stamps[:names]}
-        state["failures"] = part.failures[: names - rows]
-        with atomic_path(self.begun) as path:
-            write_part(path, part.table(self.schema, rows), state)
-        self.names, self.stamps, self.rows = part.names[:names], part.stamps[:names], rows
+    def path(self, name: str) -> Path:
+        """Path of a file in a local folder."""
+        return Path(self._root, name)
 
-    def store(self, part: Part) -> None:
-        self._still_there()
-        self._follow(zip(part.names, part.stamps, strict=True))
-        table = part.table(self.schema)
-        pictures, failed = len(part.rows), len(part.failures)
-        totals = (self.items + pictures + failed, self.pictures + pictures, self.failed + failed)
-        state: dict[str, Any] = dict(zip(("items", "pictures", "failed"), totals, strict=True))
-        state |= {**self.digests, "failures": part.failures}
-        with atomic_path(self._file(self.count)) as path:
-            write_part(path, table, state)
-        part.settled = (0, 0)  # or a run stopped just now would keep it once more, as the next part
-        self.count += 1
-        self.items, self.pictures, self.failed = totals
-        self.names, self.stamps, self.rows = [], [], 0
-
-    def merge(self) -> None:
-        """The parts as one file, and nothing else left; whenever it stops, doing it again gives the same."""
-        self._still_there()
-        failures = self.out.with_name(f"{self.out.name}.failures.csv")
-        files = [self._file(index) for index in range(self.count)]
-        if self.failed:
-            with atomic_path(failures) as path:
-                write_failures(path, (self._state(file, "failures")["failures"] for file in files))
+    @contextmanager
+    def temporary(self) -> Iterator[Path]:
+        """A local path to write to; `publish` moves what is there into the folder."""
+        if is_remote(self.address):
+            with tempfile.TemporaryDirectory() as folder:
+                yield Path(folder, "new")
         else:
-            failures.unlink(missing_ok=True)
-        with atomic_path(self.out) as path:
-            WRITERS[self.out.suffix](path, files, self.schema, self.about)
-        self._clear()
+            with temporary_path(self.path("new")) as path:
+                yield path
 
-    def _clear(self) -> None:
-        # The description goes first: parts without one are no run to continue.
-        (self.folder / "job.json").unlink(missing_ok=True)
-        temporary = self.out.parent.glob(f".{glob.escape(self.out.name)}.*.part")
-        for file in chain(self.folder.glob("[0-9]*.parquet"), self.folder.glob(".*.part"), temporary):
-            file.unlink()
-        self.begun.unlink(missing_ok=True)
+    def publish(self, path: Path, name: str) -> None:
+        """Move a file from `temporary` into the folder, at once."""
+        if is_remote(self.address):
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.put_file(str(path), f"{self._root}/{name}")
+            return
+        try:
+            os.stat(self.path(_JOB))
+            publish(path, self.path(name))
+        except FileNotFoundError:
+            raise EmbedError(
+                f"{self.address} was removed while the run was at work, and what it had finished with it. Run it "
+                "again: it starts anew"
+            ) from None
+
+    def has_job(self) -> bool:
+        return self.exists(_JOB)
+
+    def exists(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self._root}/{name}"))
+
+    def remove(self, name: str) -> None:
+        self._fs.rm_file(f"{self._root}/{name}")
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            names = (name.rstrip("/").rpartition("/")[2] for name in self._fs.ls(self._root, detail=False))
+            return sorted(name for name in names if name != _LOCK)
+        except FileNotFoundError:
+            return []
+
+    def _remove_all(self, keep_job: bool) -> None:
+        """Remove what runs wrote, and nothing else."""
+        if not keep_job:  # first: partitions without a description are no run to resume
+            self.remove(_JOB)
+        for name in filter(_OURS.fullmatch, self._names()):
+            self.remove(name)
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        with self._replacing(f"{self._root}/{name}") as path:
+            path.write_text(json.dumps(value, indent=2))
+
+    @contextmanager
+    def _replacing(self, address: str) -> Iterator[Path]:
+        """A local path; what is written there replaces the file at `address` when the block succeeds."""
+        if not is_remote(self.address):
+            with atomic_path(address) as path:
+                yield path
+            return
+        with self.temporary() as path:
+            yield path
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.put_file(str(path), address)
 
 
-_DIGESTS = ("digest", "sizes", "dates")
-
-
-def identities(name: str, stamp: str) -> dict[str, str]:
-    """What tells a picture from others: by its name alone, also by the size of its file, and also by its date."""
-    size = stamp.partition(" ")[0]
-    return dict(zip(_DIGESTS, (name, f"{name}\0{size}", f"{name}\0{stamp}"), strict=True))
-
-
-def refuse_changed(changed: set[str], ignore_dates: bool, which: str, folder: str) -> None:
-    """Raise if pictures differ from those embedded before; `changed` has some of `_DIGESTS`."""
-    if changed == {"dates"} and not ignore_dates:
-        raise EmbedError(
-            f"the inputs have changed: {which} have the names and sizes of those already embedded in {folder}, but "
-            "other dates. If they are only new copies, continue with --ignore-dates (ignore_dates=True); if not, start "
-            "anew with --overwrite (overwrite=True)"
-        )
-    if changed - {"dates"}:
-        raise EmbedError(
-            f"the inputs have changed: {which} are not those already embedded in {folder}. Restore them, or start "
-            "anew with --overwrite (overwrite=True)"
-        )
-
-
-def same_job(folder: object, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse to continue a run by another."""
+def check_same_job(folder: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise EmbedError if a folder holds another job, and say in what it differs."""
     pairs = {key: (old.get(key), new.get(key)) for key in new | old}
     changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
     if changed:
@@ -438,9 +386,128 @@ def same_job(folder: object, old: dict[str, Any], new: dict[str, Any]) -> None:
         )
 
 
-def write_failures(path: Path, parts: Iterable[Iterable[Sequence[str]]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(("path", "error"))
-        for failures in parts:
-            rows.writerows(failures)
+class PartitionWriter:
+    """Runs the images of one partition through the model and writes its file.
+
+    With `save_seconds`, finished rows are saved as a slice that often and when the run is stopped, and `slices` of an
+    earlier run are continued. The file is the same with and without slices.
+    """
+
+    def __init__(
+        self,
+        folder: PartitionFolder,
+        partition: Partition,
+        batcher: FeatureBatcher,
+        about: dict[str, Any],
+        slices: Sequence[SliceState] = (),
+        save_seconds: float | None = None,
+    ) -> None:
+        self.folder, self.partition, self.batcher, self.about = folder, partition, batcher, about
+        self.slices, self.save_seconds = list(slices), save_seconds
+        self._state = slices[-1].next() if slices else SliceState()
+        self._added = self._state.end
+        """Images that the batcher has got, and those before."""
+        batcher.begin_part(self._state.part_bytes)
+
+    @property
+    def saved(self) -> int:
+        """Images in slices."""
+        return sum(state.pictures for state in self.slices)
+
+    def write(self, records: Iterable[Record]) -> PartitionState:
+        """Embed `records`, the images after those in slices, and write the file."""
+        records, state = iter(records), None
+        while state is None:
+            with self._new_file() as (path, writer):
+                try:
+                    complete = self._add_records(records, writer)
+                except BaseException:
+                    if self.save_seconds is not None:
+                        with suppress(Exception):  # the first error is the one to report
+                            self._write_rows(writer)
+                            self._save_slice(path, writer)
+                    raise
+                if complete and not self.slices:
+                    state = self._finish(path, writer, self._state.pictures, self._state.failures)
+                    continue
+                self._save_slice(path, writer)
+            if complete:
+                state = self._join_slices()
+        return state
+
+    @contextmanager
+    def _new_file(self) -> Iterator[tuple[Path, pq.ParquetWriter]]:
+        with (
+            self.folder.temporary() as path,
+            parquet_writer(path, self.batcher.schema, self.about, checksums=True) as writer,
+        ):
+            yield path, writer
+
+    def _add_records(self, records: Iterator[Record], writer: pq.ParquetWriter) -> bool:
+        """Add records until the partition ends (True) or a slice is due (False)."""
+        began, batcher = time.monotonic(), self.batcher
+        for record in records:
+            batcher.add(record)
+            self._added += 1
+            if batcher.part_is_full or self._added % batcher.part_images == 0:
+                self._end_part(writer)
+            due = self.save_seconds is not None and time.monotonic() - began > self.save_seconds
+            if due and batcher.is_settled:  # images that wait for their batch cannot be saved
+                self._write_rows(writer)
+                if self._state.pictures:
+                    return False
+        self._end_part(writer)
+        return True
+
+    def _end_part(self, writer: pq.ParquetWriter) -> None:
+        self.batcher.flush()
+        self._write_rows(writer)
+        self.batcher.begin_part()
+        self._state.part, self._state.part_bytes = self._state.end, 0
+
+    def _write_rows(self, writer: pq.ParquetWriter) -> None:
+        """Write the finished rows as one row group."""
+        state, rows = self._state, self.batcher.take()
+        if rows.table.num_rows:
+            writer.write_table(rows.table)
+            state.groups.append(state.part)
+            state.pictures += rows.table.num_rows
+        state.failures += rows.failures
+        state.end += rows.images
+        state.part_bytes += rows.nbytes
+
+    def _save_slice(self, path: Path, writer: pq.ParquetWriter) -> None:
+        state = self._state
+        if not state.pictures:
+            return
+        vars(state).update(self.partition.digests(state.end))
+        self._publish(path, writer, state, self.partition.slice_name(len(self.slices)))
+        self.slices.append(state)
+        self._state = state.next()
+
+    def _finish(
+        self, path: Path, writer: pq.ParquetWriter, pictures: int, failures: list[tuple[str, str]]
+    ) -> PartitionState:
+        state = PartitionState(**self.partition.digests(), pictures=pictures, failures=failures)
+        self._publish(path, writer, state, self.partition.name)
+        return state
+
+    def _publish(self, path: Path, writer: pq.ParquetWriter, state: PartitionState, name: str) -> None:
+        # In the metadata of the file alone: tables that readers make of all partitions have one schema.
+        writer.add_key_value_metadata({"veca_partition": json.dumps(asdict(state))})
+        writer.close()
+        self.folder.publish(path, name)
+
+    def _join_slices(self) -> PartitionState:
+        """Write the file from the slices and the rows after them, with one row group per part as without slices."""
+        files = [self.folder.path(self.partition.slice_name(index)) for index in range(len(self.slices))]
+        tables = (table for file in files for table in read_row_groups(file, self.batcher.schema))
+        parts = [part for state in self.slices for part in state.groups]
+        failures = [failure for state in (*self.slices, self._state) for failure in state.failures]
+        with self._new_file() as (path, writer):
+            for _, group in groupby(zip(parts, tables, strict=True), key=itemgetter(0)):
+                writer.write_table(pa.concat_tables([table for _, table in group]).combine_chunks())
+            state = self._finish(path, writer, self.saved, failures)
+        for file in files:
+            file.unlink()
+        return state

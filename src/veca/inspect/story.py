@@ -24,13 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
 from veca.checkpoint import weights_hash
 from veca.config import size_name
 from veca.data.sources import Item, Record, SourceError, count, decoded, expand, items_of
-from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import noting_left_out
@@ -40,6 +38,8 @@ from veca.inspect.measures import Alignment, Moments, as_maps, effective_area, e
 from veca.inspect.subject import choose_budgets, looking, spread
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
+from veca.utils.files import list_paths
+from veca.utils.progress import bar, reading_line
 from veca.version import __version__
 
 AT_ONCE, AT_ONCE_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
@@ -190,7 +190,7 @@ def measure_cores(
     """
     began = time.perf_counter()
     chosen = choose_budgets(model, budgets, spread(model.config.budgets, 4))
-    sources = _checked(listed(pictures), size, limit, batch, model.config.patch_size)
+    sources = _checked(list_paths(pictures), size, limit, batch, model.config.patch_size)
     device = model.norm.weight.device
     batch = batch or max(1, (AT_ONCE_ON_CPU if device.type == "cpu" else AT_ONCE) // size**2)
     with reading_line(progress) as on_read:
@@ -206,10 +206,9 @@ def measure_cores(
     with (
         noting_left_out() as left_out,
         decoded(items, size, "crop", MAX_PIXELS, workers) as records,
-        progress_line(MofNCompleteColumn(), shown=progress) as bar,
+        bar("measuring", total, "images", progress, failures=True) as advance,
         looking(model),
     ):
-        task = bar.add_task("measuring", total=total, rate="", failed=0)
         for group in _batches(records, batch):
             bad = [(record.name, record.error) for record in group if record.pixels is None]
             failures, failed = (failures + bad)[:MOST_NAMED], failed + len(bad)
@@ -219,8 +218,7 @@ def measure_cores(
                     teller.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
                 except torch.OutOfMemoryError as error:
                     raise ArgumentError(f"no memory on {device} for {batch} pictures at once: lower --batch") from error
-            rate = f"{teller.pictures / (time.perf_counter() - began):.1f} pictures/s"
-            bar.update(task, advance=len(group), rate=rate, failed=failed)
+            advance(len(group), failed=failed)
     left_out.warn()
     if not teller.pictures:
         why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])

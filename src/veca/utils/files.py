@@ -8,7 +8,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -33,7 +33,7 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
     """
     if "\0" in os.fspath(path):
         raise ArgumentError(f"{os.fspath(path)!r} cannot be written: no name holds a NUL; choose another")
-    place = Path(path) if folder else _file(path).parent
+    place = Path(path) if folder else _resolve_file(path).parent
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
@@ -51,9 +51,37 @@ def check_utf8(path: str | os.PathLike[str]) -> None:
         raise ArgumentError(f"{path} is no name in UTF-8, as files of features need; choose another") from None
 
 
+def list_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """One path or several, as a list of strings."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+
+
+@contextmanager
+def temporary_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path in the folder of `path`, which is created; what is still there when the block ends is removed."""
+    path = _resolve_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield temporary
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Move a complete file to `path` in the same file system, replacing what is there."""
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())  # else a power cut could leave the name without the content
+    os.replace(temporary, path)
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not.
+    """A temporary path that replaces `path` when the block succeeds, and is removed when it raises.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -62,20 +90,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     ...     os.listdir(folder)
     ['a.txt']
     """
-    path = _file(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # which file is to be known
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-    finally:
-        part.unlink(missing_ok=True)
+    with temporary_path(path) as temporary:
+        yield temporary
+        publish(temporary, _resolve_file(path))
 
 
 _held: set[tuple[int, str]] = set()
@@ -130,7 +147,7 @@ def _open_locked(path: Path, busy: InUseError) -> IO[bytes]:
     raise busy
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
+def _resolve_file(path: str | os.PathLike[str]) -> Path:
     """What `path` names, or leads to if it is a link. A device is no file, and is not to become one."""
     found = Path(os.path.realpath(path))
     if found.exists() and not (found.is_file() or found.is_dir()):
