@@ -38,6 +38,7 @@ from veca.cli.main import app
 from veca.data import sources
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, partitions
 from veca.embed import run as engine
+from veca.embed.folder import PartitionFolder
 from veca.embed.formats import WRITERS, feature_schema
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
@@ -661,7 +662,7 @@ def test_a_killed_run_has_saved_its_images_from_time_to_time(photos, tmp_path, m
     go(photos, tmp_path / "whole.parquet", model)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_SAVE_SECONDS", 0.0)
-        real, saved = partitions.PartitionFolder.publish, []
+        real, saved = PartitionFolder.publish, []
 
         def publish(folder, path, name):
             if len(saved) == 3:  # the third slice is the last; the one that a stopped run saves fails too
@@ -669,7 +670,7 @@ def test_a_killed_run_has_saved_its_images_from_time_to_time(photos, tmp_path, m
             saved.append(name)
             real(folder, path, name)
 
-        patch.setattr(partitions.PartitionFolder, "publish", publish)
+        patch.setattr(PartitionFolder, "publish", publish)
         with pytest.raises(Stop):
             go(photos, tmp_path / "f.parquet", model)
     assert saved == [f"_00000000-{i:04}.parquet" for i in range(3)]
@@ -712,10 +713,10 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
     out = tmp_path / f"f{suffix}"
     with pytest.MonkeyPatch.context() as patch:
         if written:
-            real = partitions.PartitionFolder._remove_all
+            real = PartitionFolder._remove_all
             counts = {"keep_job": 1}  # the first call is at the start
             patch.setattr(
-                partitions.PartitionFolder,
+                PartitionFolder,
                 "_remove_all",
                 lambda folder, keep_job: counted(real, counts.pop("keep_job", 0))(folder, keep_job),
             )
@@ -994,7 +995,7 @@ def test_the_command_counts_what_an_earlier_run_did(photos, tmp_path, monkeypatc
     options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch", "2", "--workers", "0"]
     command = ["embed", str(photos), "--out", str(tmp_path / "f.parquet"), *options]
     with monkeypatch.context() as patch:
-        patch.setattr(partitions.PartitionFolder, "complete", counted(partitions.PartitionFolder.complete, 0))
+        patch.setattr(PartitionFolder, "complete", counted(PartitionFolder.complete, 0))
         with pytest.raises(Stop):
             CliRunner().invoke(app, command)
     said = CliRunner().invoke(app, command)
@@ -1079,14 +1080,14 @@ def overwritten(file: Path, place: str) -> None:
 def test_a_missing_partition_is_no_damage(photos, tmp_path, model):
     interrupted(photos, tmp_path / "f.parquet", model)
     with pytest.MonkeyPatch.context() as patch:
-        real = partitions.PartitionFolder.complete
+        real = PartitionFolder.complete
 
         def complete(folder, *args):
             folder.remove("00000000.parquet")
             real(folder, *args)
 
-        patch.setattr(partitions.PartitionFolder, "complete", complete)
-        with pytest.raises(EmbedError, match=r"00000000\.parquet is missing from .*f\.parquet\.parts: the same call computes it"):
+        patch.setattr(PartitionFolder, "complete", complete)
+        with pytest.raises(EmbedError, match=r"00000000\.parquet is missing from .*f\.parquet\.parts: the same"):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).pictures == 11
 

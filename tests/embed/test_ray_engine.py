@@ -31,7 +31,8 @@ from veca.data import sources
 from veca.data.sources import Item, files_of
 from veca.embed import EmbedError, EmbedSettings, batches, embed
 from veca.embed import partitions as partitions_module
-from veca.embed.partitions import Partition, PartitionFolder, PartitionState, plan_partitions, stamp_files
+from veca.embed.folder import PartitionFolder
+from veca.embed.partitions import Partition, PartitionState, plan_partitions, stamp_files
 from veca.embed.ray_cluster import RaySlots, connect_ray
 from veca.embed.ray_engine import PartitionResult, RayJob, RayWorker, check_results, embed_on_ray
 from veca.embed.settings import describe_features, describe_job
@@ -85,8 +86,7 @@ def at_hand(
 ) -> dict[str, Any]:
     """The plan of a run, its description, and a worker in this process."""
     about = describe_features(model, name, settings, torch.device("cpu"))
-    part_images, _ = batches.part_limits(model.config, settings)
-    length = max(1, partition // part_images) * part_images
+    length = batches.partition_length(model.config, settings, partition)
     job = RayJob(str(out), os.getcwd(), about, settings, model.config.to_dict(), RaySlots(1, "cpu", 0), None)
     worker = RayWorker(job, [], None)
     worker.use_model(model)

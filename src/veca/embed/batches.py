@@ -55,14 +55,19 @@ def part_limits(config: VecaConfig, settings: EmbedSettings) -> tuple[int, int]:
     return max(1, min(PART_IMAGES, max_bytes // image) // settings.batch) * settings.batch, max_bytes
 
 
+def partition_length(config: VecaConfig, settings: EmbedSettings, images: int) -> int:
+    """Image files in a partition: about `images`, in whole parts."""
+    part_images, _ = part_limits(config, settings)
+    return max(1, images // part_images) * part_images
+
+
 @dataclass(slots=True)
 class _Entry:
     """One image: its row, with the features once its batch has run, or the reason why it has none."""
 
     name: str
     error: str
-    numbers: tuple[int | None, ...] = ()
-    """width, height, rows, columns, cores"""
+    numbers: tuple[int | None, ...] = ()  # width, height, rows, columns, cores
     features: dict[str, NDArray[Any]] = field(default_factory=dict)
     nbytes: int = 0
 
@@ -70,9 +75,8 @@ class _Entry:
 class FinishedRows(NamedTuple):
     """Consecutive images that need no further computation."""
 
-    images: int
-    """How many, failures included."""
-    nbytes: int
+    images: int  # failures included
+    nbytes: int  # of their features
     table: pa.Table
     failures: list[tuple[str, str]]
 
@@ -98,10 +102,9 @@ class FeatureBatcher:
         self.part_images, self._max_part_bytes = part_limits(model.config, settings)
         self.begin_part()
         self._entries: list[_Entry] = []
-        self._settled = 0
-        """Entries before this one are finished: no image was waiting for its batch after them."""
+        self._settled = 0  # entries before this one are finished: none of them waits for its batch
+        # Decoded images by shape, (height, width).
         self._waiting: dict[tuple[int, int], list[tuple[_Entry, NDArray[np.uint8]]]] = {}
-        """Decoded images by shape, (height, width)."""
         self._waiting_bytes = 0
 
     def begin_part(self, nbytes: int = 0) -> None:

@@ -32,20 +32,19 @@ from veca.embed.settings import EmbedError, EmbedSettings
 _PARQUET_OPTIONS: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 
 
-class DamagedFileError(EmbedError):
-    """A feature file that is not as it was written."""
-
-
 @contextmanager
 def naming_damage(file: Path) -> Iterator[None]:
-    """Raise what pyarrow raises for a damaged file as `DamagedFileError`."""
+    """Raise what pyarrow raises for a damaged file as an EmbedError that names it."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # from the system, as a missing file; errors of pyarrow have no number
         reason = str(error).partition("\n")[0]  # may hold bytes of the damage: quoted
-        raise DamagedFileError(f"{file} is damaged ({reason!r})") from error
+        raise EmbedError(
+            f"{file} is damaged ({reason!r}); remove it, and the same call computes it again, or start anew with "
+            "--overwrite (overwrite=True)"
+        ) from error
 
 
 def feature_schema(dim: int, settings: EmbedSettings) -> pa.Schema:

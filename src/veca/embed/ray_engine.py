@@ -26,23 +26,17 @@ from safetensors.torch import save as save_tensors
 
 from veca.config import VecaConfig
 from veca.data.sources import Item, SourceError, decoded, is_container, is_remote, unpacked
-from veca.embed.batches import FeatureBatcher, part_limits, prepare_model
-from veca.embed.formats import DamagedFileError, feature_schema
-from veca.embed.partitions import PARTITION, Partition, PartitionFolder, PartitionWriter, plan_partitions, stamp_files
+from veca.embed.batches import FeatureBatcher, partition_length, prepare_model
+from veca.embed.folder import PartitionFolder, prepare_run
+from veca.embed.formats import feature_schema
+from veca.embed.partitions import PARTITION, Partition, plan_partitions, stamp_files
 from veca.embed.ray_cluster import RaySlots, connect_ray, find_slots, silence_ray_data
-from veca.embed.settings import (
-    EmbedError,
-    EmbedReport,
-    EmbedSettings,
-    check_sources,
-    describe_features,
-    describe_job,
-)
+from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings, describe_features, describe_job
+from veca.embed.writer import PartitionWriter
 from veca.errors import NonFiniteError
 from veca.images.formats import noting_left_out
 from veca.model import Veca
-from veca.utils.files import list_paths
-from veca.utils.progress import bar, reading_line
+from veca.utils.progress import bar
 from veca.version import __version__
 
 __all__ = ["PARTITION", "Engine", "embed_on_ray"]
@@ -78,22 +72,15 @@ def embed_on_ray(
     (None: all cores there are per GPU), or one per CPU (`workers` more than 0: per that many CPUs, which all decode).
     """
     began = time.perf_counter()
-    sources, folder = list_paths(inputs), PartitionFolder(out)
-    settings = (settings or EmbedSettings()).resolve(model)
-    folder.check_format(settings)
-    if (workers or 0) < 0:
-        raise EmbedError(f"workers={workers}: must be 0 (decode in this process) or more")
     if partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
-    with reading_line(progress) as on_read:
-        check_sources(sources, column, on_read)
+    sources, folder, settings = prepare_run(inputs, out, model, settings, column, workers or 0, progress)
     with connect_ray(address), folder.locked():
         slots = find_slots(device, workers)
         about = describe_features(model, model_name, settings, torch.device(slots.device))
-        part_images, _ = part_limits(model.config, settings)
-        length = max(1, partition // part_images) * part_images  # parts are never divided
+        length = partition_length(model.config, settings, partition)
         job = RayJob(
-            os.fspath(out), os.getcwd(), about, settings, model.config.to_dict(), slots, column, skip_nonfinite,
+            f"{folder.address}/", os.getcwd(), about, settings, model.config.to_dict(), slots, column, skip_nonfinite,
             ignore_dates,
         )  # fmt: skip
         present = folder.start(describe_job(about, model, sources, column, length), overwrite)
@@ -107,10 +94,7 @@ def embed_on_ray(
         images, failed = (sum(each) for each in zip(*(result[1:3] for result in results.values()), strict=True))
         totals = {"partitions": len(plan), "pictures": images, "failures": failed}
         with_failures = [number for number, result in results.items() if result.failed]
-        try:
-            folder.complete(totals, with_failures, feature_schema(model.config.num_features, settings), about)
-        except DamagedFileError as error:
-            raise EmbedError(f"{error}; remove it, and the same call computes it again") from error
+        folder.complete(totals, with_failures, feature_schema(model.config.num_features, settings), about)
     kept = [result for number, result in results.items() if result.kept and number in present]
     resumed, resumed_failures = sum(r.images + r.failed for r in kept), sum(r.failed for r in kept)
     return EmbedReport(images, failed, resumed, time.perf_counter() - began, folder.out, resumed_failures)
@@ -137,8 +121,7 @@ class PartitionResult(NamedTuple):
     number: int
     images: int = 0
     failed: int = 0
-    kept: bool = False
-    """Whether it was there already."""
+    kept: bool = False  # it was there already
     error: str = ""
     given_up: bool = False
 
@@ -197,7 +180,7 @@ class RayWorker:
             raise EmbedError(f"{place} is not there; images must be on a disk that all machines share, or remote")
         if self.batcher is not None:
             return self.batcher
-        if not folder.has_job():
+        if not folder.exists("_job.json"):
             raise EmbedError(f"{job.out} is not there; it must be on a disk that all machines share, or remote")
         installed = {"veca": __version__, "torch": torch.__version__}
         if other := [f"{name} {version}" for name, version in installed.items() if version != job.about[name]]:

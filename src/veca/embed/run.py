@@ -22,32 +22,25 @@ import torch
 
 from veca.data.sources import Item, Record, count, decoded, is_remote, unpacked
 from veca.embed import partitions
-from veca.embed.batches import FeatureBatcher, part_limits, prepare_model
-from veca.embed.formats import DamagedFileError, feature_schema
-from veca.embed.partitions import (
-    Partition,
-    PartitionFolder,
-    PartitionState,
-    PartitionWriter,
-    SliceState,
-    plan_partitions,
-    stamp_files,
-)
+from veca.embed.batches import FeatureBatcher, partition_length, prepare_model
+from veca.embed.folder import PartitionFolder, prepare_run
+from veca.embed.formats import feature_schema
+from veca.embed.partitions import Partition, PartitionState, SliceState, plan_partitions, stamp_files
 from veca.embed.settings import (
     EmbedError,
     EmbedReport,
     EmbedSettings,
     Precision,
     SaveDtype,
-    check_sources,
     describe_features,
     describe_job,
 )
+from veca.embed.writer import PartitionWriter
 from veca.errors import NonFiniteError
 from veca.images.formats import noting_left_out
 from veca.model import Veca
-from veca.utils.files import check_utf8, check_writable, list_paths
-from veca.utils.progress import ProgressTask, ReadingLine, bar, reading_line
+from veca.utils.files import check_utf8, check_writable
+from veca.utils.progress import ProgressTask, ReadingLine, bar
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]
 
@@ -94,23 +87,17 @@ def embed(
     began = time.perf_counter()
     if is_remote(os.fspath(out)):
         raise EmbedError(f"{out}: an address; this engine writes on this machine. --engine ray writes to addresses")
-    if workers < 0:
-        raise EmbedError(f"workers={workers}: must be 0 (decode in this process) or more")
-    sources, folder = list_paths(inputs), PartitionFolder(out)
+    sources, folder, settings = prepare_run(inputs, out, model, settings, column, workers, progress)
     device = torch.device(device) if device is not None else next(model.parameters()).device
-    settings = (settings or EmbedSettings()).resolve(model)
-    folder.check_format(settings)
-    with reading_line(progress) as on_read:
-        check_sources(sources, column, on_read)
     check_utf8(out)
     check_writable(folder.file or folder.address, folder=folder.file is None)
     about = describe_features(model, model_name, settings, device)
-    part_images, _ = part_limits(model.config, settings)
-    length = max(1, partitions.PARTITION // part_images) * part_images
+    length = partition_length(model.config, settings, partitions.PARTITION)
     was_training = model.training
     schema = feature_schema(model.config.num_features, settings)
     batcher = FeatureBatcher(prepare_model(model, settings, device), settings, device, schema, skip_nonfinite)
-    run = _PlainRun(folder, batcher, about, column, ignore_dates)
+    run = _PlainRun(folder, batcher, about)
+    run.column, run.ignore_dates = column, ignore_dates
     try:
         with folder.locked(), noting_left_out() as left_out, run.explaining_errors():
             folder.start(describe_job(about, model, sources, column, length), overwrite)
@@ -128,27 +115,19 @@ class _PendingPartition:
 
     partition: Partition
     slices: list[SliceState]
-    loaded: int = 0
-    """Images given to the loader."""
+    loaded: int = 0  # images given to the loader
     all_loaded: bool = False
 
 
 class _PlainRun:
     """Computes the partitions of a run one after another."""
 
-    def __init__(
-        self,
-        folder: PartitionFolder,
-        batcher: FeatureBatcher,
-        about: dict[str, Any],
-        column: str | None,
-        ignore_dates: bool,
-    ) -> None:
+    def __init__(self, folder: PartitionFolder, batcher: FeatureBatcher, about: dict[str, Any]) -> None:
         self.folder, self.batcher, self.about = folder, batcher, about
-        self.column, self.ignore_dates = column, ignore_dates
-        self.images = self.failed = self.resumed = self.resumed_failures = 0
-        self.partitions = 0
-        self.with_failures: list[int] = []
+        self.column: str | None = None
+        self.ignore_dates = False
+        self.images = self.failed = self.resumed = self.resumed_failures = self.partitions = 0
+        self.with_failures: list[int] = []  # numbers of partitions
         self.writer: PartitionWriter | None = None
         self.last_image = ""
 
@@ -242,9 +221,6 @@ class _PlainRun:
         """Raise what stops a run as EmbedError that says what is kept and how to go on."""
         try:
             yield
-        except DamagedFileError as error:
-            way = "remove it, and the same call computes it again; or start anew with --overwrite (overwrite=True)"
-            raise EmbedError(f"{error}; {way}") from error
         except NonFiniteError as error:
             way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
             raise EmbedError(f"{error}. Nothing was written of it; {way}. {self._kept()}") from error

@@ -111,11 +111,11 @@ def describe_features(model: Veca, name: str, settings: EmbedSettings, device: t
 
 
 def describe_job(
-    about: dict[str, Any], model: Veca, sources: list[str], column: str | None, partition: int
+    about: dict[str, Any], model: Veca, sources: list[str], column: str | None, length: int
 ) -> dict[str, Any]:
     """What must be equal for a run to be resumed: how the features are made, of which inputs, in which partitions."""
     places = [source if is_remote(source) else os.path.abspath(source) for source in sources]
     places += [] if column is None else [f"column {column}"]
     inputs = hashlib.sha256("\0".join(places).encode("utf-8", "backslashreplace")).hexdigest()
-    job = {**about, "config": model.config.to_dict(), "inputs": inputs, "partition": partition}
+    job = {**about, "config": model.config.to_dict(), "inputs": inputs, "partition": length}
     return dict(json.loads(json.dumps(job)))
