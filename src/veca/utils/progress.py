@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar with rate and time left, and a line while an archive is read without images."""
+"""Progress on stderr: a bar with rate and time left, a line while an archive yields no images."""
 
 from __future__ import annotations
 
