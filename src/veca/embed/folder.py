@@ -1,4 +1,4 @@
-"""The folder of a run: partitions that every engine writes, and by which an interrupted run is resumed.
+"""The folder of a run: partitions that every engine writes, and by which a run is resumed.
 
     features/00000000.parquet, 00000001.parquet, …   one file per partition, complete or absent
     features/_job.json, _done.json                   what the run computes; its totals, when it is complete

@@ -1,4 +1,4 @@
-"""Feature files: their columns, reading partitions, and joining them into one Parquet, npz or safetensors file.
+"""Feature files: columns, reading partitions, joining them to one Parquet, npz or safetensors file.
 
 Every file has the same columns: `path`, `width`, `height` (of the image), `rows`, `columns` (of the grid), `cores`
 (the budget), `cls` (D numbers) and, if dense, `patches` (rows × columns × D numbers, row by row). Parquet holds any
