@@ -333,15 +333,15 @@ def test_replaced_layers_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_embed_runs_what_cannot_be_folded_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from veca.embed.partitions import EmbedSettings
-    from veca.embed.run import ready
+    from veca.embed import EmbedSettings
+    from veca.embed.batches import prepare_model
 
-    for place in ("veca.optimized.supports_fused", "veca.embed.run.supports_fused"):
+    for place in ("veca.optimized.supports_fused", "veca.embed.batches.supports_fused"):
         monkeypatch.setattr(place, lambda *_: True)
     model = make()
-    assert isinstance(ready(model, EmbedSettings(), torch.device("cpu")), FastVeca)
+    assert isinstance(prepare_model(model, EmbedSettings(), torch.device("cpu")), FastVeca)
     prune_some(model.blocks[0].attn.qkv)
-    assert ready(model, EmbedSettings(), torch.device("cpu")) is model
+    assert prepare_model(model, EmbedSettings(), torch.device("cpu")) is model
 
 
 @pytest.mark.gpu
@@ -622,8 +622,7 @@ def test_look_inside_projects_and_attends_once() -> None:
 @pytest.mark.parametrize("cores", [True, False])
 def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.bench.cases import Case
-    from veca.embed.partitions import EmbedSettings
-    from veca.embed.run import check
+    from veca.embed import EmbedSettings
     from veca.heads.frozen import FrozenVeca
     from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
@@ -642,7 +641,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
             method(images, cores=cores)
     device, settings = torch.device("cpu"), EmbedSettings(cores=cores)
     for use in (
-        lambda: check(["x.png"], model, settings, 0),
+        lambda: settings.resolve(model),
         lambda: export(model, tmp_path / "m.onnx", cores=cores),
         lambda: draw_cores(model, tmp_path / "x.png", cores=cores),
         lambda: measure_cores(model, tmp_path / "x.png", budgets=(cores, 8)),

@@ -159,7 +159,7 @@ def test_workers_end_with_a_process_that_is_killed(
 def saved(command: str, out: Path) -> bool:
     """Whether some of the work is done, and kept."""
     if command == "embed":
-        return (out.with_name(f"{out.name}.parts") / "job.json").exists()
+        return (out.with_name(f"{out.name}.parts") / "_job.json").exists()
     if command == "probe":
         return any((out / "rows").glob("*.json"))
     return reached(out) >= 4
