@@ -377,7 +377,7 @@ def test_shards_that_are_no_dataset_say_why(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="missing.tar: no such file"):
         load_dataset(str(tmp_path / "missing.tar"))
     packed = shard(tmp_path / "x-train.tar.gz", members("a b", "cls"), "w:gz")
-    with pytest.raises(DatasetError, match="Unpack it to .tar with gunzip"):
+    with pytest.raises(DatasetError, match="decompress it to .tar with gunzip"):
         load_dataset(str(packed))
     damaged = shard(tmp_path / "bad-train.tar", members("a b", "cls"))
     damaged.write_bytes(damaged.read_bytes()[:1500])
