@@ -11,6 +11,7 @@ from PIL import Image
 
 from veca.errors import ArgumentError
 from veca.images import fit_image, open_image, resample
+from veca.images.samples import sample_images
 from veca.web.jobs import ByteCache
 from veca.web.schemas import ImageInfo
 
