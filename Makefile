@@ -35,14 +35,14 @@ docs: .venv/docs.stamp
 # The figures of the documentation, with the pretrained weights; takes minutes. Two of them need Chromium.
 gallery: .venv/dev.stamp
 	$(BIN)/python docs/gallery.py
-	$(BIN)/python -m veca.bench.explorer shot docs/images/explorer.png
+	$(BIN)/veca bench explorer shot --out docs/images/explorer.png
 
 bench: .venv/bench.stamp
 	$(BIN)/veca bench model --out build/bench/model
 	$(BIN)/veca bench train --out build/bench/train
 	$(BIN)/veca bench attention --out build/bench/attention
 	$(BIN)/veca bench plot build/bench/*/results.json --out build/bench
-	$(BIN)/python -m veca.bench.memory
+	$(BIN)/veca bench memory
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

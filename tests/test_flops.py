@@ -9,11 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from veca.attention import use_kernel
-from veca.bench.flops import attention_flops, dense_attention_flops, dense_model_flops, model_flops
 from veca.checkpoint import create_model
 from veca.config import SIZES
+from veca.flops import attention_flops, dense_attention_flops, dense_model_flops, model_flops
 from veca.model import Attention
-from veca.rope import rotary
+from veca.rope import make_rotary
 from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
 
 RESOLUTIONS = (256, 384, 512, 768, 1024)
@@ -50,7 +50,7 @@ def test_attention_path_counted_equals_the_paper(name: str) -> None:
         attention = Attention(config)
         for size in RESOLUTIONS:
             patches = (size // 16) ** 2
-            core, patch = (rotary(torch.empty(*n, 2), config.head_dim, 0.125) for n in ((1, 1, 64), (patches,)))
+            core, patch = (make_rotary(torch.empty(*n, 2), config.head_dim, 0.125) for n in ((1, 1, 64), (patches,)))
             found.append(count(attention, torch.empty(1, 64 + patches, config.embed_dim), core, patch))
     assert found == PAPER[name]
 

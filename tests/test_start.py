@@ -47,6 +47,13 @@ def test_importing_the_package_does_not_import_torch(tmp_path: Path) -> None:
     assert all(repr(name) in ended.stdout for name in veca.__all__)
 
 
+def test_the_backbone_does_not_import_pillow(tmp_path: Path) -> None:
+    (tmp_path / "PIL.py").write_text("raise SystemExit('Pillow was imported')\n")
+    code = "import veca.optimized; print(veca.Veca(veca.config.SIZES['veca_tiny']).num_features)"
+    ended = start("-c", code, path=tmp_path)
+    assert ended.stdout == "192\n", ended.stderr
+
+
 def test_public_names_are_found_when_they_are_used(tmp_path: Path) -> None:
     code = f"""
 import pickle, veca

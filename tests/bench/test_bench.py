@@ -217,7 +217,7 @@ def test_the_dense_model_runs_in_every_way(bench: Bench, uncompiled: None, monke
     assert plain.failure is compiled.failure is plain.error is plain.first_call_s is None
     assert compiled.against_dense == 1
     assert compiled.first_call_s
-    flops = veca.bench.flops.dense_model_flops(case.config, 32, 32)
+    flops = veca.flops.dense_model_flops(case.config, 32, 32)
     assert plain.gflops == (3 if bench == "train" else 1) * flops / 1e9
 
 
@@ -251,7 +251,7 @@ def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     case = Case.parse("small:32:2:8")
     results = run_bench("model", [case], CPU, ["veca-eager", "dense"], repeats=3, out=tmp_path)
     ours, dense = results.rows
-    flops = 2 * veca.bench.flops.model_flops(case.config, 32, 32, 8)
+    flops = 2 * veca.flops.model_flops(case.config, 32, 32, 8)
     assert (ours.ms, ours.best_ms, ours.images_per_s) == pytest.approx((3.0, 2.0, 2 / 0.003))
     assert ours.gflops == flops / 2 / 1e9
     assert ours.tflops_per_s == pytest.approx(flops / 0.003 / 1e12)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import veca
 from veca import CheckpointError
-from veca.checkpoint import save_official
+from veca.checkpoint import save_released
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 
 
@@ -172,6 +172,6 @@ def test_the_command_says_one_line(tmp_path: Path) -> None:
 
 def test_a_large_released_file_is_read_in_parts(tmp_path: Path) -> None:
     model = make_tiny(embed_dim=1152, num_heads=3, depth=1)  # a tensor of more than one part
-    save_official(model, tmp_path / "x.pt")
+    save_released(model, tmp_path / "x.pt")
     again = veca.load(tmp_path / "x.pt")
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))

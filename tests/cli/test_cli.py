@@ -19,10 +19,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.flops import model_flops
 from veca.cli.common import count_workers
 from veca.cli.main import app, main
 from veca.config import SIZES
+from veca.flops import model_flops
 
 run = CliRunner().invoke
 

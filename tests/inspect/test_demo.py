@@ -12,7 +12,7 @@ from PIL import Image
 
 import veca.inspect.demo
 from veca import ImageError, create_model
-from veca.bench.flops import model_flops
+from veca.flops import model_flops
 from veca.images import fit_image, load_image, open_image
 from veca.images.samples import sample_images
 from veca.inspect import pca

@@ -37,7 +37,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 import veca
-from veca.checkpoint import save_official
+from veca.checkpoint import save_released
 
 MAX_SECONDS = 30
 MAX_MIB = 256.0
@@ -92,7 +92,7 @@ def make_model() -> veca.Veca:
 def released() -> dict[str, Any]:
     """The contents of a released file."""
     with tempfile.TemporaryDirectory() as folder:
-        save_official(make_model(), Path(folder) / "a.pt")
+        save_released(make_model(), Path(folder) / "a.pt")
         return dict(torch.load(Path(folder) / "a.pt", weights_only=True))
 
 

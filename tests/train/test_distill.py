@@ -20,7 +20,7 @@ from runs import STEPS, Place, Process, assert_same_run, copy_run, different, fi
 from safetensors.torch import load_file
 
 import veca
-import veca.checkpoint
+import veca.checkpoint.format
 from veca.teachers import Targets, Teacher, TeacherError
 from veca.train import checkpoints
 from veca.train.checkpoints import list_checkpoints
@@ -318,7 +318,7 @@ def full(monkeypatch: pytest.MonkeyPatch, module: Any, *calls: int) -> None:
 @pytest.mark.filterwarnings("ignore:the log waits", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_does_not_end_it(place: Place, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full(monkeypatch, checkpoints, 4, 5)  # of three for each checkpoint: the second one's first, the next one's first
-    full(monkeypatch, veca.checkpoint, 2)  # the first are of step 0
+    full(monkeypatch, veca.checkpoint.format, 2)  # the first are of step 0
     train(place.recipe(), tmp_path / "run")
     events = (tmp_path / "run/events.txt").read_text()
     assert "unsaved: checkpoint at step 8: File too large" in events

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from veca.attention import use_kernel
-from veca.bench.flops import dense_model_flops
 from veca.config import VecaConfig, get_config
+from veca.flops import dense_model_flops
 from veca.kernels import ops
 from veca.model import Veca
 from veca.train.objective import distillation_losses
@@ -167,7 +167,7 @@ def test_activations_are_what_autograd_keeps_on_a_gpu(
     precision: str, size: str, output: int | None, cores: int, px: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the kernels' path, on tensors that only pretend to be on a GPU: sizes are right, memory is not needed."""
-    monkeypatch.setattr(ops, "misfit", lambda *_: "")
+    monkeypatch.setattr(ops, "unsupported_reason", lambda *_: "")
     monkeypatch.setattr(Veca, "init_weights", lambda _: None)
     config, batch, kept = get_config(size, output_dim=output), 3, {}
 

@@ -15,7 +15,7 @@ import veca.train.distill
 from veca.cli.main import app
 from veca.config import get_config
 from veca.teachers import load_teacher
-from veca.teachers.known import KNOWN
+from veca.teachers.load import KNOWN_TEACHERS as KNOWN
 from veca.train.plan import RunPlan
 from veca.train.recipe import Recipe, load_recipe
 

@@ -25,8 +25,8 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.flops import dense_model_flops, model_flops
 from veca.cli.main import app as cli
+from veca.flops import dense_model_flops, model_flops
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, core_profiles, pca
 from veca.web import costs

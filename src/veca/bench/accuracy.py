@@ -20,7 +20,7 @@ from veca.bench.contenders import Workload, batch_loss
 from veca.bench.machine import empty_cache
 from veca.bench.report import BenchRow
 from veca.errors import ArgumentError
-from veca.rope import rotary
+from veca.rope import make_rotary
 from veca.utils.timing import Call, describe
 
 Tensors: TypeAlias = Sequence[Tensor | None]
@@ -62,7 +62,7 @@ def exact_attention(workload: Workload) -> tuple[Tensor, Tensor]:
     """Output of attention for the first image, and the qkv it was computed from."""
     config, (core, patch) = workload.case.config, workload.rotaries
     tables = (
-        rotary(coordinates.double(), config.head_dim, config.rope_zero_fraction)
+        make_rotary(coordinates.double(), config.head_dim, config.rope_zero_fraction)
         for coordinates in (core.coordinates[:1], patch.coordinates)
     )
     qkv = workload.qkv[:1].double().requires_grad_()

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import veca
 from veca.attention import Kernel, core_attention, use_kernel
 from veca.bench.cases import Case
-from veca.bench.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.checkpoint import create_model
 from veca.config import did_you_mean
 from veca.errors import ArgumentError
+from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca, VecaOutput
-from veca.rope import Rotary, rotary, rotate
+from veca.rope import Rotary, make_rotary, rotate
 from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
 from veca.utils.timing import Call
 
@@ -119,7 +119,7 @@ class Workload:
         config, device = self.case.config, self.setting.device
         cores = torch.rand(self.case.batch, 1, self.case.cores, 2, device=device) * 2 - 1
         patches = torch.rand(self.case.patches, 2, device=device) * 2 - 1
-        core, patch = (rotary(c, config.head_dim, config.rope_zero_fraction) for c in (cores, patches))
+        core, patch = (make_rotary(c, config.head_dim, config.rope_zero_fraction) for c in (cores, patches))
         return core, patch
 
     @property

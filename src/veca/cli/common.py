@@ -13,9 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from veca.checkpoint import load_or_random
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.config import SIZES, did_you_mean
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
@@ -97,14 +97,14 @@ def load_model(source: str, device: str) -> Veca:
     """Load the model a user named onto a device; say so where the weights are random or the pretrained ones."""
     model = load_or_random(source, device=choose_device(device))
     warn_if_random(model.provenance, source)
-    if name := shipped_name(source):
+    if name := pretrained_name(source):
         err.print(f"Weights: {name}, {origin(model.provenance)}.", soft_wrap=True)
     return model
 
 
 def display_name(source: str) -> str:
     """What a model is called in results: its pretrained name, or the last part of its path."""
-    return shipped_name(source) or Path(source).name or source
+    return pretrained_name(source) or Path(source).name or source
 
 
 def warn_if_random(provenance: dict[str, Any], source: str) -> None:
@@ -119,7 +119,7 @@ def warn_if_random(provenance: dict[str, Any], source: str) -> None:
 def check_sources(sources: Sequence[str | Path]) -> None:
     """Refuse the name of a model where images are expected: it was the first argument of some commands once."""
     first = str(sources[0]) if sources else ""
-    if not Path(first).exists() and (first in SIZES or shipped_name(first)):
+    if not Path(first).exists() and (first in SIZES or pretrained_name(first)):
         raise ArgumentError(f"{first} is a model, not an image; name the model by --model {first}")
 
 
@@ -127,6 +127,13 @@ def check_absent(path: Path, overwrite: bool) -> None:
     """Refuse to replace a file unless `--overwrite` is given."""
     if path.exists() and not overwrite:
         raise ArgumentError(f"{path} exists; choose another name, or pass --overwrite")
+
+
+def register_timm_models(teacher: str) -> None:
+    """Register our own models with timm if a backbone of timm named by the user is one of them."""
+    if teacher.startswith("timm:veca_"):
+        with needs_extra(f"{teacher} needs", "train"):
+            import veca.hub.timm  # noqa: F401 (importing it registers them)
 
 
 def count_workers(workers: int | None, limit: int | None = 8) -> int:

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import veca
-from veca.checkpoint import save_official
+from veca.checkpoint import save_released
 from veca.checkpoint.release import HEAD, carry_along, cast, without_paths
 from veca.cli.common import check_absent, out, warn
 from veca.cli.options import Model, Overwrite
@@ -51,7 +51,7 @@ def convert_command(
     elif source.exists() and (head := (source if source.is_dir() else source.parent) / HEAD).is_file():
         warn(f"{head} is left behind: it is only copied from folder to folder")
     if to.suffix in (".pt", ".pth"):
-        save_official(loaded, to)
+        save_released(loaded, to)
     else:
         veca.save(loaded, to)
     out.print(f"Wrote {to}", soft_wrap=True)

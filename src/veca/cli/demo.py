@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import check_sources, load_model, print_path
 from veca.cli.options import Device, Model, Size
 from veca.inspect.demo import write_demo
@@ -24,5 +24,5 @@ def demo_command(
 ) -> None:
     """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
     check_sources(images or [])
-    name = shipped_name(model) or model
+    name = pretrained_name(model) or model
     print_path("Report", write_demo(images, to, model=load_model(model, device), model_name=name, size=size))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import err, out, print_path, resumable_run
+from veca.cli.common import err, out, print_path, register_timm_models, resumable_run
 from veca.cli.options import Changes, Device, Overwrite
 from veca.errors import ArgumentError, needs_extra
 
@@ -41,6 +41,7 @@ def distill_command(
         from veca.train.recipe import load_recipe
 
     settings = load_recipe(recipe, changes or [])
+    register_timm_models(settings.teacher.name)
     folder = to or Path("runs") / recipe.stem
     if dry_run:
         out.print(show_plan(settings, images, processes))

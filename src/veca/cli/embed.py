@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import check_sources, count_workers, err, load_model, out, resumable_command
 from veca.cli.options import (
     MAX_WORKERS,
@@ -92,7 +92,7 @@ def embed_command(
     if engine == "plain" and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
     options: dict[str, Any] = {
-        "settings": settings, "model_name": shipped_name(model) or model, "column": column, "overwrite": overwrite,
+        "settings": settings, "model_name": pretrained_name(model) or model, "column": column, "overwrite": overwrite,
         "progress": progress, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates,
     }  # fmt: skip
     with resumable_command("Interrupted. The same command continues where this one stopped."):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import err, load_model, out
 from veca.cli.options import Device, Models, Words, parse_words
 from veca.errors import ArgumentError, needs_extra
@@ -56,7 +56,7 @@ def explore_command(
     with _bind(host, port) as listening:
         models: dict[str, Veca] = {}
         for source in model:
-            models[_unique_name(shipped_name(source) or source, models)] = load_model(source, device)
+            models[_unique_name(pretrained_name(source) or source, models)] = load_model(source, device)
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
         app = create_app(models, hosts=hosts, token=token)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import check_absent, err, load_model, out, warn
 from veca.cli.options import Cores, Model, Overwrite
-from veca.hub.export import OUTPUTS, Dtype, Format, export, form_of, parse_size
+from veca.hub.export import OUTPUTS, ExportDtype, ExportFormat, export, format_of, parse_size
 
 
 def export_command(
@@ -23,9 +23,10 @@ def export_command(
     size: Annotated[
         str, typer.Option(metavar="PX|HxW|dynamic", help="Side in pixels, or both as 512x768; dynamic: any.")
     ] = "dynamic",
-    dtype: Annotated[Dtype, typer.Option(help="Type of the stored weights; int8: ONNX only.")] = "float32",
+    dtype: Annotated[ExportDtype, typer.Option(help="Type of the stored weights; int8: ONNX only.")] = "float32",
     form: Annotated[
-        Format | None, typer.Option("--format", help="File format.", show_default="onnx or export, by the file name")
+        ExportFormat | None,
+        typer.Option("--format", help="File format.", show_default="by the file name"),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch; do not keep one that is wrong.")
@@ -36,9 +37,9 @@ def export_command(
 
     Example: veca export --model veca_tiny --out veca.onnx --cores 32
     """
-    chosen, pixels = form_of(to, form), parse_size(size)
+    chosen, pixels = format_of(to, form), parse_size(size)
     check_absent(to, overwrite)
-    loaded, name = load_model(model, "cpu"), shipped_name(model) or Path(model).stem
+    loaded, name = load_model(model, "cpu"), pretrained_name(model) or Path(model).stem
     if classes := loaded.config.num_classes:
         warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {model} ({chosen}, {dtype}): from seconds to minutes"):

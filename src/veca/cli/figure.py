@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.cli.common import Command, check_sources, display_name, err, load_model, make_group, print_path
+from veca.cli.common import (
+    Command,
+    check_sources,
+    display_name,
+    err,
+    load_model,
+    make_group,
+    print_path,
+    register_timm_models,
+)
 from veca.cli.options import (
     Budgets,
     Cores,
@@ -174,6 +183,7 @@ def trained_budgets(budgets: Ints | None, model: Veca) -> Sequence[int] | None:
 
 
 def _load_backbone(name: str, model: Veca) -> FeatureFunction:
+    register_timm_models(name)
     with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
     return load_teacher(name).to(model.norm.weight.device)

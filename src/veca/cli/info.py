@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from veca.bench.flops import model_flops
 from veca.checkpoint import load_or_random
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
 from veca.cli.common import out, warn_if_random
 from veca.cli.options import Cores, Model, Size
 from veca.config import size_name
 from veca.errors import ArgumentError
+from veca.flops import model_flops
 from veca.utils.text import origin, printable, quoted, shorten
 
 MAX_SIDE = 2**20  # pixels; the cost beyond it would not be meaningful
@@ -48,7 +48,7 @@ def info_command(
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
-    table = Table("", _cell(shipped_name(model) or model), box=None, header_style="bold")
+    table = Table("", _cell(pretrained_name(model) or model), box=None, header_style="bold")
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     weights = {"weights": phrase} if (phrase := origin(loaded.provenance)) else {}

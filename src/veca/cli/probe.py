@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from veca.cli.common import Command, count_workers, make_group, out, resumable_command, warn, warn_if_random
+from veca.cli.common import (
+    Command,
+    count_workers,
+    make_group,
+    out,
+    register_timm_models,
+    resumable_command,
+    warn,
+    warn_if_random,
+)
 from veca.cli.options import (
     AutoBatchSize,
     Backbone,
@@ -187,6 +196,7 @@ def _worker_count(workers: int | None, backbone: ProbedBackbone) -> int:
 
 
 def _load(model: str, device: str, precision: Precision | None, compile: bool) -> ProbedBackbone:
+    register_timm_models(model)
     backbone = load_backbone(model, device, precision, compile)
     warn_if_random(backbone.about.get("provenance", {}), model)
     return backbone

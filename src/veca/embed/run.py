@@ -32,6 +32,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from veca.checkpoint import weights_hash
 from veca.data.loader import Record, decode_items
 from veca.data.remote import is_remote
 from veca.data.sources import SHARDS, TABLES, OnRead, count_images, iter_items
@@ -41,7 +42,7 @@ from veca.errors import NonFiniteError
 from veca.images import EXTENSIONS, PATCH
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
-from veca.optimized import fits, optimize, unfoldable
+from veca.optimized import optimize, supports_fused, unfusable_reason
 from veca.utils.console import progress_bar
 from veca.utils.files import InUseError, check_utf8, check_writable, locked
 from veca.version import __version__
@@ -167,7 +168,7 @@ def ready(model: Veca, settings: EmbedSettings, device: torch.device) -> Veca:
         if tensor.data_ptr() % 64:  # as weights lie in their file; on CPUs the bits of small products depend on it
             tensor.data = tensor.data.clone()
     dtype: torch.dtype = getattr(torch, settings.precision)
-    fast = fits(model.config, device, dtype) and not unfoldable(model)
+    fast = supports_fused(model.config, device, dtype) and not unfusable_reason(model)
     return optimize(model, dtype=dtype) if fast else model
 
 
@@ -217,12 +218,9 @@ def check(
 
 def describe(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
     """What made the features; a run with another description is another run."""
-    digest = hashlib.sha256(json.dumps(model.config.to_dict()).encode())
-    for key, tensor in model.state_dict().items():
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    weights = weights_hash(model, prefix=json.dumps(model.config.to_dict()))
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
-    about |= {"provenance": model.provenance, "weights": digest.hexdigest()}
+    about |= {"provenance": model.provenance, "weights": weights}
     about |= {"dim": model.config.num_features, "patch_size": model.config.patch_size}
     return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from veca.errors import ArgumentError
 from veca.images.decode import MAX_PIXELS, ImageTooLargeError
+from veca.inputs import nearest_sizes
 
 Fit = Literal["crop", "stretch", "keep", "pad"]
 
@@ -90,16 +91,6 @@ def resample(image: Image.Image, size: tuple[int, int], box: tuple[float, float,
         image = image.resize((image.width, size[1]), Image.Resampling.BICUBIC, (0, top, image.width, bottom))
         top, bottom = 0, size[1]
     return image.resize(size, Image.Resampling.BICUBIC, (left, top, right, bottom))
-
-
-def nearest_sizes(height: float, width: float, patch: int = PATCH) -> tuple[int, int]:
-    """Round a size to multiples of `patch`; ties go up, and no side becomes 0.
-
-    >>> nearest_sizes(250, 333)
-    (256, 336)
-    """
-    rows, columns = (max(1, int(side / patch + 0.5)) * patch for side in (height, width))
-    return rows, columns
 
 
 def check_fit(size: int | tuple[int, int] | None, fit: str) -> None:

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images.fit import PATCH, check_rgb, nearest_sizes
+from veca.images.fit import PATCH, check_rgb
+from veca.inputs import nearest_sizes
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)

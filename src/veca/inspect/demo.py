@@ -20,8 +20,8 @@ from PIL import Image, ImageChops, ImageOps
 from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 from torch import Tensor
 
-from veca.bench.flops import model_flops
 from veca.errors import ArgumentError
+from veca.flops import model_flops
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.images.samples import sample_images
 from veca.inspect import core_maps, heat, pca, to_rgb

@@ -26,7 +26,7 @@ from veca.config import SIZES, did_you_mean, is_budget
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize
 from veca.model import Veca
-from veca.optimized import fits, optimize
+from veca.optimized import optimize, supports_fused
 from veca.utils.device import choose_device
 from veca.utils.text import quoted
 
@@ -128,7 +128,7 @@ class VecaBackbone(Backbone):
         about = {"sha256": weights_hash(model), "config": shape, "provenance": model.provenance}
         super().__init__(name, "veca", config.patch_size, config.num_features, MEAN, STD, device, precision, about)
         dtype: torch.dtype = getattr(torch, precision)
-        fused = fits(config, device, dtype)
+        fused = supports_fused(config, device, dtype)
         self.optimized = compile or fused
         self.autocast = self.autocast and (fused or not compile)  # a compiled one is of that type itself
         self.model = optimize(model, dtype=dtype) if self.optimized else model.eval().requires_grad_(False)

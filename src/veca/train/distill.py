@@ -24,7 +24,7 @@ from veca.data.index import ImageIndex
 from veca.data.loader import Batch, ImageLoader, to_model_input, train_loader
 from veca.data.sampler import TrainSampler
 from veca.model import Veca
-from veca.optimized import WAYS
+from veca.optimized import RECOMPILE_LIMIT
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
 from veca.train.checkpoints import (
     TensorFiles,
@@ -208,7 +208,7 @@ class Distillation(RunEngine):
         self.step += 1
 
     def run(self) -> Path | None:
-        with torch._dynamo.config.patch(recompile_limit=WAYS):
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return super().run()
 
     def memory_advice(self) -> str:

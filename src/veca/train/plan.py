@@ -20,9 +20,9 @@ from rich.text import Text
 
 from veca.config import VecaConfig, get_config
 from veca.data.index import DataError, ImageIndex
-from veca.flops import model_flops, patches
+from veca.flops import model_flops, num_patches
 from veca.model import Veca
-from veca.teachers.known import KNOWN
+from veca.teachers.load import KNOWN_TEACHERS
 from veca.train.optimizers import split_parameters
 from veca.train.recipe import Recipe, RecipeError
 from veca.utils.console import as_message
@@ -167,7 +167,7 @@ class RunPlan:
     def tokens(self, resolution: int | None = None, budget: int | None = None) -> float:
         """Mean number of tokens of the student per image; of one resolution or budget, its part of the mean."""
         draws = self._draws_of(resolution, budget)
-        return sum((patches(self.config, size, size) + cores) * share for size, cores, share in draws)
+        return sum((num_patches(self.config, size, size) + cores) * share for size, cores, share in draws)
 
     def flops(self, resolution: int | None = None, budget: int | None = None) -> float:
         """Mean FLOPs of the student's forward pass per image, over the steps with this resolution or budget."""
@@ -206,7 +206,7 @@ class RunPlan:
         count = sum(p.numel() for p in named.values())
         trained = sum(p.numel() for p in named.values() if p.requires_grad)
         matrices = [named[name] for name in split.normuon_qkv + split.normuon]
-        drawn = [(patches(self.config, size, size), cores) for size, cores, share in self.draws() if share]
+        drawn = [(num_patches(self.config, size, size), cores) for size, cores, share in self.draws() if share]
         return PlannedMemory(
             weights=FLOAT_BYTES * count,
             gradients=FLOAT_BYTES * trained,
@@ -224,7 +224,7 @@ class RunPlan:
         if side is None:
             return 0
         width = self.teacher.get("width", 0) if precision else 0
-        cells = patches(self.config, side, side)
+        cells = num_patches(self.config, side, side)
         if (glance := self.recipe.teacher.glance) and self.teacher.get("pooled"):  # the map of the second pass
             across = side // self.config.patch_size
             zoom = across / max(1, round(across / self.recipe.data.short_side))
@@ -267,7 +267,7 @@ def show_plan(recipe: Recipe, images: int | None = None, processes: int = 1) -> 
             images = len(ImageIndex.build(recipe.data.train))
         except DataError as error:
             notes.append(Text(as_message(f"data.train: {error}"), style="yellow"))
-    teacher = KNOWN.get(recipe.teacher.name, {})
+    teacher = KNOWN_TEACHERS.get(recipe.teacher.name, {})
     config = get_config(recipe.model.size, **recipe.model.overrides)
     if teacher and config.output_dim is None and config.embed_dim != teacher["width"]:
         config = VecaConfig.from_dict({**config.to_dict(), "output_dim": teacher["width"]})
@@ -354,7 +354,7 @@ def _resolution_table(plan: RunPlan) -> Table:
     table = _make_table("Resolutions", "px", *ends, "of the steps", "of the tokens", "patches", "GFLOPs per image")
     for size, share in sorted(plan.resolutions.items()):
         odds = [f"{shares(p.odds).get(size, 0):.1%}" for p in phases] if len(phases) > 1 else []
-        tokens, count = plan.tokens(size) / plan.tokens(), patches(plan.config, size, size)
+        tokens, count = plan.tokens(size) / plan.tokens(), num_patches(plan.config, size, size)
         table.add_row(str(size), *odds, f"{share:.1%}", f"{tokens:.1%}", f"{count:,}", _giga(plan.flops(size)))
     return table
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from veca.bench.flops import DENSE_PREFIX, dense_model_flops, model_flops
 from veca.config import VecaConfig
+from veca.flops import DENSE_PREFIX, dense_model_flops, model_flops
 from veca.model import Veca
 from veca.teachers.dense_vit import create_dense_vit
 from veca.utils.memory import peak_device_bytes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from veca.checkpoint import load_or_random, weights_hash
-from veca.checkpoint.pretrained import find_shipped
+from veca.checkpoint.pretrained import find_pretrained
 from veca.config import VecaConfig
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
 from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
@@ -404,7 +404,7 @@ def _confused_pairs(counts: Tensor) -> list[list[int]]:
 
 def _check_folder(folder: Path, model: str) -> None:
     """Refuse to write over the weights to start from, or over a distillation run, even with `restart`."""
-    source = Path(model) if Path(model).exists() else find_shipped(model)
+    source = Path(model) if Path(model).exists() else find_pretrained(model)
     if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
         raise ArgumentError(
             f"--out {folder} is the model's own folder, which would be written over; take another --out"

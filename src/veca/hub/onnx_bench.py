@@ -14,7 +14,7 @@ from torch import Tensor
 
 from veca.checkpoint import load_or_random
 from veca.errors import ArgumentError
-from veca.hub.export import OUTPUTS, Dtype, Plain, Run, export, open_file, parse_size
+from veca.hub.export import OUTPUTS, BudgetModel, ExportDtype, RunFile, export, open_file, parse_size
 from veca.utils.timing import measure
 
 
@@ -22,7 +22,7 @@ def bench_onnx(
     model: str = "veca_tiny",
     sizes: Sequence[str] = ("224", "256", "320x480", "512", "768"),
     cores: Sequence[int] = (8, 32, 64),
-    dtype: Dtype = "float32",
+    dtype: ExportDtype = "float32",
     threads: int = 1,
     repeats: int = 7,
 ) -> None:
@@ -44,7 +44,7 @@ def bench_onnx(
         for budget in cores:
             file = Path(folder) / f"{budget}.onnx"
             export(backbone, file, cores=budget, dtype=dtype, check=False)
-            run, plain = open_file(file, "onnx"), Plain(backbone, budget)
+            run, plain = open_file(file, "onnx"), BudgetModel(backbone, budget)
             for text, size in resolved.items():
                 assert size is not None
                 images = torch.randn(1, backbone.config.in_chans, *size, generator=torch.Generator().manual_seed(0))
@@ -54,7 +54,9 @@ def bench_onnx(
                 print(f"{text:>9} {budget:3} {error_cells} {times}", flush=True)
 
 
-def compare_outputs(run: Run, plain: Plain, images: Tensor, repeats: int) -> tuple[dict[str, float], float, float]:
+def compare_outputs(
+    run: RunFile, plain: BudgetModel, images: Tensor, repeats: int
+) -> tuple[dict[str, float], float, float]:
     """‖a − b‖ / ‖b‖ of each output, and the median seconds of `run` (a) and `plain` (b), which take turns."""
     with torch.inference_mode():
         outputs = zip(OUTPUTS, run(images), plain(images), strict=True)
