@@ -1,4 +1,4 @@
-"""Measurements of the machine: its peak rates, where the time of a call goes, and its description."""
+"""Measurements of the machine: its copy rate, where the time of a call goes, and its description."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def measure_cores(
     failures: list[tuple[str, str]] = []
     # The decoding processes come first: forking is safest before the progress bar has its thread.
     with (
-        collect_unsupported() as left_out,
+        collect_unsupported() as unsupported,
         decode_items(items, size, "crop", MAX_PIXELS, workers) as records,
         bar("measuring", total, "images", progress, failures=True) as advance,
         inspecting(model),
@@ -243,11 +243,11 @@ def _check_arguments(sources: list[str], size: int, limit: int | None, batch: in
     if not sources:
         raise ArgumentError("no pictures given; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        with collect_unsupported() as left_out:
+        with collect_unsupported() as unsupported:
             first = next(iter_items([source]), None)
         if first is None:
             none = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
-            raise SourceError(left_out.append_to(f"{none}'{os.path.join(source, '*.tar')}'"))
+            raise SourceError(unsupported.append_to(f"{none}'{os.path.join(source, '*.tar')}'"))
 
 
 def _take_evenly(items: Iterable[Item], total: int, limit: int) -> Iterator[Item]:
