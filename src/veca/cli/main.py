@@ -55,10 +55,9 @@ from veca.hub.export import Dtype as ExportDtype
 from veca.hub.export import Format as ExportFormat
 from veca.hub.export import export as write_export
 from veca.images import MAX_PIXELS, Fit
-from veca.inspect import draw_story, measure_cores, story_table, write_story
+from veca.inspect import draw_story, measure_cores, story_table, write_figure, write_story
 from veca.inspect.demo import write_demo
 from veca.inspect.story_report import check_story
-from veca.report.chart_files import write_chart
 from veca.utils.console import as_message
 from veca.utils.files import check_writable
 from veca.utils.signals import exit_status, terminable
@@ -315,7 +314,7 @@ def cores(
     out.print(story_table(story))
     out.print(f"Numbers: {write_story(story, to).resolve()}", soft_wrap=True)
     if chart is not None:
-        out.print(f"Chart: {write_chart(draw_story(story), chart).resolve()}", soft_wrap=True)
+        out.print(f"Chart: {write_figure(draw_story(story), chart).resolve()}", soft_wrap=True)
     if failed := story.about["failed"]:
         warn(f"{failed:,} failed: see {to}")
         raise typer.Exit(3)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.inspect.subject import Photo
+from veca.report.chart_files import write_chart
+from veca.report.charts import Chart
 from veca.utils.files import atomic_path, check_writable
 
 if TYPE_CHECKING:
@@ -249,11 +251,13 @@ def legend(axis: Axes, looks: Sequence[tuple[str, tuple[str, str]]]) -> None:
         text.set_parse_math(False)
 
 
-def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+def write_figure(figure: Figure | Chart, path: str | os.PathLike[str]) -> Path:
     """Save a figure as its suffix says: the same figure gives the same bytes."""
+    path = check_out(path)
+    if isinstance(figure, Chart):  # of `draw_story`, which needs no matplotlib
+        return write_chart(figure, path)
     import matplotlib
 
-    path = check_out(path)
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "veca"}), atomic_path(path) as part:
         figure.savefig(part, format=path.suffix[1:].lower(), dpi=DPI, metadata=metadata)
