@@ -1,9 +1,9 @@
-# Each target sets up .venv by itself and is quick when it is there already.
+# Each target sets up .venv if it does not exist yet.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Tests whose processes are forks of their own: in processes of their own, where nothing was compiled before.
+# Tests that fork: run apart from the others, in processes where nothing was compiled before.
 FORKING := tests/train/test_distill.py tests/train/test_resume.py tests/train/test_finetune_processes.py tests/utils/test_signals.py
 
 .PHONY: demo explore test coverage lint bench docs gallery clean
@@ -14,12 +14,12 @@ demo: .venv/viz.stamp
 explore: .venv/web.stamp
 	$(BIN)/veca explore
 
-# The tests of the explorer need Chromium, and say so where there is none: apt-get install chromium
+# The tests of the explorer need Chromium and are skipped without it: apt-get install chromium
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest --quiet -n auto --dist loadfile --no-loadscope-reorder $(COVER) $(FORKING:%=--ignore=%)
 	VECA_TESTS_FORK=1 $(BIN)/python -m pytest --quiet -n auto --dist worksteal $(COVER:--cov=--cov --cov-append) $(FORKING)
 
-# What the tests reach; they take longer so.
+# Test coverage; the tests take longer with it.
 coverage: COVER := --cov
 coverage: test
 
@@ -32,17 +32,17 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo build/site/index.html
 
-# The pictures of the documentation, with the weights that ship; some minutes. Two of them need Chromium.
+# The figures of the documentation, with the pretrained weights; takes minutes. Two of them need Chromium.
 gallery: .venv/dev.stamp
 	$(BIN)/python docs/gallery.py
-	$(BIN)/python -m veca.bench.explorer shot docs/images/explorer.png
+	$(BIN)/veca bench explorer shot --out docs/images/explorer.png
 
 bench: .venv/bench.stamp
 	$(BIN)/veca bench model --out build/bench/model
 	$(BIN)/veca bench train --out build/bench/train
 	$(BIN)/veca bench attention --out build/bench/attention
 	$(BIN)/veca bench plot build/bench/*/results.json --out build/bench
-	$(BIN)/python -m veca.bench.memory
+	$(BIN)/veca bench memory
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

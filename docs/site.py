@@ -1,6 +1,4 @@
-"""What the site needs beyond Markdown: pages that lie outside this folder, links that lead out of it, and examples of
-docstrings shown as code.
-"""
+"""MkDocs hooks: pages from outside this folder, links that lead out of it, doctest examples shown as code."""
 
 from __future__ import annotations
 
@@ -12,41 +10,54 @@ import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"RESULTS.md": "results.md", "CHANGELOG.md": "changes.md"}
+RESULTS = {f"results/{page.name}": f"results/{page.name}" for page in sorted((ROOT / "results").glob("*.md"))}
+PAGES = {**RESULTS, "CHANGELOG.md": "changes.md"}
+"""Pages of the project outside this folder, and their names on the site."""
 DOCTEST = re.compile(r"^( *)>>> (?:.+\n?)+", re.MULTILINE)
-OUT = re.compile(r"\]\(\.\./([^)#\s]+)")
+OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
+"""A link from a page of this folder to a file outside it."""
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages, and every file of the project that some page links to."""
-    for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=_inside((ROOT / source).read_text())))
-    for page in sorted(Path(config.docs_dir).glob("*.md")):
-        for target in sorted(set(OUT.findall(page.read_text())) - PAGES.keys()):
-            if files.get_file_from_path(_name(target)) is None:
-                files.append(File.generated(config, _name(target), content=(ROOT / target).read_text()))
+    """Add the pages of `PAGES`, the data of the results, and every other file of the project that a page links to."""
+    contents = {page: _move_inside(source, (ROOT / source).read_text()) for source, page in PAGES.items()}
+    for path in sorted((ROOT / "results").rglob("*.csv")):
+        contents[str(path.relative_to(ROOT))] = path.read_text()
+    pages = [*Path(config.docs_dir).glob("*.md"), *(ROOT / source for source in RESULTS)]
+    for target in {target for page in pages for target in OUTSIDE.findall(page.read_text())} - PAGES.keys():
+        if not target.startswith("docs/"):
+            contents[_copy_name(target)] = (ROOT / target).read_text()
+    for name in sorted(contents):
+        files.append(File.generated(config, name, content=contents[name]))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    return OUT.sub(lambda found: f"]({PAGES.get(found[1]) or _name(found[1])}", markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri in PAGES.values():
+        return markdown
+    return OUTSIDE.sub(lambda match: f"]({PAGES.get(match[1]) or _copy_name(match[1])}", markdown)
 
 
-def _inside(markdown: str) -> str:
-    """A page of the project's root, as one of this folder."""
-    return markdown.replace("](docs/", "](")
+def _move_inside(source: str, markdown: str) -> str:
+    """Rewrite the links of a page outside this folder for its place on the site."""
+    if not source.startswith("results/"):
+        return markdown.replace("](docs/", "](")
+    markdown = markdown.replace("](../docs/", "](../")
+    return re.sub(
+        r"\]\(\.\./((?:src|recipes|tests|tools)/[^)#\s]+)", lambda match: f"](../{_copy_name(match[1])}", markdown
+    )
 
 
-def _name(target: str) -> str:
-    """As text, so that a browser shows it."""
+def _copy_name(target: str) -> str:
+    """Name of the copy of a project file; as text, so that a browser shows it."""
     return f"files/{target}.txt"
 
 
 class Examples(griffe.Extension):
-    """Doctests, which Markdown would take for quotations."""
+    """Show doctests as code: Markdown would take `>>>` for quotations."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             obj.docstring.value = DOCTEST.sub(
-                lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", obj.docstring.value
+                lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", obj.docstring.value
             )

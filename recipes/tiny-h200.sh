@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The weights that ship, from pictures to the numbers of their card: both stages of training, then all probes.
+# The pretrained weights, from images to the scores of their card: both stages of training, then all probes.
 #
 # Command
 #   recipes/tiny-h200.sh DATA OUT [START]
-#   DATA holds coco256-train-*.tar and what tiny-probes.sh wants. With START, weights that a first stage left, the second
-#   begins from those. Interrupted or killed, the same command goes on from where it was.
+#   DATA holds coco256-train-*.tar and the files that tiny-probes.sh needs. With START, the weights of a first stage, only
+#   the second stage runs. After an interruption or a kill, the same command resumes.
 #
 # Cost
 #   that of tiny-h200.yaml, tiny-h200-stage2.yaml and tiny-probes.sh
 #
 # Result
-#   OUT/model       the weights in float16, as they ship
+#   OUT/model       the weights in float16
 #   OUT/stage2      their run: report.html has the losses by budget and resolution
-#   OUT/…           what tiny-probes.sh finds
+#   OUT/…           the results of tiny-probes.sh
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -30,5 +30,5 @@ if [ -z "$start" ]; then
   start=$out/stage1
 fi
 veca distill "$recipes/tiny-h200-stage2.yaml" "${coco[@]}" --set "model.start=$start" --out "$out/stage2"
-veca convert "$out/stage2" "$out/model" --dtype float16 --no-paths --overwrite
+veca convert --model "$out/stage2" --out "$out/model" --dtype float16 --no-paths --overwrite
 "$recipes/tiny-probes.sh" "$out/model" . "$out"

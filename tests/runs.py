@@ -28,9 +28,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import veca.cli.main
-from veca.train.checkpoints import listed
+from veca.train.checkpoints import list_checkpoints
+from veca.train.distill import distill
 from veca.train.recipe import Recipe
-from veca.train.run import distill
 
 CliRunner().invoke(veca.cli.main.app, ["--version"])  # has typer import what it needs, which each fork would do again
 
@@ -250,7 +250,7 @@ def kill(run: list[Process]) -> None:
 
 def reached(folder: Path) -> int:
     """The step of the newest checkpoint."""
-    found = listed(folder / "checkpoints")
+    found = list_checkpoints(folder / "checkpoints")
     return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
@@ -288,7 +288,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def assert_same_run(found: Path, expected: Path) -> None:
     """Bit for bit: weights, what the optimizers keep, and every row of the tables but for times."""
-    ours, theirs = (listed(folder / "checkpoints")[-1] for folder in (found, expected))
+    ours, theirs = (list_checkpoints(folder / "checkpoints")[-1] for folder in (found, expected))
     assert ours.name == theirs.name
     assert different(tensors(ours), tensors(theirs)) == []
     for name in ("model.safetensors", "best/model.safetensors"):

@@ -14,7 +14,7 @@ from veca.attention import (
     masked_attention,
     use_kernel,
 )
-from veca.rope import grid_rotary, patch_coordinates, rotary
+from veca.rope import grid_rotary, make_rotary, patch_coordinates
 
 CASES = [(1, 1, (2, 3)), (8, 2, (4, 6)), (13, 1, (1, 1)), (24, 3, (7, 3)), (64, 2, (5, 8))]
 
@@ -34,7 +34,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     on_patches = grid_rotary(*grid, 32, 0.125, qkv.device, points.dtype)
     with use_kernel(kernel):  # type: ignore[arg-type]
-        out = core_attention(qkv, rotary(points, 32, 0.125), on_patches)
+        out = core_attention(qkv, make_rotary(points, 32, 0.125), on_patches)
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)
     grads = torch.autograd.grad((out * weights).sum(), [qkv, points])
     return out.detach(), *grads
@@ -87,7 +87,7 @@ def test_shortcuts_equal_the_reference(
 ) -> None:
     tokens, points = inputs(cores, batch, grid, dtype)
     x, (qkv, proj) = tokens.detach()[:, :, 0].flatten(2), layers(dtype)
-    tables = rotary(points.detach(), 32, 0.125), grid_rotary(*grid, 32, 0.125, x.device, dtype)
+    tables = make_rotary(points.detach(), 32, 0.125), grid_rotary(*grid, 32, 0.125, x.device, dtype)
     with use_kernel("reference"):
         expected = proj(core_attention(qkv(x).unflatten(-1, (3, 2, 32)), *tables))
     assert relative_error(few_cores_attention(x, qkv, proj, 2, *tables), expected) <= tolerance
@@ -99,7 +99,7 @@ def test_core_probabilities_mix_values_as_attention_does(dtype: torch.dtype) -> 
     cores, batch, grid = 13, 3, (4, 6)
     tensor, points = (made.detach() for made in inputs(cores, batch, grid, dtype))
     tables, exact = (
-        (rotary(points.to(kind), 32, 0.125), grid_rotary(*grid, 32, 0.125, points.device, kind))
+        (make_rotary(points.to(kind), 32, 0.125), grid_rotary(*grid, 32, 0.125, points.device, kind))
         for kind in (points.dtype, torch.float64)
     )
     patch_to_core, core_to_all = core_probabilities(tensor[:, :, :2], *tables)
@@ -119,7 +119,10 @@ def test_core_probabilities_mix_values_as_attention_does(dtype: torch.dtype) -> 
 def test_probabilities_are_not_rounded_by_autocast() -> None:
     """Logits of 50 in bfloat16 would be off by an eighth: probabilities by as much."""
     tensor, points = (made.detach() for made in inputs(8, 1, (4, 4), torch.float32))
-    tensor, tables = 4 * tensor, (rotary(points, 32, 0.125), grid_rotary(4, 4, 32, 0.125, points.device, points.dtype))
+    tensor, tables = (
+        4 * tensor,
+        (make_rotary(points, 32, 0.125), grid_rotary(4, 4, 32, 0.125, points.device, points.dtype)),
+    )
     expected = core_probabilities(tensor[:, :, :2], *tables)
     with torch.autocast("cpu", torch.bfloat16):
         found = core_probabilities(tensor[:, :, :2], *tables)
@@ -167,7 +170,7 @@ def test_use_kernel_restores_after_an_error() -> None:
 
 def test_coordinates_get_gradients_through_rope() -> None:
     qkv, points = inputs(6, 1, (3, 3), torch.float64)
-    patches = rotary(patch_coordinates(3, 3, qkv.device, qkv.dtype), 32, 0.125)
+    patches = make_rotary(patch_coordinates(3, 3, qkv.device, qkv.dtype), 32, 0.125)
     assert torch.autograd.gradcheck(
-        lambda p: core_attention(qkv.detach(), rotary(p, 32, 0.125), patches).sum(dim=(0, 1)), points
+        lambda p: core_attention(qkv.detach(), make_rotary(p, 32, 0.125), patches).sum(dim=(0, 1)), points
     )

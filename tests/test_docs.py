@@ -18,12 +18,13 @@ from PIL import Image
 
 import veca
 from veca.cli.main import app
-from veca.train.finetune.settings import ClassifySettings, SegmentSettings
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
 from veca.train.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = [ROOT / name for name in ("RESULTS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+RESULTS = sorted((ROOT / "results").glob("*.md"))
+OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
 CARDS = sorted((ROOT / "src/veca/weights").glob("*/README.md"))
 RECIPES = sorted((ROOT / "recipes").iterdir())
 BLOCKS = [(page, block) for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
@@ -55,7 +56,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS, *OTHERS, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
         target = page.parent / link if link else page
@@ -111,7 +112,9 @@ def _recipe_keys() -> Iterator[tuple[str, Any]]:
 
 KEYS = dict(_recipe_keys())
 """Every key of a recipe with its default."""
-TUNED = {field.name for kind in (ClassifySettings, SegmentSettings) for field in dataclasses.fields(kind)}
+TUNED = {
+    field.name for kind in (FinetuneClassifySettings, FinetuneSegmentSettings) for field in dataclasses.fields(kind)
+}
 
 
 def test_every_key_of_a_recipe_is_on_its_page_with_its_default() -> None:
@@ -126,7 +129,9 @@ def test_every_key_of_a_recipe_is_on_its_page_with_its_default() -> None:
         assert (float(said) if isinstance(value, float) else said) == value, key
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *RESULTS, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_keys_exist(page: Path) -> None:
     text = page.read_text()
     sections = "|".join({key.partition(".")[0] for key in KEYS if "." in key} - {"model", "data"})  # variables, too
@@ -173,5 +178,8 @@ def test_the_site_builds_without_a_warning_and_needs_nothing_from_elsewhere(tmp_
     assert "&gt;&gt;&gt;" in reference  # examples as code, not as quotations
     assert all(f'id="veca.{name}"' in reference for name in set(veca.__all__) - {"hub", "images", "ImageError"})
     assert 'id="veca.images.ImageError"' in reference
+    for page in RESULTS:
+        assert (site / "results" / page.with_suffix(".html").name.replace("README", "index")).exists()
+    assert (site / "results/speed/forward.csv").read_text() == (ROOT / "results/speed/forward.csv").read_text()
     assert "files/recipes/quick.yaml.txt" in (site / "training.html").read_text()
     assert (site / "files/recipes/quick.yaml.txt").read_text() == (ROOT / "recipes/quick.yaml").read_text()

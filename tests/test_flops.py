@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from veca.attention import use_kernel
-from veca.bench.contenders import DENSE
-from veca.bench.flops import attention_flops, dense_attention_flops, dense_model_flops, model_flops
 from veca.checkpoint import create_model
 from veca.config import SIZES
+from veca.flops import attention_flops, dense_attention_flops, dense_model_flops, model_flops
 from veca.model import Attention
-from veca.rope import rotary
+from veca.rope import make_rotary
+from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
 
 RESOLUTIONS = (256, 384, 512, 768, 1024)
 PAPER = {
@@ -50,7 +50,7 @@ def test_attention_path_counted_equals_the_paper(name: str) -> None:
         attention = Attention(config)
         for size in RESOLUTIONS:
             patches = (size // 16) ** 2
-            core, patch = (rotary(torch.empty(*n, 2), config.head_dim, 0.125) for n in ((1, 1, 64), (patches,)))
+            core, patch = (make_rotary(torch.empty(*n, 2), config.head_dim, 0.125) for n in ((1, 1, 64), (patches,)))
             found.append(count(attention, torch.empty(1, 64 + patches, config.embed_dim), core, patch))
     assert found == PAPER[name]
 
@@ -59,7 +59,7 @@ def test_attention_path_counted_equals_the_paper(name: str) -> None:
 def test_dense_attention_path_counted_equals_the_paper(name: str) -> None:
     config, found = SIZES[name], []
     with torch.device("meta"):
-        attention = timm.create_model(DENSE[name], num_classes=0).blocks[0].attn
+        attention = timm.create_model(DENSE_VITS[name], num_classes=0).blocks[0].attn
         for size in RESOLUTIONS:
             patches = (size // 16) ** 2
             rope = torch.empty(patches, 2 * config.head_dim)
@@ -73,11 +73,17 @@ def test_whole_model_equals_torch_counting(cores: int, height: int, width: int) 
     assert count(model, torch.zeros(1, 3, height, width), cores) == model_flops(model.config, height, width, cores)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", DENSE_VITS)
 def test_whole_models_at_full_size_equal_torch_counting(name: str) -> None:
     config = SIZES[name]
     with torch.device("meta"):
         images = torch.empty(1, 3, 512, 768)
-        dense = timm.create_model(DENSE[name], num_classes=0, dynamic_img_size=True).eval()
+        dense = create_dense_vit(config).eval()
         assert count(create_model(name).eval(), images, 64) == model_flops(config, 512, 768, 64)
         assert count(dense, images) == dense_model_flops(config, 512, 768)
+
+
+def test_the_dense_vit_of_a_size_that_dinov3_lacks_equals_torch_counting() -> None:
+    config = make_tiny(depth=2).config
+    with torch.device("meta"):
+        assert count(create_dense_vit(config).eval(), torch.empty(1, 3, 64, 96)) == dense_model_flops(config, 64, 96)

@@ -7,7 +7,7 @@ import torch
 from conftest import GOLDEN, Golden, relative_error
 from safetensors.torch import load_file
 
-from veca.checkpoint import to_official
+from veca.checkpoint.released import to_released
 from veca.rope import farthest_points
 from veca.train.objective import distillation_losses
 
@@ -59,7 +59,7 @@ def test_loss_and_every_gradient(golden: Golden, device: str) -> None:
     assert model.core_states[5].grad is None
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     checked = 0
-    for name, grad in to_official(grads, model.config).items():
+    for name, grad in to_released(grads, model.config).items():
         if f"grad.{name}" not in numbers:
             continue
         expected = numbers[f"grad.{name}"]

@@ -21,12 +21,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import veca
-from veca import attention
-from veca import block_ops as fused
+from veca import attention, block_ops
 from veca.attention import use_kernel
 from veca.inspect import look_inside
 from veca.kernels import ops
-from veca.optimized import FastVeca, unfoldable
+from veca.optimized import FastVeca, unfusable_reason
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = [
@@ -183,12 +182,12 @@ def test_quantised_weights_and_layers_without_bias_are_called(way: str) -> None:
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(Quantised(layer.weight.detach()), requires_grad=False)
     assert difference(run(model, way), before) <= TOLERANCE["cpu"]
-    assert "is quantised" in unfoldable(model)
+    assert "is quantised" in unfusable_reason(model)
     model = make()
     for block in model.blocks:
         block.attn.qkv.bias = block.attn.proj.bias = None
     assert difference(run(model, way), plain(model, way)) <= TOLERANCE["cpu"]
-    assert unfoldable(model).startswith("the model has no blocks.0.attn.proj.bias")
+    assert unfusable_reason(model).startswith("the model has no blocks.0.attn.proj.bias")
 
 
 def prune_some(layer: Any) -> None:
@@ -303,7 +302,7 @@ def test_hooks_take_effect_in_a_compiled_copy(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", [*LAYERS, "patch_embed", "blocks.1", "blocks.1.attn", "blocks.1.mlp", ""])
 def test_what_cannot_be_folded_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.supports_fused", lambda *_: True)
     model = make()
     module = model.get_submodule(name)
     assert isinstance(veca.optimize(model), FastVeca)
@@ -315,7 +314,7 @@ def test_what_cannot_be_folded_is_refused(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_computed_weights_are_folded_once_they_are_permanent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.supports_fused", lambda *_: True)
     model = make()
     change(model, kind, 0)
     way = "remove_parametrizations" if kind in ("parametrize", "new weight_norm") else r"prune\.remove"
@@ -326,7 +325,7 @@ def test_computed_weights_are_folded_once_they_are_permanent(kind: str, monkeypa
 
 
 def test_replaced_layers_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.supports_fused", lambda *_: True)
     model = make()
     model.blocks[1].mlp.fc2 = nn.Sequential(OrderedDict(base=model.blocks[1].mlp.fc2))
     with pytest.raises(veca.VecaError, match=r"^blocks\.1\.mlp\.fc2 is a Sequential .*merge adapters"):
@@ -337,7 +336,7 @@ def test_embed_runs_what_cannot_be_folded_as_it_is(monkeypatch: pytest.MonkeyPat
     from veca.embed.partitions import EmbedSettings
     from veca.embed.run import ready
 
-    for place in ("veca.optimized.fits", "veca.embed.run.fits"):
+    for place in ("veca.optimized.supports_fused", "veca.embed.run.supports_fused"):
         monkeypatch.setattr(place, lambda *_: True)
     model = make()
     assert isinstance(ready(model, EmbedSettings(), torch.device("cpu")), FastVeca)
@@ -433,7 +432,7 @@ import veca, veca.hub
 check(before, "import veca")
 import pyarrow.parquet, rich.console, sympy, torch.distributed.tensor, typer  # their own doing
 before = settings()
-import veca.embed.run, veca.cli.main, veca.inspect, veca.bench, veca.probe, veca.train.loop, veca.train.finetune.run
+import veca.embed.run, veca.cli.main, veca.inspect, veca.bench, veca.probe, veca.train.distill, veca.train.finetune.run
 check(before, "importing the rest")
 """)
 
@@ -474,7 +473,7 @@ def test_only_graphs_with_our_operators_depend_on_the_kernels(tmp_path: Path, mo
         return bool(count["autograd_cache_hit"])
 
     def ours(h: Tensor, bias: Tensor) -> Tensor:
-        return ops.swiglu(h, bias, ops.KERNELS)
+        return ops.swiglu_op(h, bias, ops.KERNELS)
 
     def theirs(h: Tensor, bias: Tensor) -> Tensor:
         return h @ h  # as the other, nothing that a C++ compiler is needed for
@@ -495,9 +494,9 @@ def test_every_operator_of_a_model_names_the_kernels(monkeypatch: pytest.MonkeyP
             return func(*args, **(kwargs or {}))
 
     named: dict[str, object] = {}
-    for module in (attention, fused):
+    for module in (attention, block_ops):
         monkeypatch.setattr(module, "use_triton", lambda *_: True)
-    monkeypatch.setattr(fused, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_ops, "_on_gpu", lambda _: True)
     model = make()
     with FakeTensorMode(allow_non_fake_inputs=True), Record():
         out = model(torch.empty(2, 3, 32, 48), 8)
@@ -628,7 +627,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
     from veca.probe.backbones import VecaBackbone
-    from veca.train.finetune.settings import ClassifySettings
+    from veca.train.finetune.settings import FinetuneClassifySettings
 
     model, images, says = make(), pictures(), f"cores={cores}; a budget is an integer from 1 to 64"
     for call in (model, model.forward_features, torch.compile(model, backend="eager"), veca.optimize(model)):
@@ -657,4 +656,4 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
         Case("veca_tiny", 224, 1, cores)
     with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):
-        ClassifySettings(size=32, cores=(8, cores)).budgets(model.config)
+        FinetuneClassifySettings(size=32, cores=(8, cores)).budgets(model.config)

@@ -18,7 +18,7 @@ from torch import Tensor
 import veca
 from veca.attention import core_attention, use_kernel
 from veca.kernels import ops
-from veca.rope import patch_coordinates, rotary
+from veca.rope import make_rotary, patch_coordinates
 
 pytestmark = pytest.mark.gpu
 
@@ -85,8 +85,8 @@ def attention_of(grid: tuple[int, int]) -> Callable[..., tuple[Tensor, ...]]:
 
     def run(qkv: Tensor, points: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
         more = operands(points, grid, qkv.shape[-1])
-        out, lse = ops.core_attention(qkv, *more)
-        return out, *ops.core_attention_backward(d_out, qkv, *more, out, lse)
+        out, lse = ops.core_attention_op(qkv, *more)
+        return out, *ops.core_attention_backward_op(d_out, qkv, *more, out, lse)
 
     return run
 
@@ -112,10 +112,10 @@ def test_attention_of_one_large_image() -> None:
     tokens = CORES + grid[0] * grid[1]
     qkv, points, d_out = randn(1, tokens, 3, HEADS, WIDTH), points_of(1), randn(1, tokens, DIM)
     assert qkv.numel() > 2**31
-    on_patches = rotary(patch_coordinates(*grid, qkv.device, torch.float32), WIDTH, 0.125)
+    on_patches = make_rotary(patch_coordinates(*grid, qkv.device, torch.float32), WIDTH, 0.125)
 
     def attend(qkv: Tensor, points: Tensor) -> Tensor:
-        return core_attention(qkv, rotary(points, WIDTH, 0.125), on_patches)
+        return core_attention(qkv, make_rotary(points, WIDTH, 0.125), on_patches)
 
     results = []
     for kernel in ("triton", "sdpa"):
@@ -146,11 +146,11 @@ def test_swiglu() -> None:
     assert rows // 16 > 2**16
     h, bias, d_out = randn(rows, 2 * width), randn(2 * width), randn(rows, width)
     assert h.numel() > 2**31
-    same(lambda h: ops.swiglu(h, bias), 8, h, tolerance=0)
-    d_h, d_bias = ops.swiglu_backward(d_out, h, bias)
+    same(lambda h: ops.swiglu_op(h, bias), 8, h, tolerance=0)
+    d_h, d_bias = ops.swiglu_backward_op(d_out, h, bias)
     want = torch.zeros(2 * width, device="cuda")
     for part, (d, x) in enumerate(zip(d_out.chunk(8), h.chunk(8), strict=True)):
-        dx, db = ops.swiglu_backward(d, x, bias)
+        dx, db = ops.swiglu_backward_op(d, x, bias)
         assert torch.equal(d_h.chunk(8)[part], dx)
         want += db.float()
     assert relative_error(d_bias, want) <= 1e-2
@@ -163,15 +163,15 @@ def test_add_norm() -> None:
     weight, bias = randn(DIM), randn(DIM)
 
     def forward(x: Tensor, update: Tensor) -> tuple[Tensor, ...]:
-        return ops.add_norm(x, update, weight, bias, 1e-5, BF16, CORES)
+        return ops.add_norm_op(x, update, weight, bias, 1e-5, BF16, CORES)
 
     same(forward, 8, x, update, tolerance=0)
     total, d_total, d_normed, d_cores = x, update, randn(batch, tokens, DIM), randn(batch, CORES, DIM)
-    d_x, d_update, d_affine = ops.add_norm_backward(d_total, d_normed, d_cores, total, weight, 1e-5, BF16)
+    d_x, d_update, d_affine = ops.add_norm_backward_op(d_total, d_normed, d_cores, total, weight, 1e-5, BF16)
     want = torch.zeros(2, DIM, device="cuda")
     parts = zip(*(tensor.chunk(8) for tensor in (d_total, d_normed, d_cores, total)), strict=True)
     for i, (dt, dn, dc, t) in enumerate(parts):
-        dx, du, da = ops.add_norm_backward(dt, dn, dc, t, weight, 1e-5, BF16)
+        dx, du, da = ops.add_norm_backward_op(dt, dn, dc, t, weight, 1e-5, BF16)
         assert torch.equal(d_x.chunk(8)[i], dx)
         assert torch.equal(d_update.chunk(8)[i], du)
         want += da.float()
@@ -182,11 +182,11 @@ def test_narrow_linear() -> None:
     batch = 2**31 // (CORES * DIM) + 100
     x, weight, bias, d_out = randn(batch, CORES, DIM), randn(2, DIM), randn(2), randn(batch, CORES, 2)
     assert x.numel() > 2**31
-    same(lambda x: ops.narrow_linear(x, weight, bias), 8, x, tolerance=0)
-    d_x, d_affine = ops.narrow_linear_backward(d_out, x, weight)
+    same(lambda x: ops.narrow_linear_op(x, weight, bias), 8, x, tolerance=0)
+    d_x, d_affine = ops.narrow_linear_backward_op(d_out, x, weight)
     want = torch.zeros(2 * DIM + 2, device="cuda")
     for i, (d, part) in enumerate(zip(d_out.chunk(8), x.chunk(8), strict=True)):
-        dx, da = ops.narrow_linear_backward(d, part, weight)
+        dx, da = ops.narrow_linear_backward_op(d, part, weight)
         assert torch.equal(d_x.chunk(8)[i], dx)
         want += da.float()
     assert relative_error(d_affine, want) <= 1e-2
@@ -222,14 +222,14 @@ def test_linear() -> None:
 
 
 def test_norm_moments_and_quantize() -> None:
-    from veca.kernels.linear import moments, norm, quantize
+    from veca.kernels.linear import layer_norm, moments, quantize_normalized
 
     x = randn(2_900_000, DIM)
     assert x.numel() > 2**31
     weight, bias = randn(DIM, dtype=torch.float32), randn(DIM, dtype=torch.float32)
-    same(lambda x: norm(x, weight, bias, 1e-5), 8, x, tolerance=0)
+    same(lambda x: layer_norm(x, weight, bias, 1e-5), 8, x, tolerance=0)
     same(lambda x: moments(x)[0].T, 8, x, tolerance=0)
-    same(lambda x: tuple(part.float() for part in quantize(x, 1e-5)), 8, x[:2_800_000], tolerance=0)
+    same(lambda x: tuple(part.float() for part in quantize_normalized(x, 1e-5)), 8, x[:2_800_000], tolerance=0)
 
 
 @pytest.mark.parametrize(("batch", "side"), [(1, 32_768), (MANY, 16)])
@@ -244,16 +244,16 @@ def test_patchify(batch: int, side: int) -> None:
 
 
 def test_move_of_more_images_than_a_grid_counts() -> None:
-    from veca.kernels.coordinates import move
+    from veca.kernels.coordinates import move_cores
 
     x, state = randn(MANY, 10, 64), randn(MANY, 8, 2, dtype=torch.float32)
     head = randn(2, 64, dtype=torch.float32), randn(2, dtype=torch.float32), randn(1, dtype=torch.float32)
-    same(lambda x, state: move(x, 8, state, head), 4, x, state, tolerance=0)
+    same(lambda x, state: move_cores(x, 8, state, head), 4, x, state, tolerance=0)
 
 
 @pytest.mark.parametrize(("batch", "grid", "heads"), [(MANY, (2, 2), 4), (1, (1536, 1024), 12)])
 def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
-    from veca.kernels.few_cores import averaging, first_core_logits, probabilities
+    from veca.kernels.few_cores import averaging_weights, first_core_logits, probabilities
 
     cores, patches = 8, grid[0] * grid[1]
     tokens = cores + patches
@@ -262,11 +262,14 @@ def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
     more = operands(points, grid, WIDTH)
     patch_to_core, logits = probabilities(qk, *more)
     first = first_core_logits(qk[:, :1, 0].contiguous(), qk[:, :, 1].contiguous(), *more)
-    weights = averaging(logits, torch.ones(1, 2, batch * tokens, device="cuda"), heads * WIDTH, 1e-5, BF16)
+    weights = averaging_weights(logits, torch.ones(1, 2, batch * tokens, device="cuda"), heads * WIDTH, 1e-5, BF16)
     # Against the definition, for the first and last images and patches.
     from veca.rope import rotate
 
-    core, patch = rotary(points, WIDTH, 0.125), rotary(patch_coordinates(*grid, qk.device, torch.float32), WIDTH, 0.125)
+    core, patch = (
+        make_rotary(points, WIDTH, 0.125),
+        make_rotary(patch_coordinates(*grid, qk.device, torch.float32), WIDTH, 0.125),
+    )
     for b in {0, batch - 1}:
         q, k = qk[b].float().permute(1, 2, 0, 3)  # (H, S, d)
         turn = core.cos[b], core.sin[b]
@@ -287,12 +290,12 @@ def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
 
 @pytest.mark.parametrize(("batch", "tokens", "dim"), [(MANY, 12, 64), (1, 3_000_000, DIM)])
 def test_mix(batch: int, tokens: int, dim: int) -> None:
-    from veca.kernels.few_cores import mix
+    from veca.kernels.few_cores import mix_residual
 
     cores, width = 8, 8 * dim // WIDTH
     x, bias = randn(batch, tokens, dim), randn(dim, dtype=torch.float32)
     p, vectors = torch.rand(batch, tokens, width, device="cuda").to(BF16), randn(batch, width + cores, dim)
-    out, sums = mix(p, vectors, bias, x, cores)
+    out, sums = mix_residual(p, vectors, bias, x, cores)
     for rows in (slice(cores, min(tokens, 5000)), slice(max(cores, tokens - 5000), tokens)):
         for b in {0, batch - 1}:
             want = x[b, rows].float() + p[b, rows].float() @ vectors[b, :width].float() + bias

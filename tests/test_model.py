@@ -39,6 +39,13 @@ def test_default_budget_is_all_cores(tiny: veca.Veca) -> None:
     torch.testing.assert_close(tiny(pictures()).patches, tiny(pictures(), cores=64).patches, rtol=0, atol=0)
 
 
+def test_a_models_own_budget_is_that_of_calls_that_name_none(tiny: veca.Veca) -> None:
+    tiny.budget = 8
+    assert tiny(pictures()).cores.shape[1] == 8
+    assert tiny(pictures(), cores=16).cores.shape[1] == 16
+    assert veca.optimize(tiny).budget == 8
+
+
 @pytest.mark.parametrize("cores", [1, 8, 13, 40, 63])
 def test_prefix_property(cores: int) -> None:
     """C active cores are a model that only ever had those C."""
@@ -305,7 +312,7 @@ def test_intermediates_follow_timm() -> None:
 def test_intermediates_are_the_blocks_outputs(tiny: veca.Veca) -> None:
     seen: list[Tensor] = []
     for block in tiny.blocks:
-        block.register_forward_hook(lambda _, __, out: seen.append(out[0] + out[1]))
+        block.register_forward_hook(lambda _, __, out: seen.append(out[0].total()))
     final, found = tiny.forward_intermediates(pictures(), [2, 0], return_prefix_tokens=True, output_fmt="NLC", cores=8)
     for (patches, prefix), expected in zip(found, [seen[0], seen[2]], strict=True):
         torch.testing.assert_close(torch.cat([prefix, patches], dim=1), expected, rtol=0, atol=0)

@@ -21,8 +21,8 @@ from veca import optimized as fast_module
 from veca.attention import core_probabilities, use_kernel
 from veca.inspect import core_maps
 from veca.model import VecaOutput
-from veca.optimized import SWIGLU_TURN, FastVeca, fold_norm, pair_swiglu, to_float8
-from veca.rope import grid_rotary, patch_coordinates, rotary
+from veca.optimized import SWIGLU_GROUP, FastVeca, fold_norm, interleave_swiglu, to_float8
+from veca.rope import grid_rotary, make_rotary, patch_coordinates
 
 SETTINGS = fast_module
 
@@ -80,10 +80,10 @@ def shortcut(monkeypatch: pytest.MonkeyPatch, on: bool) -> list[int]:
         taken.append(arguments[-1])
         return original(*arguments)
 
-    original = few_cores.mix
-    monkeypatch.setattr(few_cores, "mix", mix)
-    monkeypatch.setattr(SETTINGS, "FEW_CORES", math.inf if on else 0.0)
-    monkeypatch.setattr(SETTINGS, "MUCH_WORK", 0)
+    original = few_cores.mix_residual
+    monkeypatch.setattr(few_cores, "mix_residual", mix)
+    monkeypatch.setattr(SETTINGS, "FEW_CORES_MAX_RATIO", math.inf if on else 0.0)
+    monkeypatch.setattr(SETTINGS, "FEW_CORES_MIN_ELEMENTS", 0)
     return taken
 
 
@@ -220,23 +220,23 @@ def folded(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "cut"),
-    [(5, 64, 64, None), (130, 96, 200, None), (257, 48, 260, None), (130, 64, 300, "WIDE")],
+    ("rows", "inputs", "outputs", "tiling"),
+    [(5, 64, 64, None), (130, 96, 200, None), (257, 48, 260, None), (130, 64, 300, "WIDE_TILES")],
     ids=str,
 )
-def test_linear_and_the_norm_before_it(rows: int, inputs: int, outputs: int, cut: str | None) -> None:
+def test_linear_and_the_norm_before_it(rows: int, inputs: int, outputs: int, tiling: str | None) -> None:
     from veca.kernels import linear as kernels
 
     (norm, linear), x = layer(inputs, outputs), tokens(rows, inputs)
-    chosen = getattr(kernels, cut) if cut else None
+    chosen = getattr(kernels, tiling) if tiling else None
     expected = linear.double()(x.double())
     linear.float()
-    assert relative_error(kernels.linear(x, linear.weight, linear.bias, cut=chosen), expected) <= 1e-6
+    assert relative_error(kernels.linear(x, linear.weight, linear.bias, tiling=chosen), expected) <= 1e-6
     sums = kernels.moments(x)
     assert sums.shape == (1, 2, rows)
     assert relative_error(sums[0], torch.stack([x.double().sum(1), x.double().square().sum(1)])) <= 1e-6
     weight, bias = folded(norm, linear)
-    found = kernels.linear(x, weight, bias, moments=sums, eps=norm.eps, cut=chosen)
+    found = kernels.linear(x, weight, bias, moments=sums, eps=norm.eps, tiling=chosen)
     assert relative_error(found, linear.double()(norm.double()(x.double()))) <= 2e-6
 
 
@@ -247,32 +247,32 @@ def test_linear_and_the_gate_after_it(rows: int, inputs: int, hidden: int) -> No
     from veca.kernels.linear import moments
 
     (norm, linear), x = layer(inputs, 2 * hidden), tokens(rows, inputs)
-    weight, bias = pair_swiglu(*folded(norm, linear))
+    weight, bias = interleave_swiglu(*folded(norm, linear))
     found = kernel(x, weight, bias, moments=moments(x), eps=norm.eps, swiglu=True)
     u, v = linear.double()(norm.double()(x.double())).chunk(2, dim=-1)
     assert relative_error(found[:, :hidden], F.silu(u) * v) <= 2e-6
-    assert found.shape == (rows, math.ceil(hidden / SWIGLU_TURN) * SWIGLU_TURN)
+    assert found.shape == (rows, math.ceil(hidden / SWIGLU_GROUP) * SWIGLU_GROUP)
     assert not found[:, hidden:].any(), "the padding must add nothing to the layer behind it"
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "cut"),
-    [(5, 64, 64, None), (130, 48, 96, None), (257, 64, 200, None), (130, 64, 512, "WIDE")],
+    ("rows", "inputs", "outputs", "tiling"),
+    [(5, 64, 64, None), (130, 48, 96, None), (257, 64, 200, None), (130, 64, 512, "WIDE_TILES")],
     ids=str,
 )
-def test_linear_and_the_sum_after_it(rows: int, inputs: int, outputs: int, cut: str | None) -> None:
+def test_linear_and_the_sum_after_it(rows: int, inputs: int, outputs: int, tiling: str | None) -> None:
     from veca.kernels import linear as kernels
 
     (_, linear), x, residual = layer(inputs, outputs), tokens(rows, inputs), tokens(rows, outputs)
-    kept, chosen = residual.clone(), getattr(kernels, cut) if cut else None
-    out, sums = kernels.linear_residual(x, linear.weight, linear.bias, residual, cut=chosen)
+    kept, chosen = residual.clone(), getattr(kernels, tiling) if tiling else None
+    out, sums = kernels.linear_residual(x, linear.weight, linear.bias, residual, tiling=chosen)
     expected = residual.double() + linear.double()(x.double())
     assert relative_error(out, expected) <= 1e-6
     assert torch.equal(residual, kept)
     assert relative_error(sums.sum(0), torch.stack([expected.sum(1), expected.square().sum(1)])) <= 1e-6
     # And a norm takes the moments, however many tiles of columns left them.
-    assert sums.shape == (math.ceil(outputs / (256 if cut else 128)), 2, rows)
+    assert sums.shape == (math.ceil(outputs / (256 if tiling else 128)), 2, rows)
     norm, after = layer(outputs, 32)
     found = kernels.linear(out, *folded(norm, after), moments=sums, eps=norm.eps)
     assert relative_error(found, after.double()(norm.double()(expected))) <= 2e-6
@@ -281,10 +281,10 @@ def test_linear_and_the_sum_after_it(rows: int, inputs: int, outputs: int, cut: 
 @interpreted
 def test_linear_in_float8() -> None:
     from veca.kernels.linear import linear as kernel
-    from veca.kernels.linear import quantize
+    from veca.kernels.linear import quantize_normalized
 
     (norm, linear), x = layer(96, 200), tokens(130, 96) * torch.logspace(-3, 3, 130)[:, None]
-    values, scale = quantize(x, norm.eps)
+    values, scale = quantize_normalized(x, norm.eps)
     assert values.dtype == torch.float8_e4m3fn
     assert relative_error(values.float() * scale[:, None], F.layer_norm(x, (96,), eps=norm.eps)) <= 0.08
     weight, bias = folded(norm, linear)
@@ -298,7 +298,7 @@ def test_linear_in_float8() -> None:
 @interpreted
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (7, 96), (6, 100)])
 def test_norm(rows: int, width: int) -> None:
-    from veca.kernels.linear import norm as kernel
+    from veca.kernels.linear import layer_norm as kernel
 
     (norm, _), x = layer(width, 1), tokens(rows, width) + 30
     found = kernel(x, norm.weight, norm.bias, norm.eps)
@@ -354,16 +354,16 @@ def test_patchify_of_a_wide_picture() -> None:
 @interpreted
 @pytest.mark.parametrize(("cores", "grid", "width"), [(1, (1, 3), 32), (8, (7, 10), 32), (20, (5, 13), 64)], ids=str)
 def test_probabilities(cores: int, grid: tuple[int, int], width: int) -> None:
-    from veca.kernels.few_cores import averaging, first_core_logits, probabilities
+    from veca.kernels.few_cores import averaging_weights, first_core_logits, probabilities
 
     torch.manual_seed(cores)
     batch, heads, patches, dim = 2, 2, math.prod(grid), 2 * width
     qk = torch.randn(batch, cores + patches, 2, heads, width)
     points = torch.rand(batch, cores, 2) * 2 - 1
-    patch = rotary(patch_coordinates(*grid, points.device, points.dtype), width, 0.125)
+    patch = make_rotary(patch_coordinates(*grid, points.device, points.dtype), width, 0.125)
     asked, logits = probabilities(qk, points, patch.coordinates, patch.frequencies)
     assert logits.shape == (batch, heads * cores, cores + patches)
-    core64, patch64 = (rotary(p.double(), width, 0.125) for p in (points[:, None], patch.coordinates))
+    core64, patch64 = (make_rotary(p.double(), width, 0.125) for p in (points[:, None], patch.coordinates))
     patch_to_core, core_to_all = core_probabilities(qk.double(), core64, patch64)
     assert relative_error(asked[:, cores:], patch_to_core) <= 2e-6
     assert relative_error((logits.double() * math.log(2)).softmax(-1), core_to_all) <= 2e-6
@@ -375,7 +375,7 @@ def test_probabilities(cores: int, grid: tuple[int, int], width: int) -> None:
     x, eps = tokens(batch * (cores + patches), dim).view(batch, -1, dim), 1e-3
     sums = torch.stack([x.flatten(0, 1).sum(1), x.flatten(0, 1).square().sum(1)])
     shares = torch.stack([0.25 * sums, 0.75 * sums])  # as two tiles of columns leave them
-    weights = averaging(logits, shares, dim, eps, torch.float32)
+    weights = averaging_weights(logits, shares, dim, eps, torch.float32)
     variance = x.double().var(-1, correction=0)[:, None]
     assert relative_error(weights, core_to_all * (variance + eps).rsqrt()) <= 2e-6
 
@@ -383,7 +383,7 @@ def test_probabilities(cores: int, grid: tuple[int, int], width: int) -> None:
 @interpreted
 @pytest.mark.parametrize(("cores", "patches", "heads", "dim"), [(1, 3, 2, 64), (13, 70, 2, 96), (8, 9, 3, 100)])
 def test_mix(cores: int, patches: int, heads: int, dim: int) -> None:
-    from veca.kernels.few_cores import mix
+    from veca.kernels.few_cores import mix_residual
 
     torch.manual_seed(cores)
     batch, width = 2, heads * cores
@@ -391,7 +391,7 @@ def test_mix(cores: int, patches: int, heads: int, dim: int) -> None:
     probabilities[:, :cores] = math.nan  # left open by the kernel before
     vectors, bias = torch.randn(batch, width + cores, dim), torch.randn(dim)
     x = tokens(batch * (cores + patches), dim).view(batch, -1, dim)
-    out, sums = mix(probabilities, vectors, bias, x, cores)
+    out, sums = mix_residual(probabilities, vectors, bias, x, cores)
     mixed = probabilities[:, cores:].double() @ vectors[:, :width].double()
     expected = x.double() + torch.cat([vectors[:, width:].double(), mixed], dim=1) + bias.double()
     assert relative_error(out, expected) <= 1e-6
@@ -403,17 +403,17 @@ def test_mix(cores: int, patches: int, heads: int, dim: int) -> None:
 @interpreted
 @pytest.mark.parametrize("cores", [1, 7, 16])
 def test_cores_move_as_in_the_model(cores: int) -> None:
-    from veca.kernels.coordinates import move
+    from veca.kernels.coordinates import move_cores
 
     model = make(depth=2)
     head, alpha = model.coordinate_heads[0].requires_grad_(False), model.coordinate_alpha.detach()[0]
     x, start = tokens(2 * (cores + 5), 64).view(2, -1, 64), torch.cat(list(model.core_states)).detach()[:cores]
-    state, coordinates = move(x, cores, start, None)
+    state, coordinates = move_cores(x, cores, start, None)
     assert torch.equal(state, start.expand(2, -1, -1))
     torch.testing.assert_close(coordinates, start.tanh().expand(2, -1, -1), rtol=0, atol=2e-7)
     for _ in range(2):  # from a state that all images share, then from each one's own
         expected = state + alpha * head(x[:, :cores])
-        state, coordinates = move(x, cores, state, (head.weight, head.bias, alpha))
+        state, coordinates = move_cores(x, cores, state, (head.weight, head.bias, alpha))
         torch.testing.assert_close(state, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(coordinates, expected.tanh(), rtol=0, atol=1e-6)
 
@@ -421,10 +421,10 @@ def test_cores_move_as_in_the_model(cores: int) -> None:
 @interpreted
 def test_cores_stay_inside_the_picture() -> None:
     """Far out, the exponential overflows; its tanh must not."""
-    from veca.kernels.coordinates import move
+    from veca.kernels.coordinates import move_cores
 
     far = torch.tensor([[-1e4, 1e4], [50.0, -50.0], [0.0, 1e-6]])
-    _, coordinates = move(torch.zeros(1, 3, 64), 3, far, None)
+    _, coordinates = move_cores(torch.zeros(1, 3, 64), 3, far, None)
     torch.testing.assert_close(coordinates[0], far.tanh(), rtol=1e-6, atol=2e-7)
 
 
@@ -443,7 +443,7 @@ def test_fold_norm(inputs: int, outputs: int) -> None:
 @pytest.mark.parametrize("hidden", [1, 64, 90, 128, 2730])
 def test_pair_swiglu(hidden: int) -> None:
     weight, bias = torch.randn(2 * hidden, 5), torch.randn(2 * hidden)
-    paired, paired_bias = pair_swiglu(weight, bias)
+    paired, paired_bias = interleave_swiglu(weight, bias)
     turns = math.ceil(hidden / 64)
     assert paired.shape == (2 * turns * 64, 5)
     for rows, found in ((weight, paired), (bias, paired_bias)):
@@ -666,7 +666,7 @@ def test_gpu_replays_are_right_and_leave_earlier_results_alone(cls_only: bool) -
 
 @pytest.mark.gpu
 def test_gpu_replays_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SETTINGS, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(SETTINGS, "MAX_GRAPHS", 2)
     model = make().cuda()
     fast, unrecorded = veca.optimize(model), veca.optimize(model, cuda_graphs=False)
     assert isinstance(fast, FastVeca)

@@ -7,12 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from veca.rope import (
-    augment,
+    augment_coordinates,
     farthest_points,
     grid_rotary,
     initial_core_states,
+    make_rotary,
     patch_coordinates,
-    rotary,
     rotate,
 )
 
@@ -27,7 +27,7 @@ def test_patch_coordinates_are_row_major_x_first() -> None:
 
 def test_angles_follow_the_formula() -> None:
     d, point = 64, (0.3, -0.7)
-    cos, sin = rotary(torch.tensor([point], dtype=torch.float64), d, 0.125)[:2]
+    cos, sin = make_rotary(torch.tensor([point], dtype=torch.float64), d, 0.125)[:2]
     for axis in range(2):
         for i in range(16):
             period = 100 ** (2 * i / (d / 2))
@@ -39,7 +39,7 @@ def test_angles_follow_the_formula() -> None:
 def test_rotation_is_a_complex_product() -> None:
     torch.manual_seed(0)
     x, points = torch.randn(5, 32, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64) * 2 - 1
-    cos, sin = rotary(points, 32, 0.125)[:2]
+    cos, sin = make_rotary(points, 32, 0.125)[:2]
     turned = torch.complex(x[:, :16], x[:, 16:]) * torch.complex(cos, sin)
     torch.testing.assert_close(rotate(x, (cos, sin)), torch.cat([turned.real, turned.imag], dim=-1))
 
@@ -50,7 +50,7 @@ def test_attention_depends_on_displacement_only() -> None:
     a, b, move = torch.tensor([[0.1, 0.4], [-0.5, 0.2], [0.3, -0.25]], dtype=torch.float64)
 
     def product(at_q: torch.Tensor, at_k: torch.Tensor) -> float:
-        return float(rotate(q, rotary(at_q, 64, 0.125)) @ rotate(k, rotary(at_k, 64, 0.125)))
+        return float(rotate(q, make_rotary(at_q, 64, 0.125)) @ rotate(k, make_rotary(at_k, 64, 0.125)))
 
     assert product(a, b) == pytest.approx(product(a + move, b + move), rel=1e-12)
     assert product(a, b) != pytest.approx(product(a + move, b), rel=1e-3)
@@ -76,7 +76,7 @@ def test_fake_tensors_and_real_ones_do_not_mix() -> None:
 
 def test_half_precision_rotates_in_float32() -> None:
     x, points = torch.randn(9, 64), torch.rand(9, 2) * 2 - 1
-    table = rotary(points, 64, 0.125)
+    table = make_rotary(points, 64, 0.125)
     half = x.to(torch.bfloat16)
     found = rotate(half, table)
     assert found.dtype == torch.bfloat16
@@ -88,7 +88,7 @@ def test_augmentation_is_one_shift_and_one_scale_for_all() -> None:
     points = patch_coordinates(4, 6, CPU, torch.float64)
     scales, shifts = [], []
     for _ in range(2000):
-        moved = augment(points, 0.08, 2.0)
+        moved = augment_coordinates(points, 0.08, 2.0)
         scale = (moved[-1] - moved[0]) / (points[-1] - points[0])
         torch.testing.assert_close(scale[0], scale[1])
         shift = moved[0] / scale - points[0]

@@ -30,7 +30,7 @@ def start(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("command", [["-m", "veca"], ["-c", "from veca.__main__ import main; main()"]])
 def test_an_interrupt_during_imports_is_one_line(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
-    ended = start(*command, "info", "veca_tiny", path=tmp_path)
+    ended = start(*command, "info", "--model", "veca_tiny", path=tmp_path)
     assert ended.returncode == 130
     assert ended.stderr == "Interrupted.\n"
 
@@ -45,6 +45,13 @@ def test_importing_the_package_does_not_import_torch(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith(veca.__version__)
     assert all(repr(name) in ended.stdout for name in veca.__all__)
+
+
+def test_the_backbone_does_not_import_pillow(tmp_path: Path) -> None:
+    (tmp_path / "PIL.py").write_text("raise SystemExit('Pillow was imported')\n")
+    code = "import veca.optimized; print(veca.Veca(veca.config.SIZES['veca_tiny']).num_features)"
+    ended = start("-c", code, path=tmp_path)
+    assert ended.stdout == "192\n", ended.stderr
 
 
 def test_public_names_are_found_when_they_are_used(tmp_path: Path) -> None:
@@ -89,7 +96,7 @@ def test_without_installed_metadata(tmp_path: Path) -> None:
     code = f"""{HIDE}
 import sys
 from veca.__main__ import main
-for arguments in (["--version"], ["info", "model", "--size", "32"], {embed}):
+for arguments in (["--version"], ["info", "--model", "model", "--size", "32"], {embed}):
     sys.argv = ["veca", *arguments]
     try:
         main()

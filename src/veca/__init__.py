@@ -1,4 +1,4 @@
-"""VECA: a vision backbone whose patches talk through a few elastic cores.
+"""VECA, Visual Elastic Core Attention: a vision backbone whose patches communicate through a few cores.
 
 Public names are imported when they are first used: `import veca` alone does not import torch, which takes seconds.
 """
@@ -6,13 +6,11 @@ Public names are imported when they are first used: `import veca` alone does not
 import importlib
 from typing import TYPE_CHECKING
 
-from veca import hub
 from veca.errors import VecaError
 
 if TYPE_CHECKING:
-    from veca import images
-    from veca.checkpoint import CheckpointError, create_model, load, save
-    from veca.checkpoint.pretrained import list_models
+    from veca import hub, images
+    from veca.checkpoint import CheckpointError, create_model, list_models, load, save
     from veca.config import ConfigError, VecaConfig
     from veca.images import ImageError
     from veca.model import Veca, VecaOutput
@@ -37,20 +35,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checkpoint": ("CheckpointError", "create_model", "load", "save"),
+    "checkpoint": ("CheckpointError", "create_model", "list_models", "load", "save"),
     "config": ("ConfigError", "VecaConfig"),
     "optimized": ("optimize",),
     "images": ("ImageError",),
     "model": ("Veca", "VecaOutput"),
-    "checkpoint.pretrained": ("list_models",),
     "version": ("__version__",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-if not TYPE_CHECKING:  # a type checker would take any attribute to exist
+if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept any attribute
 
     def __getattr__(name):
-        """A public name, or a module of this package, as `veca.config`."""
+        """Import a public name, or a module of this package such as `veca.config`, on first use."""
         if name in _MODULE_OF:
             value = getattr(importlib.import_module(f"veca.{_MODULE_OF[name]}"), name)
             globals()[name] = value

@@ -1,7 +1,7 @@
-"""Core-periphery attention: the one function, its reference, exact shortcuts, and the choice between them.
+"""Core-periphery attention: definition, PyTorch and Triton implementations, exact shortcuts, kernel choice.
 
 Cores attend to every token, patches attend to the cores; there is no patch-to-patch term, so nothing of size N × N
-is ever made and cost is linear in N.
+is computed and cost is linear in N.
 
 Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head, D = H·d.
 """
@@ -22,18 +22,19 @@ from veca.rope import Rotary, rotate
 
 Kernel: TypeAlias = Literal["auto", "triton", "sdpa", "reference"]
 
-_kernel: Kernel = "auto"
+_kernel: Kernel = "auto"  # set by `use_kernel`
 
 
 def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
     """Attention of the whole sequence, rotary embedding included: qkv (B, S, 3, H, d) → (B, S, D).
 
-    `core_rotary` is per image, its table (B, 1, C, d/2); `patch_rotary` is shared, (N, d/2). C is read off the first.
+    `core_rotary` has a table per image, (B, 1, C, d/2); that of `patch_rotary` is shared, (N, d/2). The number of cores
+    C is read from the first.
     """
     cores = core_rotary.cos.shape[-2]
     if use_triton(qkv, qkv.shape[-1], cores):
         core_points, patch_points = core_rotary.coordinates[:, 0].contiguous(), patch_rotary.coordinates.contiguous()
-        return ops.core_attention(qkv, core_points, patch_points, patch_rotary.frequencies, ops.KERNELS)[0]
+        return ops.core_attention_op(qkv, core_points, patch_points, patch_rotary.frequencies, ops.KERNELS)[0]
     qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, S, d), a view
     v = qkv[2]
     q_core, k_core = rotate(qkv[:2, :, :, :cores], core_rotary)
@@ -49,27 +50,29 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
 
 
 def _on_compiled_cpu(x: Tensor) -> bool:
+    """Whether torch.compile traces CPU inference; torch.export does not count, for exported files keep SDPA."""
     compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     return compiling and _kernel == "auto" and x.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention in two products: with the softmax compiled, up to a seventh of a pass faster than the CPU's kernel."""
+    """Plain attention for torch.compile on a CPU: with the softmax fused, up to 1/7 faster than PyTorch's kernel."""
     return (_at_least_float32(q @ k.mT) / q.shape[-1] ** 0.5).softmax(dim=-1).to(v.dtype) @ v
 
 
-FEW_CORES = {"cpu": 0.5}
-"""By device, the largest C·H / D at which `few_cores_attention` is used; a device not named never uses it.
+MAX_FEW_CORES_RATIO = {"cpu": 0.5}
+"""Largest C·H / D at which `few_cores_attention` is used, by device; devices not listed never use it.
 
-FLOPs fall up to 1, time does not. One layer in float32 on two cores of an AMD EPYC, of the plain time: base at 512 and
-1024 px takes 0.7 at C·H / D = 1/8, 0.8 at 1/2, 0.9 at 3/4 and 1.1 at 1; small at 4 × 256 px 0.7, 0.9, 1.05 and 1.2.
+FLOPs fall up to a ratio of 1, time does not. One layer in float32 on two cores of an AMD EPYC, relative to the plain
+time: base at 512 and 1024 px takes 0.7 at a ratio of 1/8, 0.8 at 1/2, 0.9 at 3/4 and 1.1 at 1; small at 4 × 256 px 0.7,
+0.9, 1.05 and 1.2.
 """
 
 
-def few_cores(x: Tensor, heads: int, core_rotary: Rotary) -> bool:
-    """Whether `few_cores_attention` is the faster way for tokens `x`. Only ever in inference, and only in "auto"."""
-    share = FEW_CORES.get(x.device.type, 0.0) * x.shape[-1]
-    return _kernel == "auto" and not torch.is_grad_enabled() and heads * core_rotary.cos.shape[-2] <= share
+def prefers_few_cores(x: Tensor, heads: int, core_rotary: Rotary) -> bool:
+    """Whether `few_cores_attention` is faster for tokens `x`. Only in inference, and only with kernel "auto"."""
+    limit = MAX_FEW_CORES_RATIO.get(x.device.type, 0.0) * x.shape[-1]
+    return _kernel == "auto" and not torch.is_grad_enabled() and heads * core_rotary.cos.shape[-2] <= limit
 
 
 def few_cores_attention(
@@ -77,8 +80,8 @@ def few_cores_attention(
 ) -> Tensor:
     """`proj(core_attention(qkv(x)))` of tokens (B, S, D), with less work when C·H < D.
 
-    Patches need no values: cores only average, and Σᵢ aᵢ (W_v xᵢ) = W_v (Σᵢ aᵢ xᵢ). They need no output projection: all
-    that a patch gets is a mixture of the same H·C vectors W_o v.
+    Patches need no value projection: cores average values, and Σᵢ aᵢ (W_v xᵢ) = W_v (Σᵢ aᵢ xᵢ). Nor do they need an
+    output projection: a patch's output is a mixture of the same H·C vectors W_o v.
     """
     cores, dim = core_rotary.cos.shape[-2], x.shape[-1]
     (w_qk, w_v), (b_qk, b_v) = qkv.weight.split([2 * dim, dim]), qkv.bias.split([2 * dim, dim])
@@ -86,16 +89,16 @@ def few_cores_attention(
     patch_to_core, core_to_all = core_probabilities(qk, core_rotary, patch_rotary)
     out_core = _out_core(core_to_all, x, qkv, proj, heads)
     v_core = F.linear(x[:, :cores], w_v, b_v).unflatten(-1, (heads, -1))
-    parts = torch.einsum("bchd,ohd->bhco", v_core, proj.weight.unflatten(-1, (heads, -1))).flatten(1, 2)
-    # The probabilities of a patch sum to H: that many shares of the bias make the whole.
-    out_patch = patch_to_core @ (parts + proj.bias / heads)
+    vectors = torch.einsum("bchd,ohd->bhco", v_core, proj.weight.unflatten(-1, (heads, -1))).flatten(1, 2)
+    # A patch's probabilities sum to H over all heads, so each vector carries 1/H of the bias.
+    out_patch = patch_to_core @ (vectors + proj.bias / heads)
     return torch.cat([out_core, out_patch], dim=1)
 
 
 def first_core_attention(
     x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
 ) -> Tensor:
-    """The first core's row of `proj(core_attention(qkv(x)))`, (B, 1, D): one query, and of all tokens only the keys."""
+    """The first core's row of `proj(core_attention(qkv(x)))`, (B, 1, D): one query, and keys alone of all tokens."""
     (w_q, w_k, _), (b_q, b_k, _) = qkv.weight.chunk(3), qkv.bias.chunk(3)
     q = F.linear(x[:, :1], w_q, b_q).unflatten(-1, (heads, -1)).transpose(1, 2)
     k = F.linear(x, w_k, b_k).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -109,21 +112,21 @@ def first_core_attention(
 
 
 def core_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """What `core_attention` mixes values with: qk (B, S, 2, H, d) → patch_to_core (B, N, H·C), core_to_all (B, H·C, S).
+    """Softmax weights of `core_attention`: qk (B, S, 2, H, d) → patch_to_core (B, N, H·C), core_to_all (B, H·C, S).
 
-    In each head the C probabilities of a patch sum to 1, and so do the S of a core. H·C goes head by head: h·C + c.
+    In each head the C weights of a patch sum to 1, and so do the S of a core. The H·C axis is head-major: h·C + c.
     """
     cores = core_rotary.cos.shape[-2]
     with _no_autocast(qk):
-        better = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (2, B, H, S, d), a view
-        q_core, k_core = rotate(better[:, :, :, :cores], core_rotary)
-        q_patch, k_patch = rotate(better[:, :, :, cores:], patch_rotary)
+        q_and_k = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (2, B, H, S, d), a view
+        q_core, k_core = rotate(q_and_k[:, :, :, :cores], core_rotary)
+        q_patch, k_patch = rotate(q_and_k[:, :, :, cores:], patch_rotary)
         core_to_all, patch_to_core = _core_to_all(q_core, k_core, k_patch), _patch_to_core(q_patch, k_core)
     return patch_to_core.to(qk.dtype), core_to_all.to(qk.dtype)
 
 
 def patch_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-    """The first half of `core_probabilities`: patch_to_core (B, N, H·C)."""
+    """`core_probabilities` without core_to_all: patch_to_core (B, N, H·C)."""
     cores = core_rotary.cos.shape[-2]
     with _no_autocast(qk):
         q, k = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (B, H, S, d), views
@@ -142,7 +145,7 @@ def _patch_to_core(q_patch: Tensor, k_core: Tensor) -> Tensor:
 
 
 def _out_core(core_to_all: Tensor, x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int) -> Tensor:
-    """Averages of the tokens (B, H·C, D) first, value and output projections after: (B, C, D)."""
+    """Output of the cores (B, C, D): tokens are averaged first, (B, H·C, D), then projected to values and output."""
     w_v, b_v = qkv.weight.chunk(3)[2], qkv.bias.chunk(3)[2]
     averages = (core_to_all @ x).unflatten(1, (heads, -1))
     values = torch.einsum("bhcx,hdx->bchd", averages, w_v.unflatten(0, (heads, -1))).flatten(2)
@@ -150,7 +153,7 @@ def _out_core(core_to_all: Tensor, x: Tensor, qkv: nn.Linear, proj: nn.Linear, h
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:
-    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # it does not know the meta device
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # autocast does not know meta
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -158,21 +161,21 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def use_triton(x: Tensor, head_dim: int | None = None, cores: int = 1) -> bool:
-    """Whether the Triton kernels take these inputs; where asked for by name and they cannot, the error says why."""
+    """Whether Triton kernels run on these inputs; under `use_kernel("triton")` an error if they cannot."""
     if _kernel not in ("auto", "triton"):
         return False
-    why = ops.misfit(x.device, x.dtype)
+    reason = ops.unsupported_reason(x.device, x.dtype)
     if head_dim is not None and head_dim not in ops.HEAD_DIMS:
-        why = f"heads are {head_dim} wide, not 32, 64 or 128"
+        reason = f"heads are {head_dim} wide, not 32, 64 or 128"
     if cores > ops.MAX_CORES:
-        why = f"there are {cores} cores, more than {ops.MAX_CORES}"
-    if why and _kernel == "triton":
-        raise ArgumentError(f"kernel 'triton' cannot run: {why}; choose 'auto'")
-    return not why
+        reason = f"there are {cores} cores, more than {ops.MAX_CORES}"
+    if reason and _kernel == "triton":
+        raise ArgumentError(f"kernel 'triton' cannot run: {reason}; choose 'auto'")
+    return not reason
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, cores: int) -> Tensor:
-    """The definition, S × S and slow: dense attention with every patch-to-patch logit at -inf. q, k, v (B, H, S, d)."""
+    """Reference, S × S and slow: dense attention with patch-to-patch logits at -inf. q, k, v (B, H, S, d)."""
     seq = q.shape[-2]
     patch = torch.arange(seq, device=q.device) >= cores
     logits = (q @ k.mT) / q.shape[-1] ** 0.5
@@ -182,7 +185,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, cores: int) -> Tensor:
 
 @contextmanager
 def use_kernel(kernel: Kernel) -> Iterator[None]:
-    """Choose how attention is computed while the block runs. "auto" takes the fastest that fits the inputs.
+    """Context manager that sets the attention implementation; "auto" is the fastest that supports the inputs.
 
     >>> with use_kernel("reference"):
     ...     pass

@@ -1,46 +1,134 @@
-"""What stands between the matrix products of a block: one kernel each where one fits, plain operators elsewhere.
+"""Fast paths of a block: fused residual, norm and SwiGLU, attention shortcuts, gradient checkpointing.
 
-The residual stream is carried as a pair: `x`, and the `update` that the last layer adds to it. The sum is taken
-together with the norm that reads it first.
+`veca.model` says what a block computes; this module says how, without changing what it computes: Triton kernels on
+GPUs that have them, PyTorch operators elsewhere.
+
+Shapes: B images, C cores, S = C + N tokens (cores first), D width.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import checkpoint
 
-from veca.attention import use_triton
+from veca.attention import few_cores_attention, first_core_attention, prefers_few_cores, use_triton
 from veca.kernels import ops
-from veca.layers import is_plain
+from veca.rope import Rotary
 
 
-def add_norm(x: Tensor, update: Tensor | None, norm: nn.LayerNorm, cores: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """`x + update` (B, S, D), `norm` of it, and the first `cores` tokens of the sum."""
+class Tokens(NamedTuple):
+    """The residual stream `x + update` (B, S, D), its last sum not yet taken.
+
+    A block ends with an update that the next block's first norm reads together with `x`. Left to that norm, the sum is
+    part of its kernel: one pass over memory instead of two.
+    """
+
+    x: Tensor
+    update: Tensor | None = None
+    """What the last layer adds; None: nothing."""
+
+    def total(self) -> Tensor:
+        return self.x if self.update is None else self.x + self.update
+
+
+def add_and_norm(tokens: Tokens, norm: nn.LayerNorm, cores: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of `tokens` (B, S, D), `norm` of it, and the sum's first `cores` tokens.
+
+    The fused kernel copies the cores out, so that a gradient through them alone is C and not S tokens long.
+    """
+    x, update = tokens
     if _on_gpu(x) and is_plain(norm, nn.LayerNorm):
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        total, normed, first = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps, dtype, cores, ops.KERNELS)
+        total, normed, first = ops.add_norm_op(x, update, norm.weight, norm.bias, norm.eps, dtype, cores, ops.KERNELS)
         return (x, normed, x[:, :cores]) if update is None else (total, normed, first)
-    x = x if update is None else x + update
+    x = tokens.total()
     return x, norm(x), x[:, :cores]
 
 
-def swiglu(x: Tensor, layer: nn.Linear) -> Tensor:
-    """`silu(u) * v` of [u, v] = layer(x)."""
+def gated_linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """SwiGLU: `silu(u) * v` of [u, v] = layer(x)."""
     if _on_gpu(x) and is_plain(layer, nn.Linear):
-        return ops.swiglu(F.linear(x, layer.weight), layer.bias, ops.KERNELS)
+        return ops.swiglu_op(F.linear(x, layer.weight), layer.bias, ops.KERNELS)
     u, v = layer(x).chunk(2, dim=-1)
     return F.silu(u) * v
 
 
-def narrow_linear(x: Tensor, layer: nn.Module) -> Tensor:
-    """`layer(x)` of a layer with two outputs."""
-    if _on_gpu(x) and is_plain(layer, nn.Linear):
-        return ops.narrow_linear(x, layer.weight, layer.bias, ops.KERNELS)
-    out: Tensor = layer(x)
-    return out
+def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:
+    """`head(cores)`, a layer with two outputs: (B, C, D) → (B, C, 2)."""
+    if _on_gpu(cores) and is_plain(head, nn.Linear):
+        return ops.narrow_linear_op(cores, head.weight, head.bias, ops.KERNELS)
+    step: Tensor = head(cores)
+    return step
+
+
+def attention_shortcut(
+    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool
+) -> Tensor | None:
+    """`proj(core_attention(qkv(x)))` with less work, for `cls_only` or few cores; None: compute it as it is written.
+
+    With `cls_only` the result is the first core's row alone, (B, 1, D).
+    """
+    few = prefers_few_cores(x, heads, core_rotary)
+    if (cls_only or few) and is_plain(qkv, nn.Linear) and is_plain(proj, nn.Linear):
+        attend = first_core_attention if cls_only else few_cores_attention
+        return attend(x, qkv, proj, heads, core_rotary, patch_rotary)
+    return None
+
+
+def checkpoint_block(block: nn.Module, tokens: Tokens, state: Tensor, *args: Any) -> tuple[Tokens, Tensor]:
+    """`block(tokens, state, *args)` that keeps its inputs alone for the backward pass and recomputes the rest."""
+    x, state = checkpoint(_run_and_add, block, tokens.total(), state, *args, use_reentrant=False)
+    return Tokens(x), state
+
+
+def _run_and_add(block: nn.Module, x: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    # The sum is taken inside: of each block one tensor is kept for the backward pass, not two.
+    tokens, state = block(Tokens(x), state, *args)
+    return tokens.total(), state
 
 
 def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and use_triton(x)
+
+
+# The fast paths read a layer's weights and do not call the layer. That is only right for a layer nobody has changed:
+# hooks (pruning, weight norm, captum, feature extractors), parametrizations, adapters and quantised weights take effect
+# in the call.
+
+
+def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling `layer`, a Linear or a LayerNorm, does no more than that `kind` does with its weight and bias.
+
+    torch.compile traces it, so a compiled model knows the hooks that are there when it is compiled.
+    """
+    known: Any = layer
+    return (
+        type(layer) is kind  # parametrize and fully_shard change the class, adapters replace the layer
+        and not has_hooks(layer)
+        and not torch_module._has_any_global_hook()
+        and known.weight is not None
+        and known.bias is not None
+        and not is_wrapped(known.weight)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more than the forward method of its class; global hooks aside."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or "forward" in module.__dict__  # as accelerate attaches its hooks
+    )
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor keeps its values in others, as quantised and distributed ones do."""
+    return hasattr(type(tensor), "__tensor_flatten__")

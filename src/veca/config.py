@@ -1,39 +1,32 @@
-"""The shape of a VECA: a strict, frozen dataclass and the named sizes."""
+"""Model configuration: a strict, frozen dataclass, and the named sizes."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from veca.errors import VecaError
+from veca.utils.text import did_you_mean as did_you_mean
 from veca.utils.text import quoted
 
 
 class ConfigError(VecaError, ValueError):
-    """A configuration that cannot describe a VECA: the message names the field, the value and the rule."""
+    """An invalid configuration: the message names the field, the value and the rule."""
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """`" (did you mean 'depth'?)"` when something known is spelled almost like `word`, else nothing."""
-    word = str(word)
-    close = difflib.get_close_matches(word, known, n=1) if len(word) <= 100 else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def is_budget(cores: object, most: int) -> bool:
-    """Whether `cores` is an integer from 1 to `most`. True and False are no numbers here."""
-    return not isinstance(cores, bool) and isinstance(cores, SupportsIndex) and 1 <= operator.index(cores) <= most
+def is_budget(cores: object, limit: int) -> bool:
+    """Whether `cores` is an integer from 1 to `limit`; booleans are not."""
+    return not isinstance(cores, bool) and isinstance(cores, SupportsIndex) and 1 <= operator.index(cores) <= limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class VecaConfig:
-    """Everything that fixes the architecture. Defaults are the paper's base model.
+    """The architecture of a model. Defaults are the paper's base model.
 
     >>> VecaConfig(embed_dim=384, num_heads=6).head_dim
     64
@@ -48,19 +41,19 @@ class VecaConfig:
     num_cores: int = 64
     """Capacity of the core bank: the largest budget."""
     core_chunk: int = 8
-    """The bank is stored in parameters of this many cores, so that an inactive one gets no gradient at all."""
+    """The bank is stored in parameters of this many cores, so that inactive ones get no gradient at all."""
     budgets: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 56, 64)
-    """Budgets the weights are trained at; any other from 1 to `num_cores` works and warns."""
+    """Budgets the weights are trained at; any other from 1 to `num_cores` works, with a warning."""
     output_dim: int | None = None
-    """Width of a last linear map, for students of a teacher with another width; None: no map."""
+    """Width of a final linear projection, for students of a teacher with another width; None: none."""
     num_classes: int = 0
-    """Size of an optional linear classifier on the global feature; 0: none."""
+    """Classes of a linear classifier on the global feature; 0: no classifier."""
     rope_zero_fraction: float = 0.125
-    """Share of the rotary periods, the slowest, that are switched off."""
+    """Fraction of the rotary frequencies, the slowest, that are set to zero."""
     coordinate_shift: float = 0.08
-    """Training only: patch coordinates move by U(-shift, shift) on each axis; 0: off."""
+    """Training only: patch coordinates are shifted by U(-shift, shift) on each axis; 0: off."""
     coordinate_rescale: float = 2.0
-    """Training only: patch coordinates scale by exp(U(-ln r, ln r)); 1: off."""
+    """Training only: patch coordinates are scaled by exp(U(-ln r, ln r)); 1: off."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,7 +63,7 @@ class VecaConfig:
             if not holds:
                 raise ConfigError(f"{name}={quoted(getattr(self, name))}: must be {rule}")
 
-        # The upper bounds stop a hostile file from asking for a model no machine can hold.
+        # The upper bounds keep a hostile file from describing a model that no machine can hold.
         require("depth", 1 <= self.depth <= 1024, "from 1 to 1024")
         require("num_heads", 1 <= self.num_heads <= 1024, "from 1 to 1024")
         multiple = 4 * self.num_heads
@@ -100,11 +93,11 @@ class VecaConfig:
 
     @property
     def num_features(self) -> int:
-        """Width of the features that come out."""
+        """Width of the output features."""
         return self.output_dim or self.embed_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` takes back, through JSON too."""
+        """Plain data for `from_dict`, also by way of JSON."""
         return {**dataclasses.asdict(self), "budgets": list(self.budgets)}
 
     @classmethod
@@ -141,7 +134,7 @@ SIZES: dict[str, VecaConfig] = {
     "veca_base": VecaConfig(embed_dim=768, num_heads=12),
     "veca_large": VecaConfig(embed_dim=1024, num_heads=16, depth=24),
 }
-"""`veca_tiny` is ours; the other four are the paper's."""
+"""`veca_tiny` is our own size; the other four are the paper's."""
 
 
 def get_config(name: str, **overrides: Any) -> VecaConfig:
@@ -152,7 +145,7 @@ def get_config(name: str, **overrides: Any) -> VecaConfig:
 
 
 def size_name(config: VecaConfig) -> str | None:
-    """The named size with this backbone, if there is one; heads and training options do not count.
+    """The named size that has this backbone, if any; heads and training options may differ.
 
     >>> size_name(VecaConfig(num_classes=10))
     'veca_base'

@@ -1,4 +1,4 @@
-"""The base of every error that veca raises on purpose, and warnings that point at the caller."""
+"""Base classes of our errors, and warnings that point at the caller's line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LIBRARIES = ("veca", "torch", "timm", "transformers")
-"""Packages whose frames lie between a caller's line and ours."""
+"""Packages whose frames may be between the caller's line and ours."""
 
 
 class VecaError(Exception):
-    """A mistake the caller can correct: the message names the value, the rule and the way out.
+    """A mistake that the caller can correct: the message names the value, the rule and the way out.
 
-    The command line prints such an error as one line; any other exception is a defect and shows its traceback.
+    The command line prints it as one line; any other exception is a bug and shows a traceback.
 
     >>> import veca
     >>> try:
@@ -26,15 +26,15 @@ class VecaError(Exception):
 
 
 class ArgumentError(VecaError, ValueError):
-    """An argument or option has a value that cannot be used."""
+    """An invalid value of an argument or option."""
 
 
 class NonFiniteError(VecaError, ValueError):
-    """A model gave features with NaN or infinity in them."""
+    """Features with NaN or infinity in them."""
 
 
 def warn_caller(message: str) -> None:
-    """Warn, pointing at the line of the program that called into veca, however deep inside this is called."""
+    """Warn at the line of the program that called into veca, however deep the call stack below it is."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
@@ -43,10 +43,10 @@ def warn_caller(message: str) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str) -> Iterator[None]:
-    """Around imports of optional packages: one that is not installed is an error that names the extra with it."""
+    """Context manager for imports of optional packages: a missing one raises an error that names its extra."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "veca").partition(".")[0] == "veca":  # a module of ours is missing: a defect
+        if (error.name or "veca").partition(".")[0] == "veca":  # a module of ours is missing: a bug
             raise
         raise ArgumentError(f"{what} {error.name}, which is not installed: pip install 'veca[{extra}]'") from error

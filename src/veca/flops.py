@@ -1,40 +1,65 @@
-"""FLOPs of one image, 2 per multiply-add, matrix products only.
+"""FLOPs per image of VECA and of the dense DINOv3 ViT of the same size.
 
-Symbols: N patches, C cores, D width, S = C + N tokens.
+Matrix products only, 2 FLOPs per multiply-add. Symbols: N patches, C cores, D width; S tokens: C + N in VECA, N + 5 in
+DINOv3 (one class token, four registers).
 """
 
 from __future__ import annotations
 
 from veca.config import VecaConfig
 
+DENSE_PREFIX = 5
+"""Tokens of DINOv3 that are not patches."""
+
 
 def attention_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
-    """The attention path of one layer: q, k, v and output projections, and the attention products.
+    """One attention layer: q, k, v and output projections, and the attention products.
 
     >>> attention_flops(VecaConfig(), 1024, 1024, cores=64)
     21252538368
     """
-    tokens = cores + patches(config, height, width)
+    tokens = cores + num_patches(config, height, width)
     return 8 * tokens * config.embed_dim**2 + attention_product_flops(config, height, width, cores)
 
 
 def attention_product_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
-    """The attention products of one layer alone: cores with every token, patches with the cores."""
-    return 4 * config.embed_dim * cores * (2 * patches(config, height, width) + cores)
+    """The attention products of one layer: cores with every token, patches with the cores."""
+    return 4 * config.embed_dim * cores * (2 * num_patches(config, height, width) + cores)
 
 
 def model_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
     """The whole model, from pixels to features."""
-    dim, tokens = config.embed_dim, cores + patches(config, height, width)
+    dim, tokens = config.embed_dim, cores + num_patches(config, height, width)
     layer = attention_flops(config, height, width, cores) + 6 * tokens * dim * config.mlp_dim
     coordinates = 4 * cores * dim * (config.depth - 1)
     output = 2 * tokens * dim * (config.output_dim or 0) + 2 * config.num_features * config.num_classes
-    return embed_flops(config, height, width) + config.depth * layer + coordinates + output
+    return patch_embed_flops(config, height, width) + config.depth * layer + coordinates + output
 
 
-def embed_flops(config: VecaConfig, height: int, width: int) -> int:
-    return 2 * patches(config, height, width) * config.in_chans * config.patch_size**2 * config.embed_dim
+def patch_embed_flops(config: VecaConfig, height: int, width: int) -> int:
+    return 2 * num_patches(config, height, width) * config.in_chans * config.patch_size**2 * config.embed_dim
 
 
-def patches(config: VecaConfig, height: int, width: int) -> int:
+def num_patches(config: VecaConfig, height: int, width: int) -> int:
     return (height // config.patch_size) * (width // config.patch_size)
+
+
+def dense_attention_flops(config: VecaConfig, height: int, width: int) -> int:
+    """One attention layer of the DINOv3 ViT that is as wide as `config`.
+
+    >>> dense_attention_flops(VecaConfig(), 1024, 1024)
+    71016459264
+    """
+    dim, tokens = config.embed_dim, num_patches(config, height, width) + DENSE_PREFIX
+    return 8 * tokens * dim**2 + 4 * dim * tokens**2
+
+
+def dense_model_flops(config: VecaConfig, height: int, width: int) -> int:
+    """The whole DINOv3 ViT of the size of `config`, from pixels to features.
+
+    Its MLP is 4 D wide, and gated in small+ only, the one size in which VECA's MLP is 4 D wide too.
+    """
+    dim, tokens = config.embed_dim, num_patches(config, height, width) + DENSE_PREFIX
+    products = 3 if config.mlp_dim == 4 * dim else 2
+    layer = dense_attention_flops(config, height, width) + 8 * products * tokens * dim**2
+    return patch_embed_flops(config, height, width) + config.depth * layer

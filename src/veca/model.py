@@ -1,39 +1,38 @@
-"""VECA, the whole backbone, top to bottom.
+"""The VECA backbone, top to bottom.
 
-A Vision Transformer in which patches never attend to patches. They talk through C ≤ 64 learned *cores*:
+A Vision Transformer in which patches never attend to patches. They communicate through C ≤ 64 learned *cores*:
 
 - cores attend to every token, patches attend to the cores: cost is linear in the number of patches;
-- cores are an ordered bank trained at many budgets, so the first C of them are a model for every C;
-- the first core is the global feature, and all patches are kept and refined in every block: dense features come out;
-- each core has a place on the picture, moved before each block by what the core has seen so far.
+- the cores are an ordered bank trained at many budgets, so the first C of them are a model for every C;
+- the first core is the global feature; all patches are kept and refined in every block, so dense features come out;
+- each core has coordinates on the image, which are moved before each block by a step read from the core itself.
+
+How blocks run fast (fused kernels, shortcuts) is in `veca.block_ops`, argument checks are in `veca.inputs`.
 
 Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), D width, H heads,
-d = D / H, L blocks.
+d = D / H, L blocks, p patch size.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from veca.attention import core_attention, few_cores, few_cores_attention, first_core_attention
-from veca.block_ops import add_norm, narrow_linear, swiglu
+from veca.attention import core_attention
+from veca.block_ops import Tokens, add_and_norm, attention_shortcut, checkpoint_block, coordinate_step, gated_linear
 from veca.config import VecaConfig
-from veca.errors import ArgumentError, warn_caller
-from veca.images import nearest_sizes
-from veca.layers import is_plain
-from veca.rope import Rotary, augment, grid_rotary, initial_core_states, patch_coordinates, rotary
+from veca.errors import ArgumentError
+from veca.inputs import patch_grid, resolve_block_indices, resolve_budget
+from veca.rope import Rotary, augment_coordinates, grid_rotary, initial_core_states, make_rotary, patch_coordinates
 
 
 class VecaOutput(NamedTuple):
-    """What a forward pass gives. D is the output width: the model's, or `output_dim` where it has one.
+    """Result of a forward pass. D is the output width: the model's, or `output_dim` where it has one.
 
     >>> import veca
     >>> out = veca.create_model("veca_tiny").eval()(torch.zeros(1, 3, 64, 96), cores=16)
@@ -46,7 +45,7 @@ class VecaOutput(NamedTuple):
     patches: Tensor
     """(B, N, D), row by row."""
     coordinates: Tensor
-    """(L, B, C, 2): the (x, y) in [-1, 1] at which each core stood in each block."""
+    """(L, B, C, 2): the (x, y) in [-1, 1] of each core in each block."""
     grid: tuple[int, int]
     """(rows, columns) of the patches."""
     logits: Tensor | None = None
@@ -59,7 +58,7 @@ class VecaOutput(NamedTuple):
 
     @property
     def feature_map(self) -> Tensor:
-        """(B, D, rows, columns): the patches as a picture."""
+        """(B, D, rows, columns): the patches as a map."""
         if not self.patches.shape[1]:
             raise ArgumentError("there are no patches here: the model ran with cls_only=True; leave it out to get them")
         return self.patches.mT.unflatten(-1, self.grid)
@@ -76,15 +75,19 @@ class PatchConv(nn.Conv2d):
 
 
 class PatchEmbed(nn.Module):
+    """Images (B, 3, height, width) → patch tokens (B, N, D)."""
+
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
         self.proj = PatchConv(config.in_chans, config.embed_dim, config.patch_size, stride=config.patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).mT  # (B, N, D)
+        return self.proj(images).flatten(2).mT
 
 
 class Attention(nn.Module):
+    """Multi-head core-periphery attention, rotary embedding included."""
+
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
@@ -93,26 +96,29 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool = False) -> Tensor:
         """Tokens (B, S, D) → the same shape, or with `cls_only` the first core's (B, 1, D)."""
-        few = few_cores(x, self.num_heads, core_rotary)
-        if (cls_only or few) and is_plain(self.qkv, nn.Linear) and is_plain(self.proj, nn.Linear):
-            shortcut = first_core_attention if cls_only else few_cores_attention
-            return shortcut(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        out: Tensor = self.proj(core_attention(qkv, core_rotary, patch_rotary))
+        out = attention_shortcut(x, self.qkv, self.proj, self.num_heads, core_rotary, patch_rotary, cls_only)
+        if out is not None:
+            return out
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, S, 3, H, d)
+        out = self.proj(core_attention(qkv, core_rotary, patch_rotary))
         return out[:, :1] if cls_only else out
 
 
 class SwiGlu(nn.Module):
+    """The MLP of a block: `fc2(silu(u) * v)`, where [u, v] = `fc1(x)`."""
+
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.embed_dim, 2 * config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(swiglu(x, self.fc1))
+        return self.fc2(gated_linear(x, self.fc1))
 
 
 class Block(nn.Module):
+    """Coordinate update, then attention and MLP, each after a LayerNorm and with a residual connection."""
+
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
         self.head_dim, self.rope_zero_fraction = config.head_dim, config.rope_zero_fraction
@@ -123,30 +129,25 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        update: Tensor | None,
+        tokens: Tokens,
         state: Tensor,
-        head: tuple[nn.Module, Tensor] | None,
+        coordinate_head: tuple[nn.Module, Tensor] | None,
         patch_rotary: Rotary,
         cls_only: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens (B, S, D) are `x + update`, before as after; the sum is left to the norm that comes next.
+    ) -> tuple[Tokens, Tensor]:
+        """Tokens (B, S, D) and free core coordinates (B, C, 2) → the same after this block.
 
-        First the cores move, if there is a head: by what it makes of their tokens, times alpha, the other of the pair.
+        `coordinate_head` is the layer that reads a core's step from its token, and the factor of the step; None in the
+        first block, where cores stay at their learned coordinates. `cls_only` computes the first token only.
         """
-        x, normed, cores = add_norm(x, update, self.norm1, state.shape[1])
-        if head is not None:
-            state = state + head[1] * narrow_linear(cores, head[0]).to(state.dtype)
-        core_rotary = rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
-        update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)
-        x, normed, _ = add_norm(x[:, : update.shape[1]], update, self.norm2)
-        return x, self.mlp(normed), state
-
-
-def _summed(block: nn.Module, x: Tensor, state: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """A block whose update is added at once: all that has to be kept of it is one tensor, which the compiler sees."""
-    x, update, state = block(x, None, state, *args)
-    return x + update, state
+        x, normed, cores = add_and_norm(tokens, self.norm1, state.shape[1])
+        if coordinate_head is not None:  # the coordinate update
+            head, alpha = coordinate_head
+            state = state + alpha * coordinate_step(cores, head).to(state.dtype)
+        core_rotary = make_rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
+        update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)  # (B, S, D), or (B, 1, D)
+        x, normed, _ = add_and_norm(Tokens(x[:, : update.shape[1]], update), self.norm2)
+        return Tokens(x, self.mlp(normed)), state
 
 
 class Veca(nn.Module):
@@ -165,12 +166,15 @@ class Veca(nn.Module):
         self.config = config
         self.provenance: dict[str, Any] = {}
         """Plain data on where the weights come from; saved and loaded with them."""
+        self.budget: int | None = None
+        """The budget of a call that names none; None: all cores."""
         self.embed_dim = dim
         self.num_features = config.num_features
         self.grad_checkpointing = False
-        self._warned: set[int] = set()
+        self._warned: set[int] = set()  # untrained budgets that have been warned about
 
         self.patch_embed = PatchEmbed(config)
+        # Both banks are stored in chunks: an inactive chunk gets no gradient at all, not one of zeros.
         self.cores = nn.ParameterList(torch.empty(config.core_chunk, dim) for _ in range(chunks))
         self.core_states = nn.ParameterList(torch.empty(config.core_chunk, 2) for _ in range(chunks))
         self.coordinate_heads = nn.ModuleList(nn.Linear(dim, 2) for _ in range(config.depth - 1))
@@ -179,18 +183,18 @@ class Veca(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.output_proj = nn.Linear(dim, config.output_dim) if config.output_dim else nn.Identity()
         self.head = nn.Linear(self.num_features, config.num_classes) if config.num_classes else nn.Identity()
-        if not self.coordinate_alpha.is_meta:
+        if not self.coordinate_alpha.is_meta:  # on meta there is nothing to initialise: a checkpoint will be loaded
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw new weights, as the paper does."""
+        """Initialise all weights as the paper does."""
         self.apply(init_layer)
         self.init_cores()
 
     @torch.no_grad()
     def init_cores(self) -> None:
-        """Of the new weights, those that belong to no layer."""
+        """Initialise the parameters that belong to no layer: the core bank, its coordinates, the step factors."""
         for chunk in self.cores:
             nn.init.normal_(chunk, std=self.embed_dim**-0.5)
         states = initial_core_states(self.config.num_cores).split(self.config.core_chunk)
@@ -199,10 +203,10 @@ class Veca(nn.Module):
         nn.init.constant_(self.coordinate_alpha, 0.01)
 
     def forward(self, images: Tensor, cores: int | None = None, cls_only: bool = False) -> VecaOutput:
-        """Features of normalised images (B, 3, height, width), sides in multiples of 16.
+        """Features of normalised images (B, 3, height, width), sides multiples of 16.
 
-        `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. One that was not trained warns once.
-        `cls_only` skips all that the global feature does not need: the output has one core and no patches.
+        `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. An untrained budget warns once.
+        `cls_only` skips what the global feature does not need: the output has one core and no patches.
 
         >>> import veca
         >>> model, images = veca.create_model("veca_tiny").eval(), torch.zeros(2, 3, 64, 64)
@@ -216,7 +220,7 @@ class Veca(nn.Module):
         x = self.output_proj(x)
         budget = coordinates.shape[2]
         logits = self.forward_head(x) if self.config.num_classes else None
-        return VecaOutput(x[:, :budget], x[:, budget:], coordinates, self._grid(images), logits)
+        return VecaOutput(x[:, :budget], x[:, budget:], coordinates, patch_grid(images, self.config), logits)
 
     def _run(
         self,
@@ -226,96 +230,57 @@ class Veca(nn.Module):
         stop: int | None = None,
         cls_only: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """All blocks, or the first `stop`: normed tokens (B, S, D), coordinates (L, B, C, 2), and outputs of `take`.
+        """Run all blocks, or the first `stop`: normalised tokens (B, S, D), coordinates (L, B, C, 2), intermediates.
 
-        Number -1 is the tokens before the first block.
+        Intermediates are the tokens after the blocks numbered in `take`; -1 is before the first block.
         """
-        rows, columns = self._grid(images)
-        budget = self._budget(cores)
+        rows, columns = patch_grid(images, self.config)
+        budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
         patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))
         bank, state = self._active(self.cores, budget), self._active(self.core_states, budget)
         x = torch.cat([bank.expand(len(images), -1, -1), patches], dim=1)
 
-        # Coordinates and angles never go below float32, whatever the model or autocast does.
+        # Coordinates and angles stay in float32 or better, whatever the dtype of the model or autocast.
         state = state.to(torch.promote_types(state.dtype, torch.float32))
-        state = state.expand(len(images), -1, -1).contiguous()  # as blocks return it: one compiled block serves all
+        state = state.expand(len(images), -1, -1).contiguous()  # strides as blocks return them: no recompilation
         alphas = self.coordinate_alpha.to(state.dtype, copy=True)  # hooks take no slice of a parameter in inference
         patch_rotary = self._patch_rotary(rows, columns, state)
-        update, states, taken = None, [], [x] if -1 in take else []
+        tokens, states, taken = Tokens(x), [], [x] if -1 in take else []
         for i, block in enumerate(self.blocks[:stop]):
-            head = (self.coordinate_heads[i - 1], alphas[i - 1]) if i else None
+            coordinate_head = (self.coordinate_heads[i - 1], alphas[i - 1]) if i else None
+            # Earlier blocks need all tokens, for their keys; the last one can stop at the first core.
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x, state = checkpoint(_summed, block, x, state, head, patch_rotary, last, use_reentrant=False)
+                tokens, state = checkpoint_block(block, tokens, state, coordinate_head, patch_rotary, last)
             else:
-                x, update, state = block(x, update, state, head, patch_rotary, last)
+                tokens, state = block(tokens, state, coordinate_head, patch_rotary, last)
             states.append(state)
             if i in take:
-                taken.append(x if update is None else x + update)
-        return add_norm(x, update, self.norm)[1], torch.stack(states).tanh(), taken
+                taken.append(tokens.total())
+        return add_and_norm(tokens, self.norm)[1], torch.stack(states).tanh(), taken
 
     def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
-        """The first `budget` rows of a chunked bank; where gradients are taken, chunks beyond have no part in them."""
+        """The first `budget` rows of a chunked bank; with gradients on, later chunks are left out of the graph."""
         chunks = math.ceil(budget / self.config.core_chunk) if torch.is_grad_enabled() else len(bank)
         return torch.cat(list(bank)[:chunks])[:budget]
 
     def _patch_rotary(self, rows: int, columns: int, like: Tensor) -> Rotary:
+        """The rotary table of the patches; in training their coordinates are augmented, alike for the whole batch."""
         head_dim, zero_fraction = self.config.head_dim, self.config.rope_zero_fraction
         shift, rescale = self.config.coordinate_shift, self.config.coordinate_rescale
         if self.training and (shift > 0 or rescale > 1):
-            coordinates = augment(patch_coordinates(rows, columns, like.device, like.dtype), shift, rescale)
-            return rotary(coordinates, head_dim, zero_fraction)
+            coordinates = augment_coordinates(patch_coordinates(rows, columns, like.device, like.dtype), shift, rescale)
+            return make_rotary(coordinates, head_dim, zero_fraction)
         return grid_rotary(rows, columns, head_dim, zero_fraction, like.device, like.dtype)
 
-    def _grid(self, images: Tensor) -> tuple[int, int]:
-        chans, patch = self.config.in_chans, self.config.patch_size
-        if not isinstance(images, Tensor):
-            raise TypeError(
-                f"images are {type(images).__name__}; expected a tensor (batch, {chans}, height, width). "
-                "veca.images.load_image opens a picture, torch.stack makes a batch of several"
-            )
-        if images.ndim != 4 or images.shape[1] != chans:
-            shape, way = tuple(images.shape), ""
-            if len(shape) == 3 and shape[0] == chans:
-                way = ": images[None] makes a batch of one"
-            elif len(shape) in (3, 4) and shape[-1] == chans:
-                way = f": images{'[None]' * (len(shape) == 3)}.permute(0, 3, 1, 2) puts channels first"
-            raise ArgumentError(f"images have shape {shape}; expected (batch, {chans}, height, width){way}")
-        if not images.is_floating_point():
-            raise ArgumentError(f"images are {images.dtype}; make them float with veca.images.normalize(images)")
-        height, width = images.shape[-2:]
-        if height % patch or width % patch or not height or not width:
-            near = "×".join(map(str, nearest_sizes(height, width, patch)))
-            raise ArgumentError(
-                f"image is {height}×{width}; sides must be multiples of {patch}. Nearest: {near}. "
-                "veca.images.resize_to_multiple or veca.images.pad_to_multiple gets there"
-            )
-        return height // patch, width // patch
-
-    def _budget(self, cores: int | None) -> int:
-        most = self.config.num_cores
-        budget = most if cores is None else cores
-        # A budget that is traced is a symbol, which `index` would pin to one value.
-        traced = torch.compiler.is_compiling()
-        if isinstance(budget, bool) or not (traced or hasattr(budget, "__index__")):
-            raise TypeError(f"cores={cores!r}; a budget is an integer from 1 to {most}, or None for all {most}")
-        budget = budget if traced else operator.index(budget)
-        if not 1 <= budget <= most:
-            raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {most}, or None for all {most}")
-        if not traced and budget not in self.config.budgets and budget not in self._warned:
-            self._warned.add(budget)
-            trained = ", ".join(map(str, self.config.budgets))
-            warn_caller(f"cores={budget} was not trained (trained: {trained}); expect lesser features")
-        return budget
-
-    # The names timm and DINOv3 users know.
+    # The API of timm and DINOv3.
 
     def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
-        """The final tokens (B, C + N, D), normalised, the C = `cores` cores first."""
+        """Final, normalised tokens (B, C + N, D), the C = `cores` cores first."""
         return self.output_proj(self._run(images, cores)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits (B, num_classes) of the tokens `forward_features` gives; `pre_logits` stops at the global feature."""
+        """Logits (B, num_classes) of the tokens of `forward_features`; `pre_logits` stops at the global feature."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def forward_intermediates(
@@ -334,7 +299,7 @@ class Veca(nn.Module):
 
         `indices`: the last n blocks, or their numbers (negative from the end); None: all. Prefix tokens are the
         cores. Intermediates have the model's width: they are taken before `output_proj`. `stop_early` runs no block
-        after the last one asked for; the final tokens are then that block's.
+        after the last of `indices`; the final tokens are then that block's.
 
         >>> import veca
         >>> model = veca.create_model("veca_tiny").eval()
@@ -344,21 +309,22 @@ class Veca(nn.Module):
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ArgumentError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
-        take = self._take(indices)
+        take = resolve_block_indices(indices, len(self.blocks))
         stop = max(take) + 1 if stop_early else None
         x, coordinates, taken = self._run(images, cores, take, stop)
         budget = coordinates.shape[2]
         taken = [self.norm(t) for t in taken] if norm else taken
         features = [t[:, budget:] for t in taken]
         if output_fmt == "NCHW":
-            features = [t.mT.unflatten(-1, self._grid(images)).contiguous() for t in features]
+            grid = patch_grid(images, self.config)
+            features = [t.mT.unflatten(-1, grid).contiguous() for t in features]
         prefixes = [t[:, :budget] for t in taken]
         if output_dict:
-            told: dict[str, Any] = {"image_intermediates": features}
-            told |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
-            return told if intermediates_only else {**told, "image_features": self.output_proj(x)}
-        found = list(zip(features, prefixes, strict=True)) if return_prefix_tokens else features
-        return found if intermediates_only else (self.output_proj(x), found)
+            result: dict[str, Any] = {"image_intermediates": features}
+            result |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
+            return result if intermediates_only else {**result, "image_features": self.output_proj(x)}
+        intermediates = list(zip(features, prefixes, strict=True)) if return_prefix_tokens else features
+        return intermediates if intermediates_only else (self.output_proj(x), intermediates)
 
     def get_intermediate_layers(
         self,
@@ -369,7 +335,7 @@ class Veca(nn.Module):
         norm: bool = True,
         cores: int | None = None,
     ) -> tuple[Any, ...]:
-        """Features of the last `n` blocks (or the blocks numbered), as in DINOv3: patches, or (patches, cls) pairs.
+        """Features of the last `n` blocks (or of those listed), as in DINOv3: patches, or (patches, cls) pairs.
 
         Patches are (B, N, D), or with `reshape` (B, D, rows, columns); D is the model's width, before `output_proj`.
 
@@ -379,29 +345,13 @@ class Veca(nn.Module):
         >>> len(layers), layers[-1].shape
         (4, torch.Size([1, 192, 4, 6]))
         """
-        found = self.forward_intermediates(
+        pairs = self.forward_intermediates(
             x, n, True, norm, True, "NCHW" if reshape else "NLC", intermediates_only=True, cores=cores
         )
-        return tuple((patches, prefix[:, 0]) if return_class_token else patches for patches, prefix in found)
-
-    def _take(self, indices: int | Sequence[int] | None) -> list[int]:
-        depth = len(self.blocks)
-        if indices is None:
-            return list(range(depth))
-        if not isinstance(indices, Iterable):
-            if not 1 <= operator.index(indices) <= depth:
-                raise ArgumentError(f"asked for the last {indices} blocks; the model has {depth}")
-            return list(range(depth - indices, depth))
-        indices = list(map(operator.index, indices))
-        for i in indices:
-            if not -depth <= i < depth:
-                raise ArgumentError(f"asked for block {i}; the model has blocks 0 to {depth - 1}")
-        if not indices:
-            raise ArgumentError("asked for no block; name at least one")
-        return [i % depth for i in indices]
+        return tuple((patches, prefix[:, 0]) if return_class_token else patches for patches, prefix in pairs)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only block inputs for the backward pass and recompute the rest: less memory, more time."""
+        """Store only block inputs for the backward pass and recompute the rest: less memory, more time."""
         self.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module:
@@ -425,7 +375,7 @@ class Veca(nn.Module):
 
 
 def init_layer(module: nn.Module) -> None:
-    """New weights of one layer, if it is one."""
+    """Initialise a Linear, Conv2d or LayerNorm; other modules are left as they are."""
     if isinstance(module, nn.Linear | nn.Conv2d):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)  # type: ignore[arg-type]  # every layer here has one

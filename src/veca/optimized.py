@@ -1,11 +1,11 @@
-"""The fast inference model: the same numbers from fewer, wider steps.
+"""`veca.optimize`: a copy of a model for fast inference, by fused kernels or torch.compile.
 
 On NVIDIA GPUs from Hopper on, each block is five Triton kernels (q, k and v; attention; output; two for the MLP) with
-the norms, SwiGLU and residual sums folded into them, and all that happens to the cores between two blocks is one more.
-Nothing is traced: a kernel is compiled for a width and a type when it first runs and serves every batch, resolution and
-budget. What comes again is recorded per shape as a CUDA graph and replayed, so that the GPU never waits for Python.
+the norms, SwiGLU and residual sums fused into them, and the coordinate update between two blocks is one more. Nothing
+is traced: a kernel is compiled for a width and a dtype when it first runs and serves every batch, resolution and
+budget. A shape that comes again is recorded as a CUDA graph and replayed, so that the GPU never waits for Python.
 
-Elsewhere the plain model is handed to `torch.compile` with dynamic shapes.
+Elsewhere the plain model is compiled by `torch.compile` with dynamic shapes.
 
 Shapes: B images, C cores, S = C + N tokens (cores first), H heads, d width of a head, D = H·d.
 """
@@ -24,75 +24,63 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
+from veca.block_ops import has_hooks, is_wrapped
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
+from veca.inputs import patch_grid, resolve_budget
 from veca.kernels import ops
-from veca.layers import has_hooks, is_wrapped
 from veca.model import Block, Veca
 from veca.rope import Rotary
 
 Weights: TypeAlias = Literal["float8"]
-Places: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Coordinates of the cores (B, C, 2) and of the patches (N, 2), and the rotary frequencies (d/4)."""
+RotaryInputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""What kernels compute rotary tables from: coordinates of cores (B, C, 2) and patches (N, 2), frequencies (d/4)."""
 
 HOPPER = (9, 0)
-"""The first architecture whose copy engine moves the tiles of `veca.kernels.linear`."""
-FEW_CORES, MUCH_WORK = 0.25, 2**25
-"""The largest C·H / D, and the least numbers B·S·D in a batch, at which projections are moved from patches to cores."""
-GRAPHS_KEPT = 16
-WAYS = 64
-"""To compile one function that are all wanted: the first block, the last and the others, with gradients and without,
-few cores and many, a batch of one; a teacher at each resolution."""
+"""The first architecture with the tensor memory accelerator, which `veca.kernels.linear` loads tiles by."""
+FEW_CORES_MAX_RATIO, FEW_CORES_MIN_ELEMENTS = 0.25, 2**25
+"""The few-cores algorithm is used up to this C·H / D, in batches of at least so many elements B·S·D."""
+MAX_GRAPHS = 16
+RECOMPILE_LIMIT = 64
+"""Of one block: the first, the last and the others, with gradients and without, few cores and many, a batch of one; a
+teacher at each resolution."""
 FLOAT8 = torch.float8_e4m3fn
-SWIGLU_TURN = 64
-"""How many rows of u, then of v, stand in turns in the first weight of a SwiGLU: half a tile of the kernel."""
+SWIGLU_GROUP = 64
+"""The first weight of a SwiGLU alternates so many rows of u and of v: half a tile of the kernel."""
 
 
 class FastVeca(Veca):
     """A `Veca` for inference on a GPU; made by `optimize`. The public methods are the model's own."""
 
-    states: Tensor
-    move_weights: Tensor
-    move_biases: Tensor
-    move_alphas: Tensor
-    bank: Tensor
-    patch_weight: Tensor
-    patch_bias: Tensor
-
     def __init__(self, model: Veca, dtype: torch.dtype, weights: Weights | None, cuda_graphs: bool) -> None:
         with torch.device("meta"):
             super().__init__(model.config)
-        kept = {k: v.to(dtype, copy=True) for k, v in model.state_dict().items() if not k.startswith("blocks.")}
+        rest = {k: v.to(dtype, copy=True) for k, v in model.state_dict().items() if not k.startswith("blocks.")}
         self.blocks = nn.ModuleList()
-        self.load_state_dict(kept, assign=True)
+        self.load_state_dict(rest, assign=True)
         self.blocks = nn.ModuleList(FastBlock(cast(Block, block), dtype, weights) for block in model.blocks)
-        self.provenance = model.provenance
+        self.provenance, self.budget = model.provenance, model.budget
         self.cuda_graphs = cuda_graphs
-        self._graphs: OrderedDict[Any, Graph] = OrderedDict()
-        self._seen: set[Any] = set()
+        self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # by shape, least recently used first
+        self._seen: set[Any] = set()  # shapes that have been run at least once
         self.norm = FastNorm(model.norm)  # type: ignore[assignment]  # called the same way
-        # What stays float32: where cores stand and how they move.
-        self.register_buffer("states", torch.cat([c.detach().float() for c in model.core_states]), persistent=False)
+        # Coordinates and their heads stay float32.
+        self.states = _buffer(torch.cat(list(model.core_states)), torch.float32)
         heads = cast(Sequence[nn.Linear], model.coordinate_heads)
-        for name, parts in (
-            ("move_weights", [head.weight for head in heads]),
-            ("move_biases", [head.bias for head in heads]),
-            ("move_alphas", list(model.coordinate_alpha[:, None].unbind())),
-        ):
-            stacked = torch.stack([part.detach().float() for part in parts]) if parts else torch.empty(0)
-            self.register_buffer(name, stacked, persistent=False)
-        self.register_buffer("bank", torch.cat([c.detach().to(dtype) for c in model.cores]), persistent=False)
-        patch_weight = model.patch_embed.proj.weight.detach().flatten(1).to(dtype)
-        padding = (0, -patch_weight.shape[1] % ops.ROW)
-        self.register_buffer("patch_weight", F.pad(patch_weight, padding), persistent=False)
-        patch_bias = cast(Tensor, model.patch_embed.proj.bias).detach().to(torch.float32, copy=True)
-        self.register_buffer("patch_bias", patch_bias, persistent=False)
+        self.move_weights = _buffer(torch.cat([head.weight[None] for head in heads] or [torch.empty(0)]), torch.float32)
+        self.move_biases = _buffer(torch.cat([head.bias[None] for head in heads] or [torch.empty(0)]), torch.float32)
+        self.move_alphas = _buffer(model.coordinate_alpha[:, None], torch.float32)
+        self.bank = _buffer(torch.cat(list(model.cores)), dtype)
+        patch_weight = model.patch_embed.proj.weight.flatten(1)
+        padding = (0, -patch_weight.shape[1] % ops.ROW_MULTIPLE)
+        self.patch_weight = _buffer(F.pad(patch_weight, padding), dtype)
+        self.patch_bias = _buffer(cast(Tensor, model.patch_embed.proj.bias), torch.float32)
         self.eval().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError("an optimized model has no weights to save: save the model it was made from")
 
-    @_disable_dynamo  # torch.compiler.disable, but for loading the compiler at the first call, not now
+    @_disable_dynamo  # torch.compiler.disable, which would load the compiler now and not at the first call
     def _run(
         self,
         images: Tensor,
@@ -103,22 +91,22 @@ class FastVeca(Veca):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         from veca.kernels.linear import patchify
 
-        rows, columns = self._grid(images)
-        budget = self._budget(cores)
+        rows, columns = patch_grid(images, self.config)
+        budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
         patch_rotary = self._patch_rotary(rows, columns, self.states)
-        # Rows for the cores too, so that the first product writes the sequence as it will be.
+        # With empty rows for the cores, so that the patch embedding writes the whole sequence in place.
         pixels = functools.partial(patchify, images, self.config.patch_size, budget, self.bank.dtype)
         run = functools.partial(self._blocks, budget=budget, patch_rotary=patch_rotary, cls_only=cls_only)
         key = (len(images), rows, columns, budget, cls_only)
         if take or stop is not None or not self.cuda_graphs:
             x, coordinates, taken = run(pixels(), take=take, stop=stop)
-        elif key not in self._seen:  # the first time as it comes, which also compiles; what comes again is recorded
+        elif key not in self._seen:  # the first call compiles; a graph is recorded at the second
             self._seen.add(key)
             x, coordinates, taken = run(pixels())
         else:
             graph = self._graphs.pop(key, None) or Graph(run, pixels(), next(iter(self._graphs.values()), None))
             self._graphs[key] = graph
-            if len(self._graphs) > GRAPHS_KEPT:
+            if len(self._graphs) > MAX_GRAPHS:
                 self._seen.discard(self._graphs.popitem(last=False)[0])
             pixels(out=graph.x)
             x, coordinates, taken = graph.replay()
@@ -134,7 +122,7 @@ class FastVeca(Veca):
         take: Sequence[int] = (),
         stop: int | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        from veca.kernels.coordinates import move
+        from veca.kernels.coordinates import move_cores
         from veca.kernels.linear import linear, moments
 
         x = linear(pixels.flatten(0, 1), self.patch_weight, self.patch_bias)
@@ -144,150 +132,134 @@ class FastVeca(Veca):
         state, coordinates, taken = self.states[:budget], [], []
         for i, block in enumerate(cast(Iterable[FastBlock], self.blocks[:stop])):
             head = (self.move_weights[i - 1], self.move_biases[i - 1], self.move_alphas[i - 1]) if i else None
-            state, here = move(x, budget, state, head)
-            coordinates.append(here)
-            places = here, patch_rotary.coordinates, patch_rotary.frequencies
+            state, core_points = move_cores(x, budget, state, head)
+            coordinates.append(core_points)
+            positions = core_points, patch_rotary.coordinates, patch_rotary.frequencies
             if cls_only and i == len(self.blocks) - 1:
-                x = block.first_core(x, sums, places)
+                x = block.first_core(x, sums, positions)
             else:
-                x, sums = block(x, sums, places)
+                x, sums = block(x, sums, positions)
             if i in take:
                 taken.append(x)
         return x, torch.stack(coordinates), taken
 
 
 class FastBlock(nn.Module):
-    """A block with its norms folded into the weights behind them."""
-
-    qkv: Tensor
-    qkv_bias: Tensor
-    proj: Tensor
-    proj_bias: Tensor
-    fc1: Tensor
-    fc1_bias: Tensor
-    fc2: Tensor
-    fc2_bias: Tensor
+    """A block whose norms are folded into the weights that follow them."""
 
     def __init__(self, block: Block, dtype: torch.dtype, weights: Weights | None) -> None:
         super().__init__()
-        self.num_heads = block.attn.num_heads
-        self.eps = block.norm1.eps, block.norm2.eps
-        qkv, qkv_bias = fold_norm(block.norm1, block.attn.qkv)
-        fc1, fc1_bias = pair_swiglu(*fold_norm(block.norm2, block.mlp.fc1))
-        hidden = fc1.shape[0] // 2
-        fc2 = F.pad(block.mlp.fc2.weight.detach(), (0, hidden - block.mlp.fc2.in_features))
-        self.float8 = weights == "float8"
-        for name, tensor in {"qkv": qkv, "proj": block.attn.proj.weight, "fc1": fc1, "fc2": fc2}.items():
-            self.register_buffer(name, tensor.detach().to(dtype, copy=True).contiguous(), persistent=False)
-        biases = {"qkv": qkv_bias, "proj": block.attn.proj.bias, "fc1": fc1_bias, "fc2": block.mlp.fc2.bias}
-        for name, tensor in biases.items():
-            self.register_buffer(f"{name}_bias", tensor.detach().to(torch.float32, copy=True), persistent=False)
-        if self.float8:
-            for name in ("qkv", "fc1"):
-                values, scale = to_float8(getattr(self, name))
-                self.register_buffer(f"{name}_8", values, persistent=False)
-                self.register_buffer(f"{name}_scale", scale, persistent=False)
+        self.num_heads, attn, mlp = block.attn.num_heads, block.attn, block.mlp
+        qkv, qkv_bias = fold_norm(block.norm1, attn.qkv)
+        self.qkv = NormLinear(qkv, qkv_bias, block.norm1.eps, dtype, weights)
+        self.proj, self.proj_bias = _buffer(attn.proj.weight, dtype), _buffer(attn.proj.bias, torch.float32)
+        fc1, fc1_bias = interleave_swiglu(*fold_norm(block.norm2, mlp.fc1))
+        self.fc1 = NormLinear(fc1, fc1_bias, block.norm2.eps, dtype, weights)
+        padding = (0, len(fc1) // 2 - mlp.fc2.in_features)
+        self.fc2, self.fc2_bias = _buffer(F.pad(mlp.fc2.weight, padding), dtype), _buffer(mlp.fc2.bias, torch.float32)
 
-    def forward(self, x: Tensor, sums: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Tokens (B, S, D) and their moments → the next block's."""
-        from veca.kernels.core_attention import forward as attention
+    def forward(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
+        """Tokens (B, S, D) and their moments (`veca.kernels.linear`) → the same after this block."""
+        from veca.kernels.core_attention import launch_core_attention
         from veca.kernels.linear import linear_residual
 
         batch, tokens, dim = x.shape
-        cores = places[0].shape[1]
+        cores = positions[0].shape[1]
         flat = x.flatten(0, 1)
-        if cores * self.num_heads <= FEW_CORES * dim and x.numel() >= MUCH_WORK:
-            flat, sums = self._few_cores(x, sums, places)
+        if cores * self.num_heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
+            flat, sums = self._few_cores(x, sums, positions)
         else:
-            qkv = self._normed("qkv", flat, sums, self.eps[0]).view(
-                batch, tokens, 3, self.num_heads, dim // self.num_heads
-            )
-            out, _ = attention(qkv, *places)
+            qkv = self.qkv.run(flat, sums).view(batch, tokens, 3, self.num_heads, dim // self.num_heads)
+            out, _ = launch_core_attention(qkv, *positions)
             flat, sums = linear_residual(out.flatten(0, 1), self.proj, self.proj_bias, flat)
-        hidden = self._normed("fc1", flat, sums, self.eps[1], swiglu=True)
+        hidden = self.fc1.run(flat, sums, swiglu=True)
         flat, sums = linear_residual(hidden, self.fc2, self.fc2_bias, flat)
         return flat.view(batch, tokens, dim), sums
 
-    def _normed(self, name: str, x: Tensor, sums: Tensor, eps: float, swiglu: bool = False) -> Tensor:
-        """The layer `name` on the norm of x (M, D)."""
-        from veca.kernels.linear import linear, quantize
-
-        bias = getattr(self, f"{name}_bias")
-        if not self.float8:
-            return linear(x, getattr(self, name), bias, moments=sums, eps=eps, swiglu=swiglu)
-        values, scale = quantize(x, eps)
-        scales = scale, getattr(self, f"{name}_scale")
-        return linear(values, getattr(self, f"{name}_8"), bias, scales=scales, swiglu=swiglu, dtype=x.dtype)
-
-    def _few_cores(self, x: Tensor, sums: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """`veca.attention.few_cores_attention` with the residual sum, on kernels."""
-        from veca.kernels.few_cores import averaging, mix, probabilities
+    def _few_cores(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
+        """`veca.attention.few_cores_attention` with the residual sum, by kernels."""
+        from veca.kernels.few_cores import averaging_weights, mix_residual, probabilities
         from veca.kernels.linear import linear
 
         batch, tokens, dim = x.shape
-        heads, cores = self.num_heads, places[0].shape[1]
-        w_v, b_v = self.qkv[2 * dim :], self.qkv_bias[2 * dim :].to(x.dtype)
-        w_qk, b_qk = self.qkv[: 2 * dim], self.qkv_bias[: 2 * dim]
-        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=self.eps[0]).view(
-            batch, tokens, 2, heads, dim // heads
-        )
-        patch_to_core, logits = probabilities(qk, *places)
-        weights = averaging(logits, sums, dim, self.eps[0], x.dtype)
+        heads, cores = self.num_heads, positions[0].shape[1]
+        (w_qk, w_v), (b_qk, b_v) = (part.split([2 * dim, dim]) for part in (self.qkv.weight, self.qkv.bias))
+        b_v, eps = b_v.to(x.dtype), self.qkv.eps
+        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=eps).view(batch, tokens, 2, heads, dim // heads)
+        patch_to_core, logits = probabilities(qk, *positions)
+        weights = averaging_weights(logits, sums, dim, eps, x.dtype)
         averages = torch.bmm(weights, x).view(batch, heads, cores, dim).transpose(0, 1).reshape(heads, -1, dim)
         values = torch.baddbmm(b_v.view(heads, 1, -1), averages, w_v.view(heads, -1, dim).mT)  # (H, B·C, d)
-        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=self.eps[0]), w_v, b_v).view(
-            batch * cores, heads, dim // heads
-        )
+        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=eps), w_v, b_v).view(batch * cores, heads, -1)
         vectors = x.new_empty(batch, heads * cores + cores, dim)
         parts = torch.bmm(v_core.transpose(0, 1), self.proj.view(dim, heads, -1).permute(1, 2, 0))  # (H, B·C, D)
         mixed = vectors[:, : heads * cores].view(batch, heads, cores, dim)
         mixed.copy_(parts.view(heads, batch, cores, dim).transpose(0, 1))
         vectors[:, heads * cores :] = F.linear(values.transpose(0, 1).flatten(1), self.proj).view(batch, cores, dim)
-        out, sums = mix(patch_to_core, vectors, self.proj_bias, x, cores)
+        out, sums = mix_residual(patch_to_core, vectors, self.proj_bias, x, cores)
         return out.flatten(0, 1), sums
 
-    def first_core(self, x: Tensor, sums: Tensor, places: Places) -> Tensor:
-        """The first core alone, (B, 1, D), after this block, which must be the last."""
-        from veca.kernels.few_cores import averaging, first_core_logits
+    def first_core(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> Tensor:
+        """The first core's token (B, 1, D) after this block, which must be the last."""
+        from veca.kernels.few_cores import averaging_weights, first_core_logits
         from veca.kernels.linear import linear
 
-        (batch, tokens, dim), dtype, heads = x.shape, x.dtype, self.num_heads
-        (w_q, w_k, w_v), (b_q, b_k, b_v) = self.qkv.chunk(3), self.qkv_bias.chunk(3)
-        first = F.layer_norm(x[:, :1], (dim,), eps=self.eps[0])
+        (batch, tokens, dim), dtype, heads, eps = x.shape, x.dtype, self.num_heads, self.qkv.eps
+        (w_q, w_k, w_v), (b_q, b_k, b_v) = self.qkv.weight.chunk(3), self.qkv.bias.chunk(3)
+        first = F.layer_norm(x[:, :1], (dim,), eps=eps)
         q = F.linear(first, w_q, b_q.to(dtype)).unflatten(-1, (heads, -1))
-        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=self.eps[0]).view(batch, tokens, heads, dim // heads)
-        logits = first_core_logits(q, k, *places)
-        averages = torch.bmm(averaging(logits, sums, dim, self.eps[0], dtype), x).transpose(0, 1)  # (H, B, D)
+        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=eps).view(batch, tokens, heads, dim // heads)
+        logits = first_core_logits(q, k, *positions)
+        averages = torch.bmm(averaging_weights(logits, sums, dim, eps, dtype), x).transpose(0, 1)  # (H, B, D)
         values = torch.bmm(averages, w_v.view(heads, -1, dim).mT).transpose(0, 1).flatten(1) + b_v.to(dtype)
         x = x[:, :1] + F.linear(values, self.proj, self.proj_bias.to(dtype))[:, None]
-        hidden = F.linear(F.layer_norm(x, (dim,), eps=self.eps[1]), self.fc1, self.fc1_bias.to(dtype))
-        u, v = hidden.unflatten(-1, (-1, 2, SWIGLU_TURN)).unbind(-2)
+        hidden = F.linear(F.layer_norm(x, (dim,), eps=self.fc1.eps), self.fc1.weight, self.fc1.bias.to(dtype))
+        u, v = hidden.unflatten(-1, (-1, 2, SWIGLU_GROUP)).unbind(-2)
         return x + F.linear((F.silu(u) * v).flatten(-2), self.fc2, self.fc2_bias.to(dtype))
 
 
+class NormLinear(nn.Module):
+    """A linear layer with the norm before it folded in (`fold_norm`), in 8 bits if `weights` says so."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, weights: Weights | None) -> None:
+        super().__init__()
+        self.eps, self.is_float8 = eps, weights == "float8"
+        self.weight, self.bias = _buffer(weight, dtype), _buffer(bias, torch.float32)
+        if self.is_float8:
+            values, scale = to_float8(self.weight)
+            self.float8, self.float8_scale = _buffer(values, FLOAT8), _buffer(scale, torch.float32)
+
+    def run(self, x: Tensor, sums: Tensor, swiglu: bool = False) -> Tensor:
+        """The norm and the layer on x (M, D), whose moments are `sums`."""
+        from veca.kernels.linear import linear, quantize_normalized
+
+        if not self.is_float8:
+            return linear(x, self.weight, self.bias, moments=sums, eps=self.eps, swiglu=swiglu)
+        values, scale = quantize_normalized(x, self.eps)
+        return linear(values, self.float8, self.bias, scales=(scale, self.float8_scale), swiglu=swiglu, dtype=x.dtype)
+
+
 class FastNorm(nn.Module):
-    weight: Tensor
-    bias: Tensor
+    """A LayerNorm by the kernel, with weight and bias in float32."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
         self.eps = norm.eps
-        self.register_buffer("weight", norm.weight.detach().to(torch.float32, copy=True), persistent=False)
-        self.register_buffer("bias", norm.bias.detach().to(torch.float32, copy=True), persistent=False)
+        self.weight, self.bias = _buffer(norm.weight, torch.float32), _buffer(norm.bias, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        from veca.kernels.linear import norm
+        from veca.kernels.linear import layer_norm
 
-        return norm(x.flatten(0, -2), self.weight, self.bias, self.eps).view(x.shape)
+        return layer_norm(x.flatten(0, -2), self.weight, self.bias, self.eps).view(x.shape)
 
 
 class Graph:
-    """A call recorded for an input of one shape: a replay reads what `x` then holds and overwrites the last result."""
+    """A CUDA graph of a call: a replay reads what `x` then holds, and overwrites the result of the last one."""
 
     def __init__(self, call: Callable[[Tensor], Any], x: Tensor, neighbour: Graph | None) -> None:
-        self.x, self.call = x, call  # what the call reads must outlive the record
+        self.x, self.call = x, call  # the graph reads their memory: they must live as long
         self.graph = torch.cuda.CUDAGraph()
-        # Graphs never run at the same time, so they may work in the same memory.
+        # Graphs never run at the same time, so they can share memory.
         with torch.cuda.graph(self.graph, pool=neighbour.graph.pool() if neighbour else None):
             self.output = call(x)
 
@@ -296,36 +268,41 @@ class Graph:
         return self.output
 
 
+def _buffer(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy as a buffer that is not part of the state dict."""
+    return nn.Buffer(tensor.detach().to(dtype, copy=True).contiguous(), persistent=False)
+
+
 @torch.no_grad()
 def fold_norm(norm: nn.LayerNorm, layer: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Weight and bias such that `layer(norm(x))` is `(x Wᵀ) / σ(x) + bias`: gain, shift and centring move into them."""
+    """Weight W and bias such that `layer(norm(x))` is `(x Wᵀ) / σ(x) + bias`: all of the norm but 1/σ is in them."""
     weight = layer.weight.double() * norm.weight.double()
     bias = layer.bias.double() + layer.weight.double() @ norm.bias.double()
     return weight - weight.mean(dim=1, keepdim=True), bias
 
 
 @torch.no_grad()
-def pair_swiglu(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [u; v] of a SwiGLU's first layer in turns of half a tile, each half padded with zeros to whole turns."""
+def interleave_swiglu(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [u; v] of a SwiGLU's first layer, interleaved in groups of half a tile, which zeros are padded to."""
     hidden = len(bias) // 2
-    padding = -hidden % SWIGLU_TURN
+    padding = -hidden % SWIGLU_GROUP
     weight = F.pad(weight.unflatten(0, (2, hidden)), (0, 0, 0, padding))
     bias = F.pad(bias.unflatten(0, (2, hidden)), (0, padding))
-    weight, bias = (part.unflatten(1, (-1, SWIGLU_TURN)).transpose(0, 1) for part in (weight, bias))
+    weight, bias = (part.unflatten(1, (-1, SWIGLU_GROUP)).transpose(0, 1) for part in (weight, bias))
     return weight.flatten(0, 2), bias.flatten()
 
 
 def to_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows scaled to the range of float8, and the scales that undo it."""
+    """Rows scaled to the range of float8, and the scales (rows) that undo it."""
     scale = weight.float().abs().amax(dim=1).clamp_min(1e-12) / torch.finfo(FLOAT8).max
     return (weight.float() / scale[:, None]).to(FLOAT8), scale
 
 
-def fits(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels take such a model."""
+def supports_fused(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels support such a model."""
     return (
         device.type == "cuda"
-        and not ops.misfit(device, dtype, HOPPER)
+        and not ops.unsupported_reason(device, dtype, HOPPER)
         and dtype != torch.float32
         and config.head_dim in ops.HEAD_DIMS
     )
@@ -336,20 +313,21 @@ def optimize(
 ) -> Veca:
     """A copy of `model` for fast inference, called like the model itself, at any budget: `fast(images, cores=32)`.
 
-    The model is left as it is. What the copy is depends on where the model is:
+    The model itself is not changed. What the copy is depends on the model's device:
 
     - On NVIDIA GPUs from Hopper on: fused kernels in `dtype` (default bfloat16, or float16). They are compiled when
-      they first run, seconds for all, kept on disk by Triton, and serve every batch, resolution and budget. With
-      `cuda_graphs`, a shape that comes a second time is recorded and replayed from then on, which frees the CPU; up to
-      16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster, less exact.
+      they first run, which takes seconds for all, cached on disk by Triton, and serve every batch, resolution and
+      budget. With `cuda_graphs`, a shape that comes a second time is recorded and replayed from then on, which frees
+      the CPU; up to 16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster,
+      less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with
       dynamic shapes, on a CPU block by block: the first call takes half a minute there, else a minute or two. Another
       batch, resolution or budget does not compile again, except for a few special cases: a batch of one, sizes that
       happen to be a width of the model at the first call, a budget small enough for the few-cores path, `cls_only`.
       A CPU needs a C++ compiler.
 
-    Hooks, parametrizations and replaced layers stay in a compiled copy. Fused kernels call no layer, so a model that
-    has any is refused there.
+    Hooks, parametrizations and replaced layers stay in a compiled copy. Fused kernels do not call layers, so a model
+    that has any is refused there.
 
     >>> import veca
     >>> model = veca.create_model("veca_tiny")
@@ -361,33 +339,33 @@ def optimize(
     if device.type == "meta":
         raise ArgumentError("the model is on the meta device and has no weights; load them first")
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    fused = fits(model.config, device, dtype)
+    fused = supports_fused(model.config, device, dtype)
     if weights is not None and (weights not in get_args(Weights) or not fused):
         raise ArgumentError(
             f"weights={weights!r} in {dtype} on {device.type}: the only choice is 'float8', in bfloat16 or float16 on "
             "NVIDIA GPUs from Hopper on"
         )
     if fused:
-        if reason := unfoldable(model):
+        if reason := unfusable_reason(model):
             raise ArgumentError(reason)
         return FastVeca(model, dtype, weights, cuda_graphs)
-    copied = _copy(model).to(dtype).eval().requires_grad_(False)
+    compiled_model = _copy(model).to(dtype).eval().requires_grad_(False)
     if device.type != "cpu":
-        copied.compile(dynamic=True)
-        return copied
-    # What is compiled for one block serves all. In the whole model the compiler would fold the making of the patches'
-    # rotary table into each place it is used at, which in bfloat16 takes longer than all it saves.
-    for block in copied.blocks:
-        # So too the cores' table, unless told to keep what several read.
+        compiled_model.compile(dynamic=True)
+        return compiled_model
+    # One compiled block serves all. In the whole model the compiler would recompute the patches' rotary table wherever
+    # it is used, which in bfloat16 costs more than compiling saves.
+    for block in compiled_model.blocks:
+        # Without this option it would do so with the cores' table.
         compiled = torch.compile(block._call_impl, dynamic=True, options={"realize_reads_threshold": 1})
         block._compiled_call_impl = _with_recompile_limit(compiled)
-    return copied
+    return compiled_model
 
 
-def unfoldable(model: Veca) -> str:
-    """Why the weights of `model` cannot be folded into a `FastVeca`, with the way out; empty when they can.
+def unfusable_reason(model: Veca) -> str:
+    """Why `model` cannot become a `FastVeca`, and what to do about it; empty if it can.
 
-    Its layers are not called, so whatever acts in a call would be lost.
+    `FastVeca` does not call layers, so hooks, parametrizations and replaced layers would have no effect.
     """
     if type(model).forward is not Veca.forward:
         return f"a {type(model).__name__} is not called as a Veca is; veca.save it, and optimize what veca.load gives"
@@ -413,21 +391,21 @@ def unfoldable(model: Veca) -> str:
 
 
 def _copy(model: Veca) -> Veca:
-    """A deep copy, also of a model in which hooks compute weights, as those of pruning and weight norm do."""
+    """A deep copy, also of a model whose hooks compute weights, as pruning and weight norm do."""
     computed = (tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor))
-    # deepcopy refuses tensors that were computed with gradients; the hooks compute the copy's anew in each call.
+    # deepcopy refuses tensors with a gradient history; the hooks compute them again in each call.
     return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf})
 
 
 def _with_recompile_limit(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, which may be compiled in `WAYS` ways; what else is compiled in the process keeps its limit."""
+    """`compiled` under a recompile limit of `RECOMPILE_LIMIT`; other compiled functions keep the process's limit."""
     config: Any = torch._dynamo.config
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # as part of something else, which has a limit of its own
+        if torch.compiler.is_compiling():  # inside another compiled function, which has its own limit
             return compiled(*args, **kwargs)
         limit = config.recompile_limit
-        config.recompile_limit = max(limit, WAYS)  # quicker than config.patch
+        config.recompile_limit = max(limit, RECOMPILE_LIMIT)  # faster than config.patch
         try:
             return compiled(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""The version of this package: what every file that veca writes says it was made with."""
+"""The version of this package, which is recorded in the files that veca writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def _find_version() -> str:
     try:
         return version("veca")
-    except PackageNotFoundError:  # not installed: run from its sources, as torch.hub does
+    except PackageNotFoundError:  # not installed: run from its sources, as by torch.hub
         pass
     try:
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]

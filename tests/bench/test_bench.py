@@ -22,16 +22,17 @@ from typer.testing import CliRunner
 import veca
 from veca.bench import accuracy, contenders, machine, memory, plots
 from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Bench, Case, choose_cases, target_ms
-from veca.bench.contenders import Contender, Prepared, Setting, Workload
+from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
 from veca.bench.report import BenchRow, Results
-from veca.bench.run import PARTS, Dtype, Entry, Floors, _enter, pick_setting, run_bench, with_targets
+from veca.bench.run import MEASUREMENTS, Entry, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
 from veca.utils import timing as latency
 from veca.utils.files import InUseError, locked
+from veca.utils.memory import peak_device_bytes
 
-CPU = Setting(torch.device("cpu"), torch.float32)
+CPU = BenchSetting(torch.device("cpu"), torch.float32)
 CASE = Case.parse("tiny:32:2:8")
 
 
@@ -99,8 +100,8 @@ def test_a_call_that_fails_takes_no_further_part() -> None:
         latency.measure(calls, CPU.device, repeats=2)
 
 
-def test_rates_of_the_machine() -> None:
-    assert 1e8 < machine.matrix_rate(CPU.device, torch.float32) < 1e15
+def test_machine_rates_are_plausible() -> None:
+    assert 1e8 < latency.matrix_rate(CPU.device, torch.float32) < 1e15
     assert 1e7 < machine.copy_rate(CPU.device) < 1e14
 
 
@@ -151,7 +152,7 @@ def test_case_and_sweep_exclude_each_other() -> None:
     [(contenders.MODEL, name) for name in ("veca eager", "products")]
     + [(contenders.ATTENTION_FORWARD, name) for name in ("two SDPA", "dense SDPA", "dense SDPA without RoPE")],
 )
-def test_flops_said_are_flops_done(known: dict[str, Contender], name: str) -> None:
+def test_declared_flops_are_those_executed(known: dict[str, Contender], name: str) -> None:
     prepared = known[name].build(Workload(CASE, CPU))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         prepared.call()
@@ -216,18 +217,18 @@ def test_the_dense_model_runs_in_every_way(bench: Bench, uncompiled: None, monke
     assert plain.failure is compiled.failure is plain.error is plain.first_call_s is None
     assert compiled.against_dense == 1
     assert compiled.first_call_s
-    flops = veca.bench.flops.dense_model_flops(case.config, 32, 32)
+    flops = veca.flops.dense_model_flops(case.config, 32, 32)
     assert plain.gflops == (3 if bench == "train" else 1) * flops / 1e9
 
 
 def test_contenders_are_chosen_by_name() -> None:
-    chosen = contenders.choose(contenders.ATTENTION_FORWARD, ["dense-sdpa", "veca"], CASE, CPU)
+    chosen = contenders.choose_contenders(contenders.ATTENTION_FORWARD, ["dense-sdpa", "veca"], CASE)
     assert list(chosen) == ["veca", "dense SDPA"]
-    assert "dense" not in contenders.choose(contenders.MODEL, [], CASE, CPU)
-    assert "dense" in contenders.choose(contenders.MODEL, [], Case.parse("small:32:1"), CPU)
-    assert "veca float8" not in contenders.choose(contenders.MODEL, [], CASE, CPU)
+    assert "dense" not in contenders.choose_contenders(contenders.MODEL, [], CASE)
+    assert "dense" in contenders.choose_contenders(contenders.MODEL, [], Case.parse("small:32:1"))
+    assert "veca float8" not in contenders.choose_contenders(contenders.MODEL, [], CASE)
     with pytest.raises(ValueError, match="unknown contender 'veca eagre' .did you mean 'veca eager'.*Known: veca, "):
-        contenders.choose(contenders.MODEL, ["veca-eagre"], CASE, CPU)
+        contenders.choose_contenders(contenders.MODEL, ["veca-eagre"], CASE)
 
 
 def test_the_optimized_model_is_the_same_model(forward_only: None) -> None:
@@ -250,7 +251,7 @@ def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     case = Case.parse("small:32:2:8")
     results = run_bench("model", [case], CPU, ["veca-eager", "dense"], repeats=3, out=tmp_path)
     ours, dense = results.rows
-    flops = 2 * veca.bench.flops.model_flops(case.config, 32, 32, 8)
+    flops = 2 * veca.flops.model_flops(case.config, 32, 32, 8)
     assert (ours.ms, ours.best_ms, ours.images_per_s) == pytest.approx((3.0, 2.0, 2 / 0.003))
     assert ours.gflops == flops / 2 / 1e9
     assert ours.tflops_per_s == pytest.approx(flops / 0.003 / 1e12)
@@ -262,7 +263,7 @@ def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_targets_stand_beside_our_time_alone() -> None:
-    gpu = Setting(torch.device("cuda"), torch.bfloat16)
+    gpu = BenchSetting(torch.device("cuda"), torch.bfloat16)
     case = ("veca_base", 1024, 16, 64)
     rows = [BenchRow("attention forward", name, *case, ms=0.2) for name in ("veca", "two SDPA")]
     forward = with_targets("attention", gpu, rows, [])
@@ -270,7 +271,7 @@ def test_targets_stand_beside_our_time_alone() -> None:
     (backward,) = with_targets("attention", gpu, [BenchRow("attention backward", "veca", *case, ms=0.5)], forward)
     assert backward.target_ms == pytest.approx(0.6)
     assert with_targets("attention", CPU, rows, []) == rows
-    assert with_targets("attention", Setting(gpu.device, torch.float16), rows, []) == rows
+    assert with_targets("attention", BenchSetting(gpu.device, torch.float16), rows, []) == rows
 
 
 def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +280,7 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
     known = dict(contenders.MODEL)
     known["dense"] = Contender(lambda workload: Prepared(no_memory, 1))
-    monkeypatch.setitem(PARTS["model"], "model forward", known)
+    monkeypatch.setitem(MEASUREMENTS["model"], "model forward", known)
     results = run_bench("model", [CASE, CASE], CPU, ["dense", "products", "veca-float8"], repeats=1)
     assert [row.contender for row in results.rows] == 2 * ["veca float8", "dense", "products"]
     assert [row.failure for row in results.rows[:3]] == [
@@ -330,9 +331,9 @@ def test_settings_follow_the_device() -> None:
 def test_the_peak_is_that_of_the_call_that_records(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr("veca.bench.run.synchronize", lambda device: None)
-    monkeypatch.setattr("veca.bench.run.peak_bytes", lambda call, device: len(calls))
+    monkeypatch.setattr("veca.bench.run.peak_device_bytes", lambda call, device: len(calls))
     counted = Contender(lambda workload: Prepared(lambda: calls.append(1), 1))
-    entry = _enter(counted, Workload(CASE, Setting(torch.device("cuda"), torch.bfloat16)))
+    entry = _first_call(counted, Workload(CASE, BenchSetting(torch.device("cuda"), torch.bfloat16)))
     assert isinstance(entry, Entry)
     assert entry.peak == 1  # a graph is recorded in the second call: replays from the third on show no memory
 
@@ -352,7 +353,7 @@ def test_weights_are_the_same_each_time_and_every_token_differs() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-8, 1e-5), ("bfloat16", 1e-3, 0.05)])
-def test_errors_are_those_of_rounding(dtype: Dtype, least: float, most: float) -> None:
+def test_errors_are_those_of_rounding(dtype: FloatDtype, least: float, most: float) -> None:
     benches: dict[Bench, str] = {"model": "products", "train": "veca-eager", "attention": "dense-sdpa"}
     for bench, other in benches.items():
         names = ["two-sdpa" if bench == "attention" else "veca-eager", other]
@@ -376,7 +377,7 @@ def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         "veca eager": contenders.MODEL["veca eager"],
         "veca compiled": change(lambda out: out._replace(patches=out.patches / 0)),
     }
-    monkeypatch.setitem(PARTS["model"], "model forward", known)
+    monkeypatch.setitem(MEASUREMENTS["model"], "model forward", known)
     results = run_bench("model", [Case.parse("tiny:64:2:8")], CPU, list(known), repeats=1)
     wrong, plain, infinite = results.rows
     assert 0.05 < (wrong.error or 0) < 0.1
@@ -402,7 +403,9 @@ def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     def no_memory(workload: Workload) -> accuracy.Tensors:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setitem(accuracy.CHECKS, "model forward", accuracy.CHECKS["model forward"]._replace(exact=no_memory))
+    monkeypatch.setitem(
+        accuracy.CHECKS, "model forward", accuracy.CHECKS["model forward"]._replace(reference=no_memory)
+    )
     (row,) = run_bench("model", [CASE], CPU, ["veca-eager"], repeats=1).rows
     assert row.ms
     assert row.failure == "error not known: float64: OutOfMemoryError: CUDA out of memory."
@@ -412,9 +415,9 @@ def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("bench", ["model", "train", "attention"])
-def test_commands(bench: str, tmp_path: Path) -> None:
+def test_commands_write_results(bench: str, tmp_path: Path) -> None:
     name = "two-sdpa" if bench == "attention" else "veca-eager"
-    options = ["--model", "tiny", "--size", "32", "--size", "48", "--batch", "1", "--cores", "8", "--repeats", "1"]
+    options = ["--model", "tiny", "--size", "32,48", "--batch-size", "1", "--cores", "8", "--repeats", "1"]
     options += ["--contender", name, "--device", "cpu", "--out", str(tmp_path), "--no-errors"]
     result = CliRunner().invoke(app, ["bench", bench, *options])
     assert result.exit_code == 0, result.output
@@ -446,7 +449,7 @@ def test_plots_are_files(tmp_path: Path) -> None:
     assert panel.lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
 
 
-def test_plots_of_nothing_to_compare(tmp_path: Path) -> None:
+def test_plots_with_nothing_to_compare_show_flops_only(tmp_path: Path) -> None:
     Results({}, {}, {}, [BenchRow("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
     written = plots.write_plots([tmp_path / "results.json"], tmp_path, "png")
     assert [path.name for path in written] == ["flops-resolution.png"]
@@ -478,9 +481,8 @@ def test_without_timm_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_grows_with_the_patches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["memory", "--model", "veca_tiny", "--sizes", "512", "1024"])
-    memory.main()
+def test_memory_grows_with_the_patches(capsys: pytest.CaptureFixture[str]) -> None:
+    memory.bench_memory("veca_tiny", sizes=(512, 1024))
     _, small, large = capsys.readouterr().out.splitlines()
     assert small.split()[-2:] == ["1.00", "×"]
     # Four times the patches; what the allocator keeps resident varies, but the square would be sixteen.
@@ -490,7 +492,7 @@ def test_memory_grows_with_the_patches(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.gpu
 def test_gpu_memory_is_linear_in_the_patches() -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
-    peaks = [memory.peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
+    peaks = [memory.forward_peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
     assert peaks[1] <= 4.4 * peaks[0]
 
 
@@ -506,15 +508,15 @@ def test_gpu_peak_counts_what_a_cuda_graph_keeps() -> None:
             kept = (x + 1) * 2
         return graph, kept
 
-    assert machine.peak_bytes(lambda: (x + 1) * 2, device) == expected
+    assert peak_device_bytes(lambda: (x + 1) * 2, device) == expected
     first = recorded()
-    assert machine.peak_bytes(recorded, device) == expected  # whatever an earlier graph has kept
+    assert peak_device_bytes(recorded, device) == expected  # whatever an earlier graph has kept
     del first
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bench", ["model", "train", "attention"])
-def test_gpu_run(bench: Bench, tmp_path: Path) -> None:
+def test_every_benchmark_runs_on_a_gpu(bench: Bench, tmp_path: Path) -> None:
     setting = pick_setting("cuda")
     assert setting.dtype == torch.bfloat16
     asked = ["veca", "veca-eager", "veca-checkpointed"] if bench == "train" else []  # a step takes a minute to compile

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import veca
-from veca import CheckpointError, checkpoint
-from veca.checkpoint import load_or_random, save_official
-from veca.checkpoint import pretrained as shipped
+from veca import CheckpointError
+from veca.checkpoint import format as checkpoint_format
+from veca.checkpoint import load_or_random, pretrained, save_released
 from veca.config import get_config
 
 
@@ -81,7 +81,7 @@ def test_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytes
         path.write_bytes(b"half a fi")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", dies)
+    monkeypatch.setattr(checkpoint_format, "save_file", dies)
     with pytest.raises(OSError, match="No space"):
         veca.save(new, tmp_path)
     assert same(veca.load(tmp_path), old)
@@ -109,7 +109,7 @@ def test_released_file_and_its_safetensors_twin_agree(released: dict[str, object
 
 def test_converting_back_reproduces_the_released_file(golden: Golden, tmp_path: Path) -> None:
     veca.save(golden.model(), tmp_path / "ours")
-    save_official(veca.load(tmp_path / "ours"), tmp_path / "back.pt")
+    save_released(veca.load(tmp_path / "ours"), tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     if golden.weights.suffix == ".pt":
         original = torch.load(golden.weights, weights_only=True)
@@ -130,13 +130,13 @@ def test_converting_back_reproduces_the_released_file(golden: Golden, tmp_path: 
 def test_convert_a_model_of_ours_to_the_released_format(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = veca.create_model("veca_small", depth=12)
-    save_official(model, tmp_path / "small.pt")
+    save_released(model, tmp_path / "small.pt")
     assert torch.load(tmp_path / "small.pt", weights_only=True)["config"]["model_family"] == "small"
     again = veca.load(tmp_path / "small.pt")
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
     with pytest.raises(CheckpointError, match="reset_classifier"):
-        save_official(make_tiny(num_classes=2), tmp_path / "no.pt")
+        save_released(make_tiny(num_classes=2), tmp_path / "no.pt")
 
 
 @pytest.mark.parametrize("prefix", ["module.", "student.", "module.student.", "_orig_mod.module."])
@@ -161,7 +161,7 @@ def test_older_keys_and_extra_contents(released: dict[str, object], tmp_path: Pa
     assert torch.equal(outputs(model), outputs(veca.load(GOLDEN / "official_checkpoint.pt")))
     assert model.config.budgets == (8, 16, 24, 32)
     assert model.config.coordinate_shift == 0
-    save_official(model, tmp_path / "back.pt")
+    save_released(model, tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)["config"]
     assert back["matryoshka_chunk_size"] == 8
     assert "nested_chunk_size" not in back
@@ -225,7 +225,7 @@ def test_damaged_bytes_load_or_are_a_named_error(tmp_path: Path) -> None:
     rng = random.Random(0)
     model = make_tiny(depth=1, embed_dim=8, num_heads=1)
     veca.save(model, tmp_path / "a.safetensors")
-    save_official(model, tmp_path / "b.pt")
+    save_released(model, tmp_path / "b.pt")
     refused = 0
     for source in (tmp_path / "a.safetensors", tmp_path / "b.pt"):
         whole = source.read_bytes()
@@ -296,7 +296,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_size_without_weights_is_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(pretrained, "WEIGHTS", tmp_path)
     with pytest.raises(CheckpointError, match="no weights ship for veca_tiny"):
         veca.load("veca_tiny")
     rng = torch.get_rng_state()
@@ -346,11 +346,11 @@ def test_every_configuration_comes_back_from_the_released_format(tmp_path: Path)
     for config in configs:
         with torch.random.fork_rng():
             model = veca.Veca(config)
-        save_official(model, tmp_path / "a.pt")
+        save_released(model, tmp_path / "a.pt")
         again = veca.load(tmp_path / "a.pt")
         assert again.config == config
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-        save_official(again, tmp_path / "b.pt")  # and with the configuration of the file that it came from
+        save_released(again, tmp_path / "b.pt")  # and with the configuration of the file that it came from
         assert veca.load(tmp_path / "b.pt").config == config
 
 
@@ -370,7 +370,7 @@ def test_every_configuration_comes_back_from_the_released_format(tmp_path: Path)
 def test_what_others_say_of_a_model_does_not_change_the_file(tmp_path: Path, told: object) -> None:
     model = make_tiny(depth=1)
     model.provenance = {"official_config": told, "global_step": "many"}
-    save_official(model, tmp_path / "a.pt")
+    save_released(model, tmp_path / "a.pt")
     again = veca.load(tmp_path / "a.pt")
     assert again.config == model.config
     assert "global_step" not in again.provenance
@@ -380,7 +380,7 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
     model = make_tiny(depth=1)
     model.provenance = {"official_config": "{'patch_embed_use_ln': True}"}
     with pytest.raises(CheckpointError, match="cannot be written in the released format: it needs"):
-        save_official(model, tmp_path / "a.pt")
+        save_released(model, tmp_path / "a.pt")
     assert not (tmp_path / "a.pt").exists()
 
 
@@ -391,7 +391,7 @@ def test_weights_that_are_not_finite_warn_once(tmp_path: Path, monkeypatch: pyte
         model.blocks[0].mlp.fc1.weight[0, :2] = value
         model.norm.bias[1] = value
     veca.save(model, tmp_path / "veca_tiny.mine")
-    monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(pretrained, "WEIGHTS", tmp_path)
     message = r"its weights hold 3 NaN or infinite values, the first in blocks.0.mlp.fc1.weight"
     for act in (
         lambda: veca.load(tmp_path / "veca_tiny.mine"),

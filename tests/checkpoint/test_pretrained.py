@@ -22,9 +22,8 @@ from typer.testing import CliRunner
 import veca
 import veca.hub.timm
 from veca import CheckpointError, ConfigError
-from veca.checkpoint import load_or_random
-from veca.checkpoint import pretrained as shipped
-from veca.checkpoint.pretrained import WEIGHTS, shipped_name
+from veca.checkpoint import load_or_random, pretrained
+from veca.checkpoint.pretrained import WEIGHTS, pretrained_name
 from veca.checkpoint.release import cast, without_paths
 from veca.cli.main import app
 
@@ -53,7 +52,7 @@ def features(model: veca.Veca) -> Tensor:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two models in float16 that ship as `veca_tiny`, of a teacher's width, and things that do not."""
     weights = tmp_path / "weights"
-    monkeypatch.setattr(shipped, "WEIGHTS", weights)
+    monkeypatch.setattr(pretrained, "WEIGHTS", weights)
     monkeypatch.chdir(tmp_path)
     for seed, tag in enumerate(("cats_coco", "birds_coco")):
         torch.manual_seed(seed)
@@ -71,7 +70,7 @@ def test_names(folder: Path) -> None:
     assert torch.equal(features(first), features(birds)), "a size alone is its first tag by the alphabet"
     assert not torch.equal(features(first), features(cats))
     assert torch.equal(features(load_or_random("veca_tiny")), features(first))
-    assert (shipped_name("veca_tiny"), shipped_name("veca_base")) == ("veca_tiny.birds_coco", None)
+    assert (pretrained_name("veca_tiny"), pretrained_name("veca_base")) == ("veca_tiny.birds_coco", None)
 
 
 def test_they_are_float32_unless_asked_otherwise(folder: Path) -> None:
@@ -107,7 +106,7 @@ def test_a_path_of_that_name_comes_first(folder: Path) -> None:
     own = make_tiny()
     veca.save(own, "veca_tiny")
     assert torch.equal(features(veca.load("veca_tiny")), features(own))
-    assert shipped_name("veca_tiny") is None
+    assert pretrained_name("veca_tiny") is None
 
 
 def test_timm(folder: Path) -> None:
@@ -135,10 +134,10 @@ def test_commands_say_what_the_weights_are(folder: Path) -> None:
     assert f"<dd>{phrase.replace(chr(39), '&#x27;')}</dd>" in page
     assert "random" not in page
     assert f"Weights: veca_tiny.birds_coco, {phrase}." in demo.stderr
-    shown = RUN(app, ["info", "veca_tiny"]).stdout
+    shown = RUN(app, ["info", "--model", "veca_tiny"]).stdout
     assert "veca_tiny.birds_coco" in shown
     assert phrase in shown
-    facts = json.loads(RUN(app, ["info", "veca_tiny", "--json"]).stdout)
+    facts = json.loads(RUN(app, ["info", "--model", "veca_tiny", "--json"]).stdout)
     assert (facts["dtype"], facts["provenance"]) == ("float16", PROVENANCE)
 
 
@@ -147,7 +146,7 @@ def test_convert_for_others(tmp_path: Path) -> None:
     run.provenance = PROVENANCE
     veca.save(run, tmp_path / "run")
     to = tmp_path / "veca_tiny.cats_coco"
-    made = RUN(app, ["convert", str(tmp_path / "run"), str(to), "--dtype", "float16", "--no-paths"])
+    made = RUN(app, ["convert", "--model", str(tmp_path / "run"), "--out", str(to), "--dtype", "float16", "--no-paths"])
     assert made.exit_code == 0, made.output
     assert sorted(path.name for path in to.iterdir()) == ["config.json", "model.safetensors"]
     assert {tensor.dtype for tensor in load_file(to / "model.safetensors").values()} == {torch.float16}
@@ -160,7 +159,7 @@ def test_convert_for_others(tmp_path: Path) -> None:
     }
     assert model.provenance == {**PROVENANCE, "recipe": recipe}
     assert json.loads((to / "config.json").read_text())["provenance"] == model.provenance
-    again = RUN(app, ["convert", str(to), str(tmp_path / "again.safetensors")])
+    again = RUN(app, ["convert", "--model", str(to), "--out", str(tmp_path / "again.safetensors")])
     assert again.exit_code == 0, again.output
     files = (to / "model.safetensors", tmp_path / "again.safetensors")
     torch.testing.assert_close(*(load_file(file) for file in files), rtol=0, atol=0)

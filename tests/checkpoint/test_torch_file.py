@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import veca
 from veca import CheckpointError
-from veca.checkpoint import save_official
+from veca.checkpoint import save_released
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 
 
@@ -153,7 +153,16 @@ def test_the_fuzz_finds_what_it_looks_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_command_says_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(fuzz.saved({**fuzz.released(), "extra": HUGE}))
-    command = [sys.executable, "-m", "veca", "convert", str(tmp_path / "x.pt"), str(tmp_path / "y.pt")]
+    command = [
+        sys.executable,
+        "-m",
+        "veca",
+        "convert",
+        "--model",
+        str(tmp_path / "x.pt"),
+        "--out",
+        str(tmp_path / "y.pt"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "x.pt: damaged or truncated checkpoint: a tensor of (2147483648,)" in done.stderr
@@ -163,6 +172,6 @@ def test_the_command_says_one_line(tmp_path: Path) -> None:
 
 def test_a_large_released_file_is_read_in_parts(tmp_path: Path) -> None:
     model = make_tiny(embed_dim=1152, num_heads=3, depth=1)  # a tensor of more than one part
-    save_official(model, tmp_path / "x.pt")
+    save_released(model, tmp_path / "x.pt")
     again = veca.load(tmp_path / "x.pt")
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))

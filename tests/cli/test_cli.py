@@ -19,10 +19,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.flops import model_flops
-from veca.cli.common import workers_of
+from veca.cli.common import count_workers
 from veca.cli.main import app, main
 from veca.config import SIZES
+from veca.flops import model_flops
 
 run = CliRunner().invoke
 
@@ -85,30 +85,30 @@ def test_embed_with_a_named_size_says_the_weights_are_random(folder: Path) -> No
 
 @pytest.mark.usefixtures("nothing_ships")
 def test_info(folder: Path) -> None:
-    shown = run(app, ["info", str(folder / "model"), "--size", "64", "--cores", "24"])
+    shown = run(app, ["info", "--model", str(folder / "model"), "--size", "64", "--cores", "24"])
     assert shown.exit_code == 0
     assert "GFLOPs, 64 px, C = 24" in shown.output
-    facts = json.loads(run(app, ["info", "veca_base", "--size", "512", "--json"]).output)
+    facts = json.loads(run(app, ["info", "--model", "veca_base", "--size", "512", "--json"]).output)
     assert facts["parameters"] == 85_725_089
     assert facts["provenance"]["weights"] == "random"
     assert facts["gflops"]["64"] == model_flops(SIZES["veca_base"], 512, 512, 64) / 1e9
     assert set(facts["gflops"]) == {str(c) for c in range(8, 65, 8)}
-    official = json.loads(run(app, ["info", str(GOLDEN / "official_checkpoint.pt"), "--json"]).output)
+    official = json.loads(run(app, ["info", "--model", str(GOLDEN / "official_checkpoint.pt"), "--json"]).output)
     assert official["provenance"]["global_step"] == 7
     for wrong in (["--size", "100"], ["--cores", "65"]):
-        assert isinstance(run(app, ["info", "veca_tiny", *wrong]).exception, ValueError)
+        assert isinstance(run(app, ["info", "--model", "veca_tiny", *wrong]).exception, ValueError)
 
 
 def test_convert_and_back(tmp_path: Path) -> None:
     source = GOLDEN / "official_checkpoint.pt"
-    assert run(app, ["convert", str(source), str(tmp_path / "ours")]).exit_code == 0
-    assert run(app, ["convert", str(tmp_path / "ours"), str(tmp_path / "back.pt")]).exit_code == 0
+    assert run(app, ["convert", "--model", str(source), "--out", str(tmp_path / "ours")]).exit_code == 0
+    assert run(app, ["convert", "--model", str(tmp_path / "ours"), "--out", str(tmp_path / "back.pt")]).exit_code == 0
     before, after = (torch.load(path, weights_only=True) for path in (source, tmp_path / "back.pt"))
     assert before["config"] == after["config"]
     assert all(torch.equal(before["student"][name], after["student"][name]) for name in before["student"])
-    refused = run(app, ["convert", str(source), str(tmp_path / "ours")])
+    refused = run(app, ["convert", "--model", str(source), "--out", str(tmp_path / "ours")])
     assert "exists" in str(refused.exception)
-    assert run(app, ["convert", str(source), str(tmp_path / "ours"), "--overwrite"]).exit_code == 0
+    assert run(app, ["convert", "--model", str(source), "--out", str(tmp_path / "ours"), "--overwrite"]).exit_code == 0
 
 
 def test_demo(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_demo(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["info", "veca_bose"], "no such file or folder"),
+        (["info", "--model", "veca_bose"], "no such file or folder"),
         (["embed", "nowhere", "--out", "f.parquet"], "nowhere"),
         (["embed", ".", "--out", "f.parquet", "--device", "warp"], "device 'warp' cannot be used"),
         (["embed", ".", "--out", "f.doc"], "f.doc"),
@@ -131,11 +131,14 @@ def test_demo(folder: Path) -> None:
         (["embed", "a.png", "--out", "a.png/f.parquet", "--size", "32"], "a.png/f.parquet cannot be written"),
         (["demo", "a.png", "--out", "a.png/f.html", "--size", "32"], "a.png/f.html cannot be written"),
         (["figure", "paths", "a.png", "--out", "a.png/f.png", "--size", "32"], "a.png/f.png cannot be written"),
-        (["cores", "veca_tiny", "a.png", "--out", "a.png/f.json", "--size", "32"], "a.png/f.json cannot be written"),
-        (["convert", "veca_tiny", "a.png/f"], "a.png/f/model.safetensors cannot be written"),
-        (["export", "veca_tiny", "a.png/f.onnx"], "a.png/f.onnx cannot be written"),
+        (
+            ["cores", "--model", "veca_tiny", "a.png", "--out", "a.png/f.json", "--size", "32"],
+            "a.png/f.json cannot be written",
+        ),
+        (["convert", "--model", "veca_tiny", "--out", "a.png/f"], "a.png/f/model.safetensors cannot be written"),
+        (["export", "--model", "veca_tiny", "--out", "a.png/f.onnx"], "a.png/f.onnx cannot be written"),
         (["demo", "nowhere.jpg"], "nowhere.jpg"),
-        (["convert", "veca_large", "x.pt"], "no weights ship"),
+        (["convert", "--model", "veca_large", "--out", "x.pt"], "no weights ship"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -181,7 +184,7 @@ def test_interrupt_and_continue(folder: Path) -> None:
     for i in range(60):
         Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(folder / "photos" / f"p{i:03d}.png")
     command = ["embed", str(folder / "photos"), "--model", str(folder / "model")]
-    command += ["--size", "160", "--batch", "4", "--workers", "1", "--no-progress", "--dense"]
+    command += ["--size", "160", "--batch-size", "4", "--workers", "1", "--no-progress", "--dense"]
     whole, broken = folder / "whole.parquet", folder / "broken.parquet"
     process = subprocess.Popen(
         [sys.executable, "-m", "veca", *command, "--out", str(broken)], stderr=subprocess.PIPE, text=True,
@@ -223,4 +226,4 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
 def test_workers_are_as_many_as_the_cpus_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert (workers_of(None), workers_of(None, most=None), workers_of(30), workers_of(0)) == (8, 12, 30, 0)
+    assert (count_workers(None), count_workers(None, limit=None), count_workers(30), count_workers(0)) == (8, 12, 30, 0)

@@ -22,6 +22,7 @@ from conftest import make_tiny
 from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, TextColumn
+from rich.table import Table
 from safetensors.torch import save_file
 
 import veca
@@ -91,12 +92,12 @@ def check_plain(text: str) -> None:
 
 
 EMBED = ["embed", "photos", "--model", "m", "--size", "32", "--workers", "0", "--out"]
-KNN = ["probe", "knn", "m", "--data", "lab", "--workers", "0", "--k", "1"]
-TUNE = ["finetune", "classify", "m", "--data", "lab", "--size", "32", "--workers", "0", "--out", "tuned-out"]
-PLAN = ["distill", "recipe.yaml", "--dry-run", "--pictures", "9", "--set"]
+KNN = ["probe", "knn", "--model", "m", "--data", "lab", "--workers", "0", "--k", "1"]
+TUNE = ["finetune", "classify", "--model", "m", "--data", "lab", "--size", "32", "--workers", "0", "--out", "tuned-out"]
+PLAN = ["distill", "recipe.yaml", "--dry-run", "--images", "9", "--set"]
 
 WRONG: list[tuple[list[str], str]] = [
-    (["nonsense"], "No such command 'nonsense'"),
+    (["nonsense"], "no command 'nonsense'"),
     (["--" + HOSTILE], r"No such option: --[/b][red]x\x1b[31m\x9b\u202e"),
     ([*EMBED, "f.parquet", "--cores", HOSTILE], "'[/b][red]x\\x1b[31m\\x9b\\u202e\\r' is no budget"),
     ([*EMBED, "f.parquet", "--fit", "[/b]"], "'[/b]' is not one of 'crop'"),
@@ -104,7 +105,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*EMBED, "f.parquet", "--size", "1" * 5000], "--size"),
     ([*EMBED, "f.parquet", "--size", "-16"], "size=-16"),
     ([*EMBED, "f.parquet", "--cores", HUGE], "cores=1000"),
-    ([*EMBED, "f.parquet", "--batch", "0"], "batch=0"),
+    ([*EMBED, "f.parquet", "--batch-size", "0"], "--batch-size"),
     ([*EMBED, "f.parquet", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
     ([*EMBED, "f.parquet", "--device", "foo"], "device 'foo' cannot be used"),
     ([*EMBED, "f.parquet", "--device", "meta"], "device 'meta' cannot be used: it holds no numbers"),
@@ -120,25 +121,28 @@ WRONG: list[tuple[list[str], str]] = [
     (["embed", "numbers.parquet", *EMBED[2:], "f.parquet", "--column", "[b]"], "no column of pictures '[b]'"),
     (["embed", "nope://a/b", *EMBED[2:], "f.parquet"], "nope://a/b"),
     (["embed", "empty", *EMBED[2:], "f.parquet"], "empty: no pictures there"),
-    (["info", "m", "--size", f"16{HUGE[1:]}"], "must be a multiple of 16 up to 1,048,576"),
-    (["info", "m", "--cores", HUGE], "a budget is an integer from 1 to 64"),
-    (["info", HOSTILE], f"{SHOWN}: no such file or folder"),
-    (["info", LONG], "File name too long"),
-    (["info", "m\0"], r"m\x00: no such file or folder"),
-    (["info", "empty.safetensors"], "empty.safetensors: is empty"),
-    (["info", "noise.safetensors"], "noise.safetensors: "),
-    (["info", "noise.pt"], "noise.pt: "),
-    (["info", "photos"], "photos: the folder holds no model.safetensors"),
-    (["convert", "noise.pt", "x"], "noise.pt: "),
+    (["info", "--model", "m", "--size", f"16{HUGE[1:]}"], "must be a multiple of 16 up to 1,048,576"),
+    (["info", "--model", "m", "--cores", HUGE], "a budget is an integer from 1 to 64"),
+    (["info", "--model", HOSTILE], f"{SHOWN}: no such file or folder"),
+    (["info", "--model", LONG], "File name too long"),
+    (["info", "--model", "m\0"], r"m\x00: no such file or folder"),
+    (["info", "--model", "empty.safetensors"], "empty.safetensors: is empty"),
+    (["info", "--model", "noise.safetensors"], "noise.safetensors: "),
+    (["info", "--model", "noise.pt"], "noise.pt: "),
+    (["info", "--model", "photos"], "photos: the folder holds no model.safetensors"),
+    (["convert", "--model", "noise.pt", "--out", "x"], "noise.pt: "),
     (["demo", "noise.png", "--model", "m", "--size", "32"], "noise.png: not one of JPEG"),
     (["demo", "folder.png", "--model", "m", "--size", "32"], "folder.png: a directory"),
     (["demo", "a.png", "--model", "m", "--size", "33"], "size is 33"),
     (["demo", "a.png", "--model", "m", "--device", "meta"], "device 'meta' cannot be used"),
-    (["cores", "m", "noise.tar", "--size", "32", "--workers", "0", "--out", "c.json"], "noise.tar: damaged archive"),
-    (["cores", "m", "photos", "--out", "c.txt"], "c.txt: numbers are written as .json"),
-    (["figure", "[/b]"], "no kind of figure is called '[/b]'"),
-    (["figure", "paths", "a.png", "--model", "m", "--cores", "x"], "--cores 'x'"),
-    (["figure", "similarity", "a.png", "--model", "m", "--size", "32", "--patch", f"{HUGE},1"], "outside the grid"),
+    (
+        ["cores", "--model", "m", "noise.tar", "--size", "32", "--workers", "0", "--out", "c.json"],
+        "noise.tar: damaged archive",
+    ),
+    (["cores", "--model", "m", "photos", "--out", "c.txt"], "c.txt: numbers are written as .json"),
+    (["figure", "[/b]"], "no command '[/b]'"),
+    (["figure", "paths", "a.png", "--model", "m", "--cores", "x"], "--cores"),
+    (["figure", "similarity", "a.png", "--model", "m", "--size", "32", "--patch", f"{HUGE}x1"], "--patch"),
     (["distill", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
     (["distill", "folder.yaml"], "folder.yaml cannot be read"),
     (["distill", "empty.yaml"], "empty.yaml holds NoneType"),
@@ -155,32 +159,32 @@ WRONG: list[tuple[list[str], str]] = [
     ([*PLAN, "budgets={8: 1e308, 16: 1e308}"], "budgets={8: 1e+308, 16: 1e+308}"),
     ([*PLAN, "batch=1", "--processes", HUGE], "a plan is for at least 1 of each"),
     ([*PLAN, "[/b]=1"], "unknown key '[/b]'"),
-    (["report", "nowhere"], "nowhere is no folder"),
+    (["report", "nowhere"], "nowhere is not a folder"),
     (["report", "wrong"], "wrong: finetune.json or result.json is not as `veca finetune` wrote it"),
     (["report", "rows"], "rows/one.json is not whole JSON"),
-    (["export", "m", "x.doc"], "x.doc: suffix '.doc' is unknown"),
-    (["export", "m", "x.onnx", "--size", "0x0"], "size 0x0"),
+    (["export", "--model", "m", "--out", "x.doc"], "x.doc: suffix '.doc' is unknown"),
+    (["export", "--model", "m", "--out", "x.onnx", "--size", "0x0"], "size 0x0"),
     (["bench", "plot", "deep.json", "--out", "plots"], "deep.json is no results.json"),
     (["bench", "plot", "folder.png", "--out", "plots"], "folder.png"),
     (["bench", "model", "--case", "[/b]"], "case '[/b]'"),
     (["bench", "model", "--case", "tiny:16:1", "--out", "a.png"], "a.png cannot be written"),
-    (["explore", "--host", "a..b", "--port", "0"], "cannot answer at 'a..b'"),
-    (["explore", "--host", "\udce9", "--port", "0"], r"cannot answer at '\udce9'"),
+    (["explore", "--host", "a..b", "--port", "0"], "cannot listen on 'a..b'"),
+    (["explore", "--host", "\udce9", "--port", "0"], r"cannot listen on '\udce9'"),
     (["explore", "--port", "99999"], "--port"),
-    ([*KNN, "--sizes", f"16{HUGE[1:]}"], "a side has at most 8,192 pixels"),
-    ([*KNN, "--sizes", "32", "--at-once", HUGE], "--at-once"),
-    ([*KNN, "--sizes", "32", "--seed", "-1"], "--seed"),
-    ([*KNN, "--sizes", "32", "--out", "r\udce9"], r"r\udce9 is no name in UTF-8"),
-    ([*KNN, "--sizes", "32", "--device", "meta"], "device 'meta' cannot be used"),
-    (["probe", "knn", "m", "--data", "few", "--sizes", "32"], "few: no picture is left for"),
-    (["probe", "knn", "noise.onnx", "--data", "lab"], "noise.onnx is not a file that `veca export` wrote"),
-    (["probe", "knn", "m", "--data", HOSTILE], SHOWN),
-    (["probe", "classify", "m", "--data", "lab", "--rates", "nan"], "--rates is 'nan'"),
-    (["probe", "segment", "m", "--data", "lab", "--batch", HUGE], "--batch"),
+    ([*KNN, "--size", f"16{HUGE[1:]}"], "a side has at most 8,192 pixels"),
+    ([*KNN, "--size", "32", "--batch-size", HUGE], "--batch-size"),
+    ([*KNN, "--size", "32", "--seed", "-1"], "--seed"),
+    ([*KNN, "--size", "32", "--out", "r\udce9"], r"r\udce9 is no name in UTF-8"),
+    ([*KNN, "--size", "32", "--device", "meta"], "device 'meta' cannot be used"),
+    (["probe", "knn", "--model", "m", "--data", "few", "--size", "32"], "few: no picture is left for"),
+    (["probe", "knn", "--model", "noise.onnx", "--data", "lab"], "noise.onnx is not a file that `veca export` wrote"),
+    (["probe", "knn", "--model", "m", "--data", HOSTILE], SHOWN),
+    (["probe", "classify", "--model", "m", "--data", "lab", "--rates", "nan"], "'nan': expected numbers"),
+    (["probe", "segment", "--model", "m", "--data", "lab", "--batch-size", HUGE], "--batch-size"),
     ([*TUNE, "--epochs", "nan"], "epochs=nan"),
     ([*TUNE, "--set", f"seed={HUGE}"], "seed=1000"),
     ([*TUNE, "--set", f"size=16{HUGE[1:]}"], "size=16000"),
-    ([*TUNE, "--batch", "100000000"], "batch=100000000"),
+    ([*TUNE, "--batch-size", "100000000"], "--batch-size"),
     ([*TUNE, "--device", "meta"], "device 'meta' cannot be used"),
 ]
 
@@ -212,8 +216,8 @@ def test_a_defect_shows_its_traceback(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(veca.cli.main, "load_or_random", fail)
-    monkeypatch.setattr(sys, "argv", ["veca", "info", "m"])
+    monkeypatch.setattr("veca.cli.info.load_or_random", fail)
+    monkeypatch.setattr(sys, "argv", ["veca", "info", "--model", "m"])
     with pytest.raises(type(error)):
         veca.cli.main.main()
     assert "error:" not in capsys.readouterr().err
@@ -235,8 +239,8 @@ def test_what_a_user_can_mend_is_short(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(veca.cli.main, "load_or_random", fail)
-    assert call(["info", "m"], place, monkeypatch) == 1
+    monkeypatch.setattr("veca.cli.info.load_or_random", fail)
+    assert call(["info", "--model", "m"], place, monkeypatch) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert len(shown) < 2_100
@@ -246,7 +250,7 @@ def test_what_a_user_can_mend_is_short(
         assert shown.endswith("the way out\n")
     elif not isinstance(error, OSError):
         assert "out of memory" in shown
-        assert "smaller size or batch" in shown
+        assert "smaller --size or --batch-size" in shown
     monkeypatch.setenv("VECA_DEBUG", "1")
     with pytest.raises(type(error)):
         veca.cli.main.main()
@@ -290,13 +294,13 @@ def test_names_are_printed_as_they_are(
 
     for name in ("[/b].parquet", "[red]x.parquet", ":dog:\x1b[31m.parquet"):
         printed = name.replace("\x1b", r"\x1b")
-        assert f"o{printed}: 1 picture," in shown(*EMBED, f"o{name}")
-    assert f"Wrote c{SHOWN}" in shown("convert", "m", f"c{HOSTILE}")
-    assert f"c{SHOWN}" in shown("info", f"c{HOSTILE}", "--size", "32")
-    assert f"Wrote {SHOWN}.pt" in shown("convert", "m", f"{HOSTILE}.pt")
+        assert f"o{printed}: 1 image," in shown(*EMBED, f"o{name}")
+    assert f"Wrote c{SHOWN}" in shown("convert", "--model", "m", "--out", f"c{HOSTILE}")
+    assert f"c{SHOWN}" in shown("info", "--model", f"c{HOSTILE}", "--size", "32")
+    assert f"Wrote {SHOWN}.pt" in shown("convert", "--model", "m", "--out", f"{HOSTILE}.pt")
     assert "/[/b].png" in shown("figure", "paths", "a.png", "--model", f"c{HOSTILE}", "--size", "32", "--cores", "8",
                                 "--out", "[/b].png")  # fmt: skip
-    assert "Rows: r[/b]/rows" in shown(*KNN, "--sizes", "32", "--out", "r[/b]")
+    assert "Rows: r[/b]/rows" in shown(*KNN, "--size", "32", "--out", "r[/b]")
     plan = shown(*PLAN, "teacher.name='[/b][red]t'", "--set", "model.start='[red]s'")
     assert "[/b][red]t, " in plan
     assert "[red]s" in plan
@@ -312,12 +316,12 @@ def test_a_hostile_model_file(
         "k" * 3_000_000: {"a\nb": HOSTILE},
     }  # fmt: skip
     veca.save(model, tmp_path / "m")
-    assert call(["info", "m", "--size", "32"], tmp_path, monkeypatch) == 0
+    assert call(["info", "--model", "m", "--size", "32"], tmp_path, monkeypatch) == 0
     shown = capsys.readouterr().out
     assert r"x\x1b[31m\x9b\u202e\r" in "".join(shown.split())
     assert len(shown) < 10_000
     check_plain(shown)
-    assert call(["info", "m", "--size", "32", "--json"], tmp_path, monkeypatch) == 0
+    assert call(["info", "--model", "m", "--size", "32", "--json"], tmp_path, monkeypatch) == 0
     told = capsys.readouterr().out
     check_plain(told)
     assert json.loads(told)["provenance"] == json.loads(json.dumps(model.provenance))
@@ -325,7 +329,7 @@ def test_a_hostile_model_file(
     def broken(config: dict[str, object]) -> str:
         described = {"veca": json.dumps({"config": config, "provenance": {}})}
         save_file({"a": torch.zeros(1)}, tmp_path / "b.safetensors", described)
-        assert call(["info", "b.safetensors"], tmp_path, monkeypatch) == 1
+        assert call(["info", "--model", "b.safetensors"], tmp_path, monkeypatch) == 1
         shown = capsys.readouterr().err
         assert len(shown) < 2_100
         check_plain(shown)
@@ -351,7 +355,7 @@ def test_everything_printed_is_plain(capsys: pytest.CaptureFixture[str]) -> None
         pass
     with progress_bar("{task.description}", "{task.fields[more]}", console=console) as bar:
         bar.add_task(HOSTILE, total=1, more=HOSTILE)
-    table = veca.cli.main.Table(HOSTILE, title=HOSTILE)
+    table = Table(HOSTILE, title=HOSTILE)
     table.add_row(HOSTILE)
     console.print(table)
     console.print(HOSTILE)
@@ -364,7 +368,7 @@ def test_no_other_console_is_made() -> None:
     """Consoles and text columns that read markup are used nowhere but where the safe ones are defined."""
     folder = Path(veca.__file__).parent
     for file in folder.rglob("*.py"):
-        if file != folder / "console.py":
+        if file != folder / "utils" / "console.py":
             text = file.read_text(encoding="utf-8")
             for made in (Console, Progress, TextColumn):
                 assert not re.search(rf"(?<![\w.]){made.__name__}\(", text), file
@@ -374,7 +378,7 @@ def test_no_other_console_is_made() -> None:
 def test_a_reader_that_leaves_is_no_error(place: Path) -> None:
     end, start = os.pipe()
     os.close(end)
-    command = [sys.executable, "-m", "veca", "info", "m", "--size", "32", "--json"]
+    command = [sys.executable, "-m", "veca", "info", "--model", "m", "--size", "32", "--json"]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # so that it is noticed at the end alone
     ended = subprocess.run(command, cwd=place, env=environment, stdout=start, stderr=subprocess.PIPE, text=True)
     os.close(start)
@@ -382,7 +386,7 @@ def test_a_reader_that_leaves_is_no_error(place: Path) -> None:
 
 
 def test_a_terminal_of_ascii(place: Path) -> None:
-    command = [sys.executable, "-m", "veca", "convert", "m", "wö×"]
+    command = [sys.executable, "-m", "veca", "convert", "--model", "m", "--out", "wö×"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Wrote w\\xf6\\xd7\n", "")

@@ -16,10 +16,12 @@ import fuzz_archives as fuzz
 import pytest
 from fuzz_archives import HONEST, MIB, header, honest, member, packed, pax, record, tail
 
-from veca.data import parquet, sources
-from veca.data.index import Pictures
-from veca.data.sources import count, decoded, expand, items_of, shard_items
-from veca.data.tar import HEADER_BYTES, Tape, members
+from veca.data import loader, parquet
+from veca.data.index import ImageIndex
+from veca.data.loader import decode_items
+from veca.data.remote import read_span
+from veca.data.sources import Item, count_images, iter_items, shard_items
+from veca.data.tar import HEADER_BYTES, TarReader, iter_members
 from veca.embed.run import EmbedSettings, embed
 from veca.model import Veca
 
@@ -41,7 +43,7 @@ def of_tarfile(data: bytes) -> list[tuple[str, str, int, int]]:
 
 
 def of_ours(file: Any) -> list[tuple[str, str, int, int]]:
-    return [(each.name.rstrip("/"), each.kind, each.offset, each.size) for each in members(Tape(file))]
+    return [(each.name.rstrip("/"), each.kind, each.offset, each.size) for each in iter_members(TarReader(file))]
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -75,7 +77,7 @@ def test_sizes_of_many_gigabytes_are_followed(tmp_path: Path) -> None:
             file.write(tail())
         (item,) = shard_items(str(tmp_path / "s.tar"))
         assert item.span is not None
-        assert sources.read_span(item.path, *item.span) == honest()
+        assert read_span(item.path, *item.span) == honest()
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tgz"])
@@ -84,14 +86,14 @@ def test_a_member_is_measured_before_it_is_read(tmp_path: Path, suffix: str) -> 
     data = header("a.png", 65 * MIB) + bytes(65 * MIB) + tail()
     path.write_bytes(packed(data) if suffix == ".tgz" else data)
     tracemalloc.start()
-    found = list(items_of([str(path)], max_pixels=32 * 32))
+    found = list(iter_items([str(path)], max_pixels=32 * 32))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [item.name for item in found] == [f"{path}/a.png", f"{path}/{HONEST}"]
     assert "68,157,440 bytes in an archive; at most 67,117,056 are read" in found[0].error
     assert not found[1].error
     assert peak < 8 * MIB
-    assert not any(item.error for item in items_of([str(path)], max_pixels=10**6))
+    assert not any(item.error for item in iter_items([str(path)], max_pixels=10**6))
 
 
 @pytest.mark.parametrize("kind", [b"L", b"x"])
@@ -107,9 +109,9 @@ def test_a_header_may_be_a_mebibyte(tmp_path: Path, kind: bytes) -> None:
         path.write_bytes(member("long", text, kind) + member("a", honest()) + tail())
         return str(path)
 
-    names = [item.name for item in expand(shard(HEADER_BYTES - 100))]
+    names = [item.name for item in iter_items([shard(HEADER_BYTES - 100)])]
     assert [os.path.basename(name) for name in names] == [HONEST, HONEST]
-    bad, good = expand(shard(HEADER_BYTES + 1000))
+    bad, good = iter_items([shard(HEADER_BYTES + 1000)])
     assert "a header of 1,0" in bad.error
     assert "at most 1,048,576 are read" in bad.error
     assert good.span is not None
@@ -119,7 +121,7 @@ def test_training_and_probes_read_the_same_members(tmp_path: Path) -> None:
     (case,) = (case for case in fuzz.tars() if case.name == "sparse.tar")
     assert isinstance(case.make, bytes)
     (tmp_path / "s.tar").write_bytes(case.make)
-    found = Pictures.find([str(tmp_path / "s.tar")], progress=False)
+    found = ImageIndex.build([str(tmp_path / "s.tar")], progress=False)
     assert len(found) == 1
     assert found.read(0) == honest()
     assert len(found.problems) == 16
@@ -148,8 +150,8 @@ def deep(tmp_path: Path) -> Iterator[Path]:
 def test_folders_may_be_deep(deep: Path) -> None:
     want = str(deep / "/".join(["d"] * 1500) / "a.png")
     for source in (str(deep), f"{deep}/**", f"{deep}/**/*.png", f"{deep}/d/**/d/**/a.*"):
-        assert [item.name for item in expand(source)] == [want]
-    assert list(expand(f"{deep}/**/e/**")) == []
+        assert [item.name for item in iter_items([source])] == [want]
+    assert list(iter_items([f"{deep}/**/e/**"])) == []
 
 
 def test_paths_that_are_too_long_are_failures(tmp_path: Path, tiny: Veca) -> None:
@@ -180,19 +182,19 @@ def test_bytes_on_their_way_to_decoding_are_bounded(
     path = tmp_path / "s.tgz"
     sizes = [60_000, 10, 200_000, *[30_000] * 20, 10, 150_000, 150_000]
     path.write_bytes(packed(*(member(f"{i:02}.bmp", bytes(size)) for i, size in enumerate(sizes)), tail()))
-    monkeypatch.setattr(sources, "_SENT_BYTES", 100_000)
+    monkeypatch.setattr(loader, "_SENT_BYTES", 100_000)
     seen = []
-    real = sources._Window.__iter__
+    real = loader._ByteWindow.__iter__
 
-    def watched(window: sources._Window) -> Iterator[sources.Item]:
+    def watched(window: loader._ByteWindow) -> Iterator[Item]:
         for item in real(window):
             seen.append((item.number, window.bytes))
             yield item
 
-    monkeypatch.setattr(sources._Window, "__iter__", watched)
-    with decoded(expand(str(path)), 32, "crop", 10**6, workers) as records:
+    monkeypatch.setattr(loader._ByteWindow, "__iter__", watched)
+    with decode_items(iter_items([str(path)]), 32, "crop", 10**6, workers) as records:
         found = list(records)
-    assert [record.name for record in found] == [item.name for item in expand(str(path))]
+    assert [record.name for record in found] == [item.name for item in iter_items([str(path)])]
     assert [record.pixels is not None for record in found] == [*[False] * len(sizes), True]
     large = {item: size for item, size in seen if item >= 0 and size > 100_000}
     assert large == {2: 200_000, 24: 150_000, 25: 150_000}, "larger ones go alone"
@@ -205,9 +207,9 @@ def test_rows_that_repeat_a_value_are_bounded(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "t.parquet"
     rows = 4000
     path.write_bytes(fuzz.table([(2, 1, fuzz.value(honest()), 0), (0, rows, fuzz.repeated(rows), 8)], rows))
-    assert sum(1 for _ in expand(str(path))) == rows
+    assert sum(1 for _ in iter_items([str(path)])) == rows
     monkeypatch.setattr(parquet, "_REPEATED_BYTES", 1000)
-    *found, last = expand(str(path))
+    *found, last = iter_items([str(path)])
     assert 64 <= len(found) < 100
     assert all(item.data == honest() for item in found)
     assert "its rows repeat the same values" in last.error
@@ -221,14 +223,14 @@ def test_a_row_group_that_is_refused_hides_no_other(tmp_path: Path, monkeypatch:
     rows = [honest(), honest(), bytes(200_000), honest(), honest(), honest()]
     pq.write_table(pa.table({"image": rows}), path, row_group_size=2, use_dictionary=False)
     monkeypatch.setattr(parquet, "PAGE_BYTES", 100_000)
-    found = list(expand(str(path)))
+    found = list(iter_items([str(path)]))
     assert [os.path.basename(item.name) for item in found] == ["0", "1", "2", "4", "5"]
     assert [item.data == honest() for item in found] == [True, True, False, True, True]
     assert "rows 2 to 3 are not read: a page of 20" in found[2].error
     assert "smaller row groups" in found[2].error
     monkeypatch.setattr(parquet, "PAGE_BYTES", 1 << 20)
     monkeypatch.setattr(parquet, "VALUE_BYTES", 150_000)
-    found = list(expand(str(path)))
+    found = list(iter_items([str(path)]))
     assert [item.data == honest() for item in found] == [True, True, False, True, True, True]
     assert "200,000 bytes in a table; at most 150,000 are read" in found[2].error
 
@@ -236,9 +238,9 @@ def test_a_row_group_that_is_refused_hides_no_other(tmp_path: Path, monkeypatch:
 def test_compressed_shards_are_counted_only_where_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "s.tgz").write_bytes(packed(tail()))
     (tmp_path / "s.tar").write_bytes(member("a.png", honest()) + tail())
-    assert count([str(tmp_path / "s.tar")], unpack=False) == 2
-    assert count([str(tmp_path / "s.tar"), str(tmp_path / "s.tgz")], unpack=False) is None
-    assert count([str(tmp_path / "s.tar"), str(tmp_path / "s.tgz")]) == 3
+    assert count_images([str(tmp_path / "s.tar")], unpack=False) == 2
+    assert count_images([str(tmp_path / "s.tar"), str(tmp_path / "s.tgz")], unpack=False) is None
+    assert count_images([str(tmp_path / "s.tar"), str(tmp_path / "s.tgz")]) == 3
 
 
 def test_reading_without_pictures_is_shown(

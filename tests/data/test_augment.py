@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from veca.data.augment import BINS, OPS, Augmentation, augment_batch, augment_image, choose
+from veca.data.transforms import BINS, OPS, Augmentation, augment_batch, augment_image, choose_ops
 
 autoaugment = pytest.importorskip("torchvision.transforms.autoaugment")
 
@@ -32,7 +32,7 @@ def tensor(image: Image.Image) -> torch.Tensor:
 
 def chosen_from(ops: Iterable[int], bins: Iterable[int], negative: Iterable[bool]) -> list[tuple[int, float]]:
     numbers = np.array(list(ops), np.uint64), np.array(list(bins), np.uint64), np.array(list(negative))
-    chosen = choose(*numbers, range(len(OPS)))
+    chosen = choose_ops(*numbers, range(len(OPS)))
     return list(zip(*(values.tolist() for values in chosen), strict=True))
 
 

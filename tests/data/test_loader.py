@@ -1,4 +1,4 @@
-"""Pictures for training: found anywhere, seen the same way in every run, and no accident stops it without a word."""
+"""ImageIndex for training: found anywhere, seen the same way in every run, and no accident stops it without a word."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -25,11 +26,12 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as tv
 
 from veca.bench import data as bench
-from veca.data import index as pictures
-from veca.data import loader as data
-from veca.data.loader import Batch, DataError, Pictures, TrainBatches, to_model_input
-from veca.data.loader import validation_batches as validation
-from veca.data.sampler import order, positions, view_of
+from veca.data import index as index_module
+from veca.data import loader
+from veca.data.index import DataError, ImageIndex
+from veca.data.loader import Batch, ImageLoader, load_crop, to_model_input, train_loader
+from veca.data.loader import validation_loader as validation
+from veca.data.sampler import AugmentMode, TrainSampler, TransformParams, epoch_order, sample_transforms
 from veca.images import normalize, open_image
 
 
@@ -53,8 +55,8 @@ def shard(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
     return path
 
 
-def find(*sources: object, **options: object) -> Pictures:
-    return Pictures.find([str(source) for source in sources], **{"progress": False, **options})
+def find(*sources: object, **options: object) -> ImageIndex:
+    return ImageIndex.build([str(source) for source in sources], **{"progress": False, **options})
 
 
 @pytest.fixture(scope="module")
@@ -71,47 +73,60 @@ def members() -> dict[str, bytes]:
     return {f"{i:03}.png": encoded(photo(i)) for i in range(5)}
 
 
-def batches(found: Pictures, count: int, **options: object) -> list[Batch]:
-    options = {"resolution_of": lambda _: 32, "batch": 4, "workers": 0, "seed": 3} | options
-    with TrainBatches(found, **options) as stream:
+def load(
+    found: ImageIndex, *, workers: int, max_pixels: int = 10**8, where: Any = "cpu", **options: Any
+) -> ImageLoader:
+    sampler = TrainSampler(len(found), **({"resolution_of": lambda _: 32, "batch_size": 4} | options))
+    return train_loader(found, sampler, workers, max_pixels, where)
+
+
+def sample_transform(seed: int, image: int, variant: int, augment: AugmentMode = "trivial") -> TransformParams:
+    return sample_transforms(seed, [image], [variant], augment).item()
+
+
+def batches(found: ImageIndex, count: int, **options: object) -> list[Batch]:
+    with load(found, **({"workers": 0, "seed": 3} | options)) as stream:
         return [batch for batch, _ in zip(stream, range(count), strict=False)]
 
 
 def same(a: Batch, b: Batch) -> bool:
-    pairs = zip((a.images, a.indices, a.views), (b.images, b.indices, b.views), strict=True)
+    pairs = zip((a.images, a.indices, a.variants), (b.images, b.indices, b.variants), strict=True)
     return all(torch.equal(x, y) for x, y in pairs) and a.skipped == b.skipped
 
 
 def joined(parts: list[Batch]) -> Batch:
-    images, indices, views = (torch.cat([getattr(p, key) for p in parts]) for key in ("images", "indices", "views"))
-    return Batch(images, None, indices, views, [problem for part in parts for problem in part.skipped])
+    images, indices, variants = (
+        torch.cat([getattr(p, key) for p in parts]) for key in ("images", "indices", "variants")
+    )
+    return Batch(images, None, indices, variants, [problem for part in parts for problem in part.skipped])
 
 
 # The stream.
 
 
 def test_every_epoch_is_another_order_of_all() -> None:
-    first, second = order(1000, 0, 0), order(1000, 0, 1)
+    first, second = epoch_order(1000, 0, 0), epoch_order(1000, 0, 1)
     assert sorted(first) == sorted(second) == list(range(1000))
     assert not np.array_equal(first, second)
-    assert not np.array_equal(first, order(1000, 1, 0))
-    assert order(8, 0, 0).tolist() == [3, 2, 6, 1, 4, 7, 0, 5]  # and stays so in versions to come
+    assert not np.array_equal(first, epoch_order(1000, 1, 0))
+    assert epoch_order(8, 0, 0).tolist() == [3, 2, 6, 1, 4, 7, 0, 5]  # and stays so in versions to come
 
 
 def test_ranks_share_out_the_stream_without_gaps() -> None:
-    places = [place for forward in range(3) for rank in range(4) for place in positions(forward, 5, rank, 4)]
-    assert places == list(range(60))
+    samplers = [TrainSampler(60, 5, lambda _: 32, rank=rank, world_size=4) for rank in range(4)]
+    images = [image for forward in range(3) for sampler in samplers for image in sampler.plan(forward).images]
+    assert images == epoch_order(60, 0, 0).tolist()
 
 
 def test_an_epoch_shows_each_picture_once(photos: Path) -> None:
     shown = joined(batches(find(photos), 5))
     assert sorted(shown.indices[:10].tolist()) == sorted(shown.indices[10:].tolist()) == list(range(10))
-    assert shown.views.tolist() == [0] * 10 + [1] * 10
+    assert shown.variants.tolist() == [0] * 10 + [1] * 10
     assert len({image.numpy().tobytes() for image in shown.images}) == 20
 
 
 def test_workers_change_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_SLOT", 3 * 70**2)  # three pictures, one, and less than one
+    monkeypatch.setattr(loader, "_SLOT_BYTES", 3 * 70**2)  # three pictures, one, and less than one
     options = {"resolution_of": lambda forward: (32, 64, 80)[forward % 3]}
     alone, helped = (batches(find(photos), 6, workers=workers, **options) for workers in (0, 2))
     assert [batch.images.shape[-1] for batch in alone] == [32, 64, 80] * 2
@@ -119,8 +134,8 @@ def test_workers_change_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_many_small_tasks_do_not_overtake_each_other(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_TOGETHER", 1)
-    alone, helped = (batches(find(photos), 40, workers=workers, batch=6) for workers in (0, 2))
+    monkeypatch.setattr(loader, "_TASK_IMAGES", 1)
+    alone, helped = (batches(find(photos), 40, workers=workers, batch_size=6) for workers in (0, 2))
     assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
 
 
@@ -132,48 +147,48 @@ def test_a_run_continues_where_it_was(photos: Path) -> None:
 
 
 def test_processes_together_see_what_one_sees(photos: Path) -> None:
-    one = batches(find(photos), 4, batch=6)
-    two = [batches(find(photos), 4, batch=3, rank=rank, world=2) for rank in (0, 1)]
-    three = [batches(find(photos), 4, batch=2, rank=rank, world=3) for rank in (0, 1, 2)]
+    one = batches(find(photos), 4, batch_size=6)
+    two = [batches(find(photos), 4, batch_size=3, rank=rank, world_size=2) for rank in (0, 1)]
+    three = [batches(find(photos), 4, batch_size=2, rank=rank, world_size=3) for rank in (0, 1, 2)]
     for ranks in (two, three):
         assert all(same(a, joined(list(parts))) for a, *parts in zip(one, *ranks, strict=True))
 
 
 def test_views_come_back_when_they_are_few(photos: Path) -> None:
-    shown = joined(batches(find(photos), 15, views=2))
-    assert shown.views.tolist() == ([0] * 10 + [1] * 10) * 3
+    shown = joined(batches(find(photos), 15, num_variants=2))
+    assert shown.variants.tolist() == ([0] * 10 + [1] * 10) * 3
     by_view: dict[tuple[int, int], set[bytes]] = {}
-    for image, index, view in zip(shown.images, shown.indices.tolist(), shown.views.tolist(), strict=True):
+    for image, index, view in zip(shown.images, shown.indices.tolist(), shown.variants.tolist(), strict=True):
         by_view.setdefault((index, view), set()).add(image.numpy().tobytes())
     assert len(by_view) == 20
     assert all(len(pixels) == 1 for pixels in by_view.values())
 
 
 def test_the_seed_changes_order_and_views(photos: Path) -> None:
-    a, b = (batches(find(photos), 1, batch=10, seed=seed)[0] for seed in (0, 1))
+    a, b = (batches(find(photos), 1, batch_size=10, seed=seed)[0] for seed in (0, 1))
     assert a.indices.tolist() != b.indices.tolist()
-    assert view_of(0, 5, 0) != view_of(1, 5, 0)
+    assert sample_transform(0, 5, 0) != sample_transform(1, 5, 0)
 
 
 def test_random_views_cover_all_there_is() -> None:
-    views = [view_of(0, picture, 0) for picture in range(4000)]
+    views = [sample_transform(0, picture, 0) for picture in range(4000)]
     assert np.bincount([view.op for view in views], minlength=14).min() > 200
     assert 0.45 < np.mean([view.flip for view in views]) < 0.55
-    for shares in ([view.across for view in views], [view.down for view in views]):
+    for shares in ([view.x for view in views], [view.y for view in views]):
         assert np.histogram(shares, 10, (0, 1))[0].min() > 300
     turned = [view.strength for view in views if view.op == 5]
     assert min(turned) < -120
     assert max(turned) > 120
-    assert all((view.op, view.strength) == (0, 0) for view in (view_of(0, i, 0, "flip") for i in range(50)))
+    assert all((view.op, view.strength) == (0, 0) for view in (sample_transform(0, i, 0, "flip") for i in range(50)))
 
 
 # What a view is.
 
 
-def reference(image: Image.Image, view: data.View, resolution: int) -> torch.Tensor:
+def reference(image: Image.Image, view: TransformParams, resolution: int) -> torch.Tensor:
     """Resize, then crop, by torchvision."""
     resized = tv.resize(image, [round(1.125 * resolution)], tv.InterpolationMode.BICUBIC, antialias=True)
-    if view.across == 0.5:
+    if view.x == 0.5:
         crop = tv.center_crop(resized, [resolution, resolution])
     else:
         left, top = (int(share * (side - resolution + 1)) for share, side in zip(view[:2], resized.size, strict=True))
@@ -183,22 +198,25 @@ def reference(image: Image.Image, view: data.View, resolution: int) -> torch.Ten
 
 @pytest.mark.parametrize("size", [(640, 480), (300, 200), (40, 55), (333, 1000), (64, 64), (1000, 20), (3, 9)])
 @pytest.mark.parametrize("augment", ["flip", "none"])
-def test_a_view_is_resized_and_cropped(size: tuple[int, int], augment: data.Augment) -> None:
+def test_a_view_is_resized_and_cropped(size: tuple[int, int], augment: AugmentMode) -> None:
     image = photo(1, *size)
     for picture in range(4):
-        view = view_of(0, picture, 0, augment)
-        found = tv.pil_to_tensor(data.see(encoded(image), view, 64, 1.125, 10**8))
+        view = sample_transform(0, picture, 0, augment)
+        found = tv.pil_to_tensor(load_crop(encoded(image), view, 64, 1.125, 10**8))
         assert (found.int() - reference(image, view, 64).int()).abs().max() <= 2
 
 
 def test_crops_of_many_sizes(photos: Path) -> None:
     pictures = find(photos)
-    (batch,) = batches(pictures, 1, batch=8, augment="flip", resolution_of=lambda _: 32, crops=(0.3, 0.9))
-    views = [view_of(3, *which, "flip") for which in zip(batch.indices.tolist(), batch.views.tolist(), strict=True)]
-    shares = [0.3 + 0.6 * view.size for view in views]
+    (batch,) = batches(pictures, 1, batch_size=8, augment="flip", resolution_of=lambda _: 32, crops=(0.3, 0.9))
+    views = [
+        sample_transform(3, *which, "flip")
+        for which in zip(batch.indices.tolist(), batch.variants.tolist(), strict=True)
+    ]
+    shares = [0.3 + 0.6 * view.scale for view in views]
     assert max(shares) - min(shares) > 0.3
     for number, view, share, found in zip(batch.indices.tolist(), views, shares, batch.images, strict=True):
-        expected = tv.pil_to_tensor(data.see(pictures.read(number), view, 32, 1 / share, 10**8))
+        expected = tv.pil_to_tensor(load_crop(pictures.read(number), view, 32, 1 / share, 10**8))
         assert torch.equal(found, expected)
 
 
@@ -210,8 +228,8 @@ def test_large_jpegs_are_decoded_smaller_and_look_the_same(size: tuple[int, int]
     image = encoded(fine, "jpeg", quality=92, exif=exif)
     assert (min(open_image(image, at_least=288).size) < min(size)) == (turn == 1)
     for picture in range(3):
-        view = view_of(0, picture, 0, "flip")
-        found = tv.pil_to_tensor(data.see(image, view, 128, 1.125, 10**8))
+        view = sample_transform(0, picture, 0, "flip")
+        found = tv.pil_to_tensor(load_crop(image, view, 128, 1.125, 10**8))
         apart = (found.int() - reference(open_image(image), view, 128).int()).abs().float()
         assert apart.mean() < 0.3
         assert apart.quantile(0.999) <= 2
@@ -226,12 +244,12 @@ def test_odd_pictures(tmp_path: Path) -> None:
     photo(0).convert("L").save(tmp_path / "d.png")
     photo(0).convert("RGBA").save(tmp_path / "e.png")
     photo(0, 90, 40).save(tmp_path / "f.jpg", exif=rotated, quality=95)
-    (shown,) = batches(find(tmp_path), 1, batch=6, augment="none", resolution_of=lambda _: 32)
+    (shown,) = batches(find(tmp_path), 1, batch_size=6, augment="none", resolution_of=lambda _: 32)
     assert (shown.images.shape, shown.skipped) == ((6, 3, 32, 32), [])
     turned = shown.images[shown.indices.tolist().index(5)]
     upright = open_image(tmp_path / "f.jpg")
     assert upright.size == (40, 90)
-    assert (turned.int() - reference(upright, view_of(0, 0, 0, "none"), 32).int()).abs().max() <= 1
+    assert (turned.int() - reference(upright, sample_transform(0, 0, 0, "none"), 32).int()).abs().max() <= 1
 
 
 def test_where_augmentation_happens_changes_no_pixel(photos: Path) -> None:
@@ -246,7 +264,7 @@ def test_where_augmentation_happens_changes_no_pixel(photos: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_device_is_not_waited_for(photos: Path) -> None:
-    batch, again = batches(find(photos), 2, where="gpu", workers=2, batch=30)
+    batch, again = batches(find(photos), 2, where="gpu", workers=2, batch_size=30)
     assert batch.images.is_pinned()
     wanted = to_model_input(again, "cpu")
     to_model_input(batch, "cuda")
@@ -269,7 +287,7 @@ def test_validation_shows_every_centre_once(photos: Path) -> None:
         assert every == list(range(10))
     assert shares[1] == []  # nothing was left for it
     (whole,) = shares[0]
-    centre = view_of(0, 0, 0, "none")
+    centre = sample_transform(0, 0, 0, "none")
     for i, image in enumerate(whole.images):
         wanted = reference(open_image(photos / f"{i}.jpg"), centre, 32)
         assert (image.int() - wanted.int()).abs().max() <= 1
@@ -326,21 +344,21 @@ def test_a_killed_worker_is_an_error(photos: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
     list(DataLoader([1, 2], num_workers=1, multiprocessing_context="fork"))  # leaves a handler behind
     assert callable(signal.getsignal(signal.SIGCHLD))
-    with TrainBatches(find(photos), resolution_of=lambda _: 32, batch=4, workers=2) as stream:
+    with load(find(photos), workers=2) as stream:
         steps = iter(stream)
         next(steps)
-        os.kill(stream._records._workers[0].pid, signal.SIGKILL)
+        os.kill(stream._pool.processes[0].pid, signal.SIGKILL)
         with pytest.raises(DataError, match="a process that reads pictures has died"):
             for _ in range(100):
                 next(steps)
 
 
 def test_workers_end_with_the_block(photos: Path) -> None:
-    with TrainBatches(find(photos), resolution_of=lambda _: 32, batch=4, workers=2) as stream:
+    with load(find(photos), workers=2) as stream:
         next(iter(stream))
         kept = stream.__iter__()
         next(kept)
-        processes = list(stream._records._workers)
+        processes = list(stream._pool.processes)
         assert all(process.is_alive() for process in processes)
     assert not any(process.is_alive() for process in processes)
 
@@ -348,13 +366,15 @@ def test_workers_end_with_the_block(photos: Path) -> None:
 def test_an_interrupt_ends_everything(photos: Path) -> None:
     script = textwrap.dedent("""
         import os, signal, sys, threading
-        from veca.data.loader import Pictures, TrainBatches
-        found = Pictures.find(sys.argv[1:], progress=False)
+        from veca.data.index import ImageIndex
+        from veca.data.loader import train_loader
+        from veca.data.sampler import TrainSampler
+        found = ImageIndex.build(sys.argv[1:], progress=False)
         try:
-            with TrainBatches(found, resolution_of=lambda _: 32, batch=4, workers=2) as stream:
+            with train_loader(found, TrainSampler(len(found), 4, lambda _: 32), workers=2) as stream:
                 for step, _ in enumerate(stream):
                     if step == 3:
-                        workers = [process.pid for process in stream._records._workers]
+                        workers = [process.pid for process in stream._pool.processes]
                         os.killpg(0, signal.SIGINT)
         except KeyboardInterrupt:
             alive = [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
@@ -371,9 +391,11 @@ def test_an_unfinished_loop_does_not_keep_the_interpreter(photos: Path) -> None:
     script = textwrap.dedent("""
         import sys
         from veca.probe.features import decoding
-        from veca.data.loader import Pictures, TrainBatches
-        found = Pictures.find(sys.argv[1:], progress=False)
-        steps = iter(TrainBatches(found, resolution_of=lambda _: 32, batch=4, workers=2))
+        from veca.data.index import ImageIndex
+        from veca.data.loader import train_loader
+        from veca.data.sampler import TrainSampler
+        found = ImageIndex.build(sys.argv[1:], progress=False)
+        steps = iter(train_loader(found, TrainSampler(len(found), 4, lambda _: 32), workers=2))
         block = decoding(list(range(100)), ([i] for i in range(100)), workers=2)
         print(len(next(steps).images), next(block.__enter__()))
     """)
@@ -457,7 +479,7 @@ def test_damaged_shards_give_what_they_have(tmp_path: Path, members: dict[str, b
 
 
 def test_thousands_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "_ROWS", 256)
+    monkeypatch.setattr(index_module, "_FLUSH_ROWS", 256)
     tar = shard(tmp_path / "s.tar", {f"é{i:05}.jpg": b"%d" % i for i in range(5000)})
     for _ in range(2):
         found = find(tar, cache=tmp_path / "index.parquet")
@@ -470,13 +492,13 @@ def test_shards_are_read_once(
     photos: Path, tmp_path: Path, members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = pictures.shard_items
-    monkeypatch.setattr(pictures, "shard_items", lambda path, how: read.append(Path(path).name) or real(path, how))
+    real = index_module.shard_items
+    monkeypatch.setattr(index_module, "shard_items", lambda path: read.append(Path(path).name) or real(path))
     for name in ("a.tar", "b.tar"):
         shard(tmp_path / name, members)
     cache = tmp_path / "deep" / "index.parquet"
 
-    def again() -> Pictures:
+    def again() -> ImageIndex:
         read.clear()
         return find(photos, tmp_path / "*.tar", cache=cache)
 
@@ -600,21 +622,21 @@ def test_hugging_face_datasets(photos: Path, tmp_path: Path) -> None:
 
 
 def test_the_progress_line_is_shown_when_asked_for(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Pictures.find([str(photos)])
+    ImageIndex.build([str(photos)])
     assert "finding pictures 10" in capsys.readouterr().err
     find(photos)
     assert capsys.readouterr().err == ""
 
 
 def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.run([str(photos)], resolution=32, workers=1, batch=2, seconds=0.1)
+    bench.bench_data([str(photos)], resolution=32, workers=1, batch_size=2, seconds=0.1)
     shown = capsys.readouterr().out
     assert "10 pictures at 32" in shown
     assert "1 workers, batch 2" in shown
 
 
 def test_a_second_loop_starts_again(photos: Path) -> None:
-    with TrainBatches(find(photos), resolution_of=lambda _: 32, batch=4, workers=1) as stream:
+    with load(find(photos), workers=1) as stream:
         first = iter(stream)
         one = next(first)
         second = iter(stream)

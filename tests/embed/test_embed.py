@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 import veca
 from veca import Veca, VecaConfig, images
 from veca.cli.main import app
-from veca.data import sources
+from veca.data import loader, sources
 from veca.embed import partitions as parts
 from veca.embed import run as engine
 from veca.embed.formats import WRITERS
@@ -362,7 +362,7 @@ def test_addresses_without_pictures_are_refused(tmp_path, model, source, message
 
 
 def test_large_remote_files_are_not_fetched(remote, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(sources, "MEMBER_BYTES", 100)
+    monkeypatch.setattr(sources, "MAX_IMAGE_BYTES", 100)
     report = go(f"{remote}/a/1.png", tmp_path / "f.parquet", model)
     assert "bytes; at most 100 are read" in failures(report.out)[f"{remote}/a/1.png"]
 
@@ -370,16 +370,16 @@ def test_large_remote_files_are_not_fetched(remote, tmp_path, model, monkeypatch
 @pytest.mark.parametrize(("times", "name"), [(1, "s.tar"), (9, "s.tar"), (1, "t.parquet"), (9, "t.parquet"), (9, "a")])
 def test_what_cannot_be_fetched_is_no_damage(remote, tmp_path, model, monkeypatch, times, name):
     left = itertools.chain([True] * times, itertools.repeat(False))
-    real, real_bytes = MemoryFile.read, sources.remote_bytes
+    real, real_bytes = MemoryFile.read, loader.read_remote
 
     def flaky(call, *args):
         if next(left):
             raise ConnectionError("reset by peer")
         return call(*args)
 
-    monkeypatch.setattr(sources, "_PAUSES", (0, 0))
+    monkeypatch.setattr("veca.data.remote._RETRY_PAUSES", (0, 0))
     monkeypatch.setattr(MemoryFile, "read", lambda *args: flaky(real, *args))
-    monkeypatch.setattr(sources, "remote_bytes", lambda *args: flaky(real_bytes, *args))
+    monkeypatch.setattr(loader, "read_remote", lambda *args: flaky(real_bytes, *args))
     if times == 1:
         assert go(f"{remote}/{name}", tmp_path / "f.parquet", model).pictures == 1
     else:
@@ -678,16 +678,16 @@ SCRIPT = """
 import sys, time, torch
 from veca import Veca, VecaConfig
 from veca.embed import partitions as parts
-from veca.data import sources
+from veca.data import loader
 from veca.embed.run import EmbedSettings, embed
 
 parts._PART_PICTURES = 4
 torch.set_num_threads(1)
-real = sources.open_image
+real = loader.open_image
 def slow(*args, **kwargs):
     time.sleep(float(sys.argv[3]))
     return real(*args, **kwargs)
-sources.open_image = slow
+loader.open_image = slow
 torch.manual_seed(0)
 model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
 settings = EmbedSettings(cores=8, size=32, batch=2)
@@ -746,7 +746,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_the_parts(photos, tmp_path, model):
 
 def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = sources.open_image
+        real = loader.open_image
 
         def deadly(source, **kwargs):
             if str(source).endswith("08.png"):
@@ -756,7 +756,7 @@ def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(source, **kwargs)
 
-        patch.setattr(sources, "open_image", deadly)
+        patch.setattr(loader, "open_image", deadly)
         with pytest.raises(EmbedError, match=r"a decoding process died.*--workers.*kept in .*f\.parquet\.parts"):
             go(photos, tmp_path / "f.parquet", model, workers=1)
     go(photos, tmp_path / "whole.parquet", model)
@@ -940,7 +940,7 @@ def test_why_features_are_not_finite_is_told(photos, tmp_path):
 def test_the_command_counts_what_an_earlier_run_did(photos, tmp_path, monkeypatch):
     weights = tmp_path / "weights"
     veca.save(_model(), weights)
-    options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch", "2", "--workers", "0"]
+    options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch-size", "2", "--workers", "0"]
     command = ["embed", str(photos), "--out", str(tmp_path / "f.parquet"), *options]
     with monkeypatch.context() as patch:
         patch.setattr(parts.Parts, "merge", counted(parts.Parts.merge, 0))
@@ -1138,7 +1138,9 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
     part = parts.Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
-    with sources.decoded(sources.expand(str(tmp_path / "a.png")), 32, "crop", images.MAX_PIXELS, 0) as records:
+    with loader.decode_items(
+        sources.iter_items([str(tmp_path / "a.png")]), 32, "crop", images.MAX_PIXELS, 0
+    ) as records:
         part.add(next(records))
     kept = part._features["cls"][0]
     np.testing.assert_array_equal(kept, tokens[0][0, 0])
@@ -1215,11 +1217,12 @@ def test_an_interrupt_during_the_fork_is_not_lost(photos: Path) -> None:
     """The interpreter ignores whatever is raised in its hooks around a fork."""
     script = f"""
 import os, signal
-from veca.data.sources import decoded, items_of
+from veca.data.loader import decode_items
+from veca.data.sources import iter_items
 
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 try:
-    with decoded(items_of([{str(photos)!r}]), 64, "crop", 10**6, workers=1):
+    with decode_items(iter_items([{str(photos)!r}]), 64, "crop", 10**6, workers=1):
         print("went on")
 except KeyboardInterrupt:
     print("interrupted")

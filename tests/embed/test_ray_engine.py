@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 import veca
 from veca import Veca, VecaConfig
 from veca.cli.main import app
-from veca.data import sources
-from veca.data.sources import Item, files_of
+from veca.data import loader, remote
+from veca.data.sources import Item, list_files
 from veca.embed import partitions as parts
 from veca.embed import ray_engine as scale
 from veca.embed import run as engine
@@ -195,7 +195,7 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
 
     killer = Killer(cluster, out, len(whole))
     killer.start()
-    options = ["--model", str(weights), "--cores", "8", "--size", "48", "--batch", "2", "--partition", "4"]
+    options = ["--model", str(weights), "--cores", "8", "--size", "48", "--batch-size", "2", "--partition", "4"]
     said = CliRunner().invoke(app, ["embed", *inputs, "--out", str(out), "--engine", "ray", *options])
     assert said.exit_code == 3, said.output
     assert killer.killed
@@ -226,8 +226,8 @@ def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, m
     def unreachable(*_: Any) -> bytes:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(sources, "_PAUSES", ())
-    monkeypatch.setattr(sources, "remote_bytes", unreachable)
+    monkeypatch.setattr(remote, "_RETRY_PAUSES", ())
+    monkeypatch.setattr(loader, "read_remote", unreachable)
     found = tried("memory://bucket/a.png")
     assert found["given_up"], found
     assert "memory://bucket/a.png: cannot be read (ConnectionError: no route)" in found["error"]
@@ -280,7 +280,7 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
 def test_a_worker_looks_around_first(inputs, tmp_path, model):
     worker = at_hand(inputs, tmp_path / "nowhere", model, SETTINGS)["worker"]
     worker.model = None
-    files = list(files_of(inputs[0]))
+    files = list(list_files(inputs[0])[1])
     with pytest.raises(EmbedError, match="nowhere is not there; it must be on a disk that all machines share"):
         worker._embed(0, "", files)
     (tmp_path / "nowhere").mkdir()

@@ -15,10 +15,10 @@ from conftest import make_tiny, relative_error
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.onnx import compare
 from veca.cli.main import app
 from veca.hub import export as module
-from veca.hub.export import Check, Format, Plain, Run, export, form_of, open_file, parse_size
+from veca.hub.export import BudgetModel, ExportCheck, ExportFormat, RunFile, export, format_of, open_file, parse_size
+from veca.hub.onnx_bench import compare_outputs
 from veca.probe.backbones import BackboneError, OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")
@@ -43,10 +43,12 @@ def folder(model: veca.Veca, shallow: veca.Veca, tmp_path_factory: pytest.TempPa
     """The files, made once."""
     path = tmp_path_factory.mktemp("exported")
     veca.save(model, path / "my-model")
-    result = CliRunner().invoke(app, ["export", str(path / "my-model"), str(path / "32.onnx"), "--cores", "32"])
+    result = CliRunner().invoke(
+        app, ["export", "--model", str(path / "my-model"), "--out", str(path / "32.onnx"), "--cores", "32"]
+    )
     assert result.exit_code == 0, result.output
     (path / "said.txt").write_text(result.output)
-    few = module.trace(Plain(shallow, 8), None)
+    few = module.trace(BudgetModel(shallow, 8), None)
     with pytest.MonkeyPatch.context() as patch:  # what takes long is done once for two files
         patch.setattr(module, "trace", lambda *args, **kwargs: few)
         export(shallow, path / "8.pt2", cores=8, check=False)
@@ -57,7 +59,7 @@ def folder(model: veca.Veca, shallow: veca.Veca, tmp_path_factory: pytest.TempPa
     return path
 
 
-def worst(run: Run, model: veca.Veca, cores: int, shape: tuple[int, ...]) -> float:
+def worst(run: RunFile, model: veca.Veca, cores: int, shape: tuple[int, ...]) -> float:
     batch, height, width = shape
     images = torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(height))
     with torch.no_grad():
@@ -74,7 +76,7 @@ def test_onnx_is_the_model(folder: Path, model: veca.Veca, shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("form", ["onnx", "export"])
-def test_a_small_budget_is_the_model_too(folder: Path, shallow: veca.Veca, form: Format) -> None:
+def test_a_small_budget_is_the_model_too(folder: Path, shallow: veca.Veca, form: ExportFormat) -> None:
     """In these the few-cores algebra is what is written."""
     run = open_file(folder / ("8.onnx" if form == "onnx" else "8.pt2"), form)
     assert max(worst(run, shallow, 8, shape) for shape in SHAPES) <= 1e-4
@@ -127,23 +129,31 @@ def test_the_archive_tells_of_itself(folder: Path) -> None:
 def test_the_command_says_how_far_and_how_fast(folder: Path) -> None:
     said = (folder / "said.txt").read_text()
     assert all(word in said for word in ("1 × 224×224", "2 × 160×288", "onnxruntime", "PyTorch", " ms"))
-    again = CliRunner().invoke(app, ["export", "veca_tiny", str(folder / "32.onnx")])
+    again = CliRunner().invoke(app, ["export", "--model", "veca_tiny", "--out", str(folder / "32.onnx")])
     assert "--overwrite" in str(again.exception)
 
 
 def test_the_command_says_that_classes_stay_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.cli.main.write_export", lambda model, to, **_: to.touch())
+    monkeypatch.setattr("veca.cli.export.export", lambda model, to, **_: to.touch())
     for classes in (0, 3):
         veca.save(make_tiny(num_classes=classes), tmp_path / str(classes))
         done = CliRunner().invoke(
-            app, ["export", str(tmp_path / str(classes)), str(tmp_path / f"{classes}.onnx"), "--no-check"]
+            app,
+            [
+                "export",
+                "--model",
+                str(tmp_path / str(classes)),
+                "--out",
+                str(tmp_path / f"{classes}.onnx"),
+                "--no-check",
+            ],
         )
         assert done.exit_code == 0, done.exception
         assert ("classifier of 3 classes will not be in the file" in done.stderr) == bool(classes)
 
 
 def test_int8(folder: Path, model: veca.Veca) -> None:
-    checks = [Check(*each) for each in json.loads((folder / "int8.json").read_text())]
+    checks = [ExportCheck(*each) for each in json.loads((folder / "int8.json").read_text())]
     assert [each.batch for each in checks] == [1, 2]
     assert all(1e-4 < each.errors[key] < 0.3 for each in checks for key in ("cls", "patches"))  # felt, not fatal
     assert worst(open_file(folder / "int8.onnx", "onnx"), model, 32, (3, 32, 64)) < 0.3
@@ -188,7 +198,9 @@ def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) ->
 def test_sizes_and_budgets_side_by_side(folder: Path, model: veca.Veca) -> None:
     for name, most in (("32", 1e-4), ("int8", 0.3)):
         images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(1))
-        errors, *seconds = compare(open_file(folder / f"{name}.onnx", "onnx"), Plain(model, 32), images, repeats=1)
+        errors, *seconds = compare_outputs(
+            open_file(folder / f"{name}.onnx", "onnx"), BudgetModel(model, 32), images, repeats=1
+        )
         assert max(errors.values()) < most
         assert (max(errors.values()) > 1e-4) == (name == "int8")
         assert min(seconds) > 0
@@ -197,7 +209,7 @@ def test_sizes_and_budgets_side_by_side(folder: Path, model: veca.Veca) -> None:
 def test_a_file_that_is_wrong_is_not_kept(model: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "trace", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.export, "save", lambda program, file, extra_files: file.write_text("no model"))
-    far = Check(1, (32, 32), {"cls": 0.0, "patches": float("nan"), "coordinates": 0.0}, 1.0, 1.0)
+    far = ExportCheck(1, (32, 32), {"cls": 0.0, "patches": float("nan"), "coordinates": 0.0}, 1.0, 1.0)
     monkeypatch.setattr(module, "check_file", lambda *args: [far])
     (tmp_path / "m.pt2").write_text("before")
     with pytest.raises(ValueError, match=r"m\.pt2 was not written: at 1 × 32×32 its patches is nan away"):
@@ -262,4 +274,4 @@ def test_sizes_as_typed() -> None:
     for wrong in ("512x", "big", "-16x16", "16x16x16", ""):
         with pytest.raises(ValueError, match="give HEIGHTxWIDTH"):
             parse_size(wrong)
-    assert form_of(Path("a.b.onnx")) == "onnx"
+    assert format_of(Path("a.b.onnx")) == "onnx"

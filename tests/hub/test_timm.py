@@ -301,7 +301,7 @@ def test_tools_of_veca_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     draw_paths(model, tmp_path / "a.png", size=32)
     measure_cores(model, tmp_path / "a.png", budgets=(8,), size=32)
     veca.embed.embed(tmp_path / "a.png", tmp_path / "a.parquet", model=model, model_name="mine", progress=False)
-    monkeypatch.setattr("veca.optimized.fits", lambda *_: True)
+    monkeypatch.setattr("veca.optimized.supports_fused", lambda *_: True)
     with pytest.raises(ValueError, match="a TimmVeca is not called as a Veca is"):
         veca.optimize(model)
 

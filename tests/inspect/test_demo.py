@@ -12,10 +12,11 @@ from PIL import Image
 
 import veca.inspect.demo
 from veca import ImageError, create_model
-from veca.bench.flops import model_flops
+from veca.flops import model_flops
 from veca.images import fit_image, load_image, open_image
+from veca.images.samples import sample_images
 from veca.inspect import pca
-from veca.inspect.demo import sample_pictures, write_demo
+from veca.inspect.demo import write_demo
 
 NAME = '<b>"cat" & dog.png'
 BUDGETS = (8, 16)
@@ -230,15 +231,15 @@ def test_a_name_that_is_not_text_does_not_stop_the_report(model, picture, tmp_pa
 
 def test_sample_photos_are_taken_when_none_are_named(model, tmp_path, monkeypatch):
     pytest.importorskip("skimage")
-    assert len(sample_pictures()) == 4
-    assert all(Image.open(path).mode == "RGB" for path in sample_pictures())
-    monkeypatch.setattr(veca.inspect.demo, "SAMPLES", ("coffee.png",))
+    assert len(sample_images()) == 4
+    assert all(Image.open(path).mode == "RGB" for path in sample_images())
+    monkeypatch.setattr("veca.images.samples.SAMPLES", ("coffee.png",))
     page = report(model, None, tmp_path / "demo.html", budgets=(8,))
     assert "<h2>coffee.png</h2>" in page
     assert "Features with 8 cores" in page
 
 
 def test_without_scikit_image_the_way_out_is_named(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(veca.inspect.demo, "find_spec", lambda name: None)
+    monkeypatch.setattr("veca.images.samples.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'veca\[viz\]'.*your own"):
         report(model, None, tmp_path / "demo.html")

@@ -38,7 +38,7 @@ from veca.inspect import (
     project,
     write_figure,
 )
-from veca.inspect.sheet import look_of
+from veca.inspect.figure_layout import marker_style
 from veca.rope import rotate
 
 run = CliRunner().invoke
@@ -105,7 +105,7 @@ def test_contributions_are_the_formula():
     torch.testing.assert_close(contributions(attention, values, weight), direct(attention, values, weight))
 
 
-def test_contributions_where_heads_cancel():
+def test_contributions_are_right_where_heads_cancel():
     """Two heads that say the opposite: what is left is small, and must still be right."""
     weight = torch.eye(4)[:, [0, 1, 0, 1]]
     values = torch.tensor([[[3.0, 4.0]], [[-3.0, -4.0]]])
@@ -116,18 +116,18 @@ def test_contributions_where_heads_cancel():
 
 
 @pytest.mark.parametrize("piece", [1, 40, 1000])
-def test_pieces_give_the_same(piece):
+def test_chunks_give_the_same_contributions(piece):
     torch.manual_seed(1)
     attention, values, weight = torch.rand(2, 30, 11), torch.randn(2, 11, 4), torch.randn(8, 8)
     whole = contributions(attention, values, weight)
-    torch.testing.assert_close(contributions(attention, values, weight, piece=piece), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(contributions(attention, values, weight, chunk_size=piece), whole, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("piece", [1, 400, 10000])  # a giver, those of an image and of part of the next, all
 def test_contributions_of_several_images_are_those_of_each(piece):
     torch.manual_seed(2)
     attention, values, weight = torch.rand(2, 3, 4, 6, 5), torch.randn(2, 3, 4, 5, 2), torch.randn(8, 8)
-    found = contributions(attention, values, weight, piece=piece)
+    found = contributions(attention, values, weight, chunk_size=piece)
     assert found.shape == (2, 3, 6, 5)
     for i, j in itertools.product(range(2), range(3)):
         torch.testing.assert_close(found[i, j], direct(attention[i, j], values[i, j], weight))
@@ -158,7 +158,7 @@ def test_profiles_are_shares_of_the_formula_in_the_model():
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 2, 3, 5).double())
     assert found.std() > 0.01, "profiles all alike would prove nothing"
 
-    assert (found - core_profiles(model, images, 16, (0, 2), piece=64)).abs().max() < 1e-12
+    assert (found - core_profiles(model, images, 16, (0, 2), chunk_size=64)).abs().max() < 1e-12
     single = core_profiles(model.float(), images.float(), cores=16, layers=(-3, -1))
     assert single.dtype == torch.float32
     torch.testing.assert_close(single, found.float(), rtol=1e-3, atol=1e-5)
@@ -251,7 +251,7 @@ def test_what_is_missing_is_named_before_any_work(model, photos, monkeypatch):
 
 
 @pytest.mark.skipif(not os.environ.get("VECA_TEST_UMAP"), reason="compiles for a minute; VECA_TEST_UMAP=1 runs it")
-def test_umap_itself():
+def test_umap_keeps_clusters_apart():
     pytest.importorskip("umap")
     torch.manual_seed(0)
     centres = torch.eye(3, 16) * 9
@@ -268,7 +268,7 @@ def test_umap_itself():
 # The kinds
 
 
-def test_layers(model, photos):
+def test_layers_shows_the_profiles_of_every_budget_and_layer(model, photos):
     figure = draw_layers(model, photos, budgets=(16, 8), layers=(2, 3), size=SIZE)
     rows = panels(figure)
     assert [len(row) for row in rows] == [3] * 4
@@ -284,7 +284,7 @@ def test_layers(model, photos):
     assert not any("random weights" in text for text in words(figure))
 
 
-def test_cores(model, photos):
+def test_cores_shows_attention_and_places_of_cores(model, photos):
     figure = draw_cores(model, photos[0], cores=16, which=(3, 1), layers=(3, 1), size=SIZE, fit="keep")
     rows = panels(figure)
     assert [axis.get_title() for axis in rows[0]] == ["picture", "core 3", "core 1"]
@@ -307,7 +307,7 @@ def test_cores(model, photos):
 
 
 @pytest.mark.filterwarnings("ignore:cores=1 was not trained")
-def test_paths(model, photos):
+def test_paths_shows_the_coordinates_of_every_layer(model, photos):
     figure = draw_paths(model, photos, budgets=(1, 8), size=SIZE)
     rows = panels(figure)
     assert [axis.get_title() for axis in rows[0]] == ["wide $x_1$.png", "b.png"]
@@ -343,7 +343,7 @@ def other(images, grid):
     return dense.mean((2, 3)), dense.flatten(2).mT
 
 
-def test_features(model, photos):
+def test_features_shows_all_sizes_in_joint_colours(model, photos):
     figure = draw_features(model, photos, cores=8, sizes=(64, 32), beside={"an-other/one": other}, name="mine")
     rows = panels(figure)
     assert [axis.get_title() for axis in rows[0]] == ["picture", "32 px", "64 px"]
@@ -360,7 +360,7 @@ def test_features(model, photos):
                 np.testing.assert_allclose(shown(axis), each, atol=1e-4)
 
 
-def test_similarity(model, photos):
+def test_similarity_shows_cosines_to_patches_and_to_the_global_feature(model, photos):
     figure = draw_similarity(model, photos[1], patches=[(1, 4), (3, 2)], beside={"other": other}, size=SIZE)
     rows = panels(figure)
     assert [axis.get_title() for axis in rows[0]] == ["picture", "VECA\n64 cores", "other"]
@@ -382,7 +382,7 @@ def test_similarity(model, photos):
 
 
 @pytest.mark.filterwarnings("ignore:cores=1 was not trained")
-def test_states(model, photos):
+def test_states_shows_points_by_core_and_by_image(model, photos):
     figure = draw_states(model, photos, cores=8, layers=(3, 1), size=SIZE)
     rows = panels(figure)
     assert [axis.get_title() for axis in rows[0]] == ["layer 3 of 3", "layer 1 of 3"]
@@ -408,13 +408,13 @@ def test_states(model, photos):
     assert len(np.unique(by_core[0].get_facecolors(), axis=0)) == 7
     assert len(np.unique(by_picture[0].get_facecolors(), axis=0)) == 1
     assert (by_picture[0].get_facecolors()[0] != by_picture[2].get_facecolors()[0]).any()
-    assert len({look_of(i) for i in range(49)}) == 49
+    assert len({marker_style(i) for i in range(49)}) == 49
     alone = draw_states(model, photos[1], cores=1, layers=(2,), size=SIZE)
     assert len(panels(alone)) == 1
     assert "Give several pictures" in " ".join(words(alone)).replace("\n", " ")
 
 
-def test_budgets(model, photos):
+def test_budgets_shows_features_and_their_similarity_to_the_largest_budget(model, photos):
     figure = draw_budgets(model, photos[1], budgets=(24, 8), size=SIZE)
     above, below = panels(figure)
     assert [axis.get_title() for axis in above] == ["picture", "8 cores", "24 cores"]
@@ -492,7 +492,7 @@ def test_the_same_figure_is_the_same_file(model, photos, tmp_path, suffix):
         assert np.asarray(Image.open(tmp_path / "0.png").convert("L")).std() > 5
 
 
-def test_pictures_need_no_file(model, photos):
+def test_images_need_no_file(model, photos):
     opened = Image.open(photos[1])
     figure = draw_cores(model, [opened, photos[1].read_bytes()], cores=8, which=(1,), layers=(2,), size=SIZE)
     first, second = panels(figure)
@@ -559,12 +559,12 @@ def test_long_and_odd_names_fit(model, tmp_path):
         ("cores", ["--cores", "8", "--show", "2,8", "--layers", "1", "--size", "32"]),
         ("paths", ["--cores", "8,16", "--size", "32"]),
         ("features", ["--cores", "8", "--size", "32,48"]),
-        ("similarity", ["--patch", "1,2", "--no-global", "--size", "32"]),
+        ("similarity", ["--patch", "1x2", "--no-global", "--size", "32"]),
         ("states", ["--cores", "16", "--layers", "1", "--size", "32"]),
         ("budgets", ["--cores", "all", "--size", "32", "--fit", "keep"]),
     ],
 )
-def test_command(folder, photos, kind, options, tmp_path, monkeypatch):
+def test_every_figure_command_writes_png_and_svg(folder, photos, kind, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(app, ["figure", kind, *map(str, photos), "--model", str(folder / "model"), *options])
     assert result.exit_code == 0, result.output
@@ -606,17 +606,14 @@ def test_command_says_that_weights_are_random(photos, tmp_path):
         (["layers", "b.png", "-o", "folder.png"], "folder.png is a folder; name the file"),
         (["layers", "nowhere.png"], "nowhere.png: no such file"),
         (["layers", "broken.png"], "broken.png"),
-        (["layers", "b.png", "--cores", "8;16"], "--cores '8;16': whole numbers with commas between them"),
         (["layers", "b.png", "--layers", "9"], "layer 9: the model has layers 1 to 3"),
         (["cores", "b.png", "--cores", "8", "--show", "9"], "core 9: with a budget of 8"),
-        (["similarity", "b.png", "--patch", "7"], "--patch '7': a patch is named by two numbers"),
-        (["similarity", "b.png", "--patch", "40,1"], "patch 40,1 is outside the grid of b.png"),
-        (["features", "b.png", "--size", "big"], "--size 'big'"),
+        (["similarity", "b.png", "--patch", "40x1"], "patch 40,1 is outside the grid of b.png"),
         (["states", "b.png", "--size", "100"], "size is 100"),
         (["paths", "b.png", "--model", "nowhere"], "nowhere: no such file or folder"),
     ],
 )
-def test_mistakes_on_the_command_line(folder, arguments, says, monkeypatch):
+def test_mistakes_on_the_command_line_are_named(folder, arguments, says, monkeypatch):
     monkeypatch.chdir(folder)
     Path("folder.png").mkdir(exist_ok=True)
     Path("broken.png").write_bytes(b"\x89PNG\r\n\x1a\n no picture")
@@ -632,7 +629,7 @@ def test_mistakes_on_the_command_line(folder, arguments, says, monkeypatch):
 def test_an_unknown_kind_is_told_the_known_ones():
     result = run(app, ["figure", "layer", "a.png"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert "no kind of figure is called 'layer' (did you mean 'layers'?)" in result.stderr
+    assert "no command 'layer' (did you mean 'layers'?)" in result.stderr
     assert all(kind in result.stderr for kind in KINDS)
     helped = run(app, ["figure", "--help"])
     assert all(kind in helped.output for kind in KINDS)

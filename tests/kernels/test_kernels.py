@@ -21,7 +21,7 @@ from veca.attention import core_attention, use_kernel
 from veca.config import SIZES
 from veca.kernels import ops
 from veca.model import Attention
-from veca.rope import Rotary, patch_coordinates, rotary
+from veca.rope import Rotary, make_rotary, patch_coordinates
 
 
 class Case(NamedTuple):
@@ -48,7 +48,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 def tables(points: Tensor, grid: tuple[int, int], head_dim: int) -> tuple[Rotary, Rotary]:
     on_patches = patch_coordinates(*grid, points.device, points.dtype)
-    return rotary(points, head_dim, 0.125), rotary(on_patches, head_dim, 0.125)
+    return make_rotary(points, head_dim, 0.125), make_rotary(on_patches, head_dim, 0.125)
 
 
 def operands(points: Tensor, grid: tuple[int, int], head_dim: int) -> tuple[Tensor, ...]:
@@ -109,10 +109,11 @@ def test_equals_the_reference(case: Case) -> None:
 def test_any_number_of_splits_gives_the_same(programs: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from veca.kernels import core_attention as kernels
 
-    case, cut = Case(40, 1, (5, 13), 32, heads=1), kernels.Plan(chunk=32, tile=16, warps=4, stages=1, programs=programs)
+    case = Case(40, 1, (5, 13), 32, heads=1)
+    tiling = kernels.AttentionTiling(chunk=32, tile=16, warps=4, stages=1, programs=programs)
     qkv, points, d_out = inputs(case)
-    monkeypatch.setattr(kernels, "plan", lambda *_: cut)
-    assert kernels.prepare(qkv, case.cores, False, cut).splits == splits
+    monkeypatch.setattr(kernels, "choose_attention_tiling", lambda *_: tiling)
+    assert kernels.launch_config(qkv, case.cores, False, tiling).splits == splits
     assert max(errors("triton", qkv, points, d_out, case.grid)) <= 1e-6
 
 
@@ -150,7 +151,7 @@ def test_swiglu_against_float64(shape: tuple[int, ...], width: int) -> None:
     for dtype in (torch.float32, torch.float64):
         leaves = [h.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()]
         if dtype == torch.float32:
-            out = ops.swiglu(*leaves)
+            out = ops.swiglu_op(*leaves)
         else:
             u, v = (leaves[0] + leaves[1]).chunk(2, dim=-1)
             out = F.silu(u) * v
@@ -167,7 +168,7 @@ def test_narrow_linear_against_float64(shape: tuple[int, ...], width: int) -> No
     inputs = torch.randn(*shape, width), torch.randn(2, width), torch.randn(2)
     d_out = torch.randn(*shape, 2)
     results = []
-    for dtype, linear in ((torch.float32, ops.narrow_linear), (torch.float64, F.linear)):
+    for dtype, linear in ((torch.float32, ops.narrow_linear_op), (torch.float64, F.linear)):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         out = linear(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))])
@@ -214,7 +215,7 @@ def test_add_norm_against_float64(width: int, added: bool, carried: bool, cores:
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, gain, shift, *([update] if added else []))]
         if dtype == torch.float32:
             more = leaves[3] if added else None
-            total, normed, first = ops.add_norm(leaves[0], more, leaves[1], leaves[2], 1e-5, dtype, cores)
+            total, normed, first = ops.add_norm_op(leaves[0], more, leaves[1], leaves[2], 1e-5, dtype, cores)
             total = total if added else leaves[0]
         else:
             total = leaves[0] + leaves[3] if added else leaves[0]
@@ -306,7 +307,7 @@ def check_operator(device: str, dtype: torch.dtype, case: Case) -> None:
     qkv, points, d_out = inputs(case, dtype, device)
     qkv = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]  # strided
     arguments = [qkv, *operands(points, case.grid, case.head_dim)]
-    out, lse = ops.core_attention(*arguments)
+    out, lse = ops.core_attention_op(*arguments)
     torch.library.opcheck(torch.ops.veca.core_attention_backward.default, [d_out, *arguments, out, lse])
     for tensor in arguments[:2]:
         tensor.requires_grad_()
@@ -375,7 +376,7 @@ def test_fake_results_are_laid_out_like_real_ones() -> None:
     with FakeTensorMode():
         qkv = torch.empty(2, 40, 3, 4, 64, dtype=torch.bfloat16)[:, ::2].requires_grad_()
         points = torch.empty(2, 8, 2).requires_grad_()
-        out, lse = ops.core_attention(qkv, points, torch.empty(12, 2), torch.empty(16))
+        out, lse = ops.core_attention_op(qkv, points, torch.empty(12, 2), torch.empty(16))
         gradients = torch.autograd.grad(out, [qkv, points], torch.empty_like(out))
     assert [(*t.shape, t.dtype) for t in (out, lse)] == [(2, 20, 256, torch.bfloat16), (2, 4, 20, torch.float32)]
     assert [(t.shape, t.dtype) for t in gradients] == [(t.shape, t.dtype) for t in (qkv, points)]
@@ -395,7 +396,7 @@ def test_flops_are_those_of_the_paper() -> None:
             more = operands(torch.empty(1, 1, cores, 2), (1, patches), head_dim)
             with FlopCounterMode(display=False) as counter:
                 qkv = attention.qkv(torch.empty(1, cores + patches, dim)).unflatten(-1, (3, heads, head_dim))
-                out = attention.proj(ops.core_attention(qkv, *more)[0])
+                out = attention.proj(ops.core_attention_op(qkv, *more)[0])
             counts = counter.flop_counts["Global"]
             assert counts[torch.ops.veca.core_attention] == 8 * dim * cores * patches + 4 * dim * cores**2
             found.append(counter.get_total_flops())
@@ -463,7 +464,7 @@ class Layer(torch.nn.Module):
         self.attention = Attention(make_tiny().config)
 
     def forward(self, x: Tensor, points: Tensor, on_patches: Tensor) -> Tensor:
-        return self.attention(x, rotary(points, 32, 0.125), rotary(on_patches, 32, 0.125))
+        return self.attention(x, make_rotary(points, 32, 0.125), make_rotary(on_patches, 32, 0.125))
 
 
 @pytest.mark.gpu
@@ -503,8 +504,8 @@ def test_gpu_graph_replays_with_new_inputs() -> None:
     more = operands(points, case.grid, case.head_dim)
 
     def step() -> tuple[Tensor, ...]:
-        out, lse = ops.core_attention(qkv, *more)
-        return out, *ops.core_attention_backward(d_out, qkv, *more, out, lse)
+        out, lse = ops.core_attention_op(qkv, *more)
+        return out, *ops.core_attention_backward_op(d_out, qkv, *more, out, lse)
 
     step()  # a kernel cannot be compiled while it is recorded
     torch.cuda.synchronize()

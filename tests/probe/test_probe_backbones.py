@@ -15,7 +15,13 @@ from torch import Tensor
 
 import veca
 from veca.checkpoint import weights_hash
-from veca.data.views import centre, nearest, random_part, seeded, whole
+from veca.data.transforms import (
+    centre_crop,
+    random_resized_crop,
+    resize_nearest,
+    resize_short_side,
+    seeded_random,
+)
 from veca.images import fit_image, normalize, to_tensor
 from veca.probe.backbones import BackboneError, OtherBackbone, Precision, VecaBackbone, load_backbone
 from veca.teachers import TeacherError, timm_teacher
@@ -149,33 +155,33 @@ def picture(width: int, height: int) -> Image.Image:
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (64, 64)])
 def test_the_centre_is_the_evaluation_view(size: tuple[int, int]) -> None:
-    assert torch.equal(centre(picture(*size), 128), to_tensor(fit_image(picture(*size), 128, "crop")))
-    assert centre(picture(*size), 126).shape == (3, 126, 126)
+    assert torch.equal(centre_crop(picture(*size), 128), to_tensor(fit_image(picture(*size), 128, "crop")))
+    assert centre_crop(picture(*size), 126).shape == (3, 126, 126)
 
 
 def test_random_parts_follow_from_their_numbers_alone() -> None:
     image = picture(120, 80)
-    parts = [random_part(image, 32, seeded(0, turn, 7)) for turn in range(8)]
+    parts = [random_resized_crop(image, 32, seeded_random(0, turn, 7)) for turn in range(8)]
     assert all(part.shape == (3, 32, 32) for part in parts)
-    assert torch.equal(parts[3], random_part(image, 32, seeded(0, 3, 7)))
-    assert not torch.equal(parts[3], random_part(image, 32, seeded(1, 3, 7)))
+    assert torch.equal(parts[3], random_resized_crop(image, 32, seeded_random(0, 3, 7)))
+    assert not torch.equal(parts[3], random_resized_crop(image, 32, seeded_random(1, 3, 7)))
     assert len({part.numpy().tobytes() for part in parts}) == 8
-    assert random_part(picture(400, 4), 32, seeded(1)).shape == (3, 32, 32)
+    assert random_resized_crop(picture(400, 4), 32, seeded_random(1)).shape == (3, 32, 32)
 
 
 def test_random_parts_are_mirrored_in_half_the_cases() -> None:
     ramp = Image.linear_gradient("L").rotate(90).convert("RGB")
-    edges = [random_part(ramp, 16, seeded(0, 0, i))[0].float().mean(0)[[0, -1]] for i in range(200)]
+    edges = [random_resized_crop(ramp, 16, seeded_random(0, 0, i))[0].float().mean(0)[[0, -1]] for i in range(200)]
     assert 70 < sum(bool(left < right) for left, right in edges) < 130
 
 
 def test_a_whole_picture_and_its_mask() -> None:
-    assert whole(picture(300, 200), 64, 16).shape == (3, 64, 96)
-    assert whole(picture(200, 300), 70, 14).shape == (3, 112, 70)  # 105 is halfway, which goes up
+    assert resize_short_side(picture(300, 200), 64, 16).shape == (3, 64, 96)
+    assert resize_short_side(picture(200, 300), 70, 14).shape == (3, 112, 70)  # 105 is halfway, which goes up
     values = np.arange(6, dtype=np.uint8).reshape(2, 3)
-    assert np.array_equal(nearest(values, (4, 6)), values.repeat(2, 0).repeat(2, 1))
-    assert nearest(values, (2, 3)).dtype == torch.int32
-    assert nearest(values.astype("float32"), (1, 1)).item() == 4.0
+    assert np.array_equal(resize_nearest(values, (4, 6)), values.repeat(2, 0).repeat(2, 1))
+    assert resize_nearest(values, (2, 3)).dtype == torch.int32
+    assert resize_nearest(values.astype("float32"), (1, 1)).item() == 4.0
 
 
 @pytest.mark.gpu

@@ -46,8 +46,17 @@ def test_help_teaches() -> None:
 
 
 def test_classify(folder: Path, tmp_path: Path) -> None:
-    options = ["--cores", "8,64", "--sizes", "32,48", "--epochs", "4", "--rates", "0.1", "--decays", "0,1e-4", *QUICK]
-    command = ["probe", "classify", str(folder / "model"), "--data", str(folder / "mine"), "--out", str(tmp_path)]
+    options = ["--cores", "8,64", "--size", "32,48", "--epochs", "4", "--rates", "0.1", "--decays", "0,1e-4", *QUICK]
+    command = [
+        "probe",
+        "classify",
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "mine"),
+        "--out",
+        str(tmp_path),
+    ]
     result = run(app, [*command, *options])
     assert result.exit_code == 0, result.output
     assert "scored on test" in result.output
@@ -60,8 +69,8 @@ def test_classify(folder: Path, tmp_path: Path) -> None:
 
 
 def test_knn_at_all_budgets(folder: Path, tmp_path: Path) -> None:
-    options = ["--cores", "all", "--sizes", "32", "--k", "1,3", "--limit", "8", *QUICK]
-    command = ["probe", "knn", str(folder / "model"), "--data", str(folder / "mine"), "--out", str(tmp_path)]
+    options = ["--cores", "all", "--size", "32", "--k", "1,3", "--limit", "8", *QUICK]
+    command = ["probe", "knn", "--model", str(folder / "model"), "--data", str(folder / "mine"), "--out", str(tmp_path)]
     assert run(app, [*command, *options]).exit_code == 0
     assert [row["cores"] for row in rows(tmp_path)] == [8, 16, 24, 32, 40, 48, 56, 64]
     assert rows(tmp_path)[0]["data"]["train"] == 8
@@ -70,8 +79,8 @@ def test_knn_at_all_budgets(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("task", "data", "metric"), [("segment", "halves", "mIoU"), ("depth", "steps", "rmse")])
 def test_dense_tasks(folder: Path, tmp_path: Path, task: str, data: str, metric: str) -> None:
-    options = ["--cores", "8", "--sizes", "32", "--steps", "2", "--batch", "2", "--norm", "standard", *QUICK]
-    command = ["probe", task, str(folder / "model"), "--data", str(folder / data), "--out", str(tmp_path)]
+    options = ["--cores", "8", "--size", "32", "--steps", "2", "--batch-size", "2", "--norm", "standard", *QUICK]
+    command = ["probe", task, "--model", str(folder / "model"), "--data", str(folder / data), "--out", str(tmp_path)]
     result = run(app, [*command, *options])
     assert result.exit_code == 0, result.output
     (row,) = rows(tmp_path)
@@ -85,10 +94,8 @@ def test_dense_tasks(folder: Path, tmp_path: Path, task: str, data: str, metric:
     [
         (["--data", "pts"], "did you mean pets?"),
         (["--data", "pets", "--root", "gone"], "no folder gone"),
-        (["--data", "mine", "--cores", "8,x"], "--cores is '8,x'"),
         (["--data", "mine", "--cores", "8,65"], "cores 65"),
-        (["--data", "mine", "--sizes", "32,40"], "size 40: model takes multiples of 16. Nearest: 48"),
-        (["--data", "mine", "--rates", "nan"], "--rates is 'nan'"),
+        (["--data", "mine", "--size", "32,40"], "size 40: model takes multiples of 16. Nearest: 48"),
         (["--data", "halves"], "has pictures all in one folder"),
         (["--data", "mine", "--also", "halves"], "has pictures all in one folder"),
     ],
@@ -97,7 +104,7 @@ def test_mistakes_are_one_message(
     folder: Path, options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["veca", "probe", "classify", "model", *options, *QUICK])
+    monkeypatch.setattr(sys, "argv", ["veca", "probe", "classify", "--model", "model", *options, *QUICK])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 1
@@ -109,8 +116,18 @@ def test_mistakes_are_one_message(
 
 def test_killed_and_run_again(folder: Path, tmp_path: Path) -> None:
     """As with kill -9: what was finished is kept, and the end is that of a run that was never killed."""
-    command = [sys.executable, "-m", "veca", "probe", "classify", str(folder / "model"), "--data", str(folder / "mine")]
-    command += ["--cores", "8,16,32,64", "--sizes", "32,48", "--epochs", "60", "--out", str(tmp_path / "f"), *QUICK]
+    command = [
+        sys.executable,
+        "-m",
+        "veca",
+        "probe",
+        "classify",
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "mine"),
+    ]
+    command += ["--cores", "8,16,32,64", "--size", "32,48", "--epochs", "60", "--out", str(tmp_path / "f"), *QUICK]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not list((tmp_path / "f").glob("rows/*.json")) and time.monotonic() < deadline and process.poll() is None:

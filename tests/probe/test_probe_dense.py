@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.data.crops import random_crop_and_flip, slide
+from veca.data.transforms import random_crop_and_flip, slide_windows
 from veca.heads import dense
 from veca.heads.dense import (
     DenseBatch,
@@ -21,7 +21,7 @@ from veca.heads.dense import (
     scale_invariant_loss,
 )
 from veca.heads.dense_fit import evaluate, fit_dense, polynomial
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 
 WIDTH = 6
 
@@ -40,7 +40,7 @@ def scenes(seed: int, count: int, depth: bool = False) -> Callable[[], Iterator[
     def batches() -> Iterator[DenseBatch]:
         for i in range(count):
             patches, cls = features(4, seed=1000 * seed + 2 * i)
-            truth = resized(patches[:, :1] + cls[:, :1, None, None], (16, 20))[:, 0]
+            truth = resize_maps(patches[:, :1] + cls[:, :1, None, None], (16, 20))[:, 0]
             if depth:
                 labels = (truth + 4).clamp(0, 9)
                 labels[:, :3] = 0
@@ -301,22 +301,24 @@ def test_sliding_over_everything_is_what_it_slid_over() -> None:
         seen.append(tuple(window.shape[-2:]))
         return 2 * window[:, :1]
 
-    found = slide(double, images, window=(10, 12), stride=(6, 7))
+    found = slide_windows(double, images, window=(10, 12), stride=(6, 7))
     assert torch.allclose(found, 2 * images[:, :1])
     assert set(seen) == {(10, 12)}
     assert len(seen) == 4 * 4
-    assert torch.equal(slide(double, images, window=(50, 50), stride=(50, 50)), 2 * images[:, :1])
+    assert torch.equal(slide_windows(double, images, window=(50, 50), stride=(50, 50)), 2 * images[:, :1])
     assert seen[-1] == (23, 31)
 
 
 def test_sliding_averages_where_windows_overlap() -> None:
     answers = iter([1.0, 4.0])
-    found = slide(lambda window: torch.full_like(window[:, 0], next(answers)), torch.zeros(1, 3, 4, 6), (4, 4), (4, 3))
+    found = slide_windows(
+        lambda window: torch.full_like(window[:, 0], next(answers)), torch.zeros(1, 3, 4, 6), (4, 4), (4, 3)
+    )
     assert found[0, 0].tolist() == [1, 1, 2.5, 2.5, 4, 4]  # the second window moved from 3 to 2
     with pytest.raises(ValueError, match="its last two sides must stay"):
-        slide(lambda window: window[..., ::2], torch.zeros(1, 3, 4, 6), (4, 4), (4, 4))
+        slide_windows(lambda window: window[..., ::2], torch.zeros(1, 3, 4, 6), (4, 4), (4, 4))
     with pytest.raises(ValueError, match="pixels are missed"):
-        slide(lambda window: window, torch.zeros(1, 3, 4, 6), (4, 4), (5, 4))
+        slide_windows(lambda window: window, torch.zeros(1, 3, 4, 6), (4, 4), (5, 4))
 
 
 def test_crops_of_image_and_label_stay_together() -> None:

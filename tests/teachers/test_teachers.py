@@ -168,7 +168,7 @@ def test_standardized_features() -> None:
 
 
 def test_statistics_of_nothing() -> None:
-    with pytest.raises(TeacherError, match="no pictures"):
+    with pytest.raises(TeacherError, match="no images"):
         Standardized(Fixed()).fit([], (4, 6))
 
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 import veca
-from veca.kernels import ops
-from veca.rope import patch_coordinates, rotary
+from veca.rope import make_rotary, patch_coordinates
 
 MODELS = (
     ("veca_base", 256, 64),
@@ -104,20 +103,21 @@ def as_graph(call: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def race_attention(other_ops: Any) -> None:
+def race_attention() -> None:
+    namespaces = torch.ops.veca, torch.ops.veca_other
     for heads, batch, side in ATTENTION:
         qkv = torch.randn(batch, 64 + side**2, 3, heads, 64, device="cuda", dtype=torch.bfloat16)
-        points = rotary(torch.rand(batch, 1, 64, 2, device="cuda") * 2 - 1, 64, 0.125)
-        patches = rotary(patch_coordinates(side, side, qkv.device, torch.float32), 64, 0.125)
+        points = make_rotary(torch.rand(batch, 1, 64, 2, device="cuda") * 2 - 1, 64, 0.125)
+        patches = make_rotary(patch_coordinates(side, side, qkv.device, torch.float32), 64, 0.125)
         more = points.coordinates[:, 0].contiguous(), patches.coordinates, patches.frequencies
-        out, lse = ops.core_attention(qkv, *more)
+        out, lse = torch.ops.veca.core_attention(qkv, *more)
         d_out = torch.randn_like(out)
         label = f"attention, {heads} heads, {batch} × {side**2}"
         passes = {
-            "forward": [lambda o=o: o.core_attention(qkv, *more) for o in (ops, other_ops)],  # noqa: B023
+            "forward": [lambda o=o: o.core_attention(qkv, *more) for o in namespaces],  # noqa: B023
             "backward": [
                 lambda o=o: o.core_attention_backward(d_out, qkv, *more, out, lse)  # noqa: B023
-                for o in (ops, other_ops)
+                for o in namespaces
             ],
         }
         for name, (mine, theirs) in passes.items():
@@ -133,7 +133,8 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         other = import_other(source, Path(folder))
-        race_attention(importlib.import_module("veca_other.kernels.ops"))
+        importlib.import_module("veca_other.kernels.ops")  # registers its operators
+        race_attention()
         race_models(other)
 
 

@@ -37,7 +37,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 import veca
-from veca.checkpoint import save_official
+from veca.checkpoint import save_released
 
 MAX_SECONDS = 30
 MAX_MIB = 256.0
@@ -92,7 +92,7 @@ def make_model() -> veca.Veca:
 def released() -> dict[str, Any]:
     """The contents of a released file."""
     with tempfile.TemporaryDirectory() as folder:
-        save_official(make_model(), Path(folder) / "a.pt")
+        save_released(make_model(), Path(folder) / "a.pt")
         return dict(torch.load(Path(folder) / "a.pt", weights_only=True))
 
 
@@ -643,7 +643,10 @@ def _commands(folder: Path, path: Path, status: int = 0) -> str:
     from veca.cli.main import main
 
     converted = folder / "converted.pt"
-    for arguments in (["info", str(path)], ["convert", str(path), str(converted), "--overwrite"]):
+    for arguments in (
+        ["info", "--model", str(path)],
+        ["convert", "--model", str(path), "--out", str(converted), "--overwrite"],
+    ):
         out, err, code = io.StringIO(), io.StringIO(), 0
         shown, sys.argv = sys.argv, ["veca", *arguments]
         try:

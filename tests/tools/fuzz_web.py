@@ -1,10 +1,11 @@
-"""The explorer as a real server, asked for all that its description allows and more, by clients that mean no good.
+"""Fuzzes the explorer as a real server: its described API, hostile images, path traversal, invalid HTTP.
 
     python tests/tools/fuzz_web.py --examples 100 --uploads 500 --seed 0
 
-First schemathesis asks every operation of /openapi.json, valid and not; then the hostile pictures of `fuzz_images.py`
-are uploaded; then come paths that lead out of the server, and requests that are no HTTP. No answer may be a 500, hold a
-file of this machine or take longer than ten seconds (measuring: a minute), and the server must live, within bounds.
+First schemathesis sends valid and invalid requests for every operation of /openapi.json; then the hostile images of
+`fuzz_images.py` are uploaded; then come paths that lead out of the server, and requests that are not HTTP. No answer
+may be a 500, contain a file of this machine or take longer than ten seconds (measuring: a minute), and the server
+must stay up within its memory limit.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ NO_HTTP = [
 
 @dataclass
 class Report:
-    """What was answered, and everything that should not have been."""
+    """Counts of answers by status, and everything that went wrong."""
 
     answers: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -76,18 +77,18 @@ PHASES = "examples,coverage,fuzzing,stateful"
 def run(
     examples: int, cases: Iterable[fuzz_images.Case], seed: int, folder: Path, *options: str, phases: str = PHASES
 ) -> Report:
-    """`cases` are uploaded; `options` are those of `veca explore`."""
+    """Fuzz a server started with `options` of `veca explore`; `cases` are uploaded."""
     report = Report()
     started = time.perf_counter()
     with serving(*options) as (server, port):
-        _describe(port, examples, seed, phases, folder, report)
+        _run_schemathesis(port, examples, seed, phases, folder, report)
         for case in cases:
             path = folder / case.name
             path.write_bytes(case.make) if isinstance(case.make, bytes) else case.make(path)
             if path.is_file() and path.stat().st_size <= 2**26:
-                _watch(report, port, f"upload {case.name}", "POST", "/api/pictures", path.read_bytes())
+                _check_answer(report, port, f"upload {case.name}", "POST", "/api/pictures", path.read_bytes())
         for path in OUTSIDE:
-            _watch(report, port, path, "GET", path)
+            _check_answer(report, port, path, "GET", path)
         for sent in NO_HTTP:
             with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
                 raw.sendall(sent)
@@ -105,12 +106,12 @@ def run(
     return report
 
 
-def _describe(port: int, examples: int, seed: int, phases: str, folder: Path, report: Report) -> None:
+def _run_schemathesis(port: int, examples: int, seed: int, phases: str, folder: Path, report: Report) -> None:
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json", "--no-color",
         "--seed", str(seed), "--max-examples", str(examples), "--request-timeout", str(MAX_MEASURING),
         "--phases", phases,
-        # A picture is more than any bytes, and an id names one that is there.
+        # Valid by the schema is not enough: bytes must be an image, and an id must exist.
         "--exclude-checks", "positive_data_acceptance",
     ]  # fmt: skip
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200)
@@ -120,7 +121,7 @@ def _describe(port: int, examples: int, seed: int, phases: str, folder: Path, re
         report.problems.append(f"schemathesis: {found.stdout[-4000:]}{found.stderr[-1000:]}")
 
 
-def _watch(report: Report, port: int, name: str, method: str, path: str, body: bytes | None = None) -> None:
+def _check_answer(report: Report, port: int, name: str, method: str, path: str, body: bytes | None = None) -> None:
     began = time.perf_counter()
     try:
         status, answer, _ = ask(port, method, path, body)
@@ -135,7 +136,7 @@ def _watch(report: Report, port: int, name: str, method: str, path: str, body: b
 
 
 def main() -> int:
-    """Run from the command line; the exit status says whether all went well."""
+    """Exit status 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=100, help="of schemathesis, for each operation")
     parser.add_argument("--uploads", type=int, default=500)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import veca
-from veca.inspect.demo import sample_pictures
+from veca.images.samples import sample_images
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PICTURE = "chelsea.png"
@@ -30,7 +30,7 @@ def golden_path(name: str) -> Path:
 @torch.inference_mode()
 def golden_features(model: veca.Veca) -> dict[str, Tensor]:
     """Of one picture at two budgets: `C8.cls` (D), `C8.patches` (7, D), `C8.coordinates` (C, 2) of the last layer."""
-    path = next(path for path in sample_pictures() if path.name == PICTURE)
+    path = next(path for path in sample_images() if path.name == PICTURE)
     weight = model.norm.weight
     image = veca.images.load_image(path, size=SIZE)[None].to(weight.device, weight.dtype)
     found = {}

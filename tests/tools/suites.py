@@ -5,7 +5,7 @@
 
 They are taken from the source distribution of the version that is installed, which pip downloads to a temporary
 folder. Further arguments go to pytest: `-k veca_tiny`, `-x`, `--tb short`. What fails and is skipped, and why, is
-told in RESULTS.md.
+told in results/ecosystem.md.
 """
 
 from __future__ import annotations

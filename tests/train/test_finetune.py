@@ -32,11 +32,11 @@ from veca.probe.features import PictureError
 from veca.probe.run import ClassifySettings as ProbeSettings
 from veca.probe.run import classify as probe_classify
 from veca.train.checkpoints import write_checkpoint
-from veca.train.finetune.groups import parameter_groups
-from veca.train.finetune.run import Tuner, finetune
-from veca.train.finetune.settings import ClassifySettings, SegmentSettings
-from veca.train.finetune.tasks import Classifier, Segment, Segmenter, load_segmenter
-from veca.train.stop import Interrupted
+from veca.train.finetune.run import Finetuning, finetune
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
+from veca.train.finetune.tasks import Classifier, Segmenter, SegmentTask, load_segmenter
+from veca.train.optimizers import layer_decay_groups
+from veca.utils.signals import Interrupted
 
 COLOURS = {"blue": (60, 70, 160), "green": (70, 140, 80), "red": (170, 70, 60)}
 TIMES = {"time", "seconds", "images_per_s", "memory_gib"}
@@ -71,9 +71,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(**changes: Any) -> ClassifySettings:
+def settings(**changes: Any) -> FinetuneClassifySettings:
     asked: dict[str, Any] = {"size": 32, "cores": (8, 64), "epochs": 5, "batch": 8, "rate": 1e-3, "head": "new"}
-    return ClassifySettings(**{**asked, "every": 6, "progress": False, **changes})
+    return FinetuneClassifySettings(**{**asked, "every": 6, "progress": False, **changes})
 
 
 def tune(place: Path, folder: Path, asked: Any, data: str = "classes", **how: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def tuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rates_by_depth_are_those_of_timm(output_dim: int | None) -> None:
     theirs = timm.create_model("veca_tiny_patch16", num_classes=5, output_dim=output_dim)
     plain = veca.create_model("veca_tiny", num_classes=5, output_dim=output_dim)
-    groups = parameter_groups(Classifier(plain), 12, layer_decay=0.7, decay=0.05)
+    groups = layer_decay_groups(Classifier(plain), 12, layer_decay=0.7, decay=0.05)
     ours = {n: (g["scale"], g["weight_decay"]) for g in groups for n in g["names"]}
     names = {id(parameter): name for name, parameter in theirs.named_parameters()}
     found = param_groups_layer_decay(theirs, 0.05, theirs.no_weight_decay(), layer_decay=0.7)
@@ -118,9 +118,9 @@ def test_rates_by_depth_are_those_of_timm(output_dim: int | None) -> None:
 
 def test_every_parameter_is_in_one_group(tiny: veca.Veca) -> None:
     network = Segmenter(tiny, ["a", "b"])
-    groups = parameter_groups(network, 3, layer_decay=0.5, decay=0.1)
-    listed = [id(p) for g in groups for p in g["params"]]
-    assert sorted(listed) == sorted(id(p) for p in network.parameters())
+    groups = layer_decay_groups(network, 3, layer_decay=0.5, decay=0.1)
+    list_checkpoints = [id(p) for g in groups for p in g["params"]]
+    assert sorted(list_checkpoints) == sorted(id(p) for p in network.parameters())
     of = {n: g for g in groups for n in g["names"]}
     assert (of["head.weight"]["scale"], of["head.weight"]["weight_decay"]) == (1.0, 0.1)
     assert (of["head.bias"]["weight_decay"], of["backbone.patch_embed.proj.weight"]["scale"]) == (0.0, 0.5**4)
@@ -182,15 +182,15 @@ def test_a_run_that_was_stopped_and_killed_gives_the_same(
 ) -> None:
     asked = settings(epochs=3, ema=0.8, mixup=0.3, augment="trivial")
     whole = tune(place, tmp_path / "whole", asked)
-    learn = Tuner._learn
+    learn = Finetuning.train_step
 
     def when(step: int, what: Callable[[], object]) -> None:
-        def learning(self: Tuner, batch: Any) -> None:
+        def learning(self: Finetuning, batch: Any) -> None:
             if self.step == step:
                 what()
             learn(self, batch)
 
-        monkeypatch.setattr(Tuner, "_learn", learning)
+        monkeypatch.setattr(Finetuning, "train_step", learning)
 
     def killed() -> None:
         raise MemoryError
@@ -203,7 +203,7 @@ def test_a_run_that_was_stopped_and_killed_gives_the_same(
         tune(place, tmp_path / "again", asked)
     assert CliRunner().invoke(app, ["report", str(tmp_path / "again")]).exit_code == 0
     assert "has not come to its end" in (tmp_path / "again/report.html").read_text()
-    monkeypatch.setattr(Tuner, "_learn", learn)
+    monkeypatch.setattr(Finetuning, "train_step", learn)
     again = tune(place, tmp_path / "again", asked)
     assert again["after"] == whole["after"]
     for name in ("metrics.csv", "validation.csv"):
@@ -223,9 +223,24 @@ def test_a_finished_run_is_left_as_it_is(tuned: Path, place: Path, tmp_path: Pat
     tune(place, folder, settings(workers=1))
     assert (folder / "result.json").read_bytes() == before
     assert (folder / "report.html").is_file()
-    with pytest.raises(ValueError, match=r"asked otherwise \(epochs: 5, now 6\). Take another --out, or --restart"):
+    with pytest.raises(ValueError, match=r"other settings \(epochs: 5, now 6\). Take another --out, or --overwrite"):
         tune(place, folder, settings(epochs=6))
     assert tune(place, folder, settings(epochs=0.5), restart=True)["steps"] == 3
+
+
+def test_a_signal_before_the_first_step_loses_no_head(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = Finetuning.validate
+
+    def then_stop(self: Finetuning) -> None:
+        validate(self)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Finetuning, "validate", then_stop)
+    with pytest.raises(Interrupted):
+        tune(place, tmp_path / "run", settings())
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000000", "step-00000001"]
 
 
 def test_a_restart_that_was_stopped_leaves_nothing_of_the_old_run(
@@ -238,13 +253,13 @@ def test_a_restart_that_was_stopped_leaves_nothing_of_the_old_run(
     def stopped(*_: object) -> None:
         raise Interrupted(signal.SIGTERM)
 
-    monkeypatch.setattr(Tuner, "_learn", stopped)
+    monkeypatch.setattr(Finetuning, "train_step", stopped)
     with pytest.raises(Interrupted):
         tune(place, folder, settings(epochs=6), restart=True)
     with pytest.raises(veca.CheckpointError, match="holds no model.safetensors"):
         veca.load(folder)
     left = {path.name for path in folder.iterdir() if path.is_file()}
-    assert left == {"finetune.json", "metrics.csv", "validation.csv", "notes.txt"}
+    assert left == {"finetune.json", "metrics.csv", "validation.csv", "events.txt", "report.html", "notes.txt"}
     assert not rows(folder / "metrics.csv")
 
 
@@ -284,14 +299,14 @@ def test_batches_without_a_picture_that_can_be_read(place: Path, tmp_path: Path)
     with pytest.raises(PictureError, match="a whole batch of classes train cannot be read: ") as failed:
         tune(tmp_path, tmp_path / "batch", asked)
     assert "--skip-bad" not in str(failed.value)
-    assert "larger --batch" in str(failed.value)
+    assert "larger --batch-size" in str(failed.value)
 
 
 # Pixels
 
 
 def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
-    asked = SegmentSettings(
+    asked = FinetuneSegmentSettings(
         size=64, cores=(16, 64), epochs=5, batch=4, rate=2e-3, scales=(0.8, 1.5), every=7, progress=False
     )
     result = tune(place, tmp_path, asked, "masks")
@@ -331,7 +346,7 @@ def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
     ],
     ids=["broken", "deep", "text", "classes"],
 )
-def test_a_hostile_head(tmp_path: Path, told: str, message: str) -> None:
+def test_a_damaged_head_is_refused(tmp_path: Path, told: str, message: str) -> None:
     veca.save(make_tiny(depth=1), tmp_path)
     save_file({"weight": torch.zeros(2, 192)}, tmp_path / "head.safetensors", {"veca": told})
     with pytest.raises(veca.CheckpointError, match=message):
@@ -339,12 +354,12 @@ def test_a_hostile_head(tmp_path: Path, told: str, message: str) -> None:
 
 
 def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
-    source, asked = tmp_path / "tuned", SegmentSettings(size=64)
-    Segment(veca.load(place / "model"), load_dataset(str(place / "masks"), task="segment"), asked).save(source, {})
+    source, asked = tmp_path / "tuned", FinetuneSegmentSettings(size=64)
+    SegmentTask(veca.load(place / "model"), load_dataset(str(place / "masks"), task="segment"), asked).save(source, {})
     whole = load_segmenter(source).state_dict()
 
     def convert(name: str, *more: str) -> Any:
-        return CliRunner().invoke(app, ["convert", str(source), str(tmp_path / name), *more])
+        return CliRunner().invoke(app, ["convert", "--model", str(source), "--out", str(tmp_path / name), *more])
 
     assert convert("same").exit_code == 0
     assert all(
@@ -355,7 +370,7 @@ def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
     half = load_segmenter(tmp_path / "half")
     assert half.classes == ["ground", "box"]
     assert all(torch.equal(value, whole[name].half().float()) for name, value in half.state_dict().items())
-    assert "head.safetensors stays behind" in convert("file.safetensors").stderr
+    assert "head.safetensors is left behind" in convert("file.safetensors").stderr
     assert not (tmp_path / "head.safetensors").exists()
     assert convert("tuned", "--overwrite").exit_code == 0  # onto itself
     assert all(torch.equal(value, whole[name]) for name, value in load_segmenter(source).state_dict().items())
@@ -376,8 +391,17 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
     for name, told in (("blue", "blue & <b>"), ("red", "red")):
         shutil.copytree(place / "classes/train" / name, tmp_path / "mine" / told)
     (tmp_path / "mine/red/3.png").write_bytes(b"\x89PNG torn")
-    command = ["finetune", "classify", str(place / "model"), "--data", str(tmp_path / "mine"), "--device", "cpu"]
-    command += ["--out", str(tmp_path / "out"), "--size", "32", "--cores", "8", "--epochs", "1", "--batch", "8"]
+    command = [
+        "finetune",
+        "classify",
+        "--model",
+        str(place / "model"),
+        "--data",
+        str(tmp_path / "mine"),
+        "--device",
+        "cpu",
+    ]
+    command += ["--out", str(tmp_path / "out"), "--size", "32", "--cores", "8", "--epochs", "1", "--batch-size", "8"]
     command += ["--workers", "0", "--set", "head_epochs=5", "--set", "progress=false"]
     failed = CliRunner().invoke(app, command)
     assert "red/3.png" in str(failed.exception)
@@ -408,21 +432,21 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
         ({"size": 40}, "size=40: must be a multiple of 16. Nearest: 48"),
         ({"cores": (8, 65)}, r"cores=\(8, 65\): must be from 1 to 64"),
         ({"layer_decay": 0}, "layer_decay=0: must be above 0, at most 1"),
-        ({"ema": 1}, "ema=1: must be None, or between 0 and 1"),
+        ({"ema": 1}, "ema=1: must be null, or between 0 and 1"),
     ],
 )
-def test_settings_that_cannot_be(place: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(place: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tune(place, tmp_path, settings(**changes))
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_folders(place: Path, tmp_path: Path) -> None:
+def test_folders_of_the_wrong_layout_are_refused(place: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetError, match="has no folders of classes. Expected:"):
         finetune(str(place / "model"), str(tmp_path / "empty"), tmp_path, settings(), device="cpu")
     with pytest.raises(DatasetError, match="has no folder images beside masks"):
-        finetune(str(place / "model"), str(place / "classes"), tmp_path, SegmentSettings(), device="cpu")
+        finetune(str(place / "model"), str(place / "classes"), tmp_path, FinetuneSegmentSettings(), device="cpu")
     with pytest.raises(DatasetError, match="has pictures all in one folder"):
         finetune(str(place / "model"), str(place / "masks"), tmp_path, settings(), device="cpu")
     with pytest.raises(veca.CheckpointError, match="no such file or folder"):
@@ -430,4 +454,4 @@ def test_wrong_folders(place: Path, tmp_path: Path) -> None:
     with pytest.raises(veca.CheckpointError, match="has no head.safetensors"):
         load_segmenter(place / "model")
     with pytest.raises(ValueError, match="augment='trivial': must be flip or colour"):
-        SegmentSettings(augment="trivial")
+        FinetuneSegmentSettings(augment="trivial")

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app
-from veca.train.checkpoints import listed
-from veca.train.finetune.run import Tuner, finetune
-from veca.train.finetune.settings import ClassifySettings
+from veca.train.checkpoints import list_checkpoints
+from veca.train.finetune.run import Finetuning, finetune
+from veca.train.finetune.settings import FinetuneClassifySettings
 from veca.utils.files import locked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -53,14 +53,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(place: Path, task: str, folder: Path, *more: object) -> list[object]:
     data = place / {"classify": "classes", "segment": "masks"}[task]
-    found = ["finetune", task, place / "model", "--data", data, "--out", folder, "--device", "cpu", "--workers", 0]
+    found = [
+        "finetune",
+        task,
+        "--model",
+        place / "model",
+        "--data",
+        data,
+        "--out",
+        folder,
+        "--device",
+        "cpu",
+        "--workers",
+        0,
+    ]
     for setting in ("head_epochs=2", "every=4", "progress=false", "ema=0.8"):
         found += ["--set", setting]
     return [*found, "--size", 32, "--cores", "8,64", "--rate", "1e-3", "--skip-bad", *more]
 
 
-CLASSIFY = "--batch", 4, "--epochs", 2, "--set", "augment=trivial", "--set", "mixup=0.3"  # 12 steps
-SEGMENT = "--batch", 2, "--epochs", 2, "--set", "augment=colour"  # 12 steps: one picture for each process
+CLASSIFY = "--batch-size", 4, "--epochs", 2, "--set", "augment=trivial", "--set", "mixup=0.3"  # 12 steps
+SEGMENT = "--batch-size", 2, "--epochs", 2, "--set", "augment=colour"  # 12 steps: one picture for each process
 
 
 def in_one(arguments: list[object]) -> None:
@@ -87,7 +100,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
         assert [row.keys() for row in ours] == [row.keys() for row in theirs]
         for a, b in zip(ours, theirs, strict=True):
             assert {k: float(v) for k, v in a.items()} == pytest.approx({k: float(v) for k, v in b.items()}, rel=1e-5)
-    a, b = (tensors(listed(folder / "checkpoints")[-1]) for folder in (found, expected))
+    a, b = (tensors(list_checkpoints(folder / "checkpoints")[-1]) for folder in (found, expected))
     assert a.keys() == b.keys()
     for name in a:
         ours, theirs = a[name], b[name]
@@ -101,14 +114,14 @@ def assert_same_run(found: Path, expected: Path) -> None:
         assert one[key] == two[key], key
 
 
-def test_classes(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_processes_classify_as_one(place: Path, alone: Path, tmp_path: Path) -> None:
     run = in_two(command(place, "classify", tmp_path / "run", *CLASSIFY), tmp_path / "run")
     assert_same_run(tmp_path / "run", alone)
     said = [[word in process.text() for word in ("val at step", "Report: ")] for process in run]
     assert said == [[True, True], [False, False]], "the first speaks for all"
 
 
-def test_pixels(place: Path, tmp_path: Path) -> None:
+def test_two_processes_segment_as_one(place: Path, tmp_path: Path) -> None:
     """A mean over the pixels that count in both processes, of which one has more, and sometimes no picture at all."""
     in_one(command(place, "segment", tmp_path / "one", *SEGMENT))
     in_two(command(place, "segment", tmp_path / "two", *SEGMENT), tmp_path / "two")
@@ -116,7 +129,7 @@ def test_pixels(place: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "two/result.json").read_text())["problems"]
 
 
-def test_stopped_and_continued_by_one(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_one_process_continues_what_two_began(place: Path, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start_all(command(place, "classify", folder, *CLASSIFY, "--workers", 1), folder, 2)
     wait_for(folder, 4, run)
@@ -128,9 +141,9 @@ def test_stopped_and_continued_by_one(place: Path, alone: Path, tmp_path: Path) 
     assert_same_run(folder, alone)
 
 
-def test_killed_and_continued_by_two(place: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_processes_continue_what_one_began(place: Path, alone: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(alone, tmp_path / "run")
-    shutil.rmtree(listed(folder / "checkpoints")[-1])  # as if it had been killed before it was written
+    shutil.rmtree(list_checkpoints(folder / "checkpoints")[-1])  # as if it had been killed before it was written
     (folder / "result.json").unlink()
     in_two(command(place, "classify", folder, *CLASSIFY), folder)
     assert "resumed: from step 8" in (folder / "events.txt").read_text()
@@ -142,12 +155,12 @@ def test_killed_right_after_the_first_checkpoint(place: Path, alone: Path, tmp_p
     """Which is that of step 0: its scores were written before it, and are not computed again."""
 
     def before() -> None:
-        Tuner._learn = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        Finetuning.train_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
 
     folder = tmp_path / "run"
     (run,) = start_all(command(place, "classify", folder, *CLASSIFY), folder, 1, before)
     assert run.wait() == -signal.SIGKILL, run.text()
-    assert [path.name for path in listed(folder / "checkpoints")] == ["step-00000000"]
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step-00000000"]
     (in_one if processes == 1 else lambda asked: in_two(asked, folder))(command(place, "classify", folder, *CLASSIFY))
     assert "resumed: from step 0" in (folder / "events.txt").read_text()
     assert {row["step"] for row in table(folder / "validation.csv")} >= {"0"}
@@ -158,14 +171,25 @@ def test_a_second_run_in_a_folder_is_refused(place: Path, alone: Path, tmp_path:
     folder = shutil.copytree(alone, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with locked(folder):
-        run = start_all(command(place, "classify", folder, *CLASSIFY, "--restart"), tmp_path / "second", 1)
+        run = start_all(command(place, "classify", folder, *CLASSIFY, "--overwrite"), tmp_path / "second", 1)
         assert finish(run) == [1]
     assert f"error: another run is at work in {folder}; wait for it" in run[0].text()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_batch_that_cannot_be_shared(place: Path, tmp_path: Path) -> None:
-    arguments = ["finetune", "classify", "no model", "--data", "no data", "--out", tmp_path / "run", "--batch", 5]
+    arguments = [
+        "finetune",
+        "classify",
+        "--model",
+        "no model",
+        "--data",
+        "no data",
+        "--out",
+        tmp_path / "run",
+        "--batch-size",
+        5,
+    ]
     run = start_all([*arguments, "--device", "cpu"], tmp_path / "run", 2)
     assert finish(run) == [1, 1]
     assert "batch=5: must be a multiple of 2, the number of processes" in run[0].text()
@@ -175,4 +199,4 @@ def test_a_batch_that_cannot_be_shared(place: Path, tmp_path: Path) -> None:
 def test_a_device_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="device 'cuda:1' for 2 processes: each takes its own, so name cpu"):
-        finetune("no model", "no data", Path("run"), ClassifySettings(), device="cuda:1")
+        finetune("no model", "no data", Path("run"), FinetuneClassifySettings(), device="cuda:1")

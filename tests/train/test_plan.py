@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from veca.attention import use_kernel
-from veca.bench.flops import dense_model_flops
 from veca.config import VecaConfig, get_config
+from veca.flops import dense_model_flops
 from veca.kernels import ops
 from veca.model import Veca
 from veca.train.objective import distillation_losses
 from veca.train.optimizers import make_optimizers
-from veca.train.plan import Plan, describe_plan, run_length
+from veca.train.plan import RunPlan, plan_tables, run_length
 from veca.train.recipe import Recipe, RecipeError
 
 STAGE_2 = Recipe.from_dict(
@@ -34,14 +36,14 @@ STAGE_2 = Recipe.from_dict(
 TEACHER = {"width": 384, "stride": 16, "parameters": 21_601_152}
 
 
-def plan(recipe: Recipe, config: VecaConfig, **changes: object) -> Plan:
-    settings = {"pictures": 100_000, "world_size": 2, "teacher": TEACHER}
-    return Plan(recipe, config, **(settings | changes))
+def plan(recipe: Recipe, config: VecaConfig, **changes: object) -> RunPlan:
+    settings = {"images": 100_000, "processes": 1, "teacher": TEACHER}
+    return RunPlan(recipe, config, **(settings | changes))
 
 
-def text(*args: object, **options: object) -> str:
+def text(recipe: Recipe, config: VecaConfig, images: int | None, **options: Any) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(describe_plan(*args, **options))
+    Console(file=out, width=160).print(plan_tables(RunPlan(recipe, config, images, **options)))
     return out.getvalue()
 
 
@@ -50,23 +52,37 @@ def row(shown: str, start: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "pictures", "world", "expected"),
+    ("changes", "images", "expected"),
     [
-        ({}, 1_742_289, 6, (2268, 306_180, 56_700)),  # the paper's first stage
-        ({"batch": 64, "accumulate": 2}, 1_742_289, 6, (2268, 306_180, 56_700)),
-        ({"schedule": {"epochs": None, "steps": 50, "warmup": 7}}, None, 6, (None, 50, 7)),
-        ({"schedule": {"epochs": 0.5, "warmup": 0.1}, "batch": 10}, 1009, 1, (100, 50, 10)),
+        ({"batch": 768}, 1_742_289, (2268, 306_180, 56_700)),  # the paper's first stage
+        ({"batch": 768, "accumulate": 2}, 1_742_289, (2268, 306_180, 56_700)),
+        ({"schedule": {"epochs": None, "steps": 50, "warmup": 7}}, None, (None, 50, 7)),
+        ({"schedule": {"epochs": 0.5, "warmup": 0.1}, "batch": 10}, 1009, (100, 50, 10)),
     ],
 )
-def test_length_of_a_run(changes: dict[str, object], pictures: int, world: int, expected: tuple[int, ...]) -> None:
-    assert run_length(Recipe.from_dict(changes), pictures, world) == expected
+def test_the_length_of_a_run_follows_from_the_recipe(
+    changes: dict[str, object], images: int, expected: tuple[int, ...]
+) -> None:
+    assert run_length(Recipe.from_dict(changes), images) == expected
+
+
+@pytest.mark.parametrize(("accumulate", "processes", "expected"), [(1, 1, 12), (1, 2, 6), (3, 2, 2), (12, 1, 1)])
+def test_a_batch_is_shared_by_passes_and_processes(accumulate: int, processes: int, expected: int) -> None:
+    assert Recipe.from_dict({"batch": 12, "accumulate": accumulate}).pass_batch(processes) == expected
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(RecipeError, match="batch=12: must be a multiple of accumulate = 5"):
+        Recipe.from_dict({"batch": 12, "accumulate": 5})
+    with pytest.raises(RecipeError, match="batch=12: must be a multiple of 8: accumulate = 2 × 4 processes"):
+        Recipe.from_dict({"batch": 12, "accumulate": 2}).pass_batch(4)
 
 
 def test_a_length_that_cannot_be_known_names_the_way_out() -> None:
     with pytest.raises(RecipeError, match=r"pictures is not known\. Set schedule\.steps"):
         run_length(Recipe(), None)
-    with pytest.raises(RecipeError, match=r"100 pictures make no step of 256 .*lower batch"):
-        run_length(Recipe(), 100, 2)
+    with pytest.raises(RecipeError, match=r"100 pictures make no step of batch=128: .*lower batch"):
+        run_length(Recipe(), 100)
 
 
 def test_draws_and_work_are_expectations_over_the_steps() -> None:
@@ -151,7 +167,7 @@ def test_activations_are_what_autograd_keeps_on_a_gpu(
     precision: str, size: str, output: int | None, cores: int, px: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the kernels' path, on tensors that only pretend to be on a GPU: sizes are right, memory is not needed."""
-    monkeypatch.setattr(ops, "misfit", lambda *_: "")
+    monkeypatch.setattr(ops, "unsupported_reason", lambda *_: "")
     monkeypatch.setattr(Veca, "init_weights", lambda _: None)
     config, batch, kept = get_config(size, output_dim=output), 3, {}
 
@@ -184,7 +200,8 @@ def test_activations_are_those_of_the_largest_draw() -> None:
 
 
 def test_tables_say_what_the_run_would_be() -> None:
-    shown = text(STAGE_2, get_config("veca_small"), 1_742_289, world_size=6, teacher=TEACHER)
+    recipe = dataclasses.replace(STAGE_2, batch=768)
+    shown = text(recipe, get_config("veca_small"), 1_742_289, processes=6, teacher=TEACHER)
     assert "21,628,961 parameters" in shown  # as the paper's specification has it
     moved = {word: int(row(shown, f"moved by {word}")[3].replace(",", "")) for word in ("NorMuon", "AdamW")}
     block = 4 * 384**2 + 3 * 384 * 1024
@@ -204,22 +221,13 @@ def test_says_which_resident_memory_is_not_in_the_sum() -> None:
     recipe, config = Recipe.from_dict(about), get_config("veca_tiny")
     whole = text(recipe, config, 1000, teacher=TEACHER)
     assert row(whole, "resident")[1] == f"{1000 * (3 * 288**2 + 384 * (18**2 + 2)) / 2**30:.3f}"
-    assert "the teacher said" in whole
+    assert "the teacher's maps" in whole
     assert "not known" not in whole
     unknown = text(recipe, config, 1000)
-    assert "the teacher said" not in unknown
+    assert "the teacher's maps" not in unknown
     assert "resident maps (their width is not known), the teacher's own pass and workspaces come on top" in unknown
     uncounted = text(recipe, config, None, teacher=TEACHER)
     assert "resident pictures (not counted), the teacher's own pass and workspaces come on top" in uncounted
-
-
-def test_time_follows_from_what_was_measured() -> None:
-    config = get_config("veca_small")
-    by_rate = plan(STAGE_2, config, images_per_s=1000.0)
-    assert by_rate.seconds() == 50_000 * 256 / 1000
-    by_work = plan(STAGE_2, config, tflops=100.0)
-    assert by_work.seconds() == pytest.approx(50_000 * 128 * (3 * by_work.flops() + by_work.teacher_flops()) / 1e14)
-    assert "3 h 33 min, at 1,000 images/s" in text(STAGE_2, config, 100_000, world_size=2, images_per_s=1000.0)
 
 
 def test_the_largest_model_costs_no_memory_to_plan() -> None:
@@ -228,14 +236,3 @@ def test_the_largest_model_costs_no_memory_to_plan() -> None:
     shown = text(recipe, get_config("veca_large"), 10_000, teacher=TEACHER)
     assert "303,195,301 parameters" in shown
     assert "[red]/odd[/] folder" in shown
-
-
-def test_says_what_a_cache_of_targets_would_take() -> None:
-    """Targets are a global feature and a map, two bytes a number: of two views, at each resolution that comes."""
-    values = STAGE_2.to_dict() | {"teacher": {"cache": "targets", "cache_gb": 500}, "data": {"views": 2}}
-    numbers = sum((1 + (size // 16) ** 2) * 384 for size in (256, 384, 512, 768))
-    shown = text(Recipe.from_dict(values), get_config("veca_small"), 118_287, teacher=TEACHER)
-    _, _, _, _, _, size, *rest = row(shown, "cache of targets")
-    assert float(size.replace(",", "")) == pytest.approx(118_287 * 2 * 2 * numbers / 1e9, rel=0.01)
-    assert " ".join(rest) == "GB in targets, but at most 500"
-    assert "cache of targets" not in text(STAGE_2, get_config("veca_small"), 118_287, teacher=TEACHER)

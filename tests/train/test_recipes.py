@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import veca.train.start
+import veca.train.distill
 from veca.cli.main import app
 from veca.config import get_config
 from veca.teachers import load_teacher
-from veca.teachers.known import KNOWN
-from veca.train.plan import Plan
+from veca.teachers.load import KNOWN_TEACHERS as KNOWN
+from veca.train.plan import RunPlan
 from veca.train.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -30,7 +30,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     return recipe.to_dict()
 
 
-def test_all_are_there() -> None:
+def test_all_recipes_are_there() -> None:
     stages = {f"{size}-stage{stage}" for size in HUB for stage in (1, 2)}
     assert {path.stem for path in ALL} == stages | {"tiny-h200", "tiny-h200-stage2", "quick"}
 
@@ -46,7 +46,7 @@ def test_the_first_stage_is_the_papers(size: str) -> None:
     assert found["teacher"]["name"] == f"facebook/dinov3-{HUB[size]}-pretrain-lvd1689m"
     assert found["teacher"]["standardize"] is None
     assert found["teacher"]["micro_batch"] == (64 if large else 128)
-    assert (found["batch"], found["accumulate"]) == ((64, 2) if large else (128, 1))
+    assert (found["batch"], found["accumulate"]) == ((768, 2) if large else (768, 1))
     assert found["parallel"] == ("fsdp" if large else "ddp")
     assert found["resolutions"] == [{"odds": {256: 1}, "until": None}]
     assert round(256 * found["data"]["short_side"]) == 288
@@ -64,7 +64,7 @@ def test_the_second_stage_is_the_papers(size: str) -> None:
     assert found["model"]["start"] == f"runs/{size}-stage1/best"  # where `veca distill` puts the first
     assert found["teacher"]["name"] == f"facebook/dinov3-{HUB[size]}-pretrain-lvd1689m"
     assert found["teacher"]["micro_batch"] == {256: 128, 384: 64, 512: 32, 768: 8}
-    assert (found["batch"], found["accumulate"]) == (128, 1)
+    assert (found["batch"], found["accumulate"]) == (768, 1)
     assert found["parallel"] == ("fsdp" if size == "large" else "ddp")
     assert found["resolutions"] == [
         {"odds": {256: 0.35, 384: 0.35, 512: 0.30, 768: 0}, "until": 7_000},
@@ -104,7 +104,7 @@ def test_plans_need_no_teacher_no_network_and_no_pictures(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a plan loads nothing")
 
-    monkeypatch.setattr(veca.train.start, "load_teacher", refuse)
+    monkeypatch.setattr(veca.train.distill, "load_teacher", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.chdir(tmp_path)
     shown = run(app, ["distill", str(path), "--dry-run"], env={"COLUMNS": "160"})
@@ -120,16 +120,16 @@ def test_plans_need_no_teacher_no_network_and_no_pictures(
 def test_costs_in_the_headers_are_those_of_the_plan(path: Path) -> None:
     recipe, head = load_recipe(path), path.read_text(encoding="utf-8")
     config = get_config(recipe.model.size)
-    plan = Plan(recipe, config, OBJECTS365, 6, KNOWN[recipe.teacher.name])
+    plan = RunPlan(recipe, config, OBJECTS365, 6, KNOWN[recipe.teacher.name])
     assert plan.length is not None
-    assert plan.images is not None
-    assert f"{plan.length.steps:,} steps, {plan.images:,} images" in head
+    assert plan.images_seen is not None
+    assert f"{plan.length.steps:,} steps, {plan.images_seen:,} images" in head
     student, teacher = re.findall(r"(\d\.\de\d\d)(?= FLOPs| for the teacher)", head)
-    assert float(student) == pytest.approx(3 * plan.flops() * plan.images, rel=0.05)
-    assert float(teacher) == pytest.approx(plan.teacher_flops() * plan.images, rel=0.05)
+    assert float(student) == pytest.approx(3 * plan.flops() * plan.images_seen, rel=0.05)
+    assert float(teacher) == pytest.approx(plan.teacher_flops() * plan.images_seen, rel=0.05)
     shown = run(app, [*head.split("the plan  veca ")[1].splitlines()[0].replace("recipes/", f"{FOLDER}/").split()])
     assert shown.exit_code == 0, shown.output
-    assert f"{plan.images:,}" in shown.output
+    assert f"{plan.images_seen:,}" in shown.output
 
 
 @pytest.mark.parametrize("size", HUB)
@@ -159,9 +159,9 @@ def test_what_is_known_of_efficientnet_is_what_loads() -> None:
     assert counter.get_total_flops() / 64**2 == pytest.approx(facts["flops_per_pixel"], rel=0.01)
 
 
-def test_plans_for_torchrun() -> None:
+def test_a_plan_for_torchrun_counts_all_processes() -> None:
     recipe = str(FOLDER / "small-stage1.yaml")
-    options = ["--dry-run", "--processes", "6", "--pictures", str(OBJECTS365)]
+    options = ["--dry-run", "--processes", "6", "--images", str(OBJECTS365)]
     shown = run(app, ["distill", recipe, *options], env={"COLUMNS": "160"}).output
     assert "768 pictures: 128 × 1 accumulated × 6 processes" in shown
     assert "306,180, 56,700 of them warm-up" in shown
@@ -174,7 +174,7 @@ def test_plans_for_torchrun() -> None:
 
 def test_a_plan_of_an_unknown_teacher_says_what_is_missing() -> None:
     recipe = str(FOLDER / "small-stage1.yaml")
-    changes = ["--set", "teacher.name=timm:some_vit", "--pictures", "1000"]
+    changes = ["--set", "teacher.name=timm:some_vit", "--images", "1000"]
     shown = run(app, ["distill", recipe, "--dry-run", *changes], env={"COLUMNS": "160"}).output
     assert "timm:some_vit, not loaded for a plan" in shown
     assert "no teacher's" in shown

@@ -37,12 +37,13 @@ from runs import (
 )
 
 import veca
-from veca.cli.common import stoppable
-from veca.train import checkpoints, loop
-from veca.train.checkpoints import DamagedError, listed, read_checkpoint
-from veca.train.loop import Trainer, TrainingError
+from veca.cli.common import resumable_run
+from veca.train import checkpoints, distill, engine
+from veca.train.checkpoints import DamagedError, list_checkpoints, read_checkpoint
+from veca.train.distill import Distillation
+from veca.train.engine import TrainingError
 from veca.train.recipe import RecipeError
-from veca.train.stop import Interrupted
+from veca.utils.signals import Interrupted
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up in /proc")
 
@@ -63,14 +64,14 @@ def alone(place: Place) -> Path:
 def pair(place: Place) -> Path:
     """The same of two processes, each with half the batch."""
     folder = place.folder / "pair"
-    assert finish(start(place.recipe(batch=4), folder, 2)) == [0, 0]
+    assert finish(start(place.recipe(), folder, 2)) == [0, 0]
     return folder
 
 
 def back_to(step: int, source: Path, folder: Path) -> Path:
     """A copy of a run as if it had been killed some time after the checkpoint of `step`."""
     copy_run(source, folder)
-    for path in listed(folder / "checkpoints"):
+    for path in list_checkpoints(folder / "checkpoints"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
     for name in ("model.safetensors", "config.json", "summary.json", "report.html"):
@@ -92,12 +93,12 @@ def close(found: list[dict[str, str]], expected: list[dict[str, str]]) -> bool:
 
 
 @pytest.mark.parametrize(("processes", "workers", "seed"), [(1, 0, 0), (1, 2, 1), (2, 1, 2)])
-def test_killed_at_any_moment(
+def test_a_run_killed_at_any_moment_continues_bit_for_bit(
     place: Place, alone: Path, pair: Path, tmp_path: Path, processes: int, workers: int, seed: int
 ) -> None:
     """With SIGKILL, three times, somewhere between two checkpoints of an epoch that is not over."""
     rng = random.Random(seed)
-    recipe = place.recipe(batch=8 // processes, data__workers=workers)
+    recipe = place.recipe(data__workers=workers)
     kills = 0
     for part in range(3):
         run = start(recipe, tmp_path / "run", processes)
@@ -145,7 +146,7 @@ def half_removed(_: object, path: Path, **__: object) -> None:
     "before",
     [
         dies(checkpoints, "write_tensors", 5, half_written),
-        dies(checkpoints, "_write_whole", 2, half_written),
+        dies(checkpoints, "_write_text", 2, half_written),
         dies(os, "replace", 2),
         dies(os, "replace", 2, lambda real, *arguments: real(*arguments)),
     ],
@@ -186,7 +187,7 @@ def test_killed_while_an_old_checkpoint_is_removed(place: Place, alone: Path, tm
 @pytest.mark.parametrize("standardize", [False, True])
 def test_between_two_rows_of_the_log(place: Place, tmp_path: Path, standardize: bool) -> None:
     """Rows are means over steps: those before the checkpoint are in the row after it. A teacher's statistics stay."""
-    recipe = place.recipe(checkpoints__keep=99, log_every=6, teacher__standardize=standardize, accumulate=2, batch=4)
+    recipe = place.recipe(checkpoints__keep=99, log_every=6, teacher__standardize=standardize, accumulate=2)
     train(recipe, tmp_path / "whole")
     for step in (16,) if standardize else (4, 28):
         folder = back_to(step, tmp_path / "whole", tmp_path / f"from {step}")
@@ -199,7 +200,7 @@ def test_a_run_that_is_over_stays_as_it_is(
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copy_run(alone, tmp_path / "run")
-    monkeypatch.setattr(Trainer, "batches", lambda self: pytest.fail("no picture is needed any more"))
+    monkeypatch.setattr(Distillation, "batches", lambda self: pytest.fail("no picture is needed any more"))
     said = train(place.recipe(checkpoints__keep=99), folder)
     assert_same_run(folder, alone)
     assert any(text.startswith("All 32 steps are done") for text in said)
@@ -230,11 +231,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert_same_run(folder, alone)
 
 
-def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused(place: Place, alone: Path, tmp_path: Path) -> None:
     folder = back_to(12, alone, tmp_path / "run")
-    for path in listed(folder / "checkpoints"):
+    for path in list_checkpoints(folder / "checkpoints"):
         flip(path / "model.safetensors")
-    with pytest.raises(DamagedError, match="none of the 3 checkpoints .*--restart"):
+    with pytest.raises(DamagedError, match="none of the 3 checkpoints .*--overwrite"):
         train(place.recipe(), folder)
     train(place.recipe(checkpoints__keep=99), folder, restart=True)
     assert_same_run(folder, alone)
@@ -246,7 +247,7 @@ def test_all_checkpoints_damaged(place: Place, alone: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "status", "workers"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2), (signal.SIGTERM, 143, 0)]
 )
-def test_asked_to_stop(
+def test_a_signal_finishes_the_step_and_saves(
     place: Place, alone: Path, tmp_path: Path, number: signal.Signals, status: int, workers: int
 ) -> None:
     """The whole group gets the signal, as by Ctrl-C or `timeout`: the step at hand is finished and saved."""
@@ -263,7 +264,7 @@ def test_asked_to_stop(
     step = reached(tmp_path / "run")
     assert 8 <= step < STEPS
     assert f"stopped: by {number.name}, at step {step}" in (tmp_path / "run/events.txt").read_text()
-    assert different(tensors(listed(tmp_path / "run/checkpoints")[-1]), at_step(place, alone, step)) == []
+    assert different(tensors(list_checkpoints(tmp_path / "run/checkpoints")[-1]), at_step(place, alone, step)) == []
     train(place.recipe(), tmp_path / "run")
     assert_same_run(tmp_path / "run", alone)
 
@@ -274,7 +275,10 @@ def at_step(place: Place, alone: Path, step: int) -> dict[str, torch.Tensor]:
     if not folder.exists():
         train(place.recipe(checkpoints__keep=99, checkpoints__every=1), folder)
         assert (
-            different(tensors(folder / "checkpoints/step-00000032"), tensors(listed(alone / "checkpoints")[-1])) == []
+            different(
+                tensors(folder / "checkpoints/step-00000032"), tensors(list_checkpoints(alone / "checkpoints")[-1])
+            )
+            == []
         )
     return tensors(folder / f"checkpoints/step-{step:08d}")
 
@@ -282,7 +286,7 @@ def at_step(place: Place, alone: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("asked", ["one", "all"])
 def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked: str) -> None:
     """They save the same step and leave: when one alone was asked, and when all were, with those that read pictures."""
-    run = start(place.recipe(batch=4, data__workers=1), tmp_path / "run", 2)
+    run = start(place.recipe(data__workers=1), tmp_path / "run", 2)
     wait_for(tmp_path / "run", 4, run)
     if asked == "one":
         run[1].send(signal.SIGTERM)
@@ -292,7 +296,7 @@ def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked
     assert finish(run) == [143, 143], run[0].text()
     assert 4 <= reached(tmp_path / "run") < STEPS
     assert f"stopped: by SIGTERM, at step {reached(tmp_path / 'run')}\n" in (tmp_path / "run/events.txt").read_text()
-    assert finish(start(place.recipe(batch=4), tmp_path / "run", 2)) == [0, 0]
+    assert finish(start(place.recipe(), tmp_path / "run", 2)) == [0, 0]
     assert_same_run(tmp_path / "run", pair)
 
 
@@ -301,13 +305,13 @@ def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_second_run_in_a_folder_is_refused(place: Place, alone: Path, tmp_path: Path, processes: int) -> None:
-    """Whatever it is asked, --restart too; the first is not disturbed."""
+    """Whatever it is asked, --overwrite too; the first is not disturbed."""
     folder = tmp_path / "run"
     run = start(place.recipe(data__workers=1), folder)
     wait_for(folder, 4, run)
     os.kill(run[0].pid, signal.SIGSTOP)
-    second = ["distill", place.file, "--out", folder, "--device", "cpu", "--restart", "--set", "seed=2"]
-    others = start_all([*second, "--set", f"batch={8 // processes}"], tmp_path / "second", processes)
+    second = ["distill", place.file, "--out", folder, "--device", "cpu", "--overwrite", "--set", "seed=2"]
+    others = start_all(second, tmp_path / "second", processes)
     assert finish(others) == [1] * processes
     assert f"error: another run is at work in {folder}; wait for it, or choose another name" in others[0].text()
     os.kill(run[0].pid, signal.SIGCONT)
@@ -331,26 +335,26 @@ def test_a_process_that_reads_pictures_dies(place: Place, alone: Path, tmp_path:
 
 
 def test_a_process_that_trains_dies(place: Place, pair: Path, tmp_path: Path) -> None:
-    run = start(place.recipe(batch=4), tmp_path / "run", 2)
+    run = start(place.recipe(), tmp_path / "run", 2)
     wait_for(tmp_path / "run", 4, run)
     run[1].kill()
     first, second = finish(run, 60)
     assert first != 0
     assert second == -signal.SIGKILL
-    assert finish(start(place.recipe(batch=4), tmp_path / "run", 2)) == [0, 0]
+    assert finish(start(place.recipe(), tmp_path / "run", 2)) == [0, 0]
     assert_same_run(tmp_path / "run", pair)
 
 
 def torchrun(place: Place, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     file = folder.with_suffix(".yaml")
-    file.write_text(place.recipe(batch=4, data__workers=1).to_yaml())
+    file.write_text(place.recipe(data__workers=1).to_yaml())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "veca"]
     command += ["distill", str(file), "--out", str(folder), "--device", "cpu"]
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_under_torchrun(place: Place, pair: Path, tmp_path: Path) -> None:
+def test_torchrun_ends_and_continues_a_run(place: Place, pair: Path, tmp_path: Path) -> None:
     """It ends all when one is lost, and tells its processes to stop, data workers too; nobody hangs."""
     folder, log = tmp_path / "run", tmp_path / "log"
     for step, what in ((4, "a process lost"), (12, "stopped")):
@@ -371,7 +375,7 @@ def test_under_torchrun(place: Place, pair: Path, tmp_path: Path) -> None:
         assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
         assert step <= reached(folder) < STEPS
     assert "stopped: by SIGTERM" in (folder / "events.txt").read_text(), log.read_text()
-    assert finish(start(place.recipe(batch=4), folder, 2)) == [0, 0]
+    assert finish(start(place.recipe(), folder, 2)) == [0, 0]
     assert_same_run(folder, pair)
 
 
@@ -381,7 +385,7 @@ def test_under_torchrun(place: Place, pair: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "parallel"), [(1, 2, "ddp"), (2, 1, "ddp"), (1, 2, "fsdp"), (2, 1, "fsdp")]
 )
-def test_with_another_number_of_processes(
+def test_another_number_of_processes_continues_a_run(
     place: Place, alone: Path, tmp_path: Path, before: int, after: int, parallel: str
 ) -> None:
     """The same pictures per step, the same numbers to rounding."""
@@ -390,22 +394,22 @@ def test_with_another_number_of_processes(
         back_to(12, alone, folder)
         shutil.rmtree(folder / "best")
     else:
-        run = start(place.recipe(batch=4, parallel=parallel), folder, 2)
+        run = start(place.recipe(parallel=parallel), folder, 2)
         wait_for(folder, 12, run)
         kill(run)
-    run = start(place.recipe(batch=8 // after, parallel=parallel if after == 2 else "ddp"), folder, after)
+    run = start(place.recipe(parallel=parallel if after == 2 else "ddp"), folder, after)
     assert finish(run) == [0] * after, run[0].text()
     for name in ("metrics.csv", "validation.csv"):
         assert close(table(folder / name), table(alone / name)), name
-    found, expected = (tensors(listed(f / "checkpoints")[-1]) for f in (folder, alone))
+    found, expected = (tensors(list_checkpoints(f / "checkpoints")[-1]) for f in (folder, alone))
     assert found.keys() == expected.keys()
     for name in found:
         assert torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-4), name
 
 
-def test_with_another_batch_of_all(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_another_number_of_images_per_step_is_refused(place: Place, alone: Path, tmp_path: Path) -> None:
     folder = back_to(12, alone, tmp_path / "run")
-    with pytest.raises(RecipeError, match="batch=4 × 1 processes: .* 8 pictures .*Set batch=8"):
+    with pytest.raises(RecipeError, match="batch=4: the run in .* has had 8 images per step, .*Set batch=8"):
         train(place.recipe(batch=4), folder)
 
 
@@ -415,19 +419,22 @@ def test_with_another_batch_of_all(place: Place, alone: Path, tmp_path: Path) ->
 def test_a_folder_that_is_cleared_under_a_run_costs_what_was_in_it_and_no_more(
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_step = Trainer.train_step
+    one_step = Distillation.train_step
 
-    def then_cleared(self: Trainer, batches: Any) -> None:
+    def then_cleared(self: Distillation, batches: Any) -> None:
         one_step(self, batches)
         if self.step == STEPS - 6:
             assert (folder / "metrics.csv").is_file()
             shutil.rmtree(folder)
 
     folder = tmp_path / "run"
-    monkeypatch.setattr(Trainer, "train_step", then_cleared)
+    monkeypatch.setattr(Distillation, "train_step", then_cleared)
     train(place.recipe(), folder)
     assert different(tensors(folder), tensors(alone)) == []
-    assert [path.name for path in listed(folder / "checkpoints")] == [f"step-{STEPS - 4:08}", f"step-{STEPS:08}"]
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == [
+        f"step-{STEPS - 4:08}",
+        f"step-{STEPS:08}",
+    ]
     steps = [row["step"] for row in table(folder / "metrics.csv")]
     assert steps == [row["step"] for row in table(alone / "metrics.csv")][-len(steps) :]
     assert set(steps) >= {str(STEPS - 2), str(STEPS)}
@@ -440,12 +447,12 @@ def test_where_a_checkpoint_finds_no_room_weights_may(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "write_checkpoint", full)
+    monkeypatch.setattr(engine, "write_checkpoint", full)
     way = r"checkpoint of step 32 cannot be written \(No space left on device\); its weights are in .*Make room"
     with pytest.raises(TrainingError, match=way):
         train(place.recipe(), tmp_path)
     assert different(tensors(tmp_path), tensors(alone)) == []
-    monkeypatch.setattr(loop, "save_tensors", full)
+    monkeypatch.setattr(distill, "save_tensors", full)
     with pytest.raises(TrainingError, match="nor can its weights. Make room"):
         train(place.recipe(), tmp_path)
 
@@ -453,7 +460,7 @@ def test_where_a_checkpoint_finds_no_room_weights_may(
 def begun(alone: Path, folder: Path) -> Path:
     """A copy of the run as it was after 16 steps."""
     copy_run(alone, folder)
-    for path in listed(folder / "checkpoints"):
+    for path in list_checkpoints(folder / "checkpoints"):
         if int(path.name.removeprefix("step-")) > 16:
             shutil.rmtree(path)
     for name in ("model.safetensors", "config.json", "summary.json", "report.html"):
@@ -461,7 +468,7 @@ def begun(alone: Path, folder: Path) -> Path:
     return folder
 
 
-def test_pictures_may_move(place: Place, alone: Path, tmp_path: Path) -> None:
+def test_images_may_move_between_runs(place: Place, alone: Path, tmp_path: Path) -> None:
     folder, moved = begun(alone, tmp_path / "run"), tmp_path / "elsewhere"
     shutil.copytree(place.folder / "photos", moved / "photos")
     shutil.copytree(place.folder / "validation", moved / "validation")
@@ -471,38 +478,46 @@ def test_pictures_may_move(place: Place, alone: Path, tmp_path: Path) -> None:
     assert different(tensors(folder), tensors(alone)) == []
 
 
+def test_a_resumed_run_may_take_its_batch_in_more_passes(place: Place, alone: Path, tmp_path: Path) -> None:
+    """The same images in each step, and the same weights but for rounding: the way out where memory is short."""
+    train(place.recipe(accumulate=2), folder := begun(alone, tmp_path / "run"))
+    ours, theirs = tensors(folder), tensors(alone)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
+    assert json.loads((folder / "summary.json").read_text())["images"] == 8 * STEPS
+
+
 def test_processes_agree_to_stop_before_torchrun_loses_patience(place: Place, tmp_path: Path) -> None:
     """Steps that take long are not waited for by the ten."""
 
     def slow() -> None:
-        one_step = Trainer.train_step
+        one_step = Distillation.train_step
 
-        def step(self: Trainer, batches: Any) -> None:
+        def step(self: Distillation, batches: Any) -> None:
             time.sleep(1.2)
             one_step(self, batches)
 
-        Trainer.train_step = step
+        Distillation.train_step = step
 
     folder = tmp_path / "run"
-    run = start(place.recipe(batch=4, checkpoints__every=1000, log_every=1), folder, 2, slow)
+    run = start(place.recipe(checkpoints__every=1000, log_every=1), folder, 2, slow)
     wait_until(lambda: (folder / "metrics.csv").exists(), run)
     for process in run:
         process.send(signal.SIGTERM)
     assert [process.wait() for process in run] == [128 + signal.SIGTERM] * 2
-    assert 0 < reached(folder) < loop.AGREE_STEPS
+    assert 0 < reached(folder) < engine.STOP_CHECK_STEPS
 
 
 def test_begun_anew_a_folder_has_nothing_of_the_old_run(
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ends(self: Trainer, batches: Any) -> None:
+    def ends(self: Distillation, batches: Any) -> None:
         raise Interrupted(signal.SIGTERM)
 
     folder = copy_run(alone, tmp_path / "run")
-    monkeypatch.setattr(Trainer, "train_step", ends)
+    monkeypatch.setattr(Distillation, "train_step", ends)
     with pytest.raises(Interrupted):
         train(place.recipe(), folder, restart=True)
-    assert not listed(folder / "checkpoints")
+    assert not list_checkpoints(folder / "checkpoints")
     left = {path.name for path in folder.iterdir()}
     assert left.isdisjoint({"model.safetensors", "config.json", "summary.json"})
     with pytest.raises(ValueError, match="model"):
@@ -513,11 +528,11 @@ def test_weights_are_told_their_own_loss_and_the_best_are_compared_with_their_li
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rising = iter(range(7, 99))
-    monkeypatch.setattr("veca.train.loop.validate", lambda *_: {(32, 8): {"total": float(next(rising))}})
+    monkeypatch.setattr("veca.train.distill.validate", lambda *_: {(32, 8): {"total": float(next(rising))}})
     train(place.recipe(), folder := begun(alone, tmp_path / "same"))
-    best = read_checkpoint(listed(alone / "checkpoints")[3]).facts["best"]
+    best = read_checkpoint(list_checkpoints(alone / "checkpoints")[3]).facts["best"]
     assert veca.load(folder).provenance["validation"] == 8
-    assert read_checkpoint(listed(folder / "checkpoints")[-1]).facts["best"] == best < 7
+    assert read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).facts["best"] == best < 7
     train(place.recipe(validation__budgets=[16]), folder := begun(alone, tmp_path / "other"))
     assert "changed: validation" in (folder / "events.txt").read_text()
     assert veca.load(folder / "best").provenance["validation"] == 9
@@ -540,9 +555,11 @@ def test_what_a_run_starts_from_is_not_written_over(place: Place, alone: Path, s
 
 
 @pytest.mark.parametrize("stop", [Interrupted(signal.SIGTERM), KeyboardInterrupt()])
-@pytest.mark.parametrize(("restart", "way"), [(False, "The same command continues"), (True, "without --restart cont")])
+@pytest.mark.parametrize(
+    ("restart", "way"), [(False, "The same command continues"), (True, "without --overwrite cont")]
+)
 def test_how_to_go_on_is_said(tmp_path: Path, stop: BaseException, restart: bool, way: str) -> None:
     said: list[str] = []
-    with pytest.raises(typer.Exit), stoppable(tmp_path, said.append, restart):
+    with pytest.raises(typer.Exit), resumable_run(tmp_path, said.append, restart):
         raise stop
     assert way in said[0]

@@ -11,7 +11,7 @@ from veca.train.schedule import draw, learning_rate
 BUDGETS = {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4}
 
 
-def test_learning_rate_is_the_authors() -> None:
+def test_the_learning_rate_matches_the_authors() -> None:
     golden = json.loads((GOLDEN / "schedule.json").read_text())
     settings = golden["total"], golden["warmup"], golden["lr"], golden["lr_min"]
     found = [learning_rate(step, *settings) for step in range(len(golden["lr_at_step"]))]
@@ -22,7 +22,7 @@ def test_learning_rate_without_warmup_starts_at_the_peak() -> None:
     assert learning_rate(0, total=10, warmup=0, peak=2.0, low=1.0) == 2.0
 
 
-def test_drawn_by_the_odds() -> None:
+def test_draws_follow_the_odds() -> None:
     count = 20_000
     drawn = Counter(draw(BUDGETS, "budget", seed=3, step=step) for step in range(count))
     for budget, odd in BUDGETS.items():

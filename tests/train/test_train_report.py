@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from veca.cli.main import app
 from veca.report.colours import ramp_colours
-from veca.train.log import RunLog
+from veca.train.logger import RunLogger
 from veca.train.recipe import Recipe
 from veca.train.report import write_distill_report
 
@@ -38,7 +38,7 @@ def grid(shift: float) -> dict[tuple[int, int], dict[str, float]]:
 
 
 def write_run(folder: Path, recipe: Recipe = RECIPE) -> None:
-    with RunLog(folder) as log:
+    with RunLogger(folder) as log:
         for step in range(10, 401, 10):
             values = {
                 "total": 2 / step,
@@ -190,7 +190,7 @@ def test_a_folder_with_nothing_in_it_makes_a_page(tmp_path: Path) -> None:
 
 
 def test_a_run_that_died_early_makes_a_page(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
+    with RunLogger(tmp_path) as log:
         log.train(1, {"total": math.nan, "cls": math.inf, "images": 8, "budget_8": 1})
     (tmp_path / "recipe.yaml").write_text("model: [torn")
     (tmp_path / "summary.json").write_text("{")
@@ -204,7 +204,7 @@ def test_a_run_that_died_early_makes_a_page(tmp_path: Path) -> None:
 
 
 def test_one_resolution_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
+    with RunLogger(tmp_path) as log:
         for step, total in ((1, 1.0), (2, math.nan), (3, 0.5)):
             log.train(step, {"total": total})
         log.validation(1, {(256, 8): {"total": 1.0}, (256, 64): {"total": 0.5}})
@@ -219,7 +219,7 @@ def test_one_resolution_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def test_draws_that_rows_name_are_counted_too(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
+    with RunLogger(tmp_path) as log:
         for step, budget in enumerate((8, 64, 64, 64)):
             log.train(step, {"total": 1.0, "budget": budget, "resolution": 256})
     budgets, resolutions = tables(ET.fromstring(write_distill_report(tmp_path).read_text()), "What was drawn")
@@ -239,4 +239,4 @@ def test_the_command_writes_it_anew(folder: Path, page: str, tmp_path: Path) -> 
     assert str(folder / "report.html") in shown.output
     assert (folder / "report.html").read_text(encoding="utf-8").count("<svg") == page.count("<svg")
     missing = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
-    assert "is no folder" in str(missing.exception)
+    assert "is not a folder" in str(missing.exception)

@@ -26,12 +26,11 @@ from typer.testing import CliRunner
 
 import veca
 import veca.cli.main
-from veca.data import loader as data
-from veca.data.sources import decoded, items_of
+from veca.data import loader
+from veca.data.sources import iter_items
 from veca.probe import features
-from veca.train.checkpoints import listed
-from veca.train.stop import signals
-from veca.utils.signals import Terminated, terminable
+from veca.train.checkpoints import list_checkpoints
+from veca.utils.signals import Terminated, deferred_signals, terminable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up in /proc")
 
@@ -62,14 +61,14 @@ class Commands:
         common: list[object] = ["--device", "cpu", "--workers", 2]
         model, classes = self.folder / "model", self.folder / "classes"
         if command == "embed":
-            return ["embed", classes, "--model", model, "--out", out, "--size", 32, "--batch", 2, *common]
+            return ["embed", classes, "--model", model, "--out", out, "--size", 32, "--batch-size", 2, *common]
         if command == "probe":
-            sizes = ["--cores", "8,64", "--sizes", "32,48", "--epochs", 2, "--at-once", 2, "--no-progress"]
-            return ["probe", "classify", model, "--data", classes, "--out", out, *sizes, *common]
+            sizes = ["--cores", "8,64", "--size", "32,48", "--epochs", 2, "--batch-size", 2, "--no-progress"]
+            return ["probe", "classify", "--model", model, "--data", classes, "--out", out, *sizes, *common]
         if command == "finetune":
-            short = ["--size", 32, "--cores", "8,64", "--epochs", 2, "--batch", 4, "--head", "new"]
+            short = ["--size", 32, "--cores", "8,64", "--epochs", 2, "--batch-size", 4, "--head", "new"]
             short += ["--set", "every=4", "--set", "progress=false"]
-            return ["finetune", "classify", model, "--data", classes, "--out", out, *short, *common]
+            return ["finetune", "classify", "--model", model, "--data", classes, "--out", out, *short, *common]
         return ["distill", self.recipe, "--out", out, "--device", "cpu"]
 
     def out(self, command: str, folder: Path) -> Path:
@@ -114,7 +113,7 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module in (veca.data.sources, features, data):
+        for module in (loader, features):
             real: Any = module.open_image
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:
@@ -174,7 +173,7 @@ def assert_same(command: str, found: Path, expected: Path) -> None:
     elif command == "finetune":
         for name in ("metrics.csv", "validation.csv"):
             assert table(found / name) == table(expected / name)
-        a, b = (tensors(listed(folder / "checkpoints")[-1]) for folder in (found, expected))
+        a, b = (tensors(list_checkpoints(folder / "checkpoints")[-1]) for folder in (found, expected))
         assert all(a[name].equal(b[name]) for name in a)
     else:
         names = [sorted(path.name for path in (folder / "features").iterdir()) for folder in (found, expected)]
@@ -262,7 +261,7 @@ def test_workers_outlive_the_thread_that_started_them(tmp_path: Path) -> None:
     """The system would end those it is to end with their parent at the end of the *thread* that forked them."""
     for i in range(40):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
-    block = decoded(items_of([str(tmp_path)]), 16, "crop", 1000, workers=1)
+    block = loader.decode_items(iter_items([str(tmp_path)]), 16, "crop", 1000, workers=1)
     records: list[Any] = []
 
     def start() -> None:
@@ -296,7 +295,7 @@ def test_two_probes_at_once_share_a_folder(
 def test_any_command_exits_as_shells_expect(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(veca.cli.main, "write_demo", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr("veca.cli.demo.write_demo", lambda *_, **__: signal.raise_signal(number))
     monkeypatch.setattr(sys, "argv", ["veca", "demo", "--out", str(tmp_path / "report.html")])
     before = signal.signal(number, signal.SIG_DFL)
     try:
@@ -330,7 +329,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         noted: list[int] = []
-        with terminable(), signals(noted.append):
+        with terminable(), deferred_signals(noted.append):
             signal.raise_signal(signal.SIGHUP)
         assert noted == []
     finally:

@@ -19,9 +19,9 @@ from PIL import Image
 
 from veca.web.app import create_app
 from veca.web.connections import ConnectionPool, Limits, create_server
-from veca.web.jobs import BusyError, ProblemError, Steps, Worker
-from veca.web.security import Guard
-from veca.web.uploads import Uploads
+from veca.web.jobs import BusyError, JobQueue, JobSteps, RequestError
+from veca.web.security import SecurityMiddleware
+from veca.web.uploads import UploadReceiver
 
 PATIENT = Limits(header_seconds=60, idle_seconds=60, body_seconds=60, grace_seconds=60)
 """Nothing ends by itself while a test runs."""
@@ -201,7 +201,7 @@ def test_an_address_has_a_share_and_others_keep_theirs() -> None:
         assert other.recv(2**16).startswith(b"HTTP/1.1 200")
 
 
-def test_whoever_is_worked_for_is_not_cut_off_and_others_are_told_to_wait() -> None:
+def test_connections_being_worked_for_are_kept_and_others_told_to_wait() -> None:
     release = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -298,13 +298,13 @@ class FakeUpload:
 
 def test_where_memory_runs_short_the_slowest_upload_of_the_largest_address_ends() -> None:
     async def scenario() -> list[object]:
-        uploads = Uploads(PATIENT, most=2**20)
+        uploads = UploadReceiver(PATIENT, max_bytes=2**20)
 
         async def receive(request: FakeUpload, address: str) -> object:
             try:
                 async with uploads.receive(request, address) as data:  # type: ignore[arg-type]
                     return len(data)
-            except ProblemError as error:
+            except RequestError as error:
                 return error.status
 
         requests = [FakeUpload() for _ in range(5)]
@@ -331,7 +331,7 @@ def test_one_address_cannot_take_all_requests_nor_the_whole_queue() -> None:
             await release.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        guard, statuses = Guard(app, {"localhost"}, most=8), []
+        guard, statuses = SecurityMiddleware(app, {"localhost"}, max_requests=8), []
 
         async def arrive(address: str) -> None:
             async def send(message: Any) -> None:
@@ -354,17 +354,17 @@ def test_one_address_cannot_take_all_requests_nor_the_whole_queue() -> None:
 
     release, log = threading.Event(), []
 
-    def held() -> Steps[None]:
+    def held() -> JobSteps[None]:
         release.wait(DEADLINE)
         return
         yield
 
-    def job(name: str) -> Steps[None]:
+    def job(name: str) -> JobSteps[None]:
         log.append(name)
         return
         yield
 
-    worker = Worker("test", 8)
+    worker = JobQueue("test", 8)
     try:
         futures = [worker.submit("held", held)]
         futures += [worker.submit(f"a{i}", lambda i=i: job(f"a{i}"), client="a") for i in range(6)]  # type: ignore[misc]
@@ -381,11 +381,11 @@ def test_one_address_cannot_take_all_requests_nor_the_whole_queue() -> None:
 
 
 def test_a_token_is_found_among_other_cookies() -> None:
-    guard = Guard(SimpleNamespace(), {"localhost"}, token="correct-horse")  # type: ignore[arg-type]
+    guard = SecurityMiddleware(SimpleNamespace(), {"localhost"}, token="correct-horse")  # type: ignore[arg-type]
     scope = {"path": "/api/about", "query_string": b""}
 
     def refused(cookie: str) -> bool:
-        return guard._refusal(scope, {"host": "localhost", "cookie": cookie}, "") is not None
+        return guard._check(scope, {"host": "localhost", "cookie": cookie}, "") is not None
 
     assert not refused('a="b; c"; veca-token=correct-horse; d=e')
     assert refused('a="veca-token=correct-horse"')

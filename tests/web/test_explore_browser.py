@@ -137,7 +137,7 @@ def photo(width: int = 300, height: int = 200) -> bytes:
 FEATURES, SIMILAR, LOOKS, BARS = (f".{name} canvas" for name in ("features", "similar", "looks", "listens"))
 
 
-def test_load_pick_a_sample_and_move_the_sliders(visit: Visit) -> None:
+def test_samples_and_sliders_change_what_is_shown(visit: Visit) -> None:
     visit.open()
     visit.shown("astronaut 64 256 2")
     assert "random" not in visit.page.inner_text("#notice"), "these weights are not announced as random"
@@ -166,7 +166,7 @@ def test_load_pick_a_sample_and_move_the_sliders(visit: Visit) -> None:
         visit.remembered(name, value)
 
 
-def test_hover_hold_and_pick_a_core(visit: Visit) -> None:
+def test_patches_are_hovered_and_held_and_cores_picked(visit: Visit) -> None:
     visit.open("picture=coffee&size=128&cores=16&overlay=60")
     visit.shown("coffee 16 128 2")
     assert visit.page.inner_text(".similar figcaption span") == "point at one"
@@ -200,7 +200,7 @@ def test_hover_hold_and_pick_a_core(visit: Visit) -> None:
     visit.remembered("at", None)
 
 
-def test_compare_with_a_linked_cursor_and_share_it(visit: Visit, browser: Any, address: str) -> None:
+def test_panes_share_a_cursor_and_a_link_restores_them(visit: Visit, browser: Any, address: str) -> None:
     visit.open("picture=astronaut&size=128")
     visit.page.click("#compare")
     visit.shown("astronaut 32 256 2", pane=1)
@@ -224,7 +224,7 @@ def test_compare_with_a_linked_cursor_and_share_it(visit: Visit, browser: Any, a
     assert visit.page.locator(".pane").count() == 1
 
 
-def test_drop_a_picture_then_a_broken_one(visit: Visit) -> None:
+def test_a_dropped_image_is_shown_and_a_broken_one_refused(visit: Visit) -> None:
     visit.open("size=128")
     drop = """async ([bytes, name]) => {
       const carried = new DataTransfer();
@@ -256,7 +256,7 @@ def test_drop_a_picture_then_a_broken_one(visit: Visit) -> None:
     assert visit.page.is_hidden("#problem")
 
 
-def test_keyboard_only(visit: Visit) -> None:
+def test_everything_works_with_the_keyboard_only(visit: Visit) -> None:
     visit.open("size=128")
     press = visit.page.keyboard.press
 
@@ -296,7 +296,7 @@ def test_keyboard_only(visit: Visit) -> None:
     assert names == [], "everything that can be used or seen has a name"
 
 
-def test_save_the_figure_and_the_features(visit: Visit, tmp_path: Any) -> None:
+def test_figure_and_features_can_be_saved(visit: Visit, tmp_path: Any) -> None:
     visit.open("picture=coffee&size=128&cores=16&at=0.5,0.5")
     with visit.page.expect_download() as download:
         visit.page.click("#figure")
@@ -313,7 +313,7 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touc
 
 
 @pytest.mark.parametrize("visit", [PHONE], indirect=True)
-def test_a_phone(visit: Visit) -> None:
+def test_the_page_fits_a_phone(visit: Visit) -> None:
     visit.open("picture=coffee&size=128")
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing has to be scrolled sideways"
     visit.page.locator(FEATURES).tap()
@@ -336,7 +336,7 @@ def test_a_model_that_gives_nothing_finite_says_so(visit: Visit) -> None:
     assert visit.page.is_hidden("#problem")
 
 
-def test_a_question_that_was_overtaken_is_asked_again(visit: Visit) -> None:
+def test_an_overtaken_request_is_repeated(visit: Visit) -> None:
     asked: list[str] = []
 
     def overtake(route: Any) -> None:

@@ -1,6 +1,5 @@
-"""Counting and measuring: FLOPs, time, memory, and how far from the machine's floor.
+"""Benchmarks of models, attention, training steps, data loading, ONNX files and the explorer.
 
-`cases` says what is measured, `contenders` who takes part, `latency` and `machine` how, `run` puts them together,
-`report` and `plots` show what came out. `python -m veca.bench.memory`: peak memory of a forward pass, on a CPU too.
-`python -m veca.bench.data`: how fast pictures for training come.
+`veca bench model|train|attention` runs every `contenders` entry on the `cases` of a sweep (`run`), with the machine's
+own limits (`machine`) and the error against float64 (`accuracy`) beside each time; `report` and `plots` show results.
 """

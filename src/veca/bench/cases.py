@@ -1,4 +1,4 @@
-"""What is measured: a size of model, pixels, batch and budget; the default cases and the times aimed at."""
+"""Benchmark cases: model size, image size, batch size and budget; the default cases and target times."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ class Case:
             known = [name.removeprefix("veca_") for name in SIZES]
             hint = did_you_mean(self.model.removeprefix("veca_"), known)
             raise ArgumentError(f"unknown model {self.model!r}{hint}. Known: {', '.join(known)}")
-        patch, most = self.config.patch_size, self.config.num_cores
+        patch, num_cores = self.config.patch_size, self.config.num_cores
         if self.size < patch or self.size % patch:
-            near = max(patch, round(self.size / patch) * patch)
+            nearest = max(patch, round(self.size / patch) * patch)
             raise ArgumentError(
-                f"size={self.size} in case {self}: must be a positive multiple of {patch}, such as {near}"
+                f"size={self.size} in case {self}: must be a positive multiple of {patch}, such as {nearest}"
             )
         if self.batch < 1:
             raise ArgumentError(f"batch={self.batch} in case {self}: must be at least 1")
-        if not is_budget(self.cores, most):
-            raise ArgumentError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {most}")
+        if not is_budget(self.cores, num_cores):
+            raise ArgumentError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {num_cores}")
 
     @classmethod
     def parse(cls, text: str) -> Case:
+        """A case from MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES."""
         model, *numbers = text.split(":")
         if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
             raise ArgumentError(
                 f"case {text!r}: must be MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES, as base:1024:16"
             )
         size, batch, *cores = map(int, numbers)
-        return cls(full_name(model), size, batch, *(cores or [64]))
+        return cls(full_model_name(model), size, batch, *(cores or [64]))  # 64: all cores of the named sizes
 
     def __str__(self) -> str:
         return f"{self.model.removeprefix('veca_')}:{self.size}:{self.batch}:{self.cores}"
@@ -68,11 +69,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of VECA, in one image."""
+        """Cores and patches of one image."""
         return self.cores + self.patches
 
 
-def full_name(model: str) -> str:
+def full_model_name(model: str) -> str:
     """`base` and `veca_base` are the same model."""
     return f"veca_{model}" if f"veca_{model}" in SIZES else model
 
@@ -86,18 +87,17 @@ def choose_cases(
     batches: Sequence[int] = (),
     cores: Sequence[int] = (),
 ) -> list[Case]:
-    """The exact cases, or every combination of the rest, or the default cases when nothing is asked for."""
-    swept = bool(models or sizes or batches or cores)
-    if exact and swept:
+    """The `exact` cases, or every combination of the other arguments, or the default cases when all are empty."""
+    is_sweep = bool(models or sizes or batches or cores)
+    if exact and is_sweep:
         raise ArgumentError(
-            "--case says all there is to a case; leave out --model, --size, --batch and --cores, or --case"
+            "--case says all there is to a case; leave out --model, --size, --batch-size and --cores, or --case"
         )
-    if exact:
-        return [Case.parse(text) for text in exact]
-    if not swept:
-        return [Case.parse(text) for text in (DEFAULT_CUDA if on_cuda else DEFAULT_CPU)[bench].split()]
-    product = itertools.product(models or ["base"], sizes or [1024], batches or [16 if on_cuda else 1], cores or [64])
-    return [Case(full_name(model), *numbers) for model, *numbers in product]
+    if not exact and is_sweep:
+        batches = batches or [16 if on_cuda else 1]
+        product = itertools.product(models or ["base"], sizes or [1024], batches, cores or [64])
+        return [Case(full_model_name(model), *numbers) for model, *numbers in product]
+    return [Case.parse(text) for text in exact or (DEFAULT_CUDA if on_cuda else DEFAULT_CPU)[bench].split()]
 
 
 TARGETS: dict[Bench, dict[str, float]] = {
@@ -113,9 +113,9 @@ TARGETS: dict[Bench, dict[str, float]] = {
     "train": {"small:256:384": 48, "small:512:96": 42, "base:256:128": 48, "base:512:32": 42},
     "attention": {"base:1024:16": 0.18},
 }
-"""Milliseconds aimed at on one H200 in bfloat16 with 64 cores.
+"""Target milliseconds on one H200 in bfloat16 with 64 cores.
 
-Of attention it is the forward pass; its backward pass is to take at most `BACKWARD_TARGET` times the forward pass.
+For attention it is the forward pass; the target of its backward pass is `BACKWARD_TARGET` times the forward pass.
 """
 BACKWARD_TARGET = 3.0
 
@@ -128,5 +128,5 @@ DEFAULT_CPU: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "sm
 
 
 def target_ms(bench: Bench, case: Case) -> float | None:
-    """The milliseconds aimed at for a case, if there are any."""
+    """The target time of a case in milliseconds, if it has one."""
     return {Case.parse(text): ms for text, ms in TARGETS[bench].items()}.get(case)

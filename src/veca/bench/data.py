@@ -1,8 +1,4 @@
-"""How fast pictures come: `python -m veca.bench.data SOURCE…`.
-
-One process does each part of the work by itself, then worker processes do all of it. The rate for a core is what
-tells how many cores a GPU needs.
-"""
+"""Throughput of the training data: reading, decoding, cropping and augmenting images."""
 
 from __future__ import annotations
 
@@ -10,89 +6,83 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-import typer
 from rich.table import Table
 
 from veca.bench.machine import machine_facts
-from veca.data.augment import augment_image
-from veca.data.loader import Batch, Pictures, TrainBatches, see, to_model_input
-from veca.data.sampler import view_of
+from veca.data.index import ImageIndex
+from veca.data.loader import Batch, load_crop, to_model_input, train_loader
+from veca.data.sampler import TrainSampler, sample_transforms
+from veca.data.transforms import augment_image
 from veca.images import ImageError, open_image
 from veca.utils.console import PlainConsole
 
-_PIXELS = 2**26
+_MAX_PIXELS = 2**26
 
 
-def rate(work: Callable[[int], object], numbers: Iterable[int], seconds: float) -> float:
-    """Calls a second; pictures that cannot be used count as done."""
-    count, start = 0, time.perf_counter()
-    for number in numbers:
-        with contextlib.suppress(ImageError):
-            work(number)
-        count += 1
-        if time.perf_counter() - start > seconds:
-            break
-    return count / (time.perf_counter() - start)
-
-
-def run(
-    sources: Annotated[list[str], typer.Argument(help="Folders, globs, tar shards, addresses, hf: datasets.")],
-    resolution: Annotated[int, typer.Option(min=16)] = 256,
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: as many as there are cores.")] = 0,
-    batch: Annotated[int, typer.Option(min=1)] = 128,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For each measurement.")] = 5.0,
+def bench_data(
+    sources: Sequence[str], resolution: int = 256, workers: int = 0, batch_size: int = 128, seconds: float = 5.0
 ) -> None:
-    """Measure how many pictures a second are read, decoded, cropped and augmented."""
+    """Print how many images per second one process, then `workers` processes (0: one per CPU), get ready for training.
+
+    Each measurement takes `seconds`. The rate per CPU core says how many cores a GPU needs.
+    """
     torch.set_num_threads(1)
-    workers = workers or len(os.sched_getaffinity(0))
-    pictures = Pictures.find(sources)
-    numbers = [i % len(pictures) for i in range(max(len(pictures), 100_000))]
+    cpus = len(os.sched_getaffinity(0))
+    workers = workers or cpus
+    images = ImageIndex.build(sources)
+    indices = [i % len(images) for i in range(max(len(images), 100_000))]
 
-    def seen(number: int) -> object:
-        return see(pictures.read(number), view_of(0, number, 0), resolution, 1.125, _PIXELS)
+    def crop(index: int) -> object:
+        params = sample_transforms(0, [index], [0]).item()
+        return load_crop(images.read(index), params, resolution, 1.125, _MAX_PIXELS)
 
-    def augmented(number: int) -> object:
-        view = view_of(0, number, 0)
-        image = see(pictures.read(number), view, resolution, 1.125, _PIXELS)
-        return augment_image(image, view.op, view.strength)
+    def augment(index: int) -> object:
+        params = sample_transforms(0, [index], [0]).item()
+        image = load_crop(images.read(index), params, resolution, 1.125, _MAX_PIXELS)
+        return augment_image(image, params.op, params.strength)
 
     stages: dict[str, Callable[[int], object]] = {
-        "read": pictures.read,
-        "read, decode all of it": lambda number: open_image(pictures.read(number)),
-        "read, decode, resize, crop, flip": seen,
-        "the same and TrivialAugmentWide": augmented,
+        "read": images.read,
+        "read, decode in full": lambda index: open_image(images.read(index)),
+        "read, decode, resize, crop, flip": crop,
+        "the same and TrivialAugmentWide": augment,
     }
-    table = Table("one process", "images/s", title=f"{len(pictures):,} pictures at {resolution}")
-    for name, work in stages.items():
-        rate(work, numbers, 0.2)
-        table.add_row(name, f"{rate(work, numbers, seconds):,.0f}")
     console = PlainConsole()
+    table = Table("one process", "images/s", title=f"{len(images):,} images at {resolution}")
+    for name, stage in stages.items():
+        calls_per_second(stage, indices, 0.2)  # warm up
+        table.add_row(name, f"{calls_per_second(stage, indices, seconds):,.0f}")
     console.print(table)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("augmented on", "images/s", "for a core", title=f"{workers} workers, batch {batch}")
+    table = Table("augmented on", "images/s", "per CPU core", title=f"{workers} workers, batch size {batch_size}")
     for where in ("cpu", "gpu") if device == "cuda" else ("cpu",):
-        with TrainBatches(
-            pictures, resolution_of=lambda _: resolution, batch=batch, workers=workers, where=where
-        ) as stream:
-            steps = iter(stream)
+        sampler = TrainSampler(len(images), batch_size, lambda _: resolution)
+        with train_loader(images, sampler, workers, where=where) as loader:
+            batches = iter(loader)
 
-            def take(_: int, steps: Iterator[Batch] = steps) -> None:
-                batch = next(steps)
-                if device == "cuda":  # else the normalisation would take the time of a worker
+            def take_batch(_: int, batches: Iterator[Batch] = batches) -> None:
+                batch = next(batches)
+                if device == "cuda":  # on a CPU normalisation would compete with the workers
                     to_model_input(batch, device)
 
-            rate(take, range(3), seconds)  # the first come slowly, the next were made while they did
-            found = rate(take, itertools.repeat(0), 2 * seconds) * batch
-        cores = min(workers, len(os.sched_getaffinity(0)))
-        table.add_row(where, f"{found:,.0f}", f"{found / cores:,.0f}")
+            calls_per_second(take_batch, range(3), seconds)  # workers start, and fill their queue
+            rate = calls_per_second(take_batch, itertools.repeat(0), 2 * seconds) * batch_size
+        table.add_row(where, f"{rate:,.0f}", f"{rate / min(workers, cpus):,.0f}")
     console.print(table)
     console.print(" · ".join(f"{key} {value}" for key, value in machine_facts(torch.device(device)).items()))
 
 
-if __name__ == "__main__":
-    typer.run(run)
+def calls_per_second(call: Callable[[int], object], indices: Iterable[int], seconds: float) -> float:
+    """Rate of `call(index)` over about `seconds`; images that cannot be decoded count as done."""
+    count, start = 0, time.perf_counter()
+    for index in indices:
+        with contextlib.suppress(ImageError):
+            call(index)
+        count += 1
+        if time.perf_counter() - start > seconds:
+            break
+    return count / (time.perf_counter() - start)

@@ -1,15 +1,7 @@
-"""How quick the explorer is, and what a crowd does to it.
-
-    python -m veca.bench.explorer page     # in Chromium: from the drop of a picture, or another budget, to the screen
-    python -m veca.bench.explorer crowd    # over HTTP: 50 clients at once, each with pictures of its own
-    python -m veca.bench.explorer shot docs/images/explorer.png    # a picture of the page
-
-All start `veca explore` in a process of its own.
-"""
+"""Latency of the explorer's page in Chromium, load by many clients, and a screenshot for the docs."""
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import io
 import json
@@ -31,66 +23,172 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.utils.files import atomic_path
+from veca.utils.memory import process_bytes
 
-DROP = """([bytes, name]) => new Promise((resolve) => {
-  const carried = new DataTransfer();
-  carried.items.add(new File([new Uint8Array(bytes)], name, { type: "image/jpeg" }));
-  const start = performance.now();
-  new PerformanceObserver((list, observer) => {
-    const mark = list.getEntriesByName("veca-picture")[0];
-    if (mark) { observer.disconnect(); requestAnimationFrame(() => resolve(mark.startTime - start)); }
-  }).observe({ type: "mark" });
-  document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: carried, bubbles: true, cancelable: true }));
-})"""
-SLIDE = """([selector, value]) => new Promise((resolve) => {
+# Milliseconds from an event to a performance mark that the page sets once it has drawn the result.
+_TIME_TO_MARK = """
+  const timeToMark = (name, dispatch) => new Promise((resolve) => {
+    const start = performance.now();
+    new PerformanceObserver((list, observer) => {
+      const mark = list.getEntriesByName(name)[0];
+      if (mark) { observer.disconnect(); requestAnimationFrame(() => resolve(mark.startTime - start)); }
+    }).observe({ type: "mark" });
+    dispatch();
+  });
+"""
+_DROP_IMAGE = f"""([bytes, name]) => {{{_TIME_TO_MARK}
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([new Uint8Array(bytes)], name, {{ type: "image/jpeg" }}));
+  const event = new DragEvent("drop", {{ dataTransfer, bubbles: true, cancelable: true }});
+  return timeToMark("veca-picture", () => document.body.dispatchEvent(event));
+}}"""
+_MOVE_SLIDER = f"""([selector, value]) => {{{_TIME_TO_MARK}
   const slider = document.querySelector(selector);
   slider.value = value;
-  const start = performance.now();
-  new PerformanceObserver((list, observer) => {
-    const mark = list.getEntriesByName("veca-shown")[0];
-    if (mark) { observer.disconnect(); resolve(mark.startTime - start); }
-  }).observe({ type: "mark" });
-  slider.dispatchEvent(new Event("input", { bubbles: true }));
-})"""
+  return timeToMark("veca-shown", () => slider.dispatchEvent(new Event("input", {{ bubbles: true }})));
+}}"""
+
+
+def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str | None = None) -> None:
+    """Print milliseconds from dropping an image, or moving the budget slider, until Chromium shows the result."""
+    with serving("--model", model) as (server, port), open_browser_page(chromium, port) as page:
+        drops, new_budgets, seen_budgets = [], [], []
+        for seed in range(images):
+            drops.append(page.evaluate(_DROP_IMAGE, [list(synthetic_jpeg(seed)), f"{seed}.jpg"]))
+            budgets = range(int(page.get_attribute(".cores", "max") or 0) - 1, -1, -1)
+            new_budgets += [page.evaluate(_MOVE_SLIDER, [".cores", budget]) for budget in budgets]
+            seen_budgets += [page.evaluate(_MOVE_SLIDER, [".cores", budget]) for budget in reversed(budgets)]
+            page.evaluate(_MOVE_SLIDER, [".cores", len(budgets)])
+        _print_times("first image after the start, from the drop", drops[:1])
+        _print_times("later images, from the drop", drops[1:])
+        _print_times("a budget not seen before", new_budgets)
+        _print_times("a budget seen before", seen_budgets)
+        print(f"server: peak {peak_mib(server):.0f} MiB")
+
+
+def bench_explorer_crowd(model: str = "veca_tiny", clients: int = 50, seconds: float = 20) -> None:
+    """Send requests from many clients at once, each with images of its own; only 200 and 503 are right answers."""
+    statuses: Counter[int] = Counter()
+    waits: list[float] = []
+    lock = threading.Lock()
+
+    def request(method: str, path: str, body: bytes | None = None) -> str | None:
+        """The id of an uploaded image; after a 503 it pauses as the answer says."""
+        start = time.perf_counter()
+        status, answer, headers = ask(port, method, path, body)
+        with lock:
+            statuses[status] += 1
+            if status == 200:
+                waits.append(1000 * (time.perf_counter() - start))
+        if status == 503:
+            time.sleep(float(headers["Retry-After"]))
+        return json.loads(answer).get("id") if status == 200 and body else None
+
+    def run_client(number: int) -> None:
+        rng = np.random.default_rng(number)
+        image = synthetic_jpeg(number, 800, 600)
+        while time.perf_counter() < end:
+            id = request("POST", "/api/pictures", image)
+            for _ in range(4):
+                cores, size = 8 * int(rng.integers(1, 9)), int(rng.choice([128, 256, 384]))
+                query = f"picture={id}&model={about['name']}&cores={cores}&size={size}"
+                if id and time.perf_counter() < end:
+                    request("GET", f"/api/view?{query}")
+                    request("GET", f"/api/layer?{query}&layer={int(rng.integers(1, about['layers'] + 1))}")
+
+    with serving("--model", model) as (server, port):
+        about = json.loads(ask(port, "GET", "/api/about")[1])["models"][0]
+        end = time.perf_counter() + seconds
+        threads = [threading.Thread(target=run_client, args=(number,)) for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        alive = ask(port, "GET", "/api/about")[0] == 200
+        codes = ", ".join(f"{count} × {code}" for code, count in sorted(statuses.items()))
+        print(f"{clients} clients, {seconds:.0f} s: {codes}; the server is {'up' if alive else 'down'}")
+        _print_times("answers", waits)
+        print(f"server: peak {peak_mib(server):.0f} MiB")
+        if not alive or not set(statuses) <= {200, 503}:
+            raise VecaError(
+                f"the server is {'up' if alive else 'down'} and answered {codes}; only 200 and 503 are right"
+            )
+
+
+def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | None = None) -> None:
+    """Write a PNG of the page with a sample image."""
+    view = "#picture=coffee&size=512&overlay=75&at=0.45,0.62"
+    with serving("--model", model) as (_, port), open_browser_page(chromium, port, view, 1360, 960) as page:
+        cells = page.locator(".numbers .dense td")
+        while "s" not in cells.nth(0).inner_text():  # until the dense ViT has been timed
+            time.sleep(0.1)
+        screenshot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    with atomic_path(out) as part:
+        palette = screenshot.quantize(256)  # a much smaller file than true colour
+        screenshot.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG).save(part, "PNG", optimize=True)
+    print(f"{out}: {out.stat().st_size / 1000:.0f} kB")
 
 
 @contextmanager
 def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`veca explore` in a process of its own, and its port."""
     command = [sys.executable, "-m", "veca", "explore", "--port", "0", *options]
+    # The child imports the same veca, and prints its address at once.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         assert server.stdout
         try:
             line = server.stdout.readline()
-            found = re.search(r":(\d+)/", line)
-            if not found:
+            port = re.search(r":(\d+)/", line)
+            if not port:
                 server.wait(20)
                 log.seek(0)
                 raise RuntimeError(f"the server did not start: {line}{log.read()}")
-            yield server, int(found[1])
+            yield server, int(port[1])
         finally:
             server.terminate()
             server.wait(20)
             server.stdout.close()
             log.seek(0)
-            if "Traceback" in (told := log.read()):
-                print(told, file=sys.stderr)
+            if "Traceback" in (errors := log.read()):
+                print(errors, file=sys.stderr)
+
+
+@contextmanager
+def open_browser_page(
+    chromium: str | None, port: int, view: str = "", width: int = 1280, height: int = 900
+) -> Iterator[Any]:
+    """The explorer's page in headless Chromium, once it is ready."""
+    with needs_extra("driving a browser needs", "dev"):
+        from playwright.sync_api import sync_playwright
+
+    chromium = chromium or shutil.which("chromium")
+    if chromium is None:
+        raise ArgumentError("there is no Chromium on the path; name one with --chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(f"http://127.0.0.1:{port}/{view}")
+        page.wait_for_selector("html[data-ready]")
+        yield page
+        browser.close()
 
 
 def ask(
     port: int, method: str, path: str, body: bytes | None = None, timeout: float = 60
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """Status, body and headers of an answer."""
+    """Status, body and headers of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
+        # Step by step instead of `request`: a server may answer and close before all of the body was sent.
         connection.putrequest(method, path, skip_accept_encoding=True)
         if body is not None:
             connection.putheader("Content-Length", str(len(body)))
         connection.endheaders()
-        with suppress(OSError):  # refused before it was sent: the answer says why
+        with suppress(OSError):  # refused before all was sent: the response says why
             connection.send(body or b"")
         response = connection.getresponse()
         return response.status, response.read(), response.headers
@@ -99,13 +197,15 @@ def ask(
 
 
 def peak_mib(server: subprocess.Popen[str]) -> float:
-    """The most memory a process held, where Linux tells it."""
-    status = Path(f"/proc/{server.pid}/status")
-    return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024 if status.exists() else float("nan")
+    """Peak resident memory of a process; nan where there is no /proc."""
+    try:
+        return process_bytes("VmHWM", server.pid) / 2**20
+    except FileNotFoundError:
+        return float("nan")
 
 
-def photo(seed: int, width: int = 1600, height: int = 1200) -> bytes:
-    """A JPEG unlike all others, about as large as a photograph's."""
+def synthetic_jpeg(seed: int, width: int = 1600, height: int = 1200) -> bytes:
+    """A JPEG unlike all others, about as large as that of a photograph."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
@@ -115,125 +215,7 @@ def photo(seed: int, width: int = 1600, height: int = 1200) -> bytes:
     return data.getvalue()
 
 
-def page(chromium: str, pictures: int, options: Sequence[str]) -> None:
-    from playwright.sync_api import sync_playwright
-
-    with serving(*options) as (server, port), sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 1280, "height": 900})
-        opened.goto(f"http://127.0.0.1:{port}/")
-        opened.wait_for_selector("html[data-ready]")
-        drops, changes, again = [], [], []
-        for seed in range(pictures):
-            drops.append(opened.evaluate(DROP, [list(photo(seed)), f"{seed}.jpg"]))
-            budgets = range(int(opened.get_attribute(".cores", "max") or 0) - 1, -1, -1)
-            changes += [opened.evaluate(SLIDE, [".cores", budget]) for budget in budgets]
-            again += [opened.evaluate(SLIDE, [".cores", budget]) for budget in reversed(budgets)]
-            opened.evaluate(SLIDE, [".cores", len(budgets)])
-        browser.close()
-        _show("first picture after the start, from the drop", drops[:1])
-        _show("later pictures, from the drop", drops[1:])
-        _show("a budget not seen before", changes)
-        _show("a budget seen before", again)
-        print(f"server: at most {peak_mib(server):.0f} MiB")
-
-
-def shot(chromium: str, out: Path, options: Sequence[str]) -> None:
-    from playwright.sync_api import sync_playwright
-
-    with serving(*options) as (_, port), sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 1360, "height": 960})
-        opened.goto(f"http://127.0.0.1:{port}/#picture=coffee&size=512&overlay=75&at=0.45,0.62")
-        opened.wait_for_selector("html[data-ready]")
-        cells = opened.locator(".numbers .dense td")
-        while "s" not in cells.nth(0).inner_text():  # until it is measured
-            time.sleep(0.1)
-        picture = Image.open(io.BytesIO(opened.screenshot())).convert("RGB")
-        browser.close()
-    with atomic_path(out) as part:
-        palette = picture.quantize(256)
-        picture.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG).save(part, "PNG", optimize=True)
-    print(f"{out}: {out.stat().st_size / 1000:.0f} kB")
-
-
-def _show(what: str, milliseconds: Sequence[float]) -> None:
+def _print_times(what: str, milliseconds: Sequence[float]) -> None:
     if milliseconds:
-        median, most = statistics.median(milliseconds), max(milliseconds)
-        print(f"{what:45} {len(milliseconds):3} ×  median {median:6.0f} ms, at most {most:6.0f} ms")
-
-
-def crowd(clients: int, seconds: float, options: Sequence[str]) -> None:
-    answers: Counter[int] = Counter()
-    waits: list[float] = []
-    lock = threading.Lock()
-
-    def client(number: int) -> None:
-        dice = np.random.default_rng(number)
-        picture = photo(number, 800, 600)
-        while time.perf_counter() < end:
-            id = _told(port, "POST", "/api/pictures", picture, note)
-            for _ in range(4):
-                cores, size = 8 * int(dice.integers(1, 9)), int(dice.choice([128, 256, 384]))
-                setting = f"picture={id}&model={model}&cores={cores}&size={size}"
-                if id and time.perf_counter() < end:
-                    _told(port, "GET", f"/api/view?{setting}", None, note)
-                    _told(port, "GET", f"/api/layer?{setting}&layer={int(dice.integers(1, layers + 1))}", None, note)
-
-    def note(status: int, took: float) -> None:
-        with lock:
-            answers[status] += 1
-            if status == 200:
-                waits.append(1000 * took)
-
-    with serving(*options) as (server, port):
-        first = json.loads(ask(port, "GET", "/api/about")[1])["models"][0]
-        model, layers = first["name"], first["layers"]
-        end = time.perf_counter() + seconds
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        alive = ask(port, "GET", "/api/about")[0] == 200
-        codes = ", ".join(f"{count} × {code}" for code, count in sorted(answers.items()))
-        print(f"{clients} clients, {seconds:.0f} s: {codes}; the server {'lives' if alive else 'is gone'}")
-        _show("answers", waits)
-        print(f"server: at most {peak_mib(server):.0f} MiB")
-        if not alive or not set(answers) <= {200, 503}:
-            raise SystemExit(1)
-
-
-def _told(port: int, method: str, path: str, body: bytes | None, note: Any) -> str | None:
-    """The id in the answer, if there is one; after a 503 there is a pause, as the answer asks."""
-    began = time.perf_counter()
-    status, answer, headers = ask(port, method, path, body)
-    note(status, time.perf_counter() - began)
-    if status == 503:
-        time.sleep(float(headers["Retry-After"]))
-    return json.loads(answer).get("id") if status == 200 and body else None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("page", "crowd", "shot"))
-    parser.add_argument("out", type=Path, nargs="?", default=Path("explorer.png"), help="of shot")
-    parser.add_argument("--model", default="veca_tiny")
-    parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser")
-    parser.add_argument("--pictures", type=int, default=6)
-    parser.add_argument("--clients", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=20)
-    args = parser.parse_args()
-    options = ["--model", args.model]
-    if args.what == "crowd":
-        crowd(args.clients, args.seconds, options)
-    elif args.chromium is None:
-        parser.error("there is no Chromium here; name one with --chromium")
-    elif args.what == "shot":
-        shot(args.chromium, args.out, options)
-    else:
-        page(args.chromium, args.pictures, options)
-
-
-if __name__ == "__main__":
-    main()
+        median, longest = statistics.median(milliseconds), max(milliseconds)
+        print(f"{what:45} {len(milliseconds):3} ×  median {median:6.0f} ms, at most {longest:6.0f} ms")

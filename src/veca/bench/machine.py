@@ -1,4 +1,4 @@
-"""What can be read off a machine: memory of calls, its floors, where the time goes, and what it is."""
+"""Measurements of the machine: its peak rates, where the time of a call goes, and its description."""
 
 from __future__ import annotations
 
@@ -10,97 +10,56 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.profiler import profile as record
+from torch.profiler import profile
 
-from veca.utils.timing import Call, synchronize, timed
+from veca.utils.timing import Call, best_seconds, synchronize
 from veca.version import __version__
 
 
-def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most bytes in use at a time during one call, above those before it; None on devices other than CUDA.
-
-    A replay of a CUDA graph takes its memory from where the recording left it, which no allocator sees: measure the
-    call that records.
-    """
-    if device.type != "cuda":
-        return None
-    gc.collect()
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def forget(device: torch.device) -> None:
-    """Let go of what the contenders of one case held: compiled code, and memory kept for reuse."""
-    torch.compiler.reset()
-    give_back(device)
-
-
-def give_back(device: torch.device) -> None:
-    """Let go of memory kept for reuse."""
+def empty_cache(device: torch.device) -> None:
+    """Free unreferenced memory and return cached blocks to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product, the best of a few: nothing made of such products runs faster."""
-    side = 8192 if device.type == "cuda" else 256
-    # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
-    while side < 2048 and timed(_product(side, device, dtype), device) < 0.02:
-        side *= 2
-    return 2 * side**3 / _best(_product(side, device, dtype), device)
-
-
-def _product(side: int, device: torch.device, dtype: torch.dtype) -> Call:
-    a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
-    return lambda: torch.mm(a, b, out=out)
-
-
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written, of a large copy, the best of a few."""
+    """Peak memory bandwidth in bytes per second, reads and writes counted: the best of several large copies."""
     count = 2**26 if device.type == "cpu" else 2**30
-    source = torch.empty(count, device=device, dtype=torch.uint8).random_()  # zeros would cost less power
+    source = torch.empty(count, device=device, dtype=torch.uint8).random_()  # zeros draw less power: too fast
     target = torch.empty_like(source)
-    return 2 * count / _best(lambda: target.copy_(source), device)
+    return 2 * count / best_seconds(lambda: target.copy_(source), device)
 
 
-def _best(call: Call, device: torch.device, samples: int = 10) -> float:
-    times = 1 if device.type == "cpu" else 4
-    return min([timed(call, device, times) for _ in range(samples + 2)][2:])
-
-
-class Spent(NamedTuple):
-    """Seconds that one kernel or operator takes in a call, and how often it runs."""
+class KernelTime(NamedTuple):
+    """Seconds that one kernel (CUDA) or operator (CPU) takes in a call, and how often it runs."""
 
     name: str
     seconds: float
     times: int
 
 
-def where_the_time_goes(call: Call, device: torch.device, most: int = 12) -> list[Spent]:
-    """What takes most of one call, longest first: kernels on CUDA, else operators less what they call."""
-    with record(acc_events=True) as profile:
+def profile_call(call: Call, device: torch.device, top: int = 12) -> list[KernelTime]:
+    """The `top` kernels of one call by time, and the sum of the others; on a CPU operators without their children."""
+    with profile(acc_events=True) as recorded:
         call()
         synchronize(device)
-    events = profile.key_averages()
+    events = recorded.key_averages()
     if device.type == "cuda":
-        # Operators and annotated regions are listed with the time of their kernels too: once is enough.
+        # Operators and annotated regions are listed with the time of their kernels too: count it once.
         kernels = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-        spent = [Spent(event.key, event.self_device_time_total / 1e6, event.count) for event in kernels]
+        times = [KernelTime(event.key, event.self_device_time_total / 1e6, event.count) for event in kernels]
     else:
-        spent = [Spent(e.key.removeprefix("aten::"), e.self_cpu_time_total / 1e6, e.count) for e in events]
-    spent.sort(key=lambda entry: -entry.seconds)
-    rest = spent[most:]
-    return [*spent[:most], Spent("all the rest", sum(r.seconds for r in rest), sum(r.times for r in rest))]
+        times = [KernelTime(e.key.removeprefix("aten::"), e.self_cpu_time_total / 1e6, e.count) for e in events]
+    times.sort(key=lambda entry: -entry.seconds)
+    rest = times[top:]
+    return [*times[:top], KernelTime("all the rest", sum(r.seconds for r in rest), sum(r.times for r in rest))]
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """What a reader of the numbers must know of where they come from."""
-    facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {_processor()}"}
+    """What a reader of the results must know about the machine: device, threads, versions."""
+    facts = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {_cpu_name()}"}
+    # Times on a CPU depend on the number of threads.
     facts |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     if device.type == "cuda":
         facts["CUDA"] = str(torch.version.cuda)
@@ -110,8 +69,8 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     return facts | {"veca": __version__}
 
 
-def _processor() -> str:
-    """The model of the CPU as Linux names it, or what Python knows."""
+def _cpu_name() -> str:
+    """The CPU's model name from Linux, else what Python knows."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

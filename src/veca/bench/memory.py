@@ -1,67 +1,54 @@
-"""Peak memory of a forward pass against resolution: `python -m veca.bench.memory --sizes 1024 2048`.
-
-Each size runs in a process of its own. On CUDA the peak is the allocator's; on CPU (Linux) it is the process's resident
-peak less what was resident before the pass. Weights count in neither.
-"""
+"""Peak memory of a forward pass at several resolutions."""
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 from veca.checkpoint import create_model
-from veca.checkpoint.pretrained import list_models
+from veca.utils.device import choose_device
+from veca.utils.memory import peak_device_bytes, process_bytes
 
 
-def peak_bytes(model_name: str, size: int, cores: int, device: torch.device, dtype: torch.dtype) -> int:
+def bench_memory(
+    model: str = "veca_base",
+    sizes: Sequence[int] = (1024, 2048),
+    cores: int = 64,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> list[int]:
+    """Print and return the peak bytes of a forward pass of one image at each size, weights not counted.
+
+    On CUDA the peak is the allocator's. On a CPU (Linux) it is the peak of the process's resident memory less what was
+    resident before the pass, so every size runs in a new process.
+    """
+    choose_device(device)
+    print(f"{model}, C = {cores}, batch 1, {dtype}, {device}, torch {torch.__version__}")
+    peaks: list[int] = []
+    for size in sizes:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            peak = process.submit(
+                forward_peak_bytes, model, size, cores, torch.device(device), getattr(torch, dtype)
+            ).result()
+        peaks.append(peak)
+        print(f"{size:5} px  {peak / 2**20:8.0f} MiB  {peak / peaks[0]:5.2f} ×", flush=True)
+    return peaks
+
+
+def forward_peak_bytes(model_name: str, size: int, cores: int, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes one image of `size` px needs above the weights, in this process, which should do nothing else."""
     model = create_model(model_name).to(device, dtype).eval()
     images = torch.randn(1, 3, size, size, device=device, dtype=dtype)
     with torch.inference_mode():
         model(torch.zeros_like(images[..., :32, :32]), cores)  # libraries load and thread pools start here
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            model(images, cores)
-            return torch.cuda.max_memory_allocated(device) - before
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of loading, is forgotten
-        before = _resident("VmRSS")
+        peak = peak_device_bytes(lambda: model(images, cores), device)
+        if peak is not None:
+            return peak
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, which still holds the peak of loading
+        before = process_bytes("VmRSS")
         model(images, cores)
-        return _resident("VmHWM") - before
-
-
-def _resident(key: str) -> int:
-    """Bytes this process holds now (VmRSS) or held at most (VmHWM), as Linux counts them."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in status if line.startswith(key)).split()[1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="veca_base", choices=list_models())
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048])
-    parser.add_argument("--cores", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--here", action="store_true", help="measure the first size in this process, print bytes")
-    args = parser.parse_args()
-    if args.here:
-        dtype = getattr(torch, args.dtype)
-        print(peak_bytes(args.model, args.sizes[0], args.cores, torch.device(args.device), dtype))
-        return
-    first = None
-    print(f"{args.model}, C = {args.cores}, batch 1, {args.dtype}, {args.device}, torch {torch.__version__}")
-    for size in args.sizes:
-        options = ["--model", args.model, "--cores", str(args.cores), "--device", args.device, "--dtype", args.dtype]
-        command = [sys.executable, "-m", "veca.bench.memory", "--here", "--sizes", str(size), *options]
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        first = first or peak
-        print(f"{size:5} px  {peak / 2**20:8.0f} MiB  {peak / first:5.2f} ×")
-
-
-if __name__ == "__main__":
-    main()
+        return process_bytes("VmHWM") - before

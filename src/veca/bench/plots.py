@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from veca.bench.flops import attention_flops, dense_attention_flops
 from veca.bench.report import BenchRow, Results
 from veca.config import SIZES
+from veca.flops import attention_flops, dense_attention_flops
 from veca.report.chart_files import write_chart
 from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
 

@@ -1,4 +1,4 @@
-"""The sweeps: every contender of every case, side by side in one run on one machine."""
+"""Running a benchmark: every contender of every case, interleaved in one run on one machine."""
 
 from __future__ import annotations
 
@@ -18,27 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from veca.bench import contenders
 from veca.bench.accuracy import add_errors
 from veca.bench.cases import BACKWARD_TARGET, Bench, Case, target_ms
-from veca.bench.contenders import Contender, Prepared, Setting, Workload, choose
-from veca.bench.machine import (
-    Spent,
-    copy_rate,
-    forget,
-    give_back,
-    machine_facts,
-    matrix_rate,
-    peak_bytes,
-    where_the_time_goes,
-)
+from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload, choose_contenders
+from veca.bench.machine import KernelTime, copy_rate, empty_cache, machine_facts, profile_call
 from veca.bench.report import BenchRow, Results, baseline
 from veca.errors import ArgumentError
 from veca.utils.console import progress_bar
 from veca.utils.device import choose_device
 from veca.utils.files import check_writable, locked
-from veca.utils.timing import Call, describe, measure, synchronize
+from veca.utils.memory import peak_device_bytes
+from veca.utils.timing import Call, describe, matrix_rate, measure, synchronize
 
-Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+FloatDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
-PARTS: dict[Bench, dict[str, dict[str, Contender]]] = {
+MEASUREMENTS: dict[Bench, dict[str, dict[str, Contender]]] = {
     "model": {"model forward": contenders.MODEL},
     "train": {"train step": contenders.TRAIN},
     "attention": {
@@ -46,131 +38,134 @@ PARTS: dict[Bench, dict[str, dict[str, Contender]]] = {
         "attention backward": contenders.ATTENTION_BACKWARD,
     },
 }
-"""What each bench measures, one after the other in every case."""
+"""What each benchmark measures in every case, and the contenders of each measurement."""
 
 
 @dataclass(frozen=True)
 class Floors:
-    """The rates of this machine, measured in the run: no contender can do better."""
+    """Peak rates of this machine, measured in the run: they bound every contender."""
 
     flops_per_s: float
     bytes_per_s: float
 
     @classmethod
-    def measure(cls, setting: Setting) -> Floors:
+    def measure(cls, setting: BenchSetting) -> Floors:
         return cls(matrix_rate(setting.device, setting.dtype), copy_rate(setting.device))
 
     def seconds(self, prepared: Prepared) -> float:
+        """The shortest time one call can take."""
         if prepared.bytes is not None:
             return prepared.bytes / self.bytes_per_s
         return prepared.flops / self.flops_per_s
 
-    def shown(self) -> dict[str, float]:
-        return {"TFLOP/s": self.flops_per_s / 1e12, "GB/s": self.bytes_per_s / 1e9}
-
 
 class Entry(NamedTuple):
-    """A contender that has come through its first call."""
+    """A contender whose first call succeeded."""
 
     prepared: Prepared
     first_call_s: float | None
     peak: int | None
 
 
-def pick_setting(device: str = "auto", dtype: Dtype | None = None, cls_only: bool = False) -> Setting:
-    """The device, CUDA where there is one, and the precision people use on it."""
+def pick_setting(device: str = "auto", dtype: FloatDtype | None = None, cls_only: bool = False) -> BenchSetting:
+    """The device ("auto": CUDA if available) and, unless given, the precision customary on it."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # events are recorded on the current device
     dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
-    return Setting(chosen, getattr(torch, dtype), cls_only)
+    return BenchSetting(chosen, getattr(torch, dtype), cls_only)
 
 
 def run_bench(
     bench: Bench,
     cases: Sequence[Case],
-    setting: Setting,
-    asked: Sequence[str] = (),
+    setting: BenchSetting,
+    names: Sequence[str] = (),
     repeats: int = 10,
     profile: bool = False,
     out: Path | None = None,
     errors: bool = True,
 ) -> Results:
-    """Measure; what is found is in `out`, if given, after every case, so that an end before the end loses little."""
+    """Measure the contenders called `names` (none: all that apply); the folder `out` is updated after every case."""
     if repeats < 1:
         raise ArgumentError(f"repeats={repeats}: must be at least 1")
     if out is not None:
         check_writable(out, folder=True)
-    plan = [(what, case, choose(known, asked, case, setting)) for case in cases for what, known in PARTS[bench].items()]
+    # Names of contenders are checked here, before anything is measured.
+    plan = [
+        (what, case, choose_contenders(known, names, case))
+        for case in cases
+        for what, known in MEASUREMENTS[bench].items()
+    ]
+    settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
+    settings |= {"date": datetime.date.today().isoformat()} | ({"cls only": "yes"} if setting.cls_only else {})
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with locked(out) if out is not None else nullcontext(), progress_bar(*columns, transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
         floors = Floors.measure(setting)
-        results = Results(machine_facts(setting.device), _settings(bench, setting, repeats), floors.shown())
+        rates = {"TFLOP/s": floors.flops_per_s / 1e12, "GB/s": floors.bytes_per_s / 1e9}
+        results = Results(machine_facts(setting.device), settings, rates)
         for what, case, chosen in plan:
 
-            def say(doing: str, label: str = f"{what}, {case}") -> None:
-                progress.update(task, description=f"{label}: {doing}", advance=1)
-                if not progress.console.is_terminal:  # no bar there: a line in the log says how far it is
-                    progress.console.print(f"{label}: {doing}", soft_wrap=True)
+            def report_step(step: str, label: str = f"{what}, {case}") -> None:
+                progress.update(task, description=f"{label}: {step}", advance=1)
+                if not progress.console.is_terminal:  # a log shows no bar: print a line instead
+                    progress.console.print(f"{label}: {step}", soft_wrap=True)
 
-            contest = Contest(what, case, setting, floors)
+            run = CaseRun(what, case, setting, floors)
             workload = Workload(case, setting, torch.float32 if bench == "train" else None)
-            contest.enter(chosen, workload, say)
-            say("all take turns")
-            rows = with_targets(bench, setting, contest.rows(repeats), results.rows)
-            if errors:  # last, for what is exact takes memory
-                say("errors")
-                rows = add_errors(rows, contest.calls(), workload)
+            run.prepare(chosen, workload, report_step)
+            report_step("all take turns")
+            rows = with_targets(bench, setting, run.rows(repeats), results.rows)
+            if errors:  # after the timing: the float64 reference takes memory
+                report_step("errors")
+                rows = add_errors(rows, run.calls(), workload)
             results.rows += rows
-            results.profile += contest.profile() if profile else []
-            del contest, workload
-            forget(setting.device)
+            results.profile += run.profile() if profile else []
+            # Compiled code and CUDA graphs of one case must not take memory from the next.
+            del run, workload
+            torch.compiler.reset()
+            empty_cache(setting.device)
             if out is not None:
                 results.save(out)
     return results
 
 
-class Contest:
-    """The contenders of one case."""
+class CaseRun:
+    """One measurement of one case: its contenders, timed in turns."""
 
-    def __init__(self, what: str, case: Case, setting: Setting, floors: Floors) -> None:
+    def __init__(self, what: str, case: Case, setting: BenchSetting, floors: Floors) -> None:
         self.what, self.case, self.setting, self.floors = what, case, setting, floors
-        self.entered: dict[str, Entry | str] = {}
-        """Those that came through their first call, and what went wrong with the others."""
+        self.entries: dict[str, Entry | str] = {}
+        """By contender; a string says why it failed."""
 
-    def enter(self, chosen: dict[str, Contender], workload: Workload, say: Callable[[str], None]) -> None:
+    def prepare(self, chosen: dict[str, Contender], workload: Workload, report_step: Callable[[str], None]) -> None:
         for name, contender in chosen.items():
-            say(name)
-            self.entered[name] = _enter(contender, workload)
-            give_back(self.setting.device)  # what one that ran out of memory left behind is not the next one's burden
+            report_step(name)
+            self.entries[name] = _first_call(contender, workload)
+            empty_cache(self.setting.device)  # also after an out-of-memory error, so that the next one has room
 
     def calls(self) -> dict[str, Call]:
-        return {name: entry.prepared.call for name, entry in self.entered.items() if isinstance(entry, Entry)}
+        return {name: entry.prepared.call for name, entry in self.entries.items() if isinstance(entry, Entry)}
 
     def rows(self, repeats: int) -> list[BenchRow]:
-        """Let them take turns; a row for each, in the order they came."""
+        """Time all contenders in turns; one row each, in order."""
         on_cuda = self.setting.device.type == "cuda"
         failed: dict[str, str] = {}
         seconds = measure(
             self.calls(), self.setting.device, repeats, warmup=3 if on_cuda else 1, repeat_short=on_cuda, failed=failed
         )
-        self.entered |= failed
+        self.entries |= failed  # a call may fail only after its first
         dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
-        return [
-            self._row(name, failure=entry)
-            if isinstance(entry, str)
-            else self._row(name, **self._figures(entry, seconds[name], dense))
-            for name, entry in self.entered.items()
-        ]
+        case, rows = self.case, []
+        for name, entry in self.entries.items():
+            values = {"failure": entry} if isinstance(entry, str) else self._figures(entry, seconds[name], dense)
+            rows.append(BenchRow(self.what, name, case.model, case.size, case.batch, case.cores, **values))
+        return rows
 
-    def _row(self, name: str, **values: Any) -> BenchRow:
-        case = self.case
-        return BenchRow(self.what, name, case.model, case.size, case.batch, case.cores, **values)
-
-    def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, float | None]:
+    def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, Any]:
         flops, floor, median = entry.prepared.flops, self.floors.seconds(entry.prepared), statistics.median(seconds)
         return {
             "ms": 1e3 * median,
@@ -186,35 +181,36 @@ class Contest:
         }
 
     def profile(self) -> list[dict[str, Any]]:
-        """Where the time of each one goes; the times measured are not lost where that cannot be had."""
-        entries = []
-        for name, entry in self.entered.items():
-            if isinstance(entry, Entry):
-                try:
-                    spent = where_the_time_goes(entry.prepared.call, self.setting.device)
-                except Exception as error:
-                    spent = [Spent(describe(error), 0.0, 0)]
-                entries.append({"what": self.what, "case": str(self.case), "contender": name, "spent": spent})
-        return entries
+        """The longest kernels of each contender; an error of the profiler becomes an entry."""
+        profiles = []
+        for name, call in self.calls().items():
+            try:
+                spent = profile_call(call, self.setting.device)
+            except Exception as error:
+                spent = [KernelTime(describe(error), 0.0, 0)]
+            profiles.append({"what": self.what, "case": str(self.case), "contender": name, "spent": spent})
+        return profiles
 
 
-def _enter(contender: Contender, workload: Workload) -> Entry | str:
-    """Build, call, take the peak once calls are alike; whatever goes wrong is a line of text."""
+def _first_call(contender: Contender, workload: Workload) -> Entry | str:
+    """Build a contender, call it, and measure the peak memory of its second call; errors come back as a line."""
     device = workload.setting.device
     try:
         prepared = contender.build(workload)
         start = time.perf_counter()
         prepared.call()
         synchronize(device)
-        first = time.perf_counter() - start + prepared.built_s
-        peak = peak_bytes(prepared.call, device)  # a CUDA graph is recorded in the second call
+        seconds = time.perf_counter() - start + prepared.built_s
+        peak = peak_device_bytes(prepared.call, device)  # a CUDA graph is captured in the second call
     except Exception as error:  # the other contenders and cases go on
         return describe(error)
-    return Entry(prepared, first if contender.compiled else None, None if peak is None else peak + prepared.resident)
+    return Entry(prepared, seconds if contender.compiled else None, None if peak is None else peak + prepared.resident)
 
 
-def with_targets(bench: Bench, setting: Setting, rows: list[BenchRow], earlier: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows, that of `veca` with the time aimed at, where there is one for the case and the setting."""
+def with_targets(
+    bench: Bench, setting: BenchSetting, rows: list[BenchRow], earlier: Sequence[BenchRow]
+) -> list[BenchRow]:
+    """The rows with target times for `veca`, where the case has one and the setting is the targets' own."""
     if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
         return rows
 
@@ -228,9 +224,3 @@ def with_targets(bench: Bench, setting: Setting, rows: list[BenchRow], earlier: 
         return None if forward is None else BACKWARD_TARGET * forward
 
     return [dataclasses.replace(row, target_ms=target(row)) for row in rows]
-
-
-def _settings(bench: Bench, setting: Setting, repeats: int) -> dict[str, str]:
-    settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
-    settings["date"] = datetime.date.today().isoformat()
-    return settings | ({"cls only": "yes"} if setting.cls_only else {})

@@ -1,4 +1,4 @@
-"""Weights as they are handed to others: in fewer bits, and without the paths of the machine that made them."""
+"""Prepare weights for publication: half precision, and provenance without local paths."""
 
 from __future__ import annotations
 
@@ -10,43 +10,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.checkpoint import CheckpointError, read_safetensors, write_tensors
+from veca.checkpoint.format import CheckpointError, read_safetensors, write_tensors
 from veca.errors import ArgumentError
 from veca.model import Veca
 from veca.utils.files import atomic_path
 from veca.utils.text import excerpt
 
-HEAD, PREPARED = "head.safetensors", "preprocessor_config.json"
+HEAD, PREPROCESSOR = "head.safetensors", "preprocessor_config.json"
+# A path inside a text: after white space, punctuation or the start of it.
 _PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
+# A text that is a path as a whole.
 _WHOLE = re.compile(r"(?:file://)?(?:/|~|\.\.[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.DOTALL)
 
 
 @torch.no_grad()
 def cast(model: Veca, dtype: torch.dtype) -> Veca:
-    """The model in another type, in place; `ValueError` where a value does not fit, or bfloat16 would lose less."""
-    _check_fit(model.state_dict(), dtype)
+    """Convert a model in place; `ArgumentError` if a value does not fit, or bfloat16 would lose less."""
+    _check_values_fit(model.state_dict(), dtype)
     return model.to(dtype)
 
 
 def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
-    """What `veca finetune` left beside the weights, into another folder in place of what that has: how pictures are
-    prepared, and a segmenter's head, in another type as `cast` has it.
+    """Copy what `veca finetune` wrote beside the weights to another folder: preprocessing, and a segmenter's head.
+
+    The head is converted to `dtype` as `cast` does. Such files of a model that was there before are removed.
     """
     if (source / HEAD).is_file():
-        _carry_head(source / HEAD, to / HEAD, dtype)
-    if (source / PREPARED).is_file():
-        with atomic_path(to / PREPARED) as part:
-            part.write_bytes((source / PREPARED).read_bytes())
-    for name in (HEAD, PREPARED):
-        if not (source / name).is_file() and (to / "model.safetensors").is_file():  # it is of the model that goes
+        _copy_head(source / HEAD, to / HEAD, dtype)
+    if (source / PREPROCESSOR).is_file():
+        with atomic_path(to / PREPROCESSOR) as part:
+            part.write_bytes((source / PREPROCESSOR).read_bytes())
+    for name in (HEAD, PREPROCESSOR):
+        if not (source / name).is_file() and (to / "model.safetensors").is_file():  # of the model to be replaced
             (to / name).unlink(missing_ok=True)
 
 
-def _carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
+def _copy_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
     try:
         tensors, metadata = read_safetensors(file)
         if dtype:
-            _check_fit(tensors, dtype)
+            _check_values_fit(tensors, dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     except ArgumentError:
         raise
@@ -58,15 +61,16 @@ def _carry_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
         write_tensors(part, tensors, metadata)
 
 
-def _check_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def _check_values_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Raise if a value is not finite or overflows in `dtype`, or float16 loses more than bfloat16 would."""
     lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
-            most, limit = float(tensor.abs().max()), torch.finfo(dtype).max
+            largest, limit = float(tensor.abs().max()), torch.finfo(dtype).max
             raise ArgumentError(
-                f"{excerpt(name)} has a value of {most:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
+                f"{excerpt(name)} has a value of {largest:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
             )
         for kind in lost:
             lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
@@ -76,7 +80,7 @@ def _check_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def without_paths(value: Any) -> Any:
-    """Plain data in which paths of a machine are reduced to the names of files; addresses and names stay.
+    """Plain data in which local paths are reduced to file names; URLs and other names stay.
 
     >>> without_paths({"train": ["/root/data/coco/*.tar", "s3://bucket/*.tar"], "teacher": "timm:vit@/opt/w.pt"})
     {'train': ['*.tar', 's3://bucket/*.tar'], 'teacher': 'timm:vit@w.pt'}
@@ -87,8 +91,8 @@ def without_paths(value: Any) -> Any:
         return [without_paths(each) for each in value]
     if not isinstance(value, str):
         return value
-    return _last(value) if _WHOLE.fullmatch(value) else _PATH.sub(lambda found: _last(found[0]), value)
+    return _file_name(value) if _WHOLE.fullmatch(value) else _PATH.sub(lambda match: _file_name(match[0]), value)
 
 
-def _last(path: str) -> str:
+def _file_name(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]

@@ -1,19 +1,33 @@
-"""The format in which the paper's authors release weights: its tensor names and its configuration, and ours."""
+"""The format of the paper's released checkpoints (`.pt`): reading, writing, and the state-dict adapter.
+
+A released file holds `student`, tensors under the authors' names, and `config`, a dictionary under their keys.
+"""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import math
+import os
+import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from veca.checkpoint.torch_file import Unsupported
+from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, check_tensors, is_small
+from veca.checkpoint.torch_file import Unsupported, read_torch_file
 from veca.config import SIZES, ConfigError, VecaConfig, size_name
-from veca.utils.text import quoted
+from veca.model import Veca
+from veca.utils.files import atomic_path
+from veca.utils.text import excerpt, quoted
 
-_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
+_MAX_CONFIG = 2**20
+"""Characters of a released configuration when it is written out. Those of the authors have 3,000."""
+_MAX_STEP = 2**63
+_MODEL_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
 _PREFIXES = ("module.", "student.", "_orig_mod.")
 _KEYS = {
     "embed_dim": ("hidden_dim",),
@@ -31,13 +45,90 @@ _KEYS = {
 }
 """Fields of ours by their released keys; older files say `matryoshka_…` where newer ones say `nested_…`."""
 _OPTIONAL = ("in_chans", "budgets", "coordinate_shift", "coordinate_rescale")
-"""Fields that are written only where they are not what a file without them is taken to have."""
+"""Fields that are written only where they differ from the default of a file without them."""
 _OFF = {"coordinate_shift": 0.0, "coordinate_rescale": 1.0}
 """What None stands for in a released file."""
 
 
+def read_released(path: Path) -> Contents:
+    """The contents of a released `.pt`."""
+    try:
+        contents = read_torch_file(path)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: refused, it holds more than tensors and plain data, or is damaged: {error}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
+    student, config = (contents.get("student"), contents.get("config")) if isinstance(contents, dict) else (None, None)
+    if not isinstance(student, dict) or not isinstance(config, dict):
+        keys = ", ".join(excerpt(str(key), 40) for key in [*contents][:8]) if isinstance(contents, dict) else ""
+        held = f"keys {keys}" if isinstance(contents, dict) else quoted(contents)
+        raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({held})")
+    parsed = parse_released(path, student, config)
+    if _is_step(step := contents.get("global_step")):
+        parsed.provenance["global_step"] = step
+    return parsed
+
+
+def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str, Any]) -> Contents:
+    """The contents of a released file, given its tensors and its configuration."""
+    student = {strip_prefixes(str(n)): each for n, each in student.items() if isinstance(each, Tensor | Unsupported)}
+    if "query_token_chunks.0" not in student:
+        raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
+    if not is_small(released, _MAX_CONFIG):
+        raise ConfigError(
+            f"it has more than {_MAX_CONFIG:,} characters, or is nested more than {MAX_NESTING} levels deep"
+        )
+    config = config_from_released(released, student)
+    depth = len({name.split(".", 2)[1] for name in student if name.startswith("blocks.")})
+    if depth != config.depth:
+        raise CheckpointError(f"{path}: its config says {config.depth} layers, its tensors have {depth}")
+    with torch.device("meta"):
+        expected = to_released(Veca(config).state_dict(), config)
+    check_tensors(path, student, expected)
+    literal = {key: value for key, value in released.items() if is_literal(key) and is_literal(value)}
+    # As text, so that tuples and non-text keys survive JSON: `save_released` writes them back.
+    provenance = {"source": path.name, "official_config": repr(literal)}
+    return Contents(from_released(student, config), config, provenance)
+
+
+def save_released(model: Veca, path: str | os.PathLike[str]) -> None:
+    """Write `path` in the released format, atomically."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps
+    config = model.config
+    if config.num_classes:
+        raise CheckpointError("the released format has no classifier; call model.reset_classifier(0) first")
+    student = to_released({name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}, config)
+    written = released_config(config, _original_config(model.provenance))
+    try:
+        reads_back = config_from_released(written, student) == config
+    except ConfigError as error:
+        raise CheckpointError(f"cannot be written in the released format: {error}") from error
+    if not reads_back:
+        raise CheckpointError("the released format cannot hold this configuration; write .safetensors or a folder")
+    contents: dict[str, Any] = {"student": student, "config": written}
+    if _is_step(step := model.provenance.get("global_step")):
+        contents["global_step"] = step
+    with atomic_path(path) as part:
+        torch.save(contents, part)
+
+
+def _original_config(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the released file that a model came from; empty if it came from none."""
+    try:
+        config = ast.literal_eval(provenance.get("official_config", "{}"))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # provenance is not trusted
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _is_step(step: object) -> bool:
+    return type(step) is int and 0 <= step < _MAX_STEP
+
+
 def strip_prefixes(name: str) -> str:
-    """A tensor's name without what DistributedDataParallel, torch.compile and the trainer put before it."""
+    """A tensor's name without the prefixes of DistributedDataParallel, torch.compile and the authors' trainer."""
     start = 0
     while name.startswith(_PREFIXES, start):
         start = name.index(".", start) + 1
@@ -54,22 +145,18 @@ def is_literal(value: object) -> bool:
 
 
 def config_from_released(
-    official: Mapping[str, Any], tensors: Mapping[str, Tensor | Unsupported] | None = None
+    released: Mapping[str, Any], tensors: Mapping[str, Tensor | Unsupported] | None = None
 ) -> VecaConfig:
-    """The configuration that a released one stands for; `output_dim` is read off the tensors."""
-    for key in (
-        "model_family",
-        "rope_zero_freqs_from",
-        "patch_embed_use_ln",
-        *(k for keys in _KEYS.values() for k in keys),
-    ):
-        if key in official and not is_literal(official[key]):
-            raise ConfigError(f"{key} is {quoted(official[key])}, which is not plain data")
-    if official.get("rope_zero_freqs_from", "low") != "low" or official.get("patch_embed_use_ln"):
+    """Our form of a released configuration; `output_dim` is read from the tensors."""
+    read = ("model_family", "rope_zero_freqs_from", "patch_embed_use_ln", *itertools.chain(*_KEYS.values()))
+    for key in read:
+        if key in released and not is_literal(released[key]):
+            raise ConfigError(f"{key} is {quoted(released[key])}, which is not plain data")
+    if released.get("rope_zero_freqs_from", "low") != "low" or released.get("patch_embed_use_ln"):
         raise ConfigError(
             "it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as all released models have"
         )
-    fields = _fields(official)
+    fields = _fields(released)
     for field in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
         if field not in fields:
             raise ConfigError(f"it has no {_KEYS[field][0]!r}")
@@ -79,22 +166,20 @@ def config_from_released(
     return VecaConfig.from_dict(fields)
 
 
-def _fields(official: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ours that a released configuration fixes."""
-    family = _FAMILIES.get(str(official.get("model_family")))
+def _fields(released: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields that a released configuration sets."""
+    family = _MODEL_FAMILIES.get(str(released.get("model_family")))
     fields = SIZES[family].to_dict() if family else {}
     for field, keys in _KEYS.items():
         for key in keys:
-            if key in official:
-                fields[field] = official[key] or _OFF[field] if field in _OFF else official[key]
+            if key in released:
+                fields[field] = released[key] or _OFF[field] if field in _OFF else released[key]
     return fields
 
 
 def released_config(config: VecaConfig, original: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration for a released file: what still holds of `original`, that of the file the model came from, and
-    the fields that fix the model.
-    """
-    families = {ours: theirs for theirs, ours in _FAMILIES.items()}
+    """The configuration for a released file: `original`, that of the file the model came from, updated to `config`."""
+    families = {ours: theirs for theirs, ours in _MODEL_FAMILIES.items()}
     family = original.get("model_family", families.get(size_name(config) or "", "custom"))
     written = {**original, "model_family": family, "rope_zero_freqs_from": "low"}
     for field, keys in _KEYS.items():
@@ -111,7 +196,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _released_names(config: VecaConfig) -> dict[str, tuple[str, ...]]:
-    """Our tensor names, and the released tensors each is made of."""
+    """The state-dict adapter: our tensor names, and the released tensors that each is made of."""
     names: dict[str, tuple[str, ...]] = {}
 
     def layer(ours: str, *released: str) -> None:
@@ -139,11 +224,11 @@ def _released_names(config: VecaConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def from_official(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
+def from_released(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
     """Released tensors under our names.
 
-    Released q and k rotate adjacent channels (2j, 2j + 1) of a head; ours rotate (j, j + d/2). Reordering the rows of
-    both projections alike leaves every q·k as it was.
+    Released q and k rotate adjacent channels (2j, 2j + 1) of a head; ours rotate (j, j + d/2). Permuting the rows of
+    both projections alike leaves every q·k unchanged.
     """
     tensors = {}
     for ours, released in _released_names(config).items():
@@ -156,8 +241,8 @@ def from_official(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str
     return tensors
 
 
-def to_official(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
-    """The inverse of `from_official`, bit for bit."""
+def to_released(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
+    """The inverse of `from_released`, bit for bit."""
     student: dict[str, Tensor] = {}
     for ours, released in _released_names(config).items():
         tensor = tensors[ours]
@@ -166,6 +251,6 @@ def to_official(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, 
             shape = (config.num_heads, 2, config.head_dim // 2)
             parts = list(tensor.chunk(3))
             parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
-        # A slice of a larger tensor would drag all of it into the file.
+        # Cloned: torch.save would write the whole storage of a slice.
         student |= {name: part.clone() for name, part in zip(released, parts, strict=True)}
     return student

@@ -1,7 +1,7 @@
-"""PyTorch checkpoints (`.pt`), read without unpickling: tensors and plain data, and no more than the file holds.
+"""Reader of PyTorch checkpoints (`.pt`) from untrusted sources: tensors and plain data only.
 
-`torch.load(weights_only=True)` runs no code, but a file of a few kilobytes can have it allocate gigabytes or hang. This
-reader knows only the pickle opcodes that `torch.save` writes, calls nothing that a file names, and compares every
+`torch.load(weights_only=True)` runs no code, but a file of a few kilobytes can make it allocate gigabytes or hang. This
+reader accepts only the pickle opcodes that `torch.save` writes, calls nothing that a file names, and compares every
 size that a file claims with the size of the file before memory is allocated for it.
 """
 
@@ -16,7 +16,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,20 @@ from veca.utils.text import excerpt
 _MAX_OPERATIONS = 1_000_000
 """Opcodes in a pickle; a checkpoint has about 40 per tensor."""
 _MAX_SHARING = 2
-"""How often all tensors together may claim the bytes of the file: tied weights are stored once."""
+"""How many times the bytes of the file all tensors together may claim: tied weights are stored once."""
 _MAX_DIMENSIONS = 32
 _MAX_ARGUMENTS = 8
-"""Of a function that rebuilds a tensor. Copying longer ones again and again could take quadratic time."""
+"""Of a function that rebuilds a tensor: copying long tuples again and again could take quadratic time."""
 _CHUNK = 2**24
+"""Bytes read at once."""
+
+_OPCODES = {
+    "PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "BINUNICODE", "SHORT_BINSTRING", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND",
+    "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL",
+    "REDUCE", "BUILD", "BINPERSID",
+}  # fmt: skip
+"""What `torch.save` writes, in pickle protocol 2."""
 
 _DTYPES = {f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _STORAGES = {
@@ -86,7 +95,7 @@ _UNSUPPORTED = {
     "torch._utils _rebuild_device_tensor_from_numpy": "a tensor of another device",
     "torch._utils _rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
 }
-"""Harmless contents that have no use here: an `Unsupported` takes their place."""
+"""Harmless contents of no use here: an `Unsupported` takes their place."""
 
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 
@@ -102,23 +111,25 @@ class Unsupported:
 
 
 class _Function(NamedTuple):
+    """A function that a file names; `_Unpickler` does its work, it is never looked up."""
+
     name: str
 
 
 class _Storage(NamedTuple):
     data: Tensor
-    """Bytes, 1-d."""
+    """(bytes,), uint8."""
     dtype: torch.dtype
 
 
 FindStorage = Callable[[Any, int], Tensor]
-"""The bytes of a storage by its key, given how many bytes it is said to have."""
+"""(key, number of bytes that the pickle claims) → the bytes of a storage."""
 
 
 def read_torch_file(path: Path) -> Any:
     """The contents of a file that `torch.save` wrote, tensors on the CPU.
 
-    Raises `pickle.UnpicklingError` if there is more in it than tensors and plain data, `ValueError` if it is damaged or
+    Raises `pickle.UnpicklingError` if it holds more than tensors and plain data, `ValueError` if it is damaged or
     claims more than it holds.
     """
     try:
@@ -127,7 +138,7 @@ def read_torch_file(path: Path) -> Any:
         return _read_zip(path) if zipped else _read_legacy(path)
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # a damaged file surfaces as almost anything
+    except Exception as error:  # a damaged file raises almost anything
         raise ValueError(excerpt(str(error) or type(error).__name__)) from error
 
 
@@ -139,8 +150,10 @@ def _read_zip(path: Path) -> Any:
             raise ValueError("two entries of the archive have the same name")
         if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries.values()):
             raise ValueError("entries of the archive are compressed, which torch.save never does")
+        # Entries may overlap in a hostile archive, and so claim more than the file has.
         if (total := sum(entry.file_size for entry in entries.values())) > size:
             raise ValueError(f"its entries claim {total:,} bytes, the file has {size:,}")
+        # torch.save puts everything under one folder: NAME/data.pkl, NAME/data/0, NAME/data/1 …
         pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise ValueError("a zip archive without a data.pkl, so not one of torch.save")
@@ -157,7 +170,7 @@ def _read_zip(path: Path) -> Any:
                 storages[key] = _read_entry(archive, entry)
             return storages[key]
 
-        return _Unpickler(size, find_storage).load(io.BytesIO(archive.read(pickles[0])))
+        return _Unpickler(io.BytesIO(archive.read(pickles[0])), size, find_storage).load()
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Tensor:
@@ -191,13 +204,13 @@ def _read_legacy(path: Path) -> Any:
             raise ValueError(f"storage {excerpt(key)} has not the {count:,} bytes its tensors claim")
         return storages[key]
 
-    unpickler = _Unpickler(size, find_storage)
-    magic, protocol, system = (unpickler.load(file) for _ in range(3))
+    unpickler = _Unpickler(file, size, find_storage)
+    magic, protocol, system = (unpickler.load() for _ in range(3))
     if (magic, protocol) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL) or not isinstance(system, dict):
         raise ValueError("a pickle, but not one of torch.save")
     if system.get("little_endian") is not True:
         raise ValueError("its numbers are not little-endian")
-    contents, keys = unpickler.load(file), unpickler.load(file)
+    contents, keys = unpickler.load(), unpickler.load()
     if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(storages):
         raise ValueError("its tensors and its storages do not belong together")
     for key in keys:
@@ -209,84 +222,62 @@ def _read_legacy(path: Path) -> Any:
     return contents
 
 
-class _Unpickler:
-    """A stack machine for the opcodes of pickle protocol 2, as `torch.save` uses them."""
+class _Unpickler(pickle._Unpickler):
+    """Python's own unpickler, in which nothing of the file's choosing is imported, called or hashed."""
 
-    def __init__(self, size: int, find_storage: FindStorage) -> None:
-        self.find_storage = find_storage
+    stack: list[Any]  # of the base class, which has no types
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, file: io.BytesIO, size: int, find_storage: FindStorage) -> None:
+        super().__init__(file, encoding="latin-1")
+        self.file, self.find_storage = file, find_storage
         self.operations_left, self.bytes_left = _MAX_OPERATIONS, _MAX_SHARING * size
 
-    def load(self, file: io.BytesIO) -> Any:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        for opcode, argument, _ in pickletools.genops(file):
+    def load(self) -> Any:
+        start = self.file.tell()
+        for opcode, _, _ in pickletools.genops(self.file):  # which only parses
             self.operations_left -= 1
             if self.operations_left < 0:
                 raise ValueError(f"it has more than {_MAX_OPERATIONS:,} objects")
-            self._run(opcode.name, argument)
-        return self.stack.pop()
+            if opcode.name not in _OPCODES:
+                raise pickle.UnpicklingError(f"it has the opcode {opcode.name}")
+        self.file.seek(start)
+        self.memo: dict[int, Any] = {}
+        return super().load()
 
-    def _run(self, opcode: str, argument: Any) -> None:
-        stack = self.stack
-        match opcode:
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINSTRING":
-                stack.append(argument)
-            case "BINPUT" | "LONG_BINPUT":
-                self.memo[argument] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self.memo[argument])
-            case "NONE":
-                stack.append(None)
-            case "NEWTRUE" | "NEWFALSE":
-                stack.append(opcode == "NEWTRUE")
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "EMPTY_LIST":
-                stack.append([])
-            case "EMPTY_DICT":
-                stack.append({})
-            case "MARK":
-                self.marks.append(len(stack))
-            case "TUPLE":
-                stack.append(tuple(self._pop_to_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self._pop(int(opcode[-1]))))
-            case "APPEND" | "APPENDS":
-                items = self._pop(1) if opcode == "APPEND" else self._pop_to_mark()
-                if type(stack[-1]) is not list:
-                    raise ValueError("it appends to what is not a list")
-                stack[-1].extend(items)
-            case "SETITEM" | "SETITEMS":
-                self._set_items(self._pop(2) if opcode == "SETITEM" else self._pop_to_mark())
-            case "GLOBAL":
-                stack.append(_find_global(argument))
-            case "REDUCE":
-                function, arguments = self._pop(2)
-                stack.append(self._call(function, arguments))
-            case "BUILD":  # attributes, such as the `_metadata` of a state_dict: not needed
-                (_,) = self._pop(1)
-                if not isinstance(stack[-1], OrderedDict | Unsupported):
-                    raise pickle.UnpicklingError(f"it sets the state of a {type(stack[-1]).__name__}")
-            case "BINPERSID":
-                stack.append(self._find_storage(*self._pop(1)))
-            case "PROTO" | "STOP":
-                pass
-            case _:
-                raise pickle.UnpicklingError(f"it has the opcode {opcode}")
+    def find_class(self, module: str, name: str) -> Any:
+        known = f"{module} {name}"
+        if known in _DTYPES or known in _STORAGES:
+            return _DTYPES.get(known) or _STORAGES[known]
+        if known in _FUNCTIONS:
+            return _Function(known)
+        if known in _UNSUPPORTED:
+            return Unsupported(_UNSUPPORTED[known])
+        raise pickle.UnpicklingError(f"it names {excerpt(f'{module}.{name}')}")
 
-    def _pop(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            raise ValueError("its pickle takes more from the stack than there is")
-        items = self.stack[-count:]
-        del self.stack[-count:]
-        return items
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], arguments)
 
-    def _pop_to_mark(self) -> list[Any]:
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
-        return items
+    def load_build(self) -> None:
+        self.stack.pop()  # attributes, such as the `_metadata` of a state_dict: not needed
+        if not isinstance(self.stack[-1], OrderedDict | Unsupported):
+            raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -295,7 +286,7 @@ class _Unpickler:
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[_hashable(key)] = value
 
-    def _find_storage(self, identifier: Any) -> _Storage:
+    def persistent_load(self, identifier: Any) -> _Storage:
         if type(identifier) is not tuple or not 5 <= len(identifier) <= 6:
             raise pickle.UnpicklingError("it refers to something that is not a storage")
         kind, dtype, key, _, count, *view = identifier
@@ -342,6 +333,7 @@ class _Unpickler:
         dtype: torch.dtype | None = None,
         metadata: list[Any] | None = None,
     ) -> Tensor | Unsupported:
+        """A view of a storage, which must hold all that the view claims."""
         if any(metadata or ()):
             return Unsupported("a conjugated or negated tensor")
         if len(sizes) != len(strides) or len(sizes) > _MAX_DIMENSIONS:
@@ -350,6 +342,7 @@ class _Unpickler:
         if not isinstance(storage, _Storage) or any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError("the description of a tensor is damaged")
         dtype = dtype or storage.dtype
+        # In elements: of the storage, and of the tensor.
         held, claimed = len(storage.data) // dtype.itemsize, math.prod(sizes)
         end = offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1 if claimed else 0
         if claimed > held or end > held:
@@ -360,18 +353,8 @@ class _Unpickler:
         return storage.data[: held * dtype.itemsize].view(dtype).as_strided(sizes, strides, offset)
 
 
-def _find_global(name: str) -> Any:
-    if name in _DTYPES or name in _STORAGES:
-        return _DTYPES.get(name) or _STORAGES[name]
-    if name in _FUNCTIONS:
-        return _Function(name)
-    if name in _UNSUPPORTED:
-        return Unsupported(_UNSUPPORTED[name])
-    raise pickle.UnpicklingError(f"it names {excerpt(name.replace(' ', '.', 1))}")
-
-
 def _hashable(key: Any) -> Any:
-    """A key whose hash is quick: that of nested tuples takes exponential time, and large integers can collide."""
+    """A key that is quick to hash: nested tuples can take exponential time, and large integers can collide."""
     if type(key) in (str, float, bool, type(None)) or (type(key) is int and abs(key) < 2**60):
         return key
     return Unsupported(f"a key of type {type(key).__name__}")

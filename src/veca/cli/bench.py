@@ -1,4 +1,4 @@
-"""The commands of `veca bench`."""
+"""`veca bench`: speed and memory."""
 
 from __future__ import annotations
 
@@ -8,93 +8,191 @@ from typing import Annotated, Any
 import typer
 
 from veca.bench.cases import Bench, choose_cases
+from veca.bench.data import bench_data
+from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
+from veca.bench.memory import bench_memory
 from veca.bench.plots import PlotFormat, write_plots
-from veca.bench.run import Dtype, pick_setting, run_bench
-from veca.cli.common import out
-
-bench_app = typer.Typer(
-    no_args_is_help=True,
-    help="Measure speed and memory beside the dense ViT of the same size, and against the floor of this machine.\n\n"
-    "Example: veca bench model --case base:1024:16",
+from veca.bench.run import FloatDtype, pick_setting, run_bench
+from veca.cli.common import Command, make_group, out
+from veca.cli.options import (
+    BatchSize,
+    Budgets,
+    Cores,
+    Device,
+    Ints,
+    Model,
+    Size,
+    Sizes,
+    Sources,
+    Words,
+    Workers,
+    parse_ints,
+    parse_words,
 )
+from veca.hub.export import ExportDtype
+from veca.hub.onnx_bench import bench_onnx
+
+bench_app = make_group(
+    "Measure speed and memory beside the dense ViT of the same size, and against the limits of this machine.\n\n"
+    "Example: veca bench model --case base:1024:16,base:512:32"
+)
+explorer_app = make_group("Measure the explorer: the page in Chromium, and many clients at once.")
+bench_app.add_typer(explorer_app, name="explorer")
 
 Cases = Annotated[
-    list[str] | None,
+    Words | None,
     typer.Option(
-        "--case", help="MODEL:PIXELS:BATCH[:CORES], as base:1024:16; repeat.", show_default="those of our targets"
+        "--case", parser=parse_words, metavar="MODEL:PX:BATCH[:CORES],…", help="Cases, as base:1024:16,base:512:32.",
+        show_default="those with published targets",
+    ),
+]  # fmt: skip
+BenchModels = Annotated[
+    Words | None,
+    typer.Option("--model", "-m", parser=parse_words, metavar="MODEL,…", help="small, small_plus, base, large, tiny."),
+]
+BenchSizes = Annotated[
+    Ints | None, typer.Option("--size", parser=parse_ints, metavar="PX,…", help="Sides in pixels, multiples of 16.")
+]
+BatchSizes = Annotated[
+    Ints | None, typer.Option("--batch-size", parser=parse_ints, metavar="N,…", help="Images per forward pass.")
+]
+Contenders = Annotated[
+    Words | None,
+    typer.Option(
+        "--contender", parser=parse_words, metavar="NAME,…", help="What to compare, as veca,veca-eager,dense.",
+        show_default="all that apply",
+    ),
+]  # fmt: skip
+BenchPrecision = Annotated[
+    FloatDtype | None,
+    typer.Option(
+        "--precision", help="Precision of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere"
     ),
 ]
-Models = Annotated[list[str] | None, typer.Option("--model", help="small, small_plus, base, large, tiny; repeat.")]
-Sizes = Annotated[list[int] | None, typer.Option("--size", help="Side in pixels, a multiple of 16; repeat.")]
-Batches = Annotated[list[int] | None, typer.Option("--batch", help="Images at a time; repeat.")]
-Budgets = Annotated[list[int] | None, typer.Option("--cores", help="Budget, 1 to 64; repeat.")]
-Contenders = Annotated[
-    list[str] | None,
-    typer.Option("--contender", help="Who takes part, as veca-eager; repeat.", show_default="all that apply"),
-]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes CUDA where there is one.")]
-Precision = Annotated[
-    Dtype | None, typer.Option(help="Of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere")
-]
-Repeats = Annotated[int, typer.Option(help="Rounds that count; every contender has a turn in each.")]
-Profile = Annotated[bool, typer.Option("--profile", help="Also where the time of each contender goes.")]
-Errors = Annotated[bool, typer.Option("--errors/--no-errors", help="Also how far results are from float64.")]
+Repeats = Annotated[int, typer.Option(help="Measured rounds; every contender has a turn in each.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Also show where the time of each contender goes.")]
+Errors = Annotated[bool, typer.Option("--errors/--no-errors", help="Also measure the error against float64.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Seconds of each measurement.")]
+Chromium = Annotated[str | None, typer.Option(help="Path of Chromium.", show_default="the one on the PATH")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for results.json, results.csv, table.txt.")]
 
 
-@bench_app.command("model")
+@bench_app.command("model", cls=Command)
 def bench_model(
-    case: Cases = None, model: Models = None, size: Sizes = None, batch: Batches = None, cores: Budgets = None,
-    contender: Contenders = None, device: Device = "auto", dtype: Precision = None,
-    cls_only: Annotated[bool, typer.Option("--cls-only", help="Ask for the global feature alone.")] = False,
+    case: Cases = None, model: BenchModels = None, size: BenchSizes = None, batch_size: BatchSizes = None,
+    cores: Budgets = None, contenders: Contenders = None, device: Device = "auto", precision: BenchPrecision = None,
+    cls_only: Annotated[bool, typer.Option("--cls-only", help="Compute the global feature alone.")] = False,
     repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: Out = None,
 ) -> None:  # fmt: skip
-    """Forward pass of the whole model: VECA in every way to run it, the dense ViT, and the products alone."""
-    sweep = (case, model, size, batch, cores)
-    _bench("model", sweep, contender, device, dtype, repeats, profile, errors, to, cls_only)
+    """Forward pass of the whole model: all ways to run VECA, the dense ViT, and the matrix products alone."""
+    sweep = (case, model, size, batch_size, cores)
+    _bench("model", sweep, contenders, device, precision, repeats, profile, errors, to, cls_only)
 
 
-@bench_app.command("train")
+@bench_app.command("train", cls=Command)
 def bench_train(
-    case: Cases = None, model: Models = None, size: Sizes = None, batch: Batches = None, cores: Budgets = None,
-    contender: Contenders = None, device: Device = "auto", dtype: Precision = None,
+    case: Cases = None, model: BenchModels = None, size: BenchSizes = None, batch_size: BatchSizes = None,
+    cores: Budgets = None, contenders: Contenders = None, device: Device = "auto", precision: BenchPrecision = None,
     repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: Out = None,
 ) -> None:  # fmt: skip
-    """Forward and backward pass, float32 weights under autocast; memory counts weights and gradients."""
-    _bench("train", (case, model, size, batch, cores), contender, device, dtype, repeats, profile, errors, to)
+    """Forward and backward pass, float32 weights under autocast; memory includes weights and gradients."""
+    sweep = (case, model, size, batch_size, cores)
+    _bench("train", sweep, contenders, device, precision, repeats, profile, errors, to)
 
 
-@bench_app.command("attention")
+@bench_app.command("attention", cls=Command)
 def bench_attention(
-    case: Cases = None, model: Models = None, size: Sizes = None, batch: Batches = None, cores: Budgets = None,
-    contender: Contenders = None, device: Device = "auto", dtype: Precision = None,
+    case: Cases = None, model: BenchModels = None, size: BenchSizes = None, batch_size: BatchSizes = None,
+    cores: Budgets = None, contenders: Contenders = None, device: Device = "auto", precision: BenchPrecision = None,
     repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: Out = None,
 ) -> None:  # fmt: skip
     """Attention of one layer alone, rotary embedding included: forward, then backward."""
-    _bench("attention", (case, model, size, batch, cores), contender, device, dtype, repeats, profile, errors, to)
+    sweep = (case, model, size, batch_size, cores)
+    _bench("attention", sweep, contenders, device, precision, repeats, profile, errors, to)
 
 
-@bench_app.command("plot")
+@bench_app.command("plot", cls=Command)
 def bench_plot(
     results: Annotated[list[Path], typer.Argument(help="results.json files that other `veca bench` commands wrote.")],
     to: Annotated[Path, typer.Option("--out", "-o", help="Folder for the plots.")],
-    form: Annotated[PlotFormat, typer.Option("--format", help="Of the files.")] = "svg",
+    form: Annotated[PlotFormat, typer.Option("--format", help="File format.")] = "svg",
 ) -> None:
     """Plot FLOPs against resolution, and latency against resolution and batch size.
 
     Latency is plotted where results have several sizes at one batch, or several batches at one size: sweep --size or
-    --batch.
+    --batch-size.
     """
     for path in write_plots(results, to, form):
         out.print(f"Wrote {path}", soft_wrap=True)
 
 
 def _bench(
-    bench: Bench, sweep: tuple[Any, ...], contenders: list[str] | None, device: str, dtype: Dtype | None,
+    bench: Bench, sweep: tuple[Any, ...], contenders: Words | None, device: str, precision: FloatDtype | None,
     repeats: int, profile: bool, errors: bool, to: Path | None, cls_only: bool = False,
 ) -> None:  # fmt: skip
-    setting = pick_setting(device, dtype, cls_only)
+    setting = pick_setting(device, precision, cls_only)
     cases = choose_cases(bench, setting.device.type == "cuda", *(values or () for values in sweep))
     run_bench(bench, cases, setting, contenders or (), repeats, profile, to, errors).show(out)
     if to is not None:
         out.print(f"Results: {to}", soft_wrap=True)
+
+
+@bench_app.command("memory", cls=Command)
+def memory_command(
+    model: Model = "veca_base", size: Sizes = Ints([1024, 2048]), cores: Cores = None, device: Device = "cpu",
+    precision: BenchPrecision = "float32",
+) -> None:  # fmt: skip
+    """Peak memory of a forward pass of one image at several sizes, weights not counted."""
+    bench_memory(model, size, cores or 64, device, precision or "float32")
+
+
+@bench_app.command("data", cls=Command)
+def data_command(
+    sources: Sources, size: Size = 256, batch_size: BatchSize = 128, workers: Workers = None, seconds: Seconds = 5.0
+) -> None:
+    """Images per second that are read, decoded, cropped and augmented for training."""
+    bench_data(sources, size, workers or 0, batch_size, seconds)
+
+
+@bench_app.command("onnx", cls=Command)
+def onnx_command(
+    model: Model = "veca_tiny",
+    size: Annotated[
+        Words, typer.Option(parser=parse_words, metavar="PX|HxW,…", help="Sides in pixels, or both as 320x480.")
+    ] = Words(["224", "256", "320x480", "512", "768"]),
+    cores: Budgets = None,
+    dtype: Annotated[ExportDtype, typer.Option(help="Type of the stored weights.")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each runtime.")] = 1,
+    repeats: Repeats = 7,
+) -> None:
+    """Error and time of ONNX files beside PyTorch on the CPU."""
+    bench_onnx(model, size, cores or (8, 32, 64), dtype, threads, repeats)
+
+
+@explorer_app.command("page", cls=Command)
+def page_command(
+    model: Model = "veca_tiny",
+    images: Annotated[int, typer.Option(min=1, help="Images to drop on the page.")] = 6,
+    chromium: Chromium = None,
+) -> None:
+    """Time from a dropped image or a moved slider to the drawn page, in Chromium."""
+    bench_explorer_page(model, images, chromium)
+
+
+@explorer_app.command("crowd", cls=Command)
+def crowd_command(
+    model: Model = "veca_tiny",
+    clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 50,
+    seconds: Seconds = 20.0,
+) -> None:
+    """Waiting times and answers of the API with many clients."""
+    bench_explorer_crowd(model, clients, seconds)
+
+
+@explorer_app.command("shot", cls=Command)
+def screenshot_command(
+    to: Annotated[Path, typer.Option("--out", "-o", help="Image file to write.")], model: Model = "veca_tiny",
+    chromium: Chromium = None,
+) -> None:  # fmt: skip
+    """Screenshot of the page, as in the README."""
+    screenshot_explorer(to, model, chromium)

@@ -1,64 +1,68 @@
-"""What the commands share: the two consoles, options, the model that these name, and how a run stops."""
+"""Helpers shared by the commands: consoles, usage errors, loading the model, worker count, interruption."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from veca.checkpoint import load_or_random
-from veca.checkpoint.pretrained import shipped_name
+from veca.checkpoint.pretrained import pretrained_name
+from veca.config import SIZES, did_you_mean
+from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
-from veca.utils.signals import exit_status
+from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import origin
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
 
-MOST_WORKERS = 1024
-
-_NAMED = "A name, a .safetensors file or folder, or a released .pt checkpoint."
-Model = Annotated[str, typer.Option(help=_NAMED)]
-Source = Annotated[str, typer.Argument(help=_NAMED)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …; auto takes an accelerator where there is one.")]
-
-
-def _budget(text: str) -> int | None:
-    if text == "all":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no budget; it takes one whole number, as 32, or all") from None
-
-
-Cores = Annotated[
-    int | None,
-    typer.Option(parser=_budget, metavar="N", help="Budget: how many cores, 1 to 64, or all.", show_default="all"),
-]
-Size = Annotated[int, typer.Option(help="Side in pixels, a multiple of 16.")]
-AtOnce = Annotated[
-    int | None, typer.Option(min=1, max=65_536, help="Pictures per forward pass.", show_default="by their size")
-]
-Workers = Annotated[
-    int | None, typer.Option(min=0, max=MOST_WORKERS, help="Decoding processes.", show_default="one per CPU, at most 8")
-]
-Restart = Annotated[bool, typer.Option("--restart", help="Begin anew, whatever the folder holds.")]
-
-
+# Click's class: Typer does not export it, and some versions bring their own Click.
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""Click's class. Typer does not export it, and some versions bring their own Click."""
+
+# Spellings of version 0.1 and what replaced them.
+RENAMED_OPTIONS = {
+    "--at-once": ["--batch-size"],
+    "--batch": ["--head-batch-size", "--batch-size"],  # the first one that the command has
+    "--dtype": ["--precision"],
+    "--pictures": ["--images"],
+    "--restart": ["--overwrite"],
+    "--save-dtype": ["--dtype"],
+    "--sizes": ["--size"],
+}
+
+
+class Command(TyperCommand):
+    """A command that refuses old spellings and names the new ones."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {name: param for param in self.params for name in param.opts if name.startswith("-")}
+        given = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
+        for name in given:
+            renamed = [new for new in RENAMED_OPTIONS.get(name, ()) if new in options]
+            if renamed and name not in options:
+                ctx.fail(f"{name} is now {renamed[0]}")
+            # Lists were repeated options once; click would silently take the last of them.
+            is_list = name in options and (options[name].metavar or "").endswith(",…")
+            if is_list and given.count(name) > 1:
+                ctx.fail(f"{name} is given more than once; separate several values by commas")
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            if "--model" in options and str(error.message).startswith("Got unexpected extra argument"):
+                error.message += ". The model is named by --model" + (", the output by --out" * ("--out" in options))
+            raise
 
 
 class Commands(TyperGroup):
-    """The commands of the command line. What is wrong with their usage is said in printable text."""
+    """A group of commands. Errors in their usage are printed with control characters escaped."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with _printable_usage():
@@ -67,6 +71,12 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _printable_usage():
             return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            close = did_you_mean(args[0], self.commands)
+            ctx.fail(f"no command {args[0]!r}{close}; choose one of {', '.join(self.commands)}")
+        return super().resolve_command(ctx, args)
 
 
 @contextmanager
@@ -78,49 +88,93 @@ def _printable_usage() -> Iterator[None]:
         raise
 
 
+def make_group(help: str) -> typer.Typer:
+    """A group of commands such as `veca probe`."""
+    return typer.Typer(cls=Commands, no_args_is_help=True, help=help)
+
+
 def load_model(source: str, device: str) -> Veca:
-    """The model a user named, where it was asked for; random weights and those that ship are announced."""
+    """Load the model a user named onto a device; say so where the weights are random or the pretrained ones."""
     model = load_or_random(source, device=choose_device(device))
-    say_if_random(model, source)
-    if name := shipped_name(source):
+    warn_if_random(model.provenance, source)
+    if name := pretrained_name(source):
         err.print(f"Weights: {name}, {origin(model.provenance)}.", soft_wrap=True)
     return model
 
 
-def say_if_random(model: Veca, source: str) -> None:
-    if model.provenance.get("weights") == "random":
+def display_name(source: str) -> str:
+    """What a model is called in results: its pretrained name, or the last part of its path."""
+    return pretrained_name(source) or Path(source).name or source
+
+
+def warn_if_random(provenance: dict[str, Any], source: str) -> None:
+    if provenance.get("weights") == "random":
         err.print(
-            f"The weights are random: none ship for {source} yet. Name trained ones for features that mean something.",
+            f"The weights are random: there are no pretrained ones for {source} yet. "
+            "Name trained weights for meaningful features.",
             style="bold yellow",
         )
 
 
-def workers_of(asked: int | None, most: int | None = 8) -> int:
-    """As asked for; else one for each CPU that this process may use, up to `most`."""
-    if asked is not None:
-        return asked
+def check_sources(sources: Sequence[str | Path]) -> None:
+    """Refuse the name of a model where images are expected: it was the first argument of some commands once."""
+    first = str(sources[0]) if sources else ""
+    if not Path(first).exists() and (first in SIZES or pretrained_name(first)):
+        raise ArgumentError(f"{first} is a model, not an image; name the model by --model {first}")
+
+
+def check_absent(path: Path, overwrite: bool) -> None:
+    """Refuse to replace a file unless `--overwrite` is given."""
+    if path.exists() and not overwrite:
+        raise ArgumentError(f"{path} exists; choose another name, or pass --overwrite")
+
+
+def register_timm_models(teacher: str) -> None:
+    """Register our own models with timm if a backbone of timm named by the user is one of them."""
+    if teacher.startswith("timm:veca_"):
+        with needs_extra(f"{teacher} needs", "train"):
+            import veca.hub.timm  # noqa: F401 (importing it registers them)
+
+
+def count_workers(workers: int | None, limit: int | None = 8) -> int:
+    """The number given, else one per CPU this process may use, up to `limit`."""
+    if workers is not None:
+        return workers
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return usable if most is None else min(most, usable)
+    return usable if limit is None else min(limit, usable)
 
 
 def warn(text: str) -> None:
     err.print(as_message(text), style="yellow", soft_wrap=True)
 
 
-@contextmanager
-def stoppable(folder: Path, say: Callable[[str], None], restart: bool = False) -> Iterator[None]:
-    """While a run trains in the block: if it is stopped, how to go on is said, by the first process."""
-    from veca.train.stop import Interrupted
+def print_path(label: str, path: Path) -> None:
+    """One line with an absolute path, not wrapped, so that it can be copied."""
+    out.print(f"{label}: {path.resolve()}", soft_wrap=True)
 
-    first = os.environ.get("RANK", "0") == "0"  # of those torchrun started
-    command = "The same command without --restart" if restart else "The same command"
+
+@contextmanager
+def resumable_run(folder: Path, log: Callable[[str], None], overwrite: bool = False) -> Iterator[None]:
+    """Around a training run: when it is stopped, the first process says how to continue."""
+    first = os.environ.get("RANK", "0") == "0"  # set by torchrun
+    command = "The same command without --overwrite" if overwrite else "The same command"
     try:
         yield
     except Interrupted as stop:
         if first:
-            say(f"Stopped, and saved in {folder}. {command} continues where this one stopped.")
+            log(f"Stopped, and saved in {folder}. {command} continues where this one stopped.")
         raise typer.Exit(128 + stop.number) from None
     except KeyboardInterrupt as stop:
         if first:
-            say(f"Stopped at once. {command} continues from the last checkpoint in {folder}.")
+            log(f"Stopped at once. {command} continues from the last checkpoint in {folder}.")
+        raise typer.Exit(exit_status(stop)) from None
+
+
+@contextmanager
+def resumable_command(message: str) -> Iterator[None]:
+    """Around work that the same command continues: when it is interrupted, say so and set the exit status."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        warn(message)
         raise typer.Exit(exit_status(stop)) from None

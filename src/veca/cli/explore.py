@@ -1,4 +1,4 @@
-"""The command `veca explore`."""
+"""`veca explore`: the local web page."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from veca.checkpoint.pretrained import shipped_name
-from veca.cli.common import Device, err, load_model, out
+from veca.checkpoint.pretrained import pretrained_name
+from veca.cli.common import err, load_model, out
+from veca.cli.options import Device, Models, Words, parse_words
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.utils.signals import drop_lost_terminal
@@ -25,28 +26,23 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 
-def explore(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A name, a .safetensors file or folder, or a released .pt checkpoint; repeat to compare.",
-            show_default="veca_tiny",
-        ),
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to answer at; 0: any that is free.")] = 8642,
-    host: Annotated[str, typer.Option(help="Address to answer at; one that others can reach demands a token.")] = (
-        "127.0.0.1"
-    ),
+def explore_command(
+    model: Models = Words(["veca_tiny"]),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8642,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that other machines reach requires a token.")
+    ] = "127.0.0.1",
     token: Annotated[
         str | None,
-        typer.Option(help="What clients must know.", show_default="made up where one is needed"),
+        typer.Option(help="Token that clients must send.", show_default="random where one is required"),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Another name this server is asked by, as behind a proxy; repeat.")
+        Words | None,
+        typer.Option(parser=parse_words, metavar="HOST,…", help="Other host names of this server, as behind a proxy."),
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Open a local page that shows, while you drag, what a model does with your picture at any budget."""
+    """Serve a local page that shows what a model does with your images at any budget and resolution."""
     with needs_extra("the explorer needs", "web"):
         from veca.web.app import create_app
         from veca.web.connections import create_server
@@ -57,24 +53,24 @@ def explore(
         raise ArgumentError("--token: at least 8 letters, digits, - or _, so that it fits into an address")
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(16)
-    with _bound(host, port) as bound:
+    with _bind(host, port) as listening:
         models: dict[str, Veca] = {}
-        for source in model or ["veca_tiny"]:
-            models[_name(shipped_name(source) or source, models)] = load_model(source, device)
+        for source in model:
+            models[_unique_name(pretrained_name(source) or source, models)] = load_model(source, device)
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
         app = create_app(models, hosts=hosts, token=token)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
-        address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
         out.print(f"Explorer: {address}", soft_wrap=True)
         err.print("Ctrl-C ends it.")
         server = create_server(app)
-        with _ended_by_hangup(server):
-            server.run(sockets=[bound])
+        with _shut_down_on_hangup(server):
+            server.run(sockets=[listening])
 
 
 @contextmanager
-def _ended_by_hangup(server: Server) -> Iterator[None]:
-    """Have SIGHUP end the server as it ends itself on SIGINT and SIGTERM, where a command ends on SIGHUP."""
+def _shut_down_on_hangup(server: Server) -> Iterator[None]:
+    """Shut the server down on SIGHUP as uvicorn does on SIGINT and SIGTERM, where a command ends on SIGHUP."""
     number = getattr(signal, "SIGHUP", None)
     if number is None or not callable(before := signal.getsignal(number)):
         yield
@@ -95,23 +91,23 @@ def _ended_by_hangup(server: Server) -> Iterator[None]:
         before(number, None)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(128)  # from now on clients wait, and are not refused
-    except (OSError, UnicodeError) as error:  # the latter: no host has such a name
+        bound.listen(128)  # clients wait from now on, while the models are loaded, and are not refused
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise ArgumentError(
-            f"cannot answer at {quoted(host)}, port {port}: {reason}; choose another --port or --host"
+            f"cannot listen on {quoted(host)}, port {port}: {reason}; choose another --port or --host"
         ) from error
     return bound
 
 
-def _name(source: str, taken: Container[str]) -> str:
-    """What a model is called on the page: the end of its path, told apart where two have the same."""
+def _unique_name(source: str, taken: Container[str]) -> str:
+    """Name of a model on the page: the last part of its path, made unique."""
     name = Path(source).name or source
     while name in taken:
         name += "′"

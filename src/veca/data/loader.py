@@ -1,18 +1,18 @@
-"""Batches of pictures for training, decoded by worker processes; `draws.py` says which, and how each is seen.
+"""Decode and transform images in worker processes: single records for embedding, batches for training.
 
-Shapes: B pictures, R rows and columns.
+Shapes: B images, R rows and columns.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import queue
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -22,213 +22,273 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 
-from veca.data.augment import Augmentation, augment_batch, augment_image
-from veca.data.index import DataError, Pictures
-from veca.data.sampler import Augment, Stream, View, place, replacement, view_of
-from veca.data.sources import as_is, as_text, begin, end, init_worker
-from veca.images import MAX_PIXELS, MEAN, STD, ImageError, open_image, resample
-from veca.teachers import Targets
+from veca.data.index import DataError, ImageIndex
+from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
+from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset
+from veca.data.sources import Item
+from veca.data.transforms import Augmentation, augment_batch, augment_image
+from veca.data.workers import WorkerDiedError, WorkerPool
+from veca.images import MAX_PIXELS, Fit, ImageError, fit_image, normalize, open_image, resample, to_tensor
 
-__all__ = [
-    "Batch",
-    "Batches",
-    "DataError",
-    "Pictures",
-    "TrainBatches",
-    "to_model_input",
-    "validation_batches",
-]
-
-MOST_FAILURES = 100
-"""So many pictures in a row that cannot be used are no accident."""
-_TOGETHER = 16
-"""Pictures that a worker hands over at a time."""
-_SLOT = _TOGETHER * 3 * 1024**2
-"""Bytes of shared memory for them: as much as they take at 1024. What is not used is address space and no memory."""
-_PATIENCE = 10.0
-"""Seconds that a thread which waits for a worker is waited for."""
-_SPARE = 2
-"""A JPEG is decoded at a fraction of its size as long as this many pixels are left for each one of the result."""
+# Encoded images on their way to worker processes, together; a larger one is sent alone
+_SENT_BYTES = 1 << 27
+# Images that a worker returns at a time
+_TASK_IMAGES = 16
+# Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory.
+_SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
+# How long to wait for a thread that waits for a worker
+_JOIN_SECONDS = 10.0
+# A JPEG is decoded at reduced size as long as this many pixels are left for each one of the result
+_DRAFT_FACTOR = 2
 
 
-def see(source: str | bytes, view: View, resolution: int, short_side: float, max_pixels: int) -> Image.Image:
-    """Open a picture, resize its short side to `short_side` × resolution, crop and flip it; no more is decoded or
-    resized than that takes. The operation of the view is left to do.
+def describe_error(error: Exception, name: str) -> str:
+    """Return why an image cannot be read, without its name, fit for a table."""
+    reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
+    return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
+
+
+# Embedding: a stream of items to a stream of records
+
+
+class Record(NamedTuple):
+    """A decoded image, (3, height, width) uint8, with its original (width, height); or an error."""
+
+    name: str
+    size: tuple[int, int] = (0, 0)
+    pixels: NDArray[np.uint8] | None = None
+    error: str = ""
+    stamp: str = ""
+    number: int = 0
+
+
+# A task without work; see `_ByteWindow`
+_PADDING = Item("", number=-1)
+
+
+@dataclass(frozen=True)
+class _ItemDecoder:
+    size: int
+    fit: Fit
+    max_pixels: int
+
+    def __call__(self, item: Item) -> Record:
+        if item.number == _PADDING.number:
+            return Record("", number=item.number)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow may emit tens of thousands for one file
+                image = open_image(_read_item(item), max_pixels=self.max_pixels)
+            # An array, not a tensor: tensors travel in shared memory, of which containers have little.
+            pixels = to_tensor(fit_image(image, self.size, self.fit, self.max_pixels)).numpy()
+            return Record(item.name, image.size, pixels, stamp=item.stamp, number=item.number)
+        except SourceError:
+            raise
+        except Exception as error:  # no image may end the run
+            return Record(item.name, error=describe_error(error, item.path), stamp=item.stamp, number=item.number)
+
+
+def _read_item(item: Item) -> str | bytes:
+    if item.error:
+        raise ImageError(item.error)
+    if item.data is not None:
+        return item.data
+    if is_remote(item.path):
+        return retry(item.path, lambda: read_remote(item.path, None, item.file_size))
+    return item.path if item.span is None else read_span(item.path, *item.span)
+
+
+class _ByteWindow:
+    """Limits the bytes on their way to workers, of which `WorkerPool` limits only the number of items.
+
+    The pool asks for an item whenever a record comes back, and cannot be made to wait. So while too many bytes are on
+    their way it is given padding, whose records are dropped.
+    """
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self.items, self.bytes = items, 0
+        self.sizes = deque[int]()
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in self.items:
+            size = len(item.data or b"")
+            while self.bytes and self.bytes + size > _SENT_BYTES:
+                yield _PADDING
+            self.bytes += size
+            self.sizes.append(size)
+            yield item
+
+    def receive(self, records: Iterator[Record]) -> Iterator[Record]:
+        for record in records:
+            if record.number != _PADDING.number:
+                self.bytes -= self.sizes.popleft()
+                yield record
+
+
+@contextmanager
+def decode_items(
+    items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers: int
+) -> Iterator[Iterator[Record]]:
+    """Decode and fit `items` in `workers` processes (0: in this one) while the block runs; records keep their order."""
+    window = _ByteWindow(items)
+    with WorkerPool(_ItemDecoder(size, fit, max_pixels), window, workers, prefetch=4) as records:
+        yield window.receive(records)
+
+
+# Training: an index of images to batches
+
+
+def load_crop(
+    source: str | bytes, params: TransformParams, resolution: int, short_side: float, max_pixels: int
+) -> Image.Image:
+    """Open an image, resize its short side to `short_side` × resolution, crop and flip it.
+
+    Nothing outside the crop is resized, and a large JPEG is decoded at reduced size. The operation of
+    TrivialAugmentWide is left to the caller.
     """
     short = round(short_side * resolution)
-    image = open_image(source, max_pixels=max_pixels, at_least=_SPARE * short)
+    image = open_image(source, max_pixels=max_pixels, at_least=_DRAFT_FACTOR * short)
     width, height = image.info.get("extent", image.size)
-    # The sizes that torchvision's Resize gives.
+    # Sizes as torchvision's Resize rounds them
     columns = short if width <= height else int(short * width / height)
     rows = short if height <= width else int(short * height / width)
-    left, top = place(view.across, columns - resolution), place(view.down, rows - resolution)
+    left, top = int(crop_offset(params.x, columns - resolution)), int(crop_offset(params.y, rows - resolution))
     box = left * width / columns, top * height / rows, (left + resolution) * width / columns
     image = resample(image, (resolution, resolution), (*box, (top + resolution) * height / rows))
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.flip else image
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if params.flip else image
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures on the CPU, pinned where there is a GPU."""
+    """Images of a forward pass, on the CPU (pinned where there is a GPU) or on the device."""
 
+    # (B, 3, R, R) uint8
     images: Tensor
-    """(B, 3, R, R) uint8, in the order of channels_last."""
+    # What `to_model_input` still has to apply
     augmentation: Augmentation | None
-    """What `to_model_input` is still to do to each; None: nothing."""
+    # (B) int64, numbers in the index
     indices: Tensor
-    """(B) int64, their numbers among all pictures."""
-    views: Tensor
-    """(B) int64, which view of the picture: with the number and the seed it fixes every pixel."""
+    # (B) int64, which random variant of the image: with number and seed it determines every pixel
+    variants: Tensor
+    # Names of unreadable images and why; in training each was replaced by another
     skipped: list[tuple[str, str]]
-    """Names of pictures that could not be used and why; in training another took the place of each."""
-    targets: Targets | None = None
-    """What the teacher says of them, where that is known already."""
-
-
-@functools.cache
-def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
-    return mean, std
+    # Teacher's targets, where they are cached
+    targets: Any = None
 
 
 def to_model_input(batch: Batch, device: torch.device | str) -> Tensor:
-    """What the model takes: (B, 3, R, R) float32 on `device`, augmented if that is still to do, normalised.
+    """Return the model's input (B, 3, R, R), float32 on `device`: augmented if that is left to do, and normalised.
 
     The device is not waited for.
     """
     images = batch.images.to(device, non_blocking=True)
     if batch.augmentation is not None:
         images = augment_batch(images, batch.augmentation)
-    return normalized(images)
+    return normalize(images.contiguous())
 
 
-def normalized(images: Tensor) -> Tensor:
-    """Pictures (B, 3, R, R) uint8 as the model takes them."""
-    mean, std = _statistics(images.device)
-    return ((images.contiguous().float() / 255) - mean) / std
-
-
-class _Task(NamedTuple):
-    """Pictures for a worker: places in a batch, in one stretch, that go to a slot of the shared memory."""
+class _CropTask(NamedTuple):
+    """A part of a batch for a worker, whose pixels go to slot `number` modulo the slots of the shared memory."""
 
     number: int
-    resolution: int
-    pictures: Sequence[int]
-    views: Sequence[int]
+    plan: BatchPlan
 
 
-class _Done(NamedTuple):
-    """What a worker made of a task: which pictures these are in the end; their pixels, if they are in no slot."""
+class _CropResult(NamedTuple):
+    """What a worker made of a task; `pixels` only if they are not in shared memory."""
 
-    pictures: list[int]
-    views: list[View]
+    images: list[int]
     skipped: list[tuple[str, str]]
     pixels: NDArray[np.uint8] | None
-    failed: str = ""
+    error: str = ""
 
 
-class _Seer(Dataset[_Done]):
-    """Indexed by a task, in a worker process."""
+class _CropDecoder:
+    """Decodes the images of a task, in a worker process."""
 
     def __init__(
-        self,
-        pictures: Pictures,
-        seed: int,
-        short_side: float,
-        crops: tuple[float, float] | None,
-        augment: Augment,
-        max_pixels: int,
-        here: bool,
-        replace: bool,
-        slots: int,
+        self, index: ImageIndex, sampler: TrainSampler, max_pixels: int, apply_op: bool, replace: bool, slots: int
     ) -> None:
-        self.pictures, self.seed, self.short_side, self.augment = pictures, seed, short_side, augment
-        self.crops = crops
-        self.max_pixels, self.here, self.replace = max_pixels, here, replace
+        self.index, self.sampler, self.max_pixels = index, sampler, max_pixels
+        self.apply_op, self.replace, self.slots = apply_op, replace, slots
         # Anonymous memory that forked processes share: it is not taken from /dev/shm, of which containers have little.
-        self.shared = mmap.mmap(-1, slots * _SLOT) if slots else None
-        self.slots = slots
+        self.shared = mmap.mmap(-1, slots * _SLOT_BYTES) if slots else None
 
-    def slot(self, task: _Task, count: int) -> NDArray[np.uint8] | None:
-        shape = count, task.resolution, task.resolution, 3
-        if self.shared is None or math.prod(shape) > _SLOT:
+    def slot(self, task: _CropTask) -> NDArray[np.uint8] | None:
+        """Return the shared memory for a task's pixels, None where there is none or not enough."""
+        shape = _pixel_shape(task.plan)
+        if self.shared is None or math.prod(shape) > _SLOT_BYTES:
             return None
-        offset = task.number % self.slots * _SLOT
+        offset = task.number % self.slots * _SLOT_BYTES
         return np.frombuffer(self.shared, np.uint8, math.prod(shape), offset).reshape(shape)
 
-    def __getitem__(self, task: _Task) -> _Done:
-        shape = len(task.pictures), task.resolution, task.resolution, 3
-        slot = self.slot(task, len(task.pictures))
-        pixels = slot if slot is not None else np.empty(shape, np.uint8)
-        done = _Done([], [], [], None if slot is not None else pixels)
-        for first, epoch in zip(task.pictures, task.views, strict=True):
-            for attempt in range(MOST_FAILURES):
-                picture = first if not attempt else replacement(len(self.pictures), self.seed, first, epoch, attempt)
-                view = view_of(self.seed, picture, epoch, self.augment)
+    def __call__(self, task: _CropTask) -> _CropResult:
+        slot = self.slot(task)
+        pixels = np.empty(_pixel_shape(task.plan), np.uint8) if slot is None else slot
+        result = _CropResult([], [], pixels if slot is None else None)
+        for first, variant in zip(task.plan.images, task.plan.variants, strict=True):
+            for image in self.sampler.candidates(first, variant):
                 try:
-                    pixels[len(done.pictures)] = self.see(picture, view, task.resolution)
-                except Exception as error:  # whatever one picture does, the run goes on
-                    name = self.pictures.name(picture)
-                    done.skipped.append((name, _reason(error, name)))
+                    pixels[len(result.images)] = self.load(image, variant, task.plan.resolution)
+                except Exception as error:  # no image may end the run
+                    name = self.index.name(image)
+                    result.skipped.append((name, describe_error(error, name)))
                     if not self.replace:
                         break
                 else:
-                    done.pictures.append(picture)
-                    done.views.append(view)
+                    result.images.append(image)
                     break
             else:
-                name, reason = done.skipped[-1]
-                failed = f"{MOST_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}"
-                return done._replace(failed=failed, pixels=None)
-        return done
+                return result._replace(error=too_many_failures(*result.skipped[-1]), pixels=None)
+        return result
 
-    def see(self, picture: int, view: View, resolution: int) -> NDArray[np.uint8]:
-        short_side = self.short_side if self.crops is None else 1 / np.interp(view.size, (0, 1), self.crops)
-        image = see(self.pictures.read(picture), view, resolution, float(short_side), self.max_pixels)
-        return np.asarray(augment_image(image, view.op, view.strength) if self.here else image)
-
-
-def _reason(error: Exception, name: str) -> str:
-    reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
-    return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
+    def load(self, image: int, variant: int, resolution: int) -> NDArray[np.uint8]:
+        sampler = self.sampler
+        params = sampler.sample([image], [variant]).item()
+        short_side = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
+        crop = load_crop(self.index.read(image), params, resolution, float(short_side), self.max_pixels)
+        return np.asarray(augment_image(crop, params.op, params.strength) if self.apply_op else crop)
 
 
-class _Plan(NamedTuple):
-    """A batch to come."""
-
-    resolution: int
-    pictures: Sequence[int]
-    views: Sequence[int]
+def _pixel_shape(plan: BatchPlan) -> tuple[int, int, int, int]:
+    return len(plan.images), plan.resolution, plan.resolution, 3
 
 
-def _tasks(plans: Iterator[_Plan], most: int) -> Iterator[tuple[_Plan, int, _Task]]:
-    """Each batch in stretches that fit in a slot, with their start in it, numbered through."""
-    number = 0
-    for plan in plans:
-        each = max(1, min(most, _SLOT // (3 * plan.resolution**2)))
-        for start in range(0, len(plan.pictures), each):
-            stretch = slice(start, start + each)
-            yield plan, start, _Task(number, plan.resolution, plan.pictures[stretch], plan.views[stretch])
-            number += 1
+def too_many_failures(name: str, reason: str) -> str:
+    """Return the message of a run that is aborted because of unreadable images."""
+    return f"{MAX_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}"
 
 
-class Batches:
-    """What there is to iterate over, made in advance by `workers` processes (0: by this one) while the block runs."""
+class ImageLoader:
+    """Batches of an index, decoded ahead by `workers` processes (0: by this one), which end with the `with` block.
 
-    def __init__(self, seer: Callable[[int], _Seer], plans: Callable[[], Iterator[_Plan]], batch: int, workers: int):
-        self._together = max(1, min(_TOGETHER, math.ceil(batch / max(1, workers))))
-        self._ahead = max(2, math.ceil(2 * batch / (self._together * max(1, workers))))  # of each worker: two batches
-        forks = sys.platform == "linux"
+    Iterating again starts over. Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op`
+    the operation of TrivialAugmentWide is left to `to_model_input`, with the same pixels.
+    """
+
+    def __init__(
+        self,
+        index: ImageIndex,
+        sampler: TrainSampler,
+        plans: Iterable[BatchPlan],
+        *,
+        workers: int,
+        max_pixels: int,
+        replace: bool,
+        apply_op: bool = True,
+    ) -> None:
+        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(sampler.batch_size / max(1, workers))))
+        # Two batches ahead, shared by the workers
+        self._prefetch = max(2, math.ceil(2 * sampler.batch_size / (self._task_images * max(1, workers))))
+        self._fork = sys.platform == "linux"
         # One slot more than tasks under way: a slot is read before the task after those is begun.
-        self._seer = seer(workers * self._ahead + 1 if workers and forks else 0)
+        slots = workers * self._prefetch + 1 if workers and self._fork else 0
+        self._decoder = _CropDecoder(index, sampler, max_pixels, apply_op, replace, slots)
         self._plans, self._workers = plans, workers
-        self._context = "fork" if workers and forks else None
-        self._records: Any = None
+        self._pool: WorkerPool[_CropTask, _CropResult] | None = None
 
-    def __enter__(self) -> Batches:
+    def __enter__(self) -> ImageLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -236,195 +296,129 @@ class Batches:
 
     def close(self) -> None:
         """End the workers."""
-        end(self._records)
-        self._records = None
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        waiting: list[tuple[_Plan, int, _Task]] = []
+        pending = deque[tuple[BatchPlan, _CropTask]]()
 
-        def tasks() -> Iterator[_Task]:
-            for entry in _tasks(self._plans(), self._together):
-                waiting.append(entry)
-                yield entry[2]
+        def tasks() -> Iterator[_CropTask]:
+            for plan, task in self._tasks():
+                pending.append((plan, task))
+                yield task
 
-        loader = DataLoader(
-            self._seer,
-            batch_size=None,
-            sampler=tasks(),
-            num_workers=self._workers,
-            collate_fn=as_is,
-            worker_init_fn=_init_worker,
-            prefetch_factor=self._ahead if self._workers else None,
-            multiprocessing_context=self._context,
-            generator=torch.Generator(),  # so that the caller's random numbers stay as they were
-        )
-        with _no_news_of_children():
-            self._records = records = begin(loader)
-        batches = self._collected(records, waiting)
+        self._pool = pool = WorkerPool(self._decoder, tasks(), self._workers, self._prefetch, self._fork)
+        batches = self._collect(pool, pending)
         try:
-            yield from _meanwhile(batches) if self._workers else batches
+            yield from _prefetch_one(batches) if self._workers else batches
         finally:
-            if self._records is records:  # and not those of a later loop
+            if self._pool is pool:  # and not that of a later loop
                 self.close()
 
-    def _collected(self, records: Iterator[_Done], waiting: list[tuple[_Plan, int, _Task]]) -> Iterator[Batch]:
-        images, made = torch.empty(0), list[_Done]()
-        while (done := self._next(records)) is not None:
-            plan, start, task = waiting.pop(0)
-            if done.failed:
-                raise DataError(f"{done.failed}. Check the sources and data.max_pixels")
-            if start == 0:
-                shape = len(plan.pictures), plan.resolution, plan.resolution, 3
-                images, made = torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()), []
-            pixels = done.pixels if done.pixels is not None else self._seer.slot(task, len(task.pictures))
-            assert pixels is not None
-            count, filled = len(done.pictures), sum(len(other.pictures) for other in made)
-            # Not torch's copy: its threads, one per core, would get in the way of the workers.
-            images.numpy()[filled : filled + count] = pixels[:count]
-            made.append(done)
-            if start + len(task.pictures) == len(plan.pictures):
-                yield self._batch(images[: filled + count], plan, made)
+    def _tasks(self) -> Iterator[tuple[BatchPlan, _CropTask]]:
+        """Split batches into tasks that fit in a slot, numbered through."""
+        number = 0
+        for plan in self._plans:
+            size = max(1, min(self._task_images, _SLOT_BYTES // (3 * plan.resolution**2)))
+            for start in range(0, len(plan.images), size):
+                part = slice(start, start + size)
+                yield plan, _CropTask(number, BatchPlan(plan.resolution, plan.images[part], plan.variants[part]))
+                number += 1
+
+    def _collect(self, results: Iterator[_CropResult], pending: deque[tuple[BatchPlan, _CropTask]]) -> Iterator[Batch]:
+        """Assemble batches from the results of their tasks."""
+        pixels, images, skipped, handled = torch.empty(0), list[int](), list[tuple[str, str]](), 0
+        while (result := self._next(results)) is not None:
+            plan, task = pending.popleft()
+            if result.error:
+                raise DataError(f"{result.error}. Check the sources and data.max_pixels")
+            if not handled:
+                pixels = torch.empty(_pixel_shape(plan), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                images, skipped = [], []
+            part = result.pixels if result.pixels is not None else self._decoder.slot(task)
+            assert part is not None
+            # Copied by numpy: torch would use a thread per core, which the workers need.
+            pixels.numpy()[len(images) : len(images) + len(result.images)] = part[: len(result.images)]
+            images += result.images
+            skipped += result.skipped
+            handled += len(task.plan.images)
+            if handled == len(plan.images):
+                variants, handled = plan.variants[: len(images)], 0
+                augmentation = None
+                if not self._decoder.apply_op:
+                    params = self._decoder.sampler.sample(images, variants)
+                    augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
+                numbers, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
+                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, numbers, which, skipped)
 
     @staticmethod
-    def _next(records: Iterator[_Done]) -> _Done | None:
+    def _next(results: Iterator[_CropResult]) -> _CropResult | None:
         try:
-            return next(records, None)
-        except RuntimeError as error:
-            if "worker" not in str(error):
-                raise
+            return next(results, None)
+        except WorkerDiedError as error:
             reason = "Memory may be short (fewer data.workers need less), or somebody killed it"
             raise DataError(f"a process that reads pictures has died: {error}. {reason}") from error
 
-    def _batch(self, images: Tensor, plan: _Plan, made: list[_Done]) -> Batch:
-        views = [view for done in made for view in done.views]
-        skipped = [problem for done in made for problem in done.skipped]
-        pictures = torch.tensor([picture for done in made for picture in done.pictures], dtype=torch.int64)
-        augmentation = None
-        if not self._seer.here:
-            strengths = torch.tensor([view.strength for view in views], dtype=torch.float64)
-            augmentation = Augmentation(torch.tensor([view.op for view in views], dtype=torch.int64), strengths)
-        which = torch.tensor(plan.views, dtype=torch.int64)[: len(pictures)]
-        return Batch(images.permute(0, 3, 1, 2), augmentation, pictures, which, skipped)
 
-
-def _meanwhile(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, each put together by a thread while the one before it is in use."""
-    made: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
+def _prefetch_one(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Assemble each batch in a thread while the one before it is in use."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
     stop = threading.Event()
 
     def work() -> None:
         try:
             for batch in batches:
-                made.put(batch)
+                ready.put(batch)
                 if stop.is_set():
                     return
-            made.put(None)
+            ready.put(None)
         except BaseException as error:
-            made.put(error)
+            ready.put(error)
 
     thread = threading.Thread(target=work, name="batches", daemon=True)
     thread.start()
     try:
-        while (found := made.get()) is not None:
-            if isinstance(found, BaseException):
-                raise found
-            yield found
+        while (batch := ready.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
     finally:
         stop.set()
         with suppress(queue.Empty):
-            made.get_nowait()  # room for the last one
-        thread.join(_PATIENCE)  # it may wait for a worker that hangs, which is killed after this
+            ready.get_nowait()  # so that the thread can put its last one
+        thread.join(_JOIN_SECONDS)  # it may wait for a worker that hangs, which is killed after this
 
 
-@contextmanager
-def _no_news_of_children() -> Iterator[None]:
-    """Torch would have a worker's death raised wherever the main process is at that moment; `next` asks for itself.
-
-    So its handler of SIGCHLD, be it from this loader or from one before, does not stay.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        of_torch = getattr(before, "__module__", "") == signal_handling.__name__
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL if of_torch else before)
+def train_loader(
+    index: ImageIndex,
+    sampler: TrainSampler,
+    workers: int = 8,
+    max_pixels: int = MAX_PIXELS,
+    where: Literal["cpu", "gpu"] = "cpu",
+) -> ImageLoader:
+    """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
+    apply_op = where == "cpu" or sampler.augment in ("flip", "none")
+    return ImageLoader(index, sampler, sampler, workers=workers, max_pixels=max_pixels, replace=True, apply_op=apply_op)
 
 
-def _init_worker(number: int) -> None:
-    init_worker(number)
-    # Memory of pictures is kept for the next ones; getting new memory is a quarter of what a JPEG takes.
-    Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
-
-
-class TrainBatches(Batches):
-    """The batches of forward passes `start`, `start` + 1, … of one process, without end; ends its workers when the
-    block it is used in does.
-
-    `resolution_of` says at which resolution a forward pass is. With `crops` the side of each crop is drawn as well, as
-    a share of the picture's short side between these two, in place of 1 / `short_side`. `views` makes the random views
-    of a picture so many and no more: epochs take them in turn. With `where="gpu"` the operation of TrivialAugmentWide
-    is left to `to_model_input`, with the same pixels.
-    """
-
-    def __init__(
-        self,
-        pictures: Pictures,
-        *,
-        resolution_of: Callable[[int], int],
-        batch: int,
-        rank: int = 0,
-        world: int = 1,
-        seed: int = 0,
-        short_side: float = 1.125,
-        crops: tuple[float, float] | None = None,
-        augment: Augment = "trivial",
-        views: int | None = None,
-        workers: int = 8,
-        max_pixels: int = MAX_PIXELS,
-        start: int = 0,
-        where: Literal["cpu", "gpu"] = "cpu",
-    ) -> None:
-        here = where == "cpu" or augment in ("flip", "none")
-
-        def plans() -> Iterator[_Plan]:
-            forward = start
-            while True:
-                chosen, epochs = stream(forward)
-                yield _Plan(resolution_of(forward), chosen, [e % views for e in epochs] if views else epochs)
-                forward += 1
-
-        stream = Stream(len(pictures), batch, rank, world, seed)
-        super().__init__(
-            functools.partial(_Seer, pictures, seed, short_side, crops, augment, max_pixels, here, True),
-            plans,
-            batch,
-            workers,
-        )
-
-
-def validation_batches(
-    pictures: Pictures,
+def validation_loader(
+    index: ImageIndex,
     resolution: int,
-    batch: int,
+    batch_size: int,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     workers: int = 8,
     short_side: float = 1.125,
     max_pixels: int = MAX_PIXELS,
-) -> Batches:
-    """The centre of every picture once, in order, dealt to the processes batch by batch.
+) -> ImageLoader:
+    """Load the centre crop of every image once, in order; batches are dealt to the processes in turn.
 
-    A batch is short where pictures run out or cannot be used: those are in its `skipped`. A process may get none.
+    A batch is shorter at the end and where images are unreadable: those are in its `skipped`. A process may get none.
     """
-
-    def plans() -> Iterator[_Plan]:
-        for start in range(rank * batch, len(pictures), world * batch):
-            chosen = range(start, min(start + batch, len(pictures)))
-            yield _Plan(resolution, chosen, [0] * len(chosen))
-
-    seer = functools.partial(_Seer, pictures, 0, short_side, None, "none", max_pixels, True, False)
-    return Batches(seer, plans, batch, workers)
+    sampler = TrainSampler(len(index), batch_size, lambda _: resolution, short_side=short_side, augment="none")
+    starts = range(rank * batch_size, len(index), world_size * batch_size)
+    images = [range(start, min(start + batch_size, len(index))) for start in starts]
+    plans = [BatchPlan(resolution, part, [0] * len(part)) for part in images]
+    return ImageLoader(index, sampler, plans, workers=workers, max_pixels=max_pixels, replace=False)

@@ -1,119 +1,137 @@
-"""What a run draws: which pictures come when, and how each is seen.
+"""Which images a training step takes, and the random parameters of their transforms.
 
-Nothing here has a state to save. The pictures are an endless stream, epoch after epoch, each in an order of its own,
-and forward pass f of a run takes places f·G to (f+1)·G of it, G the pictures of all processes together. What is done
-to a picture depends on the seed, the picture and the epoch alone. So a run can start at any forward pass, on any number
-of processes with the same G, and sees the same pixels, bit for bit.
+Nothing here has a state to save. Images form an endless stream, epoch after epoch, each in an order of its own, and
+forward pass f takes positions f·G to (f+1)·G of it, G the batch of all processes together. The transform of an image
+depends only on the seed, the image and the epoch. So a run can start at any forward pass, on any number of processes
+with the same G, and sees the same pixels, bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from veca.data.augment import COLOURS, OPS, choose
+from veca.data.transforms import COLOUR_OPS, OPS, choose_ops
 
-Augment = Literal["trivial", "colour", "flip", "none"]
+AugmentMode = Literal["trivial", "colour", "flip", "none"]
+
+# Abort after this many consecutive unreadable images
+MAX_FAILURES = 100
 
 
-def order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The numbers below `count` in the order of one epoch.
-
-    Sorted by raw random numbers, because numpy promises those for ever, and its own shuffling only for a version.
-    """
+def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the numbers below `count` in the order of one epoch."""
+    # Sorted by raw random numbers: numpy keeps those stable across versions, but not its own shuffling.
     digest = hashlib.sha256(f"order {seed} {epoch}".encode()).digest()
     raw = np.random.Philox(key=int.from_bytes(digest[:16])).random_raw(count)
     return np.argsort(raw, kind="stable")
 
 
-def positions(forward: int, batch: int, rank: int = 0, world: int = 1) -> range:
-    """The places in the stream of pictures that one process takes in one forward pass.
+class BatchPlan(NamedTuple):
+    """Images of a batch to be made, and which random variant of each."""
 
-    >>> [positions(2, batch=4, rank=rank, world=2) for rank in (0, 1)]
-    [range(16, 20), range(20, 24)]
+    resolution: int
+    images: Sequence[int]
+    variants: Sequence[int]
+
+
+class TransformParams(NamedTuple):
+    """Random parameters of the transform of one image, or arrays of them for several images."""
+
+    # Position of the crop, as shares of the room for it; 0.5 is the exact centre
+    x: Any
+    y: Any
+    flip: Any
+    # Size of the crop, as a share of the way from the smallest to the largest allowed
+    scale: Any
+    # TrivialAugmentWide: number of the operation, and its strength
+    op: Any
+    strength: Any
+
+    def item(self) -> TransformParams:
+        """Return the parameters of the first of several images, as plain numbers."""
+        return TransformParams(*(values[0].item() for values in self))
+
+
+@dataclass
+class TrainSampler:
+    """Samples the images of one process's forward passes `start`, `start` + 1, … and their transforms.
+
+    `count` images are shuffled anew in each epoch, unreadable ones included. `resolution_of` gives the resolution of a
+    forward pass. The short side of an image is resized to `short_side` × resolution before the crop; with `crops` the
+    side of each crop is random instead, as a share of the short side between these two. `num_variants` limits the
+    random variants of an image: epochs take them in turn.
     """
-    start = (forward * world + rank) * batch
-    return range(start, start + batch)
 
+    count: int
+    batch_size: int
+    resolution_of: Callable[[int], int]
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    short_side: float = 1.125
+    crops: tuple[float, float] | None = None
+    augment: AugmentMode = "trivial"
+    num_variants: int | None = None
+    start: int = 0
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
-class Stream:
-    """Which pictures, of `count`, the forward passes of one process take; those that cannot be used among them."""
+    def __iter__(self) -> Iterator[BatchPlan]:
+        return map(self.plan, itertools.count(self.start))
 
-    def __init__(self, count: int, batch: int, rank: int = 0, world: int = 1, seed: int = 0) -> None:
-        self.count, self.share, self.seed = count, (batch, rank, world), seed
-        self._orders: dict[int, NDArray[np.int64]] = {}
-
-    def __call__(self, forward: int) -> tuple[list[int], list[int]]:
-        """The pictures, and the epoch each belongs to."""
-        epochs, places = np.divmod(np.array(positions(forward, *self.share)), self.count)
-        kept, pictures = self._orders, np.empty_like(places)
-        present = np.unique(epochs).tolist()
-        self._orders = {e: kept[e] if e in kept else order(self.count, self.seed, e) for e in present}
+    def plan(self, forward: int) -> BatchPlan:
+        """Return the images of one forward pass."""
+        first = (forward * self.world_size + self.rank) * self.batch_size
+        epochs, positions = np.divmod(np.arange(first, first + self.batch_size), self.count)
+        images, present = np.empty_like(positions), np.unique(epochs).tolist()
+        cached = self._orders
+        self._orders = {e: cached[e] if e in cached else epoch_order(self.count, self.seed, e) for e in present}
         for epoch in present:
-            pictures[epochs == epoch] = self._orders[epoch][places[epochs == epoch]]
-        return pictures.tolist(), epochs.tolist()
+            images[epochs == epoch] = self._orders[epoch][positions[epochs == epoch]]
+        variants = epochs % self.num_variants if self.num_variants else epochs
+        return BatchPlan(self.resolution_of(forward), images.tolist(), variants.tolist())
+
+    def sample(self, images: Sequence[int], variants: Sequence[int]) -> TransformParams:
+        """Draw the transforms of images; each depends only on the seed, the image and its variant."""
+        return sample_transforms(self.seed, images, variants, self.augment)
+
+    def candidates(self, image: int, variant: int) -> Iterator[int]:
+        """Yield an image and its random replacements, to be tried until one can be read."""
+        yield image
+        for attempt in range(1, MAX_FAILURES):
+            digest = hashlib.sha256(f"instead {self.seed} {image} {variant} {attempt}".encode()).digest()
+            yield int.from_bytes(digest[:8]) % self.count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"resolution_of": None, "_orders": {}}  # workers need neither, and pickle no closures
 
 
-class View(NamedTuple):
-    """How a picture is seen: where its crop lies, as shares of the room there is, and what happens to it then."""
-
-    across: float
-    down: float
-    flip: bool
-    size: float
-    """Of the crop, where that is drawn too: as a share of the way from the smallest to the largest."""
-    op: int
-    strength: float
-
-
-class Views(NamedTuple):
-    """The views of many pictures, each field an array."""
-
-    across: NDArray[np.float64]
-    down: NDArray[np.float64]
-    flip: NDArray[np.bool_]
-    size: NDArray[np.float64]
-    op: NDArray[np.int64]
-    strength: NDArray[np.float64]
-
-
-def views_of(seed: int, pictures: Sequence[int], epochs: Sequence[int], augment: Augment = "trivial") -> Views:
-    """Drawn from the seed, the picture and the epoch alone, for each."""
-    count = len(pictures)
+def sample_transforms(
+    seed: int, images: Sequence[int], variants: Sequence[int], augment: AugmentMode = "trivial"
+) -> TransformParams:
+    """Draw the parameters of several images as arrays; see `TrainSampler.sample`."""
+    count = len(images)
     if augment == "none":
-        middle, nothing = np.full(count, 0.5), np.zeros(count)
-        return Views(middle, middle, nothing.astype(bool), middle, nothing.astype(np.int64), nothing)
-    texts = [f"view {seed} {picture} {epoch}" for picture, epoch in zip(pictures, epochs, strict=True)]
+        centre, zeros = np.full(count, 0.5), np.zeros(count)
+        return TransformParams(centre, centre, zeros.astype(bool), centre, zeros.astype(np.int64), zeros)
+    texts = [f"view {seed} {image} {variant}" for image, variant in zip(images, variants, strict=True)]
     digests = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
-    across, down, op, bits = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(count, 4).T
-    among = {"trivial": range(len(OPS)), "colour": COLOURS}.get(augment, (0,))
-    chosen = choose(op, bits >> np.uint64(2), (bits & np.uint64(2)).astype(bool), among)
-    size = (bits >> np.uint64(32)) / 2.0**32
-    return Views(across / 2.0**64, down / 2.0**64, (bits & np.uint64(1)).astype(bool), size, *chosen)
+    # A digest of 32 bytes is four random numbers: x, y, operation, and bits for everything else.
+    x, y, op, bits = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(count, 4).T
+    among = {"trivial": range(len(OPS)), "colour": COLOUR_OPS}.get(augment, (0,))
+    ops, strengths = choose_ops(op, bits >> np.uint64(2), (bits & np.uint64(2)).astype(bool), among)
+    scale, flip = (bits >> np.uint64(32)) / 2.0**32, (bits & np.uint64(1)).astype(bool)
+    return TransformParams(x / 2.0**64, y / 2.0**64, flip, scale, ops, strengths)
 
 
-def view_of(seed: int, picture: int, epoch: int, augment: Augment = "trivial") -> View:
-    """`views_of` one picture."""
-    return View(*(values[0].item() for values in views_of(seed, [picture], [epoch], augment)))
-
-
-def replacement(count: int, seed: int, picture: int, epoch: int, attempt: int) -> int:
-    """Another picture, for one that cannot be used."""
-    digest = hashlib.sha256(f"instead {seed} {picture} {epoch} {attempt}".encode()).digest()
-    return int.from_bytes(digest[:8]) % count
-
-
-def place(share: float, room: int) -> int:
-    """Where a crop begins, in pixels, at a share of the room there is."""
-    return min(int(share * (room + 1)), room) if share != 0.5 else round(room / 2)
-
-
-def places(shares: NDArray[np.float64], room: int | NDArray[np.int64]) -> NDArray[np.int64]:
-    """`place` for each."""
-    room = np.asarray(room)
-    found = np.minimum((shares * (room + 1)).astype(np.int64), room)
-    return np.where(shares == 0.5, np.rint(room / 2).astype(np.int64), found)
+def crop_offset(share: ArrayLike, room: ArrayLike) -> Any:
+    """Return where crops begin, in pixels, at a share of the `room` for them: an int64 scalar or array."""
+    share, room = np.asarray(share), np.asarray(room)
+    random = np.minimum((share * (room + 1)).astype(np.int64), room)
+    return np.where(share == 0.5, np.rint(room / 2).astype(np.int64), random)

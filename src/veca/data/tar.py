@@ -1,9 +1,9 @@
-"""Tar archives nobody vouches for: where each member lies, in bounded memory and time.
+"""Read the headers of untrusted tar archives in bounded memory and time.
 
 The standard library's `tarfile` keeps whatever a header claims (names, PAX records and sparse maps of any size), parses
-PAX records in quadratic time before Python 3.11.10 and follows negative sizes in circles before 3.11.14. Only names,
-types, sizes and places are needed here, so this reads the headers itself: ustar, GNU long names and PAX. Whatever is
-not kept passes by in pieces.
+PAX records in quadratic time before Python 3.11.10 and loops on negative sizes before 3.11.14. Only names, types, sizes
+and offsets are needed here, so this reads the headers itself: ustar, GNU long names and PAX. Everything else is skipped
+in pieces.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from typing import IO, Literal, NamedTuple
 
 from veca.errors import VecaError
 
+# Limit of all long names and PAX records of one member; beyond it the member is an error
 HEADER_BYTES = 1 << 20
-"""Of long names and PAX records of one member, together; if they have more, the member is an error."""
+# The longest path that Linux supports
 NAME_BYTES = 4096
-"""The longest path that Linux takes."""
 
-_BLOCK = 512
+_BLOCK_SIZE = 512
 _PIECE = 1 << 20
 _LONG_NAME, _LONG_LINK, _PAX, _GLOBAL_PAX = b"L", b"K", b"xX", b"g"
 _EXTENDED = _LONG_NAME + _LONG_LINK + _PAX + _GLOBAL_PAX
 _REGULAR, _FOLDER, _OLD_SPARSE = b"07\0", b"5", b"S"
+# Links, devices, folders and pipes: no data follow, whatever size the header states
 _WITHOUT_DATA = b"123456"
-"""Links, devices, folders and pipes: no data follow, whatever size their header has."""
 
 
 class TarError(VecaError, ValueError):
-    """The archive cannot be read from here on."""
+    """The rest of the archive cannot be read."""
 
 
 class Member(NamedTuple):
-    """A member of an archive: `size` bytes from `offset` on."""
+    """A member of an archive: `size` bytes from `offset`."""
 
     name: str
     kind: Literal["file", "folder", "sparse", "other"]
     offset: int
     size: int
+    # Why its full name is not known
     error: str = ""
-    """Why its name is not known in full."""
 
 
-class Tape:
-    """A tar file or what a gzip file holds, read from start to end.
+class TarReader:
+    """A tar or gzip-compressed tar file, read from start to end.
 
-    `on_read` is told the bytes that passed so far, piece by piece.
+    `on_read` is called with the number of bytes read or skipped so far.
     """
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile, on_read: Callable[[int], None] | None = None) -> None:
         self.file, self.on_read, self.position = file, on_read, 0
-        self.packed = isinstance(file, gzip.GzipFile)
+        self.compressed = isinstance(file, gzip.GzipFile)
 
     def read(self, size: int) -> bytes:
-        """As many bytes, or all that are left."""
+        """Read `size` bytes, or all that are left."""
         data = self.file.read(size)
         self._advance(len(data))
         return data
 
-    def go_to(self, position: int) -> None:
-        """Pass over everything before `position`, or all that is left."""
-        if not self.packed:
+    def skip_to(self, position: int) -> None:
+        """Skip to `position`, or to the end."""
+        if not self.compressed:
             if position != self.position:
                 self.file.seek(position)
                 self._advance(position - self.position)
@@ -70,8 +70,8 @@ class Tape:
             pass
 
     def ends_before(self, position: int) -> bool:
-        """Whether there is less than that; the tape is then at its end."""
-        self.go_to(position - 1)
+        """Tell whether the file ends before `position`, and skip there."""
+        self.skip_to(position - 1)
         return not self.read(1)
 
     def _advance(self, size: int) -> None:
@@ -80,32 +80,32 @@ class Tape:
             self.on_read(self.position)
 
 
-def members(tape: Tape) -> Iterator[Member]:
-    """All members in order. When one comes, the tape is at its data, which may be read or left."""
+def iter_members(reader: TarReader) -> Iterator[Member]:
+    """Yield all members in order. The reader is then at the start of the member's data, which need not be read."""
     while True:
-        known = _Extended()
-        head = _header(tape, first=True)
+        extended = _ExtendedHeader()
+        head = _header(reader, first=True)
         while head is not None and head.kind in _EXTENDED:
-            known.add(tape, head)
-            head = _header(tape, first=False)
+            extended.add(reader, head)
+            head = _header(reader, first=False)
         if head is None:
             return
         if head.kind == _OLD_SPARSE:
-            _pass_sparse_map(tape, head.block)
+            _skip_sparse_map(reader, head.block)
         kind: Literal["file", "folder", "sparse", "other"] = "other"
         if head.kind == _FOLDER or (head.kind == b"\0" and head.name.endswith(b"/")):
             kind = "folder"
-        elif known.sparse or head.kind == _OLD_SPARSE:
+        elif extended.sparse or head.kind == _OLD_SPARSE:
             kind = "sparse"
         elif head.kind in _REGULAR:
             kind = "file"
-        name, error, start = known.name or head.name, known.error, tape.position
+        name, error, start = extended.name or head.name, extended.error, reader.position
         if len(name) > NAME_BYTES:
             error = error or f"a name of {len(name):,} bytes in an archive; at most {NAME_BYTES:,} are read"
             name = name[:NAME_BYTES]
-        size = 0 if head.kind in _WITHOUT_DATA else head.size if known.size is None else known.size
+        size = 0 if head.kind in _WITHOUT_DATA else head.size if extended.size is None else extended.size
         yield Member(name.decode("utf-8", "surrogateescape"), kind, start, size, error)
-        tape.go_to(start + size + -size % _BLOCK)
+        reader.skip_to(start + size + -size % _BLOCK_SIZE)
 
 
 class _Header(NamedTuple):
@@ -115,56 +115,56 @@ class _Header(NamedTuple):
     block: bytes
 
 
-class _Extended:
-    """What the headers before a member's own tell of it; the first of them that tells something counts."""
+class _ExtendedHeader:
+    """Name, size and kind of a member from the headers before its own; the first to state one wins."""
 
     def __init__(self) -> None:
         self.name, self.error, self.sparse, self.used = b"", "", False, 0
         self.size: int | None = None
 
-    def add(self, tape: Tape, head: _Header) -> None:
-        end = tape.position + head.size + -head.size % _BLOCK
-        self.used += head.size if head.kind in _LONG_NAME + _PAX else 0  # nothing is needed of others
+    def add(self, reader: TarReader, head: _Header) -> None:
+        end = reader.position + head.size + -head.size % _BLOCK_SIZE
+        self.used += head.size if head.kind in _LONG_NAME + _PAX else 0  # of others nothing is read
         if self.used > HEADER_BYTES:
             self.error = f"a header of {head.size:,} bytes in an archive; at most {HEADER_BYTES:,} are read"
-            if tape.ends_before(end):
+            if reader.ends_before(end):
                 raise TarError(f"it ends within a header of {head.size:,} bytes")
         elif head.kind == _LONG_NAME:
-            self.name = self.name or tape.read(head.size).partition(b"\0")[0]
+            self.name = self.name or reader.read(head.size).partition(b"\0")[0]
         elif head.kind in _PAX:
-            records = _pax_records(tape.read(head.size))
+            records = _pax_records(reader.read(head.size))
             path = records.get(b"GNU.sparse.name") or records.get(b"path", b"").rstrip(b"/")
             self.name = self.name or path
             self.sparse = self.sparse or any(key.startswith(b"GNU.sparse.") for key in records)
             self.size = _pax_size(records) if self.size is None else self.size
-        tape.go_to(end)
+        reader.skip_to(end)
 
 
-def _header(tape: Tape, first: bool) -> _Header | None:
-    """The next one; None at the end mark, which can only be where the `first` header of a member could be."""
-    block = tape.read(_BLOCK)
+def _header(reader: TarReader, first: bool) -> _Header | None:
+    """Read the next header; None at the end mark, which is valid only in place of a member's `first` header."""
+    block = reader.read(_BLOCK_SIZE)
     if not block:
         raise TarError("it ends without its end mark")
-    if first and block == bytes(_BLOCK):
+    if first and block == bytes(_BLOCK_SIZE):
         return None
-    if len(block) < _BLOCK or not _is_checksum(block, _number(block[148:156])):
+    if len(block) < _BLOCK_SIZE or not _is_checksum(block, _parse_number(block[148:156])):
         raise TarError("broken header")
     name, kind, prefix = block[:100].partition(b"\0")[0], block[156:157], block[345:500].partition(b"\0")[0]
     if prefix and kind not in _LONG_NAME + _LONG_LINK + _OLD_SPARSE:
         name = prefix + b"/" + name
-    if (size := _number(block[124:136])) < 0:
+    if (size := _parse_number(block[124:136])) < 0:
         raise TarError(f"broken header, a size of {size:,} bytes")
     return _Header(name, kind, size, block)
 
 
 def _is_checksum(block: bytes, claimed: int) -> bool:
     counted = block[:148] + b" " * 8 + block[156:]
-    # Old programs summed signed bytes.
+    # Some old programs summed signed bytes.
     return claimed == (total := sum(counted)) or claimed == total - 256 * sum(byte > 127 for byte in counted)
 
 
-def _number(field: bytes) -> int:
-    """Octal digits, or a number in base 256 where the first bit is set."""
+def _parse_number(field: bytes) -> int:
+    """Parse octal digits, or a base-256 number where the first bit is set."""
     if field[0] & 0x80:
         value = int.from_bytes(field[1:], "big")
         return value - (1 << 8 * (len(field) - 1)) if field[0] == 0xFF else value
@@ -175,19 +175,19 @@ def _number(field: bytes) -> int:
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:
-    """Records `LENGTH KEY=VALUE\\n`, of which only those that tell of names, sizes and holes are kept."""
+    """Parse records `LENGTH KEY=VALUE\\n`; only those about names, sizes and sparse files are kept."""
     records: dict[bytes, bytes] = {}
-    at = 0
-    while at < len(data) and data[at]:
-        space = data.find(b" ", at, at + 20)
-        digits = data[at : max(space, at)]
-        end = at + int(digits) if digits.isdigit() else 0
+    start = 0
+    while start < len(data) and data[start]:
+        space = data.find(b" ", start, start + 20)
+        digits = data[start : max(space, start)]
+        end = start + int(digits) if digits.isdigit() else 0
         if not space < end <= len(data) or data[end - 1 : end] != b"\n":
             raise TarError("broken header")
         key, _, value = data[space + 1 : end - 1].partition(b"=")
         if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
             records[key] = value
-        at = end
+        start = end
     return records
 
 
@@ -200,10 +200,10 @@ def _pax_size(records: dict[bytes, bytes]) -> int | None:
     return int(digits)
 
 
-def _pass_sparse_map(tape: Tape, block: bytes) -> None:
-    """Blocks of places follow as long as the last one says so."""
+def _skip_sparse_map(reader: TarReader, block: bytes) -> None:
+    """Skip the blocks of an old GNU sparse map; each states whether another follows."""
     more = block[482]
     while more:
-        if len(block := tape.read(_BLOCK)) < _BLOCK:
+        if len(block := reader.read(_BLOCK_SIZE)) < _BLOCK_SIZE:
             raise TarError("it ends within a sparse map")
         more = block[504]

@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from veca.data.sources import Item, Record
+from veca.data.loader import Record
+from veca.data.sources import Item
 from veca.embed.formats import WRITERS, DamagedPart, feature_schema, read_part, reading, write_part
 from veca.errors import NonFiniteError, VecaError
 from veca.images import MAX_PIXELS, Fit, normalize
@@ -189,7 +190,7 @@ class Part:
         broken = bad.all() and not all(tensor.isfinite().all() for tensor in weights)
         reasons = [
             (broken, "the weights have NaN or infinity in them"),
-            (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--save-dtype)"),
+            (bool(output.isfinite().all()), "float16 cannot hold them: save float32 (--dtype)"),
             (s.precision == "float16", "float16 may overflow: compute in bfloat16 or float32 (--precision)"),
         ]
         why = next((text for holds, text in reasons if holds), "look at the weights, and at --precision")

@@ -31,18 +31,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from veca.config import VecaConfig
-from veca.data.sources import (
-    SHARDS,
-    TABLES,
-    Item,
-    SourceError,
-    decoded,
-    files_of,
-    is_container,
-    is_remote,
-    stamped,
-    unpacked,
-)
+from veca.data.loader import decode_items
+from veca.data.remote import SourceError, is_remote
+from veca.data.sources import Item, add_stamp, is_container, list_files, unpack_files
 from veca.embed.formats import PARQUET, feature_schema
 from veca.embed.partitions import (
     EmbedError,
@@ -57,7 +48,7 @@ from veca.embed.partitions import (
 from veca.embed.ray_cluster import Slots, find_slots, quiet, session
 from veca.embed.run import EmbedReport, check, describe, describe_inputs, listed, progress_line, reading_line, ready
 from veca.errors import ArgumentError, NonFiniteError
-from veca.images.formats import noting_left_out
+from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.files import InUseError, atomic_path, locked
 from veca.version import __version__
@@ -114,7 +105,7 @@ def embed_on_ray(
             ignore_dates,
         )  # fmt: skip
         found = folder.start({**about, "inputs": describe_inputs(sources, column), "partition": partition}, overwrite)
-        with noting_left_out() as left_out:
+        with collect_unsupported() as left_out:
             plan = list(_plan(sources, partition))
         left_out.warn()
         if any(number >= len(plan) for number in found):
@@ -140,7 +131,7 @@ class _Partition(NamedTuple):
 def _plan(sources: list[str], size: int) -> Iterator[_Partition]:
     """All files of all sources, none of them opened: a container alone, pictures by the `size`."""
     pictures: list[Item] = []
-    for file in (file for source in sources for file in files_of(source, SHARDS + TABLES)):
+    for file in (file for source in sources for file in list_files(source)[1]):
         if pictures and (is_container(file) or len(pictures) == size):
             yield _Partition.of(pictures)
             pictures = []
@@ -213,17 +204,17 @@ class _Embedder:
         job, s, folder = self.job, self.job.settings, _Folder(self.job.out)
         with suppress(OSError):
             os.chdir(job.cwd)  # for relative paths
-        files = list(map(stamped, files))
+        files = list(map(add_stamp, files))
         digests = {"digest": digest, **_digests(files)}
         if done := folder.finished(number, digests, job.ignore_dates):
             return done
         model, device = self._ready(folder, files), torch.device(job.slots.device)
         schema = feature_schema(job.about["dim"], s.save_dtype, s.with_global, s.dense)
-        items, pictures, failures = unpacked(files, job.column, s.max_pixels), 0, list[tuple[str, str]]()
+        items, pictures, failures = unpack_files(files, job.column, s.max_pixels), 0, list[tuple[str, str]]()
         with (
             folder.new(_name(number)) as path,
             pq.ParquetWriter(path, schema.with_metadata({"veca": json.dumps(job.about)}), **PARQUET) as writer,
-            decoded(items, s.size, s.fit, s.max_pixels, job.slots.workers) as records,
+            decode_items(items, s.size, s.fit, s.max_pixels, job.slots.workers) as records,
         ):
             for part in cut(records, partial(Part, model, s, device, job.skip_nonfinite), job.most):
                 table = part.table(schema)

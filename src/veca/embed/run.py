@@ -32,14 +32,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from veca.data.sources import SHARDS, TABLES, OnRead, Record, count, decoded, expand, is_remote, items_of
+from veca.checkpoint import weights_hash
+from veca.data.loader import Record, decode_items
+from veca.data.remote import is_remote
+from veca.data.sources import SHARDS, TABLES, OnRead, count_images, iter_items
 from veca.embed.formats import WRITERS, DamagedPart
 from veca.embed.partitions import EmbedError, EmbedSettings, Part, Parts, Precision, SaveDtype, cut
 from veca.errors import NonFiniteError
 from veca.images import EXTENSIONS, PATCH
-from veca.images.formats import noting_left_out
+from veca.images.formats import collect_unsupported
 from veca.model import Veca
-from veca.optimized import fits, optimize, unfoldable
+from veca.optimized import optimize, supports_fused, unfusable_reason
 from veca.utils.console import progress_bar
 from veca.utils.files import InUseError, check_utf8, check_writable, locked
 from veca.version import __version__
@@ -121,7 +124,7 @@ def embed(
     was_training = model.training
     new_part = partial(Part, ready(model, settings, device), settings, device, skip_nonfinite)
     try:
-        with locked(parts.folder), noting_left_out() as left_out:
+        with locked(parts.folder), collect_unsupported() as left_out:
             parts.resume(overwrite)
             _run(sources, column, parts, new_part, workers, ignore_dates, progress)
         with suppress(OSError):  # not empty, if someone keeps a file of their own in it
@@ -165,7 +168,7 @@ def ready(model: Veca, settings: EmbedSettings, device: torch.device) -> Veca:
         if tensor.data_ptr() % 64:  # as weights lie in their file; on CPUs the bits of small products depend on it
             tensor.data = tensor.data.clone()
     dtype: torch.dtype = getattr(torch, settings.precision)
-    fast = fits(model.config, device, dtype) and not unfoldable(model)
+    fast = supports_fused(model.config, device, dtype) and not unfusable_reason(model)
     return optimize(model, dtype=dtype) if fast else model
 
 
@@ -202,25 +205,22 @@ def check(
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
     for source in sources:
-        with noting_left_out() as left_out:
-            first = next(expand(source, column, on_read), None)
+        with collect_unsupported() as left_out:
+            first = next(iter_items([source], column, on_read=on_read), None)
         if first is None:
             names = os.listdir(source) if os.path.isdir(source) else []
             kinds = ((SHARDS, "tar shards", "*.tar"), (TABLES, "Parquet files", "*.parquet"))
             found = ((what, stars) for ends, what, stars in kinds if any(name.endswith(ends) for name in names))
             hint = "".join(f". Its {what} can be named: '{os.path.join(source, stars)}'" for what, stars in found)
-            raise EmbedError(left_out.after(f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}){hint}"))
+            raise EmbedError(left_out.append_to(f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}){hint}"))
     return dataclasses.replace(settings, cores=budget)
 
 
 def describe(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
     """What made the features; a run with another description is another run."""
-    digest = hashlib.sha256(json.dumps(model.config.to_dict()).encode())
-    for key, tensor in model.state_dict().items():
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    weights = weights_hash(model, prefix=json.dumps(model.config.to_dict()))
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
-    about |= {"provenance": model.provenance, "weights": digest.hexdigest()}
+    about |= {"provenance": model.provenance, "weights": weights}
     about |= {"dim": model.config.num_features, "patch_size": model.config.patch_size}
     return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))
 
@@ -284,16 +284,16 @@ def _run(
     part = new_part()
     s = part.settings
     # Compressed shards are not counted: it would take as long as reading them.
-    total = count(sources, unpack=False) if progress else None
+    total = count_images(sources, unpack=False) if progress else None
     on_read = _Reading()
-    items = items_of(sources, column, s.max_pixels, on_read)
+    items = iter_items(sources, column, s.max_pixels, on_read)
     with reading_line(progress) as line:
         on_read.show = line.show
         parts.skip(items, ignore_dates)
     parts.restore(part)
     # The decoding processes come first: forking is safest before the bar has its thread.
     with (
-        decoded(items, s.size, s.fit, s.max_pixels, workers) as records,
+        decode_items(items, s.size, s.fit, s.max_pixels, workers) as records,
         progress_line(MofNCompleteColumn(), shown=progress) as bar,
     ):
         task = bar.add_task("embedding", total=total, completed=parts.resumed, rate="", failed=parts.failed)

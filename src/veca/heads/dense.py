@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from veca.errors import ArgumentError
 from veca.heads.metrics import ALL, Confusion, DepthErrors
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 
 Norm: TypeAlias = Literal["none", "batchnorm", "standardize"]
 """What comes before the Linear; the last is by statistics of the training features, taken once."""
@@ -183,7 +183,7 @@ class SegmentationHead(DenseHead):
         self.classes, self.ignore = classes, ignore
 
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
-        return resized(self.scores(x, heads), size)
+        return resize_maps(self.scores(x, heads), size)
 
     def numbers(self, x: Tensor, size: tuple[int, int]) -> int:
         return len(x) * self.classes * size[0] * size[1]
@@ -259,13 +259,13 @@ class DepthHead(DenseHead):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         scores = self.scores(x, heads)
         if not self.bins:
-            return resized(self.low + (self.high - self.low) * scores[..., 0, :, :], size)
+            return resize_maps(self.low + (self.high - self.low) * scores[..., 0, :, :], size)
         rows, columns = scores.shape[-2:]
-        above = resized(scores, (rows * self.upsample, columns * self.upsample)).relu()
+        above = resize_maps(scores, (rows * self.upsample, columns * self.upsample)).relu()
         both = torch.stack([self.depths, torch.ones_like(self.depths)])  # (2, n)
         sums = both.expand(*above.shape[:-3], *both.shape) @ above.flatten(-2) + 0.1 * both.sum(1, keepdim=True)
         depth = sums[..., 0, :] / sums[..., 1, :]
-        return resized(depth.unflatten(-1, above.shape[-2:]), size)
+        return resize_maps(depth.unflatten(-1, above.shape[-2:]), size)
 
     def numbers(self, x: Tensor, size: tuple[int, int]) -> int:
         rows, columns = x.shape[1:3]

@@ -1,4 +1,4 @@
-"""VECA where others look for models: `veca.hub.timm`, `veca.hub.transformers`; for other runtimes, `veca.hub.export`.
+"""Models for other ecosystems: `veca.hub.timm`, `veca.hub.transformers`, and files by `veca.hub.export`.
 
-Importing `veca.hub.timm` or `veca.hub.transformers` registers the models there. `import veca` imports neither library.
+Importing `veca.hub.timm` or `veca.hub.transformers` registers our models there; `import veca` imports neither library.
 """

@@ -1,9 +1,9 @@
-"""The named sizes as models of timm: `import veca.hub.timm`, then `timm.create_model("veca_small_patch16")`.
+"""VECA as timm models: `import veca.hub.timm`, then `timm.create_model("veca_small_patch16")`.
 
-Weights that ship have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`.
+Pretrained weights have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`.
 
-One thin subclass of `Veca` that answers as timm's models do: called, it gives logits (or the global feature), and it
-knows the few more names by which timm's tools ask. Tensors have the same names as in `Veca`, so files are the same.
+A thin subclass of `Veca` with the interface of timm's models: a call returns logits (or the global feature), and the
+attributes that timm's tools read are there. Tensors have the same names as in `Veca`, so checkpoints are the same.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from veca.checkpoint import CheckpointError, load
-from veca.checkpoint.pretrained import find_shipped, list_models
+from veca.checkpoint.pretrained import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
+from veca.inputs import resolve_block_indices, resolve_budget
 from veca.model import Veca
 
 POOLS = ("token", "avg", "")
-"""The first core, the mean of the patches, or all tokens as they are."""
+"""The first core, the mean of the patches, or no pooling."""
 
 
 class TimmVeca(Veca):
-    """A `Veca` that is called as timm's models are: `model(images, cores=C)` → logits, or features without classes.
+    """A `Veca` with the interface of timm: `model(images, cores=C)` → logits, or features without a classifier.
 
     `cores` at creation is the budget of every call that names none; it can be changed later: `model.budget = 16`.
-    Any field of `VecaConfig` can be given. Pictures of any size in whole patches are taken, whatever `img_size` says.
+    Any field of `VecaConfig` can be given. Images may have any size in whole patches, whatever `img_size` is.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class TimmVeca(Veca):
         if dtype is not None:
             self.to(dtype)
         config = self.config
-        self.budget = super()._budget(cores)
+        self.budget: int = resolve_budget(cores, config, self._warned)
+        # Attributes that timm's training script, feature wrappers and benchmarks read.
         self.in_chans = config.in_chans
         self.head_hidden_size = self.num_features
-        self.global_pool = _known_pool(global_pool)
+        self.global_pool = _check_pool(global_pool)
         self.head_drop = nn.Dropout(drop_rate)
         self.has_class_token = True
         self.feature_info = [
@@ -68,21 +70,19 @@ class TimmVeca(Veca):
             blocks: Any = self.blocks
             for i, block in enumerate(blocks):
                 rate = drop_path_rate * i / max(1, config.depth - 1)
+                # A hook drops the residual branch of a sample; hooked layers take no fused path.
                 for layer in (block.attn, block.mlp):
                     layer.drop_path = DropPath(rate)
                     layer.register_forward_hook(_drop_path)
         self.set_input_size(img_size)
 
-    def _budget(self, cores: int | None) -> int:
-        return super()._budget(self.budget if cores is None else cores)
-
     @property
     def num_prefix_tokens(self) -> int:
-        """How many tokens come before the patches: the budget."""
+        """Number of tokens before the patches: the budget."""
         return self.budget
 
     def forward(self, x: Tensor, cores: int | None = None) -> Tensor:  # type: ignore[override]  # as timm's do
-        if self.global_pool == "token":
+        if self.global_pool == "token":  # patches are not needed
             tokens = self.output_proj(self._run(x, cores, cls_only=True)[0])
         else:
             tokens = self.forward_features(x, cores)
@@ -93,20 +93,21 @@ class TimmVeca(Veca):
         if self.global_pool == "token":
             x = x[:, 0]
         elif self.global_pool == "avg":
-            x = x[:, self._budget(cores) :].mean(1)
+            budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
+            x = x[:, budget:].mean(1)
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by a new one; 0 removes it. `global_pool`: "token", "avg" or "" for all tokens."""
         if global_pool is not None:
-            self.global_pool = _known_pool(global_pool)
+            self.global_pool = _check_pool(global_pool)
         super().reset_classifier(num_classes)
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Say how large pictures will be. Nothing depends on it but what `patch_embed` tells of itself."""
+        """Set the nominal image size. Nothing depends on it but the attributes of `patch_embed`."""
         patch = self.config.patch_size
         if patch_size not in (None, patch, (patch, patch)):
             raise ArgumentError(f"patch_size={patch_size}; the weights are for patches of {patch}: leave it out")
@@ -123,8 +124,8 @@ class TimmVeca(Veca):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop what the features of the blocks `indices` do not need; the numbers of these blocks."""
-        take = self._take(indices)
+        """Drop what the features of the blocks `indices` do not need; returns the numbers of these blocks."""
+        take = resolve_block_indices(indices, len(self.blocks))
         depth = max(take) + 1
         self.blocks = self.blocks[:depth]
         self.coordinate_heads = self.coordinate_heads[: depth - 1]
@@ -142,7 +143,7 @@ class TimmVeca(Veca):
         return take
 
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Weights from whatever `veca.load` takes; the classifier only if it has as many classes."""
+        """Load weights from what `veca.load` takes; the classifier only if it has as many classes."""
         source = load(checkpoint_path)
         fields = ("embed_dim", "depth", "num_heads", "mlp_dim", "patch_size", "num_cores", "core_chunk", "output_dim")
         for field in (*fields, "rope_zero_fraction"):
@@ -153,19 +154,19 @@ class TimmVeca(Veca):
         first = "patch_embed.proj.weight"
         if source.config.in_chans != self.config.in_chans:
             tensors[first] = timm.models.adapt_input_conv(self.config.in_chans, tensors[first])
-        if source.num_classes != self.num_classes:
+        if source.num_classes != self.num_classes:  # keep the new classifier
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
             tensors |= {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
         self.load_state_dict(tensors)
         self.provenance = source.provenance
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that are places and tokens, not weights."""
+        """Names of parameters that are tokens and coordinates, not weights of layers."""
         kinds = ("cores.", "core_states.", "coordinate_alpha")
         return {name for name, _ in self.named_parameters() if name.startswith(kinds)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameter names, from the first layer to the last; a coordinate head goes with its block."""
+        """Parameter names by layer, for layer-wise learning rates; a coordinate head belongs to the block before it."""
         return {
             "stem": r"^(?:cores|core_states|coordinate_alpha|patch_embed)",
             "blocks": [
@@ -176,7 +177,7 @@ class TimmVeca(Veca):
         }
 
 
-def _known_pool(pool: str) -> str:
+def _check_pool(pool: str) -> str:
     if pool not in POOLS:
         raise ArgumentError(
             f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (no pool)"
@@ -189,13 +190,13 @@ def _drop_path(layer: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
 
 
 SIZE = (512, 512)
-"""Of the pictures the paper reports on."""
+"""Of the images in the paper's results."""
 
 
 def _cfg(file: Path | None) -> dict[str, Any]:
     return {
         "file": str(file) if file else None,
-        "custom_load": True,  # by `load_pretrained`, which reads released checkpoints too
+        "custom_load": True,  # `load_pretrained`, which reads released checkpoints too
         "num_classes": 0 if file else 1000,
         "input_size": (3, *SIZE),
         "pool_size": None,
@@ -212,14 +213,14 @@ def _cfg(file: Path | None) -> dict[str, Any]:
 
 
 def _cfgs() -> dict[str, Any]:
-    """By name, with a tag where weights ship; the first tag of a name is the one it has without."""
-    found = {}
+    """Pretrained configs by name, with a tag where there are weights; the first tag is the default."""
+    cfgs = {}
     for size in SIZES:
         tagged = [name for name in list_models(pretrained=True) if name.partition(".")[0] == size]
         for name in tagged or [size]:
-            folder = find_shipped(name)
-            found[name.replace(size, f"{size}_patch16", 1)] = _cfg(folder and folder / "model.safetensors")
-    return found
+            folder = find_pretrained(name)
+            cfgs[name.replace(size, f"{size}_patch16", 1)] = _cfg(folder and folder / "model.safetensors")
+    return cfgs
 
 
 default_cfgs = timm.models.generate_default_cfgs(_cfgs())
@@ -233,9 +234,9 @@ def _register(size: str) -> None:
         config = SIZES[size]
         overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
         file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
-        if file.parent == find_shipped(file.parent.name):
+        if file.parent == find_pretrained(file.parent.name):
             if pretrained:
-                config = load(file, device="meta").config  # its features may have the width of a teacher's
+                config = load(file, device="meta").config  # it may have an `output_dim`, a teacher's width
             kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)
         return timm.models.build_model_with_cfg(
             TimmVeca,

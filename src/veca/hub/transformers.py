@@ -1,7 +1,7 @@
-"""VECA as a model of transformers: importing this module registers it with the Auto classes.
+"""VECA as transformers models: importing this module registers them with the Auto classes.
 
-Every class holds one `Veca` under the name `veca` and speaks for it as DINOv3's classes do. A folder that `veca.save`
-wrote is one that `from_pretrained` reads, and the other way round `veca.load` reads what `save_pretrained` wrote.
+Every class holds a `Veca` as `veca` and has the interface of the DINOv3 classes. `from_pretrained` reads folders that
+`veca.save` wrote, and `veca.load` reads those that `save_pretrained` wrote.
 
 Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens (cores first), D width, H heads,
 L blocks.
@@ -75,43 +75,43 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
     cores: int | None = None
     """The budget of a call that names none; None: all cores."""
     image_size: int = 512
-    """Of the pictures it was made for; any other in whole patches is taken as well."""
+    """Nominal; any other size in whole patches works too."""
     provenance: dict[str, Any] | None = None
-    """Where the weights come from, as in `Veca.provenance`."""
+    """As `Veca.provenance`: where the weights come from."""
     apply_layernorm: bool = True
-    """Of a backbone: whether feature maps before the last are normed too."""
+    """Backbone only: whether feature maps before the last are normalised too."""
     reshape_hidden_states: bool = True
-    """Of a backbone: whether feature maps are (B, D, rows, columns), or else (B, N, D)."""
+    """Backbone only: whether feature maps are (B, D, rows, columns), or else (B, N, D)."""
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        wanted = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
-        if (classes := kwargs.pop("num_classes", 0)) and self.id2label is None:  # as `veca.save` tells it
+        outputs = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if (classes := kwargs.pop("num_classes", 0)) and self.id2label is None:  # as `veca.save` writes it
             kwargs.setdefault("num_labels", classes)
         super().__post_init__(**kwargs)
-        self.veca()  # which checks the fields
+        self.veca()  # validates the fields
         self.stage_names = ["stem", *(f"stage{i}" for i in range(1, self.depth + 1))]
-        self.set_output_features_output_indices(**wanted)
+        self.set_output_features_output_indices(**outputs)
 
     @classmethod
     def from_veca(cls, config: plain.VecaConfig, **kwargs: Any) -> VecaConfig:
-        """The same architecture; `kwargs` are further fields, such as `cores` or `num_labels`."""
+        """From our configuration; `kwargs` are further fields, such as `cores` or `num_labels`."""
         return cls(**{**config.to_dict(), **kwargs})
 
     def veca(self, num_classes: int = 0) -> plain.VecaConfig:
-        """The architecture alone, as `Veca` takes it."""
+        """Our configuration of the same architecture."""
         fields = {name: getattr(self, name) for name in _DEFAULT.to_dict() if name != "num_classes"}
         return plain.VecaConfig.from_dict({**fields, "budgets": list(self.budgets), "num_classes": num_classes})
 
     @property
     def num_register_tokens(self) -> int:
-        """How many tokens stand between the first and the patches, by the name DINOv3 has for it."""
+        """Number of tokens between the first and the patches, under its DINOv3 name."""
         return (self.cores or self.num_cores) - 1
 
 
 class VecaPreTrainedModel(PreTrainedModel):
-    """What the three models share: the `Veca`, its weights, and one pass through it."""
+    """Base of the three models: the `Veca`, its weights, and the forward pass."""
 
     config_class = VecaConfig
     base_model_prefix = "veca"
@@ -134,20 +134,20 @@ class VecaPreTrainedModel(PreTrainedModel):
     def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
         """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration."""
         config = VecaConfig.from_veca(model.config, **{"provenance": model.provenance, **kwargs})
-        with torch.device("meta"):
-            made = cls(config)
-        made.veca = copy.deepcopy(model)
-        if made.veca.num_classes != cls._num_classes(config):
-            made.veca.reset_classifier(cls._num_classes(config))
-        return made.eval()
+        with torch.device("meta"):  # its own weights are replaced
+            wrapped = cls(config)
+        wrapped.veca = copy.deepcopy(model)
+        if wrapped.veca.num_classes != cls._num_classes(config):
+            wrapped.veca.reset_classifier(cls._num_classes(config))
+        return wrapped.eval()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """New weights for what a file did not hold: called for each module that has some of it."""
+        """Initialise what a checkpoint lacks; called for each module with missing parameters."""
         if not isinstance(module, Veca | nn.ParameterList):
             init_layer(module)
             return
-        # transformers keeps `nn.init` away from what was loaded; states are not made by it.
+        # transformers patches `nn.init` to skip loaded parameters, but `init_cores` copies the states.
         states = self.veca.core_states
         loaded = [(chunk, chunk.clone()) for chunk in states if getattr(chunk, "_is_hf_initialized", False)]
         self.veca.init_cores()
@@ -172,23 +172,20 @@ class VecaPreTrainedModel(PreTrainedModel):
         attentions: bool | None,
         cls_only: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
-        """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless asked for."""
+        """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless requested."""
         hidden = self.config.output_hidden_states if hidden is None else hidden
         attentions = self.config.output_attentions if attentions is None else attentions
         cores = self.config.cores if cores is None else cores
         take = range(-1, len(self.veca.blocks)) if hidden else ()
         with recorded_attention(self.veca, bool(attentions)) as maps:
             x, _, taken = self.veca._run(pixel_values, cores, take, cls_only=cls_only and not hidden)
-        more = {
-            "hidden_states": tuple(taken) if hidden else None,
-            "attentions": tuple(maps) if attentions else None,
-        }
+        more = {"hidden_states": tuple(taken) if hidden else None, "attentions": tuple(maps) if attentions else None}
         return self.veca.output_proj(x), more
 
 
 @contextmanager
 def recorded_attention(model: Veca, enabled: bool = True) -> Iterator[list[Tensor]]:
-    """While the block runs: of each layer, what each core takes from each token, (B, H, C, S). No gradient."""
+    """Context manager: records the attention of the cores over all tokens, (B, H, C, S) per layer. No gradient."""
     maps: list[Tensor] = []
 
     @torch.no_grad()
@@ -207,8 +204,8 @@ def recorded_attention(model: Veca, enabled: bool = True) -> Iterator[list[Tenso
 class VecaModel(VecaPreTrainedModel):
     """The backbone: tokens, cores first, and the first core as `pooler_output`.
 
-    `hidden_states` are those before the first block and after each, L + 1 of (B, S, D). `attentions` are those of the
-    cores, L of (B, H, C, S), and carry no gradient: rows of the matrix other models give. Patches attend to cores only.
+    `hidden_states`: the tokens before the first block and after each, L + 1 of (B, S, D). `attentions`: those of the
+    cores over all tokens, L of (B, H, C, S), without gradient; patches attend to cores only.
     """
 
     @can_return_tuple
@@ -246,7 +243,7 @@ class VecaForImageClassification(VecaPreTrainedModel):
 
 
 class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
-    """Feature maps (B, D, rows, columns) of the stages asked for: "stem", "stage1" … one for each block."""
+    """Feature maps (B, D, rows, columns) of `out_features`: "stem", "stage1" … one for each block."""
 
     def __init__(self, config: VecaConfig) -> None:
         super().__init__(config)
@@ -275,7 +272,7 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
 
 
 class VecaImageProcessor(BaseImageProcessor):
-    """Pictures as `veca.images.load_image` makes them; `fit` is explained in `veca.images.fit_image`.
+    """Preprocessing as by `veca.images.load_image`; `fit` is explained in `veca.images.fit_image`.
 
     `size` is a side in pixels or, as usual in transformers, {"height": …, "width": …} or {"shortest_edge": …}.
     """
@@ -300,18 +297,18 @@ class VecaImageProcessor(BaseImageProcessor):
         fit: Fit | None = None,
         return_tensors: str | None = None,
     ) -> BatchFeature:
-        """Pictures (Pillow, arrays, tensors, paths, addresses; one or a list) as normalised tensors (3, H, W)."""
+        """Images (Pillow, arrays, tensors, paths, URLs; one or a list) → normalised tensors (3, H, W)."""
         fit = fit or self.fit
         side = self.size if size is None else get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
-        listed: Any = make_flat_list_of_images(self.fetch_images(images))
-        found = [self._one(picture, side, fit) for picture in listed]
-        return BatchFeature({"pixel_values": found}, tensor_type=return_tensors)
+        flat: Any = make_flat_list_of_images(self.fetch_images(images))
+        pixel_values = [self._preprocess_image(image, side, fit) for image in flat]
+        return BatchFeature({"pixel_values": pixel_values}, tensor_type=return_tensors)
 
-    def _one(self, picture: Any, size: dict[str, int], fit: Fit) -> Tensor:
+    def _preprocess_image(self, image: Any, size: dict[str, int], fit: Fit) -> Tensor:
         sides = tuple(size.values())
         target = sides[0] if len(set(sides)) == 1 else (size["height"], size["width"])
-        picture = picture if isinstance(picture, Image.Image) else to_pil_image(picture)
-        pixels = to_tensor(fit_image(open_image(picture), target, fit)).float() / 255
+        image = image if isinstance(image, Image.Image) else to_pil_image(image)
+        pixels = to_tensor(fit_image(open_image(image), target, fit)).float() / 255
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_mean, self.image_std))
         return (pixels - mean) / std
 

@@ -1,4 +1,4 @@
-"""Pictures in formats that are not read: known by their suffix, so that nobody takes them for read."""
+"""Suffixes of image files: those that are decoded, and those that are reported as not supported."""
 
 from __future__ import annotations
 
@@ -10,57 +10,65 @@ from contextvars import ContextVar
 
 from veca.errors import warn_caller
 
-UNREAD = frozenset(
+EXTENSIONS = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs"}
+    | {".tif", ".tiff", ".gif", ".bmp", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm"}
+)
+# Suffixes of image files that are not decoded: they are counted, so that nobody assumes they were read
+UNSUPPORTED = frozenset(
     {".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".jxr", ".svg", ".psd", ".psb", ".xcf", ".tga", ".exr"}
+    # Raw files of cameras
     | {".3fr", ".arw", ".cr2", ".cr3", ".crw", ".dng", ".erf", ".iiq", ".kdc", ".mrw", ".nef", ".nrw", ".orf", ".pef"}
     | {".raf", ".rw2", ".rwl", ".sr2", ".srf", ".srw", ".x3f"}
 )
-"""Their suffixes, the second half of them raw ones of cameras."""
 
 
-def unread_suffix(source: object) -> str:
-    """The suffix of a file that is one of `UNREAD`, or nothing."""
+def unsupported_suffix(source: object) -> str:
+    """Return the suffix of a path or named stream if it is in `UNSUPPORTED`, else an empty string."""
     name = getattr(source, "name", source)
     suffix = os.path.splitext(os.fspath(name))[1].lower() if isinstance(name, str | os.PathLike) else ""
-    return suffix if suffix in UNREAD else ""
+    return suffix if suffix in UNSUPPORTED else ""
 
 
-class LeftOut(dict[tuple[str, ...], Counter[str]]):
-    """Pictures that walks passed by because their format is not read: how many of each suffix, by walk.
+class UnsupportedFiles(dict[tuple[str, ...], Counter[str]]):
+    """Files of unsupported formats that directory walks found: the count of each suffix, by walk.
 
-    As text it is a sentence that says so, or nothing.
+    `str()` gives a sentence for the user, or an empty string.
     """
 
     def __str__(self) -> str:
-        kinds = sum(self.values(), Counter[str]())
-        found = ", ".join(f"{suffix} ({number:,})" for suffix, number in kinds.most_common())
-        number = f"{kinds.total():,} file{'s were' if kinds.total() != 1 else ' was'} left out"
-        return f"{number}: {found}. Such formats are not read: convert to JPEG or PNG first" if kinds else ""
+        total = sum(self.values(), Counter[str]())
+        if not total:
+            return ""
+        suffixes = ", ".join(f"{suffix} ({number:,})" for suffix, number in total.most_common())
+        files = f"{total.total():,} file{'s were' if total.total() != 1 else ' was'} left out"
+        return f"{files}: {suffixes}. Such formats are not read: convert to JPEG or PNG first"
 
-    def after(self, text: str) -> str:
-        """`text`, and then the sentence."""
-        return f"{text}. {self}" if str(self) else text
+    def append_to(self, message: str) -> str:
+        """Return `message` followed by the sentence, if there is one."""
+        return f"{message}. {self}" if str(self) else message
 
     def warn(self) -> None:
+        """Warn the caller of veca if there are any."""
         if text := str(self):
             warn_caller(text)
 
 
-_left_out: ContextVar[LeftOut | None] = ContextVar("left_out", default=None)
+_current: ContextVar[UnsupportedFiles | None] = ContextVar("unsupported_files", default=None)
 
 
 @contextmanager
-def noting_left_out() -> Iterator[LeftOut]:
-    """What the walks that come to their end in the block leave out; one that is made twice counts once."""
-    noted = LeftOut()
-    token = _left_out.set(noted)
+def collect_unsupported() -> Iterator[UnsupportedFiles]:
+    """Collect what directory walks that end inside the block report; repeated walks of one source count once."""
+    collected = UnsupportedFiles()
+    token = _current.set(collected)
     try:
-        yield noted
+        yield collected
     finally:
-        _left_out.reset(token)
+        _current.reset(token)
 
 
-def note_left_out(walk: tuple[str, ...], kinds: Counter[str]) -> None:
-    """For a walk that has come to its end."""
-    if (noted := _left_out.get()) is not None:
-        noted[walk] = kinds
+def report_unsupported(walk: tuple[str, ...], suffixes: Counter[str]) -> None:
+    """Report the unsupported files of a finished walk to the innermost `collect_unsupported` block."""
+    if (collected := _current.get()) is not None:
+        collected[walk] = suffixes

@@ -1,4 +1,4 @@
-"""Figures of the cores: whom patches listen to, where cores look, where they go, what they hold.
+"""Figures of the cores: profiles by layer, attention maps, paths through the image, states.
 
 Each function returns a matplotlib figure; `write_figure` saves it. Layers and cores are numbered from 1.
 Shapes: rows × columns = N patches, C active cores, D width, L blocks.
@@ -13,41 +13,11 @@ import torch
 from torch import Tensor
 
 from veca.images import Fit
-from veca.inspect.contribution import core_profiles
-from veca.inspect.maps import core_maps
-from veca.inspect.projections import Method, axes_of, check_method, project
-from veca.inspect.sheet import (
-    HEAT,
-    check_sheet,
-    colour_bar,
-    hide,
-    legend,
-    look_of,
-    order_colours,
-    ring,
-    sheet,
-    show_map,
-    show_photo,
-)
-from veca.inspect.subject import (
-    Photo,
-    Pictures,
-    Say,
-    check_finite,
-    choose_budget,
-    choose_budgets,
-    choose_cores,
-    choose_layers,
-    cores_label,
-    input_of,
-    layer_label,
-    looking,
-    model_label,
-    notice_of,
-    open_photos,
-    quiet,
-    spread,
-)
+from veca.inspect import figure_inputs as inputs
+from veca.inspect import figure_layout as layout
+from veca.inspect.figure_inputs import ImageSources, ProgressCallback, cores_label, ignore_progress, model_label
+from veca.inspect.maps import core_maps, core_profiles
+from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
 from veca.model import Veca
 
 if TYPE_CHECKING:
@@ -57,60 +27,57 @@ if TYPE_CHECKING:
 
 def draw_layers(
     model: Veca,
-    pictures: Pictures,
+    images: ImageSources,
     *,
     budgets: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
-    method: Method = "pca",
+    method: ProjectionMethod = "pca",
     size: int = 512,
     fit: Fit = "crop",
     name: str | None = None,
-    say: Say = quiet,
+    say: ProgressCallback = ignore_progress,
 ) -> Figure:
-    """Which cores every patch listens to, as colours: rows are budgets, columns layers (the paper's Figure 7).
+    """Profiles of all patches as colours: rows are budgets, columns layers (the paper's Figure 7).
 
     Defaults: four of the model's budgets, and six layers without the first.
     """
     check_method(method)
-    budgets = choose_budgets(model, budgets, spread(model.config.budgets, 4))
-    layers = choose_layers(model, layers, spread(range(2, len(model.blocks) + 1) or [1], 6))
-    photos = open_photos(pictures, size, fit)
-    check_sheet(len(photos) * len(budgets), 1 + len(layers))
-    colours: list[list[Tensor]] = []
+    budgets = inputs.choose_budgets(model, budgets, inputs.evenly_spaced(model.config.budgets, 4))
+    all_but_first = range(2, len(model.blocks) + 1) or [1]
+    layers = inputs.choose_layers(model, layers, inputs.evenly_spaced(all_but_first, 6))
+    photos = inputs.open_photos(images, size, fit)
+    layout.check_panels(len(photos) * len(budgets), 1 + len(layers))
+    colours: list[list[Tensor]] = []  # [budget][photo]: (layers, rows, columns, 3)
     for budget in budgets:
         say(f"{cores_label(budget)}: running the model")
-        with looking(model):
-            profiles = [core_profiles(model, input_of(model, p), budget, [i - 1 for i in layers])[:, 0] for p in photos]
-            check_finite(model, *profiles)
+        with inputs.inspecting(model):
+            blocks = [layer - 1 for layer in layers]
+            profiles = [core_profiles(model, photo.batch(model), budget, blocks)[:, 0] for photo in photos]
+            inputs.check_finite(model, *profiles)
         say(f"{cores_label(budget)}: {method.upper()} of {sum(p[..., 0].numel() for p in profiles):,} profiles")
         colours.append(project(profiles, 3, method))
-    figure, axes = sheet(
+    figure, panels = layout.create_photo_panels(
         f"Which cores each patch listens to, {model_label(model, name)}",
-        "One square per patch. Its colour stands for the shares in which the cores contribute to it in that layer: the "
-        "length of what each core adds (attention × value × output projection). Patches of like colour are fed by "
-        f"like mixtures of cores. Colours: the {axes_of(method, 3)} of these shares, fitted to all layers of one "
-        "budget together, so they compare from column to column, not from row to row.",
-        [cores_label(budget) for _ in photos for budget in budgets],
-        ["picture", *(layer_label(model, i) for i in layers)],
-        [photo.aspect for photo in photos for _ in budgets],
-        notice=notice_of(model, name),
+        "One square per patch. Its colour encodes the shares of the cores in the update of that patch in that layer: "
+        "the norm of what each core adds (attention × value × output projection). Patches of similar colour have "
+        f"similar mixtures of cores. Colours are the {describe_axes(method, 3)} of these shares, fitted to all layers "
+        "of one budget together: compare them within a row, not between rows.",
+        photos,
+        [cores_label(budget) for budget in budgets],
+        _layer_labels(model, layers),
         captions=len(photos) > 1,
+        notice=inputs.weights_notice(model, name),
     )
-    for i, photo in enumerate(photos):
-        for j in range(len(budgets)):
-            row = axes[i * len(budgets) + j]
-            if j:
-                hide(row[0])
-            else:
-                show_photo(row[0], photo, caption=photo.name if len(photos) > 1 else "")
-            for axis, values in zip(row[1:], colours[j][i], strict=True):
-                show_map(axis, values, photo.aspect)
+    for i, (photo, rows) in enumerate(zip(photos, panels, strict=True)):
+        for row, by_photo in zip(rows, colours, strict=True):
+            for axis, values in zip(row, by_photo[i], strict=True):
+                layout.show_map(axis, values, photo.aspect)
     return figure
 
 
 def draw_cores(
     model: Veca,
-    pictures: Pictures,
+    images: ImageSources,
     *,
     cores: int | None = None,
     which: Sequence[int] | None = None,
@@ -118,181 +85,188 @@ def draw_cores(
     size: int = 512,
     fit: Fit = "crop",
     name: str | None = None,
-    say: Say = quiet,
+    say: ProgressCallback = ignore_progress,
 ) -> Figure:
-    """Where the cores numbered `which` look and stand, with a budget of `cores` (the paper's Figure 6).
+    """Attention maps and places of the cores numbered `which`, with a budget of `cores` (the paper's Figure 6).
 
-    Defaults: all cores take part, the first six are shown, in three layers.
+    Defaults: all cores are active, the first six are shown, in three layers.
     """
-    budget = choose_budget(model, cores)
-    which = choose_cores(which, budget)
-    layers = choose_layers(model, layers, spread(range(1, len(model.blocks) + 1), 4)[1:] or [1])
-    photos = open_photos(pictures, size, fit)
-    check_sheet(len(photos) * len(layers), 1 + len(which))
-    figure, axes = sheet(
+    budget = inputs.choose_budget(model, cores)
+    which = inputs.choose_cores(which, budget)
+    later_layers = inputs.evenly_spaced(range(1, len(model.blocks) + 1), 4)[1:] or [1]
+    layers = inputs.choose_layers(model, layers, later_layers)
+    photos = inputs.open_photos(images, size, fit)
+    layout.check_panels(len(photos) * len(layers), 1 + len(which))
+    figure, panels = layout.create_photo_panels(
         f"Where cores look, {model_label(model, name)} with {cores_label(budget)}",
-        "Bright: the patches a core takes its information from in that layer (attention, the mean over heads); each "
-        "map has its own scale. Ring: where the core stands. Number: how many times more attention the brightest "
-        "patch gets than if the core looked everywhere evenly. Core 1 doubles as the feature of the whole picture.",
-        [layer_label(model, i) for _ in photos for i in layers],
-        ["picture", *(f"core {core}" for core in which)],
-        [photo.aspect for photo in photos for _ in layers],
-        notice=notice_of(model, name),
-        captions=True,
-        beside=True,
+        "Bright: the patches that a core attends to in that layer (mean over heads); each map has its own scale. Ring: "
+        "the core's coordinates. Number: attention of the brightest patch as a multiple of uniform attention. Core 1 "
+        "is also the global feature.",
+        photos,
+        _layer_labels(model, layers),
+        [f"core {core}" for core in which],
+        notice=inputs.weights_notice(model, name),
+        colour_bar=True,
     )
-    for i, photo in enumerate(photos):
+    for photo, rows in zip(photos, panels, strict=True):
         say(f"{photo.name}: running the model")
-        with looking(model):
-            images = input_of(model, photo)
-            maps = core_maps(model, images, budget, [layer - 1 for layer in layers])[:, 0].float().cpu()
-            places = Veca.forward(model, images, budget).coordinates[:, 0].float().cpu()
-            check_finite(model, maps, places)
-        rows = axes[i * len(layers) : (i + 1) * len(layers)]
+        with inputs.inspecting(model):
+            # Two passes: the first captures attention of the chosen layers, the second gives all coordinates.
+            batch = photo.batch(model)
+            maps = core_maps(model, batch, budget, [layer - 1 for layer in layers])[:, 0].float().cpu()
+            coordinates = Veca.forward(model, batch, budget).coordinates[:, 0].float().cpu()
+            inputs.check_finite(model, maps, coordinates)
         for row, layer, attention in zip(rows, layers, maps, strict=True):
-            if row is rows[0]:
-                show_photo(row[0], photo, caption=photo.name)
-            else:
-                hide(row[0])
-            for axis, core in zip(row[1:], which, strict=True):
-                _look(axis, photo, attention[core - 1])
-                ring(axis, *places[layer - 1, core - 1].tolist())
-    colour_bar(figure, [row[-1] for row in axes], HEAT, (0, 1), "attention", {0: "least", 1: "most"})
+            for axis, core in zip(row, which, strict=True):
+                _draw_attention(axis, photo, attention[core - 1])
+                layout.draw_ring(axis, *coordinates[layer - 1, core - 1].tolist())
+    last_column = [row[-1] for rows in panels for row in rows]
+    layout.add_colour_bar(figure, last_column, layout.HEAT, (0, 1), "attention", {0: "least", 1: "most"})
     return figure
 
 
-def _look(axis: Axes, photo: Photo, attention: Tensor) -> None:
-    # The top percent may saturate, or a single bright patch would leave the rest in the dark.
-    most = max(float(attention.quantile(0.99)), float(attention.max()) / 4)
-    show_photo(axis, photo, dim=True)
+def _draw_attention(axis: Axes, photo: inputs.Photo, attention: Tensor) -> None:
+    # The top percent may saturate, otherwise a single bright patch would darken all others.
+    high = max(float(attention.quantile(0.99)), float(attention.max()) / 4)
+    layout.show_photo(axis, photo, dim=True)
     peak = f"{float(attention.max() / attention.mean()):.1f}×"
-    show_map(axis, attention, photo.aspect, peak, cmap=HEAT, vmin=float(attention.min()), vmax=most, alpha=0.75)
+    scale = {"vmin": float(attention.min()), "vmax": high}
+    layout.show_map(axis, attention, photo.aspect, peak, cmap=layout.HEAT, alpha=0.75, **scale)
 
 
 def draw_paths(
     model: Veca,
-    pictures: Pictures,
+    images: ImageSources,
     *,
     budgets: Sequence[int] | None = None,
     size: int = 512,
     fit: Fit = "crop",
     name: str | None = None,
-    say: Say = quiet,
+    say: ProgressCallback = ignore_progress,
 ) -> Figure:
-    """The cores' ways over the pictures through the layers: rows are budgets (default: all cores), columns pictures.
+    """Paths of the cores through the layers: rows are budgets (default: all cores), columns images.
 
-    Ways too short to be seen are drawn longer, all alike, and the text says so.
+    Paths too short to be seen are drawn longer, all by the same factor, and the text says so.
     """
-    budgets = choose_budgets(model, budgets, [model.config.num_cores])
-    photos = open_photos(pictures, size, fit)
-    check_sheet(len(budgets), len(photos))
+    budgets = inputs.choose_budgets(model, budgets, [model.config.num_cores])
+    photos = inputs.open_photos(images, size, fit)
+    layout.check_panels(len(budgets), len(photos))
     say("running the model")
-    with looking(model):
-        ways = [
-            [Veca.forward(model, input_of(model, photo), c).coordinates[:, 0].float().cpu() for photo in photos]
+    with inputs.inspecting(model):
+        # [budget][photo]: (L, C, 2)
+        paths = [
+            [Veca.forward(model, photo.batch(model), c).coordinates[:, 0].float().cpu() for photo in photos]
             for c in budgets
         ]
-        check_finite(model, *(way for row in ways for way in row))
-    lengths = [(way[-1] - way[0]).norm(dim=-1) / 2 for row in ways for way in row]  # in sides of the picture
-    longest = max(float(length.max()) for length in lengths)
-    scale = next((times for times in (200, 100, 50, 20, 10, 5, 2) if times * longest <= 0.1), 1)
-    longer = f" Ways are drawn {scale} times as long as they are." if scale > 1 else ""
-    figure, axes = sheet(
+        inputs.check_finite(model, *(path for row in paths for path in row))
+    # In sides of the image: coordinates run from -1 to 1.
+    longest = max(float((path[-1] - path[0]).norm(dim=-1).max()) / 2 for row in paths for path in row)
+    scale = next((factor for factor in (200, 100, 50, 20, 10, 5, 2) if factor * longest <= 0.1), 1)
+    longer = f" Paths are drawn {scale} times as long as they are." if scale > 1 else ""
+    figure, axes = layout.create_panels(
         f"Where cores go, {model_label(model, name)}",
-        "Every core has a place in the picture, moved before each layer by what the core has seen so far. Ring: its "
-        f"place in the first layer. Dot: in the last, layer {len(model.blocks)}.{longer} The longest way is "
-        f"{100 * longest:.2g}% of a side. Dark cores are the first of the bank and take part at every budget.",
+        "Every core has coordinates in the picture, which it updates before each layer. Ring: in the first layer. Dot: "
+        f"in the last, layer {len(model.blocks)}.{longer} The longest path spans {100 * longest:.2g}% of a side. Dark "
+        "cores are the first of the bank and active at every budget.",
         [cores_label(budget) for budget in budgets],
         [photo.name for photo in photos],
         [max(photo.aspect for photo in photos)] * len(budgets),
-        notice=notice_of(model, name),
-        beside=True,
+        notice=inputs.weights_notice(model, name),
+        colour_bar=True,
     )
-    for row, found in zip(axes, ways, strict=True):
-        for axis, photo, way in zip(row, photos, found, strict=True):
-            show_photo(axis, photo, dim=True)
-            _draw_ways(axis, way[0] + scale * (way - way[0]), max(budgets))
-    ticks = {float(core): str(core) for core in spread(range(1, max(budgets) + 1), 5)}
-    colour_bar(figure, [row[-1] for row in axes], order_colours(), (1, max(2, *budgets)), "core", ticks)
+    for row, row_paths in zip(axes, paths, strict=True):
+        for axis, photo, path in zip(row, photos, row_paths, strict=True):
+            layout.show_photo(axis, photo, dim=True)
+            _draw_core_paths(axis, path[0] + scale * (path - path[0]), max(budgets))
+    _add_core_bar(figure, [row[-1] for row in axes], max(budgets))
     return figure
 
 
-def _draw_ways(axis: Axes, ways: Tensor, most: int) -> None:
-    count = ways.shape[1]
-    colours = order_colours()(torch.arange(count).numpy() / max(1, most - 1))
-    for core in reversed(range(count)):  # the first cores end up on top
-        x, y = ways[:, core].T.numpy()
+def _draw_core_paths(axis: Axes, paths: Tensor, num_cores: int) -> None:
+    count = paths.shape[1]
+    colours = layout.core_colours()(torch.arange(count).numpy() / max(1, num_cores - 1))
+    for core in reversed(range(count)):  # so that the first cores are on top
+        x, y = paths[:, core].T.numpy()
+        colour = colours[core]
         axis.plot(x, y, color="white", linewidth=2.4, alpha=0.5)
-        axis.plot(x, y, color=colours[core], linewidth=1.3)
-        axis.plot(x[:1], y[:1], "o", markersize=4.5, markerfacecolor="none", markeredgecolor=colours[core])
-        axis.plot(
-            x[-1:], y[-1:], "o", markersize=4.5, color=colours[core], markeredgecolor="white", markeredgewidth=0.5
-        )
+        axis.plot(x, y, color=colour, linewidth=1.3)
+        axis.plot(x[:1], y[:1], "o", markersize=4.5, markerfacecolor="none", markeredgecolor=colour)
+        axis.plot(x[-1:], y[-1:], "o", markersize=4.5, color=colour, markeredgecolor="white", markeredgewidth=0.5)
     axis.set_xlim(-1, 1)
     axis.set_ylim(1, -1)
 
 
 def draw_states(
     model: Veca,
-    pictures: Pictures,
+    images: ImageSources,
     *,
     cores: int | None = None,
     layers: Sequence[int] | None = None,
-    method: Method = "pca",
+    method: ProjectionMethod = "pca",
     size: int = 512,
     fit: Fit = "crop",
     name: str | None = None,
-    say: Say = quiet,
+    say: ProgressCallback = ignore_progress,
 ) -> Figure:
-    """The cores' states after chosen layers as points in the plane, coloured by core and by picture.
+    """States of the cores after chosen layers as points in the plane, coloured by core and by image.
 
     Default: four layers, from the first to the last.
     """
     check_method(method)
-    budget = choose_budget(model, cores)
-    layers = choose_layers(model, layers, spread(range(1, len(model.blocks) + 1), 4))
-    photos = open_photos(pictures, size, fit)
+    budget = inputs.choose_budget(model, cores)
+    layers = inputs.choose_layers(model, layers, inputs.evenly_spaced(range(1, len(model.blocks) + 1), 4))
+    photos = inputs.open_photos(images, size, fit)
     several = len(photos) > 1
-    check_sheet(1 + several, len(layers))
-    states = []
+    layout.check_panels(1 + several, len(layers))
+    states = []  # [photo][layer]: (C, D)
     for photo in photos:
         say(f"{photo.name}: running the model")
-        with looking(model):
-            taken = model.forward_intermediates(
-                input_of(model, photo), [i - 1 for i in sorted(layers)], return_prefix_tokens=True, stop_early=True,
-                output_fmt="NLC", intermediates_only=True, cores=budget,
+        with inputs.inspecting(model):
+            intermediates = model.forward_intermediates(
+                photo.batch(model), [layer - 1 for layer in sorted(layers)], return_prefix_tokens=True,
+                stop_early=True, output_fmt="NLC", intermediates_only=True, cores=budget,
             )  # fmt: skip
-            check_finite(model, *(cores for _, cores in taken))
-        states.append({i: cores[0].float().cpu() for i, (_, cores) in zip(sorted(layers), taken, strict=True)})
-    figure, axes = sheet(
+            inputs.check_finite(model, *(bank for _, bank in intermediates))
+        by_layer = zip(sorted(layers), intermediates, strict=True)
+        states.append({layer: bank[0].float().cpu() for layer, (_, bank) in by_layer})
+    figure, axes = layout.create_panels(
         f"What cores hold, {model_label(model, name)} with {cores_label(budget)}",
-        f"One point per core and picture: the core's state after that layer, in the {axes_of(method, 2)} of that "
-        "layer's states. Points that are close are states that are alike. Star: core 1, the feature of the whole "
-        "picture. " + ("" if several else "Give several pictures to see whether states go by core or by picture."),
+        f"One point per core and picture: the core's state after that layer, in the {describe_axes(method, 2)} of that "
+        "layer's states. Close points are similar states. Star: core 1, the global feature. "
+        + ("" if several else "Give several pictures to see whether states group by core or by picture."),
         ["coloured\nby core", "coloured\nby picture"][: 1 + several],
-        [layer_label(model, i) for i in layers],
+        _layer_labels(model, layers),
         [1.0] * (1 + several),
-        notice=notice_of(model, name),
-        beside=True,
-        below=-(-len(photos) // 4) if several else 0,
+        notice=inputs.weights_notice(model, name),
+        colour_bar=True,
+        legend_lines=-(-len(photos) // 4) if several else 0,
     )
-    by_core = order_colours()(torch.linspace(0, 1, budget).numpy())
-    looks = [look_of(i) for i in range(len(photos))]
+    # The same points are drawn twice: coloured by core and, with several images, by image.
+    by_core = layout.core_colours()(torch.linspace(0, 1, budget).numpy())
     for column, layer in enumerate(layers):
         say(f"layer {layer}: {method.upper()} of {len(photos) * budget:,} states")
-        for points, look in zip(project([each[layer] for each in states], 2, method, clip=0.0), looks, strict=True):
-            for row, colours in zip(axes, (by_core, [look[0]] * budget), strict=False):
-                _scatter(row[column], points, colours, look[1])
-                row[column].set_xlim(-0.08, 1.08)
-                row[column].set_ylim(-0.08, 1.08)
-    ticks = {float(core): str(core) for core in spread(range(1, budget + 1), 5)}
-    colour_bar(figure, [axes[0][-1]], order_colours(), (1, max(budget, 2)), "core", ticks)
+        for i, points in enumerate(project([photo_states[layer] for photo_states in states], 2, method, clip=0.0)):
+            colour, marker = layout.marker_style(i)  # the marker tells images apart in both rows
+            for row, colours in zip(axes, (by_core, [colour] * budget), strict=False):
+                _scatter_states(row[column], points, colours, marker)
+    _add_core_bar(figure, [axes[0][-1]], budget)
     if several:
-        legend(axes[1][0], [(photo.name, look) for photo, look in zip(photos, looks, strict=True)])
+        layout.add_legend(axes[1][0], [photo.name for photo in photos])
     return figure
 
 
-def _scatter(axis: Axes, points: Tensor, colours: Any, marker: str) -> None:
+def _scatter_states(axis: Axes, points: Tensor, colours: Any, marker: str) -> None:
     x, y = points.T.numpy()
     axis.scatter(x[1:], y[1:], c=colours[1:], s=14, marker=marker, linewidths=0.3, edgecolors="white")
     axis.scatter(x[:1], y[:1], c=colours[:1], s=90, marker="*", linewidths=0.7, edgecolors="black")
+    axis.set_xlim(-0.08, 1.08)
+    axis.set_ylim(-0.08, 1.08)
+
+
+def _layer_labels(model: Veca, layers: Sequence[int]) -> list[str]:
+    return [f"layer {layer} of {len(model.blocks)}" for layer in layers]
+
+
+def _add_core_bar(figure: Figure, axes: Sequence[Axes], num_cores: int) -> None:
+    ticks = {float(core): str(core) for core in inputs.evenly_spaced(range(1, num_cores + 1), 5)}
+    layout.add_colour_bar(figure, axes, layout.core_colours(), (1, max(2, num_cores)), "core", ticks)

@@ -11,7 +11,6 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +20,12 @@ from PIL import Image, ImageChops, ImageOps
 from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 from torch import Tensor
 
-from veca.bench.flops import model_flops
 from veca.errors import ArgumentError
+from veca.flops import model_flops
 from veca.images import fit_image, normalize, open_image, to_tensor
+from veca.images.samples import sample_images
 from veca.inspect import core_maps, heat, pca, to_rgb
-from veca.inspect.subject import check_finite
+from veca.inspect.figure_inputs import check_finite
 from veca.model import Veca
 from veca.report.page import data_uri, write_page
 from veca.utils.console import progress_bar
@@ -35,7 +35,6 @@ from veca.utils.timing import measure
 
 PathLike = str | os.PathLike[str]
 
-SAMPLES = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg")
 TIMED_RUNS = 5
 SHOWN_CORES = 8
 TILE_SIDE, IMAGE_SIDE = 256, 512  # pixels
@@ -79,7 +78,7 @@ def write_demo(
     if out.is_dir():
         raise ArgumentError(f"{out} is a folder; name the file to write, such as {out / 'veca-demo.html'}")
     check_writable(out)
-    paths = [Path(picture) for picture in pictures or sample_pictures()]
+    paths = [Path(picture) for picture in pictures or sample_images()]
     images = [fit_image(open_image(path), size, "crop") for path in paths]
     model = model if device is None else model.to(device)
     was_training = model.training
@@ -98,19 +97,6 @@ def write_demo(
         model.train(was_training)
     write_page(out, "demo.html", **_page_context(model, model_name, size, budgets, results, seconds))
     return out
-
-
-def sample_pictures() -> list[Path]:
-    """Sample photographs from the installed scikit-image, found without importing it; nothing is downloaded."""
-    spec = find_spec("skimage")
-    folders = [] if spec is None else [Path(folder) / "data" for folder in spec.submodule_search_locations or ()]
-    paths = [folder / name for folder in folders for name in SAMPLES if (folder / name).is_file()]
-    if not paths:
-        raise ArgumentError(
-            "no pictures given, and the sample photos come with scikit-image, which is not installed: "
-            "pip install 'veca[viz]', or pass pictures of your own"
-        )
-    return paths
 
 
 def _as_batch(model: Veca, image: Image.Image) -> Tensor:

@@ -1,4 +1,4 @@
-"""Features as colours: principal components or UMAP, a colour map, and pictures made of them."""
+"""Features as colours: principal components or UMAP, the inferno colour map, and images of maps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 
-Method: TypeAlias = Literal["pca", "umap"]
+ProjectionMethod: TypeAlias = Literal["pca", "umap"]
 
+# UMAP as in the paper.
 SEED = 0
 NEIGHBOURS = 15
 MIN_DIST = 0.1
-"""The paper's settings of UMAP."""
 
 _INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4"
 _ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
 
-
-_SPARE = 12
-"""Directions that subspace iteration carries along: it settles as fast as the first beyond them fades."""
-_MOST_STEPS = 100
-_SETTLED = 1e-10
+# Subspace iteration: extra directions speed up convergence, which depends on the first eigenvalue beyond them.
+_EXTRA_DIRECTIONS = 12
+_MAX_ITERATIONS = 100
+_TOLERANCE = 1e-10
 
 
 def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
@@ -37,8 +36,8 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     All leading dimensions are fitted together, so feature maps stacked into one tensor share their colours. The 1st
     and 99th percentile of a component become 0 and 1 and what lies beyond is clipped; `clip` is that share, and 0 clips
     nothing. The sign makes the largest loading positive. A component in which nothing varies beyond rounding is 0.5
-    everywhere. With `like`, components and percentiles are those of these features (..., D): colours of one map that
-    others, made later, can share.
+    everywhere. With `like`, components and percentiles are those of these features (..., D), so that maps computed
+    later can share the colours of one map.
 
     >>> pca(torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), components=2).round(decimals=3)
     tensor([[0.0000, 0.5000],
@@ -52,21 +51,25 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     _check_features(features)
     _check_features(like)
     x = like.detach().to("cpu", torch.float64).flatten(0, -2)
-    mean, size = x.mean(0), x.square().mean(0)
+    mean, mean_square = x.mean(0), x.square().mean(0)
     x = x - mean
-    variances, directions = _leading(x, components)
+    variances, directions = _leading_eigenvectors(x, components)
+    # Eigenvectors have no sign of their own: fix it, so that colours are reproducible.
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     directions = directions * largest.sign()
 
-    # The noise that rounding puts along each direction: of the features as they came, and of the decomposition here.
-    rounding = torch.finfo(like.dtype).eps ** 2 * (directions.square().mT @ size)
+    # Variance that rounding alone puts along each direction: of the features' dtype, and of the decomposition.
+    rounding = torch.finfo(like.dtype).eps ** 2 * (directions.square().mT @ mean_square)
     floor = rounding.clamp(min=width * torch.finfo(torch.float64).eps * float(variances[0]))
     fitted = (x @ directions).numpy()
-    if like is features:
-        scaled = _spread(fitted, fitted, clip)
-    else:
-        others = features.detach().to("cpu", torch.float64).flatten(0, -2) - mean
-        scaled = _spread((others @ directions).numpy(), fitted, clip)
+    projected = fitted
+    if like is not features:
+        projected = ((features.detach().to("cpu", torch.float64).flatten(0, -2) - mean) @ directions).numpy()
+    # Between the quantiles `clip` and 1 - `clip`, or between minimum and maximum where these two coincide.
+    low, high = np.quantile(fitted, (clip, 1 - clip), axis=0)
+    flat = high <= low
+    low, high = np.where(flat, fitted.min(0), low), np.where(flat, fitted.max(0), high)
+    scaled = np.clip((projected - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
     scaled[:, (variances <= floor).numpy()] = 0.5
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
 
@@ -78,33 +81,33 @@ def _check_features(features: Tensor) -> None:
         )
 
 
-def _leading(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
+def _leading_eigenvectors(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
     """The largest eigenvalues of xᵀx / N and their vectors (D, components), x (N, D) in float64.
 
-    By subspace iteration, a tenth of the time of a whole decomposition with 1280 channels.
-    Where it does not settle, because eigenvalues are too close, the whole is taken after all.
+    By subspace iteration, which takes a tenth of the time of a full decomposition with 1280 channels; where it does not
+    converge, because eigenvalues are too close, the full decomposition is used.
     """
-    width, more = x.shape[1], components + _SPARE
-    if 2 * more < width:
-        start = torch.randn(width, more, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    width, count = x.shape[1], components + _EXTRA_DIRECTIONS
+    if 2 * count < width:
+        start = torch.randn(width, count, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
         basis = torch.linalg.qr(start).Q
-        for _ in range(_MOST_STEPS):
-            image = x.mT @ (x @ basis) / len(x)
-            values, turn = torch.linalg.eigh(basis.mT @ image)
-            values, turn = values.flip(0)[:components], turn.flip(1)[:, :components]
-            apart = (image @ turn - basis @ turn * values).norm(dim=0)
-            if apart.max() <= _SETTLED * values[0]:
-                return values, basis @ turn
-            basis = torch.linalg.qr(image).Q
+        for _ in range(_MAX_ITERATIONS):
+            product = x.mT @ (x @ basis) / len(x)
+            values, rotation = torch.linalg.eigh(basis.mT @ product)
+            values, rotation = values.flip(0)[:components], rotation.flip(1)[:, :components]
+            residual = (product @ rotation - basis @ rotation * values).norm(dim=0)
+            if residual.max() <= _TOLERANCE * values[0]:
+                return values, basis @ rotation
+            basis = torch.linalg.qr(product).Q
     values, vectors = torch.linalg.eigh(x.mT @ x / len(x))
     return values.flip(0)[:components], vectors.flip(1)[:, :components]
 
 
 def umap(features: Tensor, components: int = 3) -> Tensor:
-    """UMAP of `features` (..., D) by their cosines, each component in [0, 1]: (..., components), float32.
+    """UMAP of `features` (..., D) with cosine distance, each component in [0, 1]: (..., components), float32.
 
     All leading dimensions are embedded together. The seed is fixed: the same features give the same colours. The first
-    call of a process compiles for a good while.
+    call of a process compiles for a minute.
     """
     check_method("umap")
     _check_features(features)
@@ -115,17 +118,19 @@ def umap(features: Tensor, components: int = 3) -> Tensor:
         raise ArgumentError(
             f"UMAP in {components} dimensions takes {components + 3} points or more, not {len(x)}; choose pca"
         )
-    embedding = UMAP(
+    reducer = UMAP(
         n_components=components, metric="cosine", n_neighbors=min(NEIGHBOURS, len(x) - 1), min_dist=MIN_DIST,
         random_state=SEED, n_jobs=1,
     )  # fmt: skip
-    found = embedding.fit_transform(x)
-    low, high = found.min(0), found.max(0)
-    scaled = (found - low) / np.where(high > low, high - low, 1.0)
+    embedding = reducer.fit_transform(x)
+    low, high = embedding.min(0), embedding.max(0)
+    scaled = (embedding - low) / np.where(high > low, high - low, 1.0)
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components)
 
 
-def project(maps: Sequence[Tensor], components: int = 3, method: Method = "pca", clip: float = 0.01) -> list[Tensor]:
+def project(
+    maps: Sequence[Tensor], components: int = 3, method: ProjectionMethod = "pca", clip: float = 0.01
+) -> list[Tensor]:
     """Several maps (..., D), of any sizes, in one joint projection to [0, 1]: equal features get equal colours.
 
     Where D is less than `components`, the last of them are 0.5 everywhere, or UMAP's. `clip` is that of `pca`.
@@ -134,56 +139,49 @@ def project(maps: Sequence[Tensor], components: int = 3, method: Method = "pca",
     [torch.Size([4, 4, 3]), torch.Size([8, 8, 3])]
     """
     check_method(method)
-    together = torch.cat([each.flatten(0, -2).float().cpu() for each in maps])
-    together = F.pad(together, (0, max(0, components - together.shape[1])))
-    found = pca(together, components, clip) if method == "pca" else umap(together, components)
-    parts = found.split([each.shape[:-1].numel() for each in maps])
-    return [part.reshape(*each.shape[:-1], components) for part, each in zip(parts, maps, strict=True)]
+    stacked = torch.cat([features.flatten(0, -2).float().cpu() for features in maps])
+    # Zero channels add nothing; PCA needs at least as many channels as components.
+    stacked = F.pad(stacked, (0, max(0, components - stacked.shape[1])))
+    projected = pca(stacked, components, clip) if method == "pca" else umap(stacked, components)
+    parts = projected.split([features.shape[:-1].numel() for features in maps])
+    return [part.reshape(*features.shape[:-1], components) for part, features in zip(parts, maps, strict=True)]
 
 
 def check_method(method: str) -> None:
-    """Raises what is wrong with a method before any work is done."""
-    if method not in get_args(Method):
-        raise ArgumentError(f"method={method!r}; choose one of {', '.join(get_args(Method))}")
+    """Raise, before any work is done, if a method is unknown or not installed."""
+    if method not in get_args(ProjectionMethod):
+        raise ArgumentError(f"method={method!r}; choose one of {', '.join(get_args(ProjectionMethod))}")
     if method == "umap" and find_spec("umap") is None:
         raise ArgumentError(
             "UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca"
         )
 
 
-def axes_of(method: Method, count: int) -> str:
-    """What the axes of a projection are, for people.
+def describe_axes(method: ProjectionMethod, count: int) -> str:
+    """The axes of a projection in words.
 
-    >>> axes_of("pca", 3)
+    >>> describe_axes("pca", 3)
     'first three principal components'
     """
     number = {2: "two", 3: "three"}.get(count, str(count))
     return f"first {number} principal components" if method == "pca" else f"{number} dimensions of a UMAP"
 
 
-def _spread(columns: np.ndarray, like: np.ndarray, clip: float) -> np.ndarray:
-    """Each column between the quantiles `clip` and 1 - `clip` of `like`; its ends where those two coincide."""
-    low, high = np.quantile(like, (clip, 1 - clip), axis=0)
-    flat = high <= low
-    low, high = np.where(flat, like.min(0), low), np.where(flat, like.max(0), high)
-    return np.asarray(np.clip((columns - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0))
-
-
 def heat(values: Tensor) -> Tensor:
-    """Colours (..., 3) of values in [0, 1], from black over red to pale yellow; safe for colour-blind eyes.
+    """Inferno colours (..., 3) of values in [0, 1], from black over red to pale yellow.
 
     >>> heat(torch.tensor([0.0, 1.0]))
     tensor([[0.0000, 0.0000, 0.0157],
             [0.9882, 1.0000, 0.6431]])
     """
-    at = np.linspace(0, 1, len(_ANCHORS))
-    level = values.detach().float().cpu().numpy()
-    colours = np.stack([np.interp(level, at, channel) for channel in _ANCHORS.T], axis=-1)
+    positions = np.linspace(0, 1, len(_ANCHORS))
+    levels = values.detach().float().cpu().numpy()
+    colours = np.stack([np.interp(levels, positions, channel) for channel in _ANCHORS.T], axis=-1)
     return torch.from_numpy(colours).float().to(values.device)
 
 
 def to_rgb(values: Tensor, size: tuple[int, int] | None = None, smooth: bool = False) -> Image.Image:
-    """The picture of a map of values in [0, 1]: (rows, columns, 3) as colours, (rows, columns) through `heat`.
+    """An image of a map of values in [0, 1]: (rows, columns, 3) as colours, (rows, columns) through `heat`.
 
     `size` (width, height) scales it, one square per value, or smoothly.
 
@@ -195,5 +193,5 @@ def to_rgb(values: Tensor, size: tuple[int, int] | None = None, smooth: bool = F
     if values.ndim != 3 or values.shape[-1] != 3:
         raise ArgumentError(f"a map is (rows, columns, 3) or (rows, columns), not {tuple(values.shape)}")
     levels = (values.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
-    picture = Image.fromarray(levels.numpy())
-    return picture.resize(size, Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST) if size else picture
+    image = Image.fromarray(levels.numpy())
+    return image.resize(size, Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST) if size else image

@@ -13,9 +13,9 @@ from typing import Any
 from rich.table import Table
 
 from veca.errors import ArgumentError
-from veca.inspect.sheet import check_out
-from veca.inspect.story import AtBudget, CoreStory, Layers, Spread
-from veca.inspect.subject import cores_label
+from veca.inspect.core_stats import BudgetStats, CoreStory, LayerStats, MeanStd
+from veca.inspect.figure_inputs import cores_label
+from veca.inspect.figure_layout import check_out
 from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
 from veca.utils.files import atomic_path, check_writable
 from veca.utils.text import number, printable
@@ -68,7 +68,7 @@ def story_table(story: CoreStory) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     # (name, value at a budget C); without a value, a section ends.
-    rows: list[tuple[str, Callable[[int, AtBudget], Spread | float] | None]] = [
+    rows: list[tuple[str, Callable[[int, BudgetStats], MeanStd | float] | None]] = [
         ("moved from the start", lambda _, at: _last_layer(at.places.distance)),
         ("  length of the way", lambda _, at: _last_layer(at.places.path)),
         ("  its part by the picture", lambda _, at: at.places.picture_share[-1]),
@@ -160,15 +160,15 @@ def _draw_kept(story: CoreStory) -> Chart:
     return line_chart(lines, "cores", "likeness", "likeness of features at smaller budgets", ticks_at_points=True)
 
 
-def _last_layer(values: Layers) -> Spread:
-    return Spread(values.mean[-1], values.std[-1])
+def _last_layer(values: LayerStats) -> MeanStd:
+    return MeanStd(values.mean[-1], values.std[-1])
 
 
-def _scaled(value: Spread, factor: float) -> Spread:
-    return Spread(factor * value.mean, factor * value.std)
+def _scaled(value: MeanStd, factor: float) -> MeanStd:
+    return MeanStd(factor * value.mean, factor * value.std)
 
 
-def _percent_text(value: Spread | float) -> str:
-    if isinstance(value, Spread):
+def _percent_text(value: MeanStd | float) -> str:
+    if isinstance(value, MeanStd):
         return f"{_percent_text(value.mean)} ± {_percent_text(value.std)}"
     return number(100 * value, ".1f")

@@ -1,1 +1,1 @@
-"""Triton kernels, and the PyTorch operators through which the rest of veca reaches them."""
+"""Triton kernels, and the PyTorch operators (`ops`) through which the model calls them."""

@@ -1,9 +1,9 @@
-"""Residual sum and LayerNorm in one pass, forward and backward, as Triton kernels.
+"""Triton kernels: residual sum and LayerNorm in one pass, forward and backward.
 
-The first rows of each image, its cores, are also given on their own, so that what only they go into sends back a
-gradient of their size. The backward reads each row once and writes its gradient twice: as the residual stream has it,
-and rounded to the type of what was added, where the next product wants it. Gradients of the norm's gain and shift are
-summed up on the way.
+The cores, the first rows of each image, are also written on their own, so that the gradient of what reads only them
+has their size. The backward reads each row once and writes its gradient twice: in the dtype of the residual stream, and
+rounded to that of the update, which the next matrix product reads. Gradients of the norm's weight and bias are
+accumulated on the way.
 
 Shapes: B images, S tokens, C of them cores, D width; M = B·S rows.
 """
@@ -17,112 +17,113 @@ from torch import Tensor
 
 from veca.kernels.launch import launchable, multiprocessors
 
-EACH = 4
-"""Numbers side by side that one thread takes."""
+PER_THREAD = 4
+"""Neighbouring elements per thread: 16 bytes of float32, one vector load."""
 
 
 @triton.jit
-def _columns(THREADS: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr):
-    lane, part, each = tl.arange(0, THREADS), tl.arange(0, PARTS), tl.arange(0, EACH)
-    return (lane[:, None, None] + part[None, :, None] * THREADS) * EACH + each[None, None, :]
+def _column_offsets(THREADS: tl.constexpr, PARTS: tl.constexpr, PER_THREAD: tl.constexpr):
+    """Columns (THREADS, PARTS, PER_THREAD) of one row; neighbouring threads read neighbouring vectors."""
+    lane, part, each = tl.arange(0, THREADS), tl.arange(0, PARTS), tl.arange(0, PER_THREAD)
+    return (lane[:, None, None] + part[None, :, None] * THREADS) * PER_THREAD + each[None, None, :]
 
 
 @triton.jit
-def _sum(a):
+def _row_sum(a):
     return tl.sum(tl.sum(tl.sum(a, 2), 1), 0)
 
 
 @triton.jit
-def _normalized(a, inside, EPS: tl.constexpr, D: tl.constexpr):
-    """A row centred and divided by its deviation, and one over that."""
-    a = tl.where(inside, a - _sum(a) / D, 0.0)
-    scale = tl.rsqrt(_sum(a * a) / D + EPS)
+def _normalize_row(a, inside, EPS: tl.constexpr, D: tl.constexpr):
+    """A row minus its mean, divided by its standard deviation; and one over that deviation."""
+    a = tl.where(inside, a - _row_sum(a) / D, 0.0)
+    scale = tl.rsqrt(_row_sum(a * a) / D + EPS)
     return a * scale, scale
 
 
 @triton.jit
-def _unnormalized(dn, a, scale, D: tl.constexpr):
-    """The gradient of a row from that of its norm `a`."""
-    return scale * (dn - _sum(dn) / D - a * (_sum(dn * a) / D))
+def _norm_gradient(dn, a, scale, D: tl.constexpr):
+    """The gradient of a row, from the gradient `dn` of its normalised form `a`."""
+    return scale * (dn - _row_sum(dn) / D - a * (_row_sum(dn * a) / D))
 
 
 @triton.jit
-def _load(at, inside):
+def _load_float(at, inside):
     return tl.load(at, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_core(cores, row, is_core, S, C, D: tl.constexpr, k):
-    """The row of a token among the cores alone; zeros for a patch."""
-    return _load(cores + (row // S * C + row % S).to(tl.int64) * D + k, k < tl.where(is_core, D, 0))
+def _load_core_row(cores, row, is_core, S, C, D: tl.constexpr, k):
+    """The row of a token in a (B, C, D) tensor of cores; zeros for a patch."""
+    return _load_float(cores + (row // S * C + row % S).to(tl.int64) * D + k, k < tl.where(is_core, D, 0))
 
 
 @triton.jit(do_not_specialize=["S", "C"])
-def _add_norm(
-    x, update, weight, bias, total, normed, cores, S, C, ADD: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, THREADS: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
+def _add_norm_kernel(
+    x, update, weight, bias, total, normed, cores, S, C, HAS_UPDATE: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, THREADS: tl.constexpr, PARTS: tl.constexpr, PER_THREAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    k = _columns(THREADS, PARTS, EACH)
+    k = _column_offsets(THREADS, PARTS, PER_THREAD)
     inside = k < D
     at = row.to(tl.int64) * D + k
-    a = _load(x + at, inside)
-    if ADD:
-        a += _load(update + at, inside)
-        kept = a.to(total.dtype.element_ty)
-        tl.store(total + at, kept, inside)
+    a = _load_float(x + at, inside)
+    if HAS_UPDATE:
+        a += _load_float(update + at, inside)
+        rounded = a.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, inside)
         if row % S < C:
             at_core = (row // S * C + row % S).to(tl.int64) * D + k
-            tl.store(cores + at_core, kept.to(cores.dtype.element_ty), inside)
-        a = kept.to(tl.float32)
-    a, _ = _normalized(a, inside, EPS, D)
-    a = a * _load(weight + k, inside) + _load(bias + k, inside)
+            tl.store(cores + at_core, rounded.to(cores.dtype.element_ty), inside)
+        a = rounded.to(tl.float32)
+    a, _ = _normalize_row(a, inside, EPS, D)
+    a = a * _load_float(weight + k, inside) + _load_float(bias + k, inside)
     tl.store(normed + at, a.to(normed.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["M", "S", "C"])
-def _add_norm_backward(
-    d_total, d_normed, d_cores, total, weight, d_x, d_update, shares, M, S, C,
-    CARRIED: tl.constexpr, CORES: tl.constexpr, ADD: tl.constexpr, EPS: tl.constexpr,
-    D: tl.constexpr, THREADS: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
+def _add_norm_backward_kernel(
+    d_total, d_normed, d_cores, total, weight, d_x, d_update, partials, M, S, C,
+    HAS_D_TOTAL: tl.constexpr, HAS_D_CORES: tl.constexpr, HAS_UPDATE: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, THREADS: tl.constexpr, PARTS: tl.constexpr, PER_THREAD: tl.constexpr,
 ):  # fmt: skip
-    k = _columns(THREADS, PARTS, EACH)
+    k = _column_offsets(THREADS, PARTS, PER_THREAD)
     inside = k < D
-    gain = _load(weight + k, inside)
-    d_gain = tl.zeros([THREADS, PARTS, EACH], tl.float32)
-    d_shift = tl.zeros([THREADS, PARTS, EACH], tl.float32)
+    gain = _load_float(weight + k, inside)
+    d_weight = tl.zeros([THREADS, PARTS, PER_THREAD], tl.float32)
+    d_bias = tl.zeros([THREADS, PARTS, PER_THREAD], tl.float32)
     for m in tl.range(2 * tl.program_id(0), M, 2 * tl.num_programs(0)):
-        # Two rows at a time, all loads first: there is more to wait for at once.
-        row = m + tl.full([], 0, tl.int32)  # the interpreter counts in numbers of Python
+        # Two rows per step, all loads first: more memory requests are in flight at once.
+        row = m + tl.full([], 0, tl.int32)  # a tensor in Triton's interpreter too, where `m` is a Python integer
         at = row.to(tl.int64) * D + k
-        also = k < tl.where(row + 1 < M, D, 0)
-        a0, a1 = _load(total + at, inside), _load(total + at + D, also)
-        dn0, dn1 = _load(d_normed + at, inside), _load(d_normed + at + D, also)
-        if CARRIED:
-            dt0, dt1 = _load(d_total + at, inside), _load(d_total + at + D, also)
-        a0, scale0 = _normalized(a0, inside, EPS, D)
-        a1, scale1 = _normalized(a1, also, EPS, D)
-        d_gain += dn0 * a0 + dn1 * a1
-        d_shift += dn0 + dn1
-        d0, d1 = _unnormalized(dn0 * gain, a0, scale0, D), _unnormalized(dn1 * gain, a1, scale1, D)
-        if CARRIED:
+        inside1 = k < tl.where(row + 1 < M, D, 0)
+        a0, a1 = _load_float(total + at, inside), _load_float(total + at + D, inside1)
+        dn0, dn1 = _load_float(d_normed + at, inside), _load_float(d_normed + at + D, inside1)
+        if HAS_D_TOTAL:
+            dt0, dt1 = _load_float(d_total + at, inside), _load_float(d_total + at + D, inside1)
+        a0, scale0 = _normalize_row(a0, inside, EPS, D)
+        a1, scale1 = _normalize_row(a1, inside1, EPS, D)
+        d_weight += dn0 * a0 + dn1 * a1
+        d_bias += dn0 + dn1
+        d0, d1 = _norm_gradient(dn0 * gain, a0, scale0, D), _norm_gradient(dn1 * gain, a1, scale1, D)
+        if HAS_D_TOTAL:
             d0 += dt0
             d1 += dt1
-        if CORES:
-            d0 += _load_core(d_cores, row, row % S < C, S, C, D, k)
-            d1 += _load_core(d_cores, row + 1, (row + 1 < M) & ((row + 1) % S < C), S, C, D, k)
+        if HAS_D_CORES:
+            d0 += _load_core_row(d_cores, row, row % S < C, S, C, D, k)
+            d1 += _load_core_row(d_cores, row + 1, (row + 1 < M) & ((row + 1) % S < C), S, C, D, k)
         tl.store(d_x + at, d0.to(d_x.dtype.element_ty), inside)
-        tl.store(d_x + at + D, d1.to(d_x.dtype.element_ty), also)
-        if ADD:
+        tl.store(d_x + at + D, d1.to(d_x.dtype.element_ty), inside1)
+        if HAS_UPDATE:
             tl.store(d_update + at, d0.to(d_update.dtype.element_ty), inside)
-            tl.store(d_update + at + D, d1.to(d_update.dtype.element_ty), also)
-    to = shares + tl.program_id(0) * (2 * D) + k
-    tl.store(to, d_gain, inside)
-    tl.store(to + D, d_shift, inside)
+            tl.store(d_update + at + D, d1.to(d_update.dtype.element_ty), inside1)
+    to = partials + tl.program_id(0) * (2 * D) + k
+    tl.store(to, d_weight, inside)
+    tl.store(to + D, d_bias, inside)
 
 
 @triton.jit(do_not_specialize=["P"])
-def _column_sums(x, out, P, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums_kernel(x, out, P, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, P, ROWS):
@@ -132,26 +133,28 @@ def _column_sums(x, out, P, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums (W) over the rows of x (P, W): what many programs summed up, joined in a fixed order."""
+    """Sums (W) over the rows of x (P, W): combines the partial sums of many programs, in a fixed order."""
     count, width = x.shape
     out = x.new_empty(width, dtype=dtype)
-    launchable(_column_sums, x)[triton.cdiv(width, 8),](x, out, count, W=width, ROWS=1024, COLUMNS=8, num_warps=8)
+    launchable(_column_sums_kernel, x)[triton.cdiv(width, 8),](
+        x, out, count, W=width, ROWS=1024, COLUMNS=8, num_warps=8
+    )
     return out
 
 
-def _cut(width: int) -> dict[str, int]:
-    """A row to one warp, whose sums need no other; a row too wide for its registers to two."""
+def _row_tiling(width: int) -> dict[str, int]:
+    """One warp per row, so that sums stay within it; two where a row is too wide for its registers."""
     warps = 1 if width <= 512 else 2
-    parts = triton.next_power_of_2(triton.cdiv(width, 32 * warps * EACH))
-    return {"D": width, "THREADS": 32 * warps, "PARTS": parts, "EACH": EACH, "num_warps": warps}
+    parts = triton.next_power_of_2(triton.cdiv(width, 32 * warps * PER_THREAD))
+    return {"D": width, "THREADS": 32 * warps, "PARTS": parts, "PER_THREAD": PER_THREAD, "num_warps": warps}
 
 
-def forward(
+def launch_add_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, cores: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of x and update (B, S, D), and in `dtype` its LayerNorm and the sum's first `cores` tokens.
 
-    Without an update both sums are left empty, for they are x.
+    Without an update both sums are empty tensors: they would equal x.
     """
     x = x.contiguous()
     batch, tokens, dim = x.shape
@@ -161,21 +164,21 @@ def forward(
     else:
         update, total = update.contiguous(), torch.empty_like(x)
         first = x.new_empty(batch, cores, dim, dtype=dtype)
-    launchable(_add_norm, x)[batch * tokens,](
+    launchable(_add_norm_kernel, x)[batch * tokens,](
         x, x if update is None else update, weight, bias, total, normed, first, tokens, cores,
-        ADD=update is not None, EPS=eps, **_cut(dim),
+        HAS_UPDATE=update is not None, EPS=eps, **_row_tiling(dim),
     )  # fmt: skip
     return total, normed, first
 
 
-def backward(
+def launch_add_norm_backward(
     d_total: Tensor | None, d_normed: Tensor, d_cores: Tensor | None, total: Tensor, weight: Tensor, eps: float,
     update: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of the update (empty where there was none), and of gain and shift (2, D).
+    """Gradients of x, of the update (empty where there was none), and of weight and bias (2, D).
 
-    `d_total` is what comes back along the residual stream, `d_cores` what comes back from its first tokens alone,
-    `update` the type of what was added.
+    `d_total` is the gradient along the residual stream, `d_cores` that of its first tokens alone, `update` the dtype of
+    the update.
     """
     batch, tokens, dim = total.shape
     d_normed = d_normed.contiguous()
@@ -183,13 +186,14 @@ def backward(
     d_cores = None if d_cores is None else d_cores.contiguous()
     d_x = torch.empty_like(total)
     d_update = total.new_empty(0) if update is None else torch.empty_like(total, dtype=update)
-    cut = _cut(dim)
-    per_multiprocessor = 12 if dim <= 512 else 6 if dim <= 768 else 8  # as many as there are registers for
+    tiling = _row_tiling(dim)
+    per_multiprocessor = 12 if dim <= 512 else 6 if dim <= 768 else 8  # as many as fit in the registers
     programs = torch.sym_min((batch * tokens + 1) // 2, per_multiprocessor * multiprocessors(total))
-    shares = total.new_empty(programs, 2 * dim, dtype=torch.float32)
-    launchable(_add_norm_backward, total)[programs,](
+    partials = total.new_empty(programs, 2 * dim, dtype=torch.float32)
+    launchable(_add_norm_backward_kernel, total)[programs,](
         total if d_total is None else d_total, d_normed, total if d_cores is None else d_cores, total, weight,
-        d_x, d_update, shares, batch * tokens, tokens, 0 if d_cores is None else d_cores.shape[1],
-        CARRIED=d_total is not None, CORES=d_cores is not None, ADD=update is not None, EPS=eps, **cut,
+        d_x, d_update, partials, batch * tokens, tokens, 0 if d_cores is None else d_cores.shape[1],
+        HAS_D_TOTAL=d_total is not None, HAS_D_CORES=d_cores is not None, HAS_UPDATE=update is not None, EPS=eps,
+        **tiling,
     )  # fmt: skip
-    return d_x, d_update, column_sums(shares, weight.dtype).view(2, dim)
+    return d_x, d_update, column_sums(partials, weight.dtype).view(2, dim)

@@ -1,7 +1,7 @@
-"""The backward pass of `veca.kernels.core_attention`, whose roles and shapes it shares.
+"""Triton kernels: core-periphery attention, backward. Roles and shapes are those of `core_attention`.
 
-The first role reads q and the output's gradient, writes dq, and sums up dk and dv of the cores; the second reads k and
-v, writes dk and dv of the patches, and sums up dq of the cores.
+The first role reads q and the output's gradient, writes dq of the patches, and accumulates dk and dv of the cores; the
+second reads k and v, writes dk and dv of the patches, and accumulates dq of the cores.
 """
 
 from __future__ import annotations
@@ -11,51 +11,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import LOG2_E, Plan, prepare, scores, together
+from veca.kernels.core_attention import LOG2_E, AttentionTiling, as_kernel_input, dot_scores, launch_config
 from veca.kernels.launch import launchable
-from veca.kernels.rotary import halves, load, load_frequency, load_turned, rotate, store_turned_back, table
+from veca.kernels.rotary import (
+    load_frequency,
+    load_rotated,
+    load_rows,
+    rotary_table,
+    rotate_pair,
+    split_halves,
+    store_unrotated,
+)
 
 
 @triton.jit
-def _core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexpr, CHUNK: tl.constexpr):
-    """Of cores that ask: the gradient of their output, their log-sum-exp, and delta = o · do."""
+def _load_core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Of a chunk of core queries: the gradient of their output, their log-sum-exp, and delta = o · do."""
     c = first + tl.arange(0, CHUNK)
     mask = (c < C)[:, None]
-    do = load(d_out + c[:, None] * stride_d, mask, D)
-    o = load(out + c[:, None] * stride_o, mask, D)
+    do = load_rows(d_out + c[:, None] * stride_d, mask, D)
+    o = load_rows(out + c[:, None] * stride_o, mask, D)
     return do, tl.load(lse + c, c < C, float("inf")), tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit
-def _finish(
+def _store_core_gradient(
     d, raw, to, d_points, cores, frequency, first, C, stride_s, stride_to,
     SCALE: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of a chunk's turned queries or keys to that of the `raw` ones and of the cores' coordinates."""
+    """Store gradients of the `raw` queries or keys of a chunk and of its coordinates; `d` is that after rotation."""
     HALF: tl.constexpr = D // 2
     c, half = first + tl.arange(0, CHUNK), tl.arange(0, HALF)[None, :]
     mask = (c < C)[:, None]
-    cos, sin = table(cores, frequency, c[:, None], C - 1, HALF, EXACT)
-    a, b = load(raw + c[:, None] * stride_s, mask, HALF), load(raw + c[:, None] * stride_s + HALF, mask, HALF)
-    a, b = rotate(a, b, cos, sin)
+    cos, sin = rotary_table(cores, frequency, c[:, None], C - 1, HALF, EXACT)
+    a, b = load_rows(raw + c[:, None] * stride_s, mask, HALF), load_rows(raw + c[:, None] * stride_s + HALF, mask, HALF)
+    a, b = rotate_pair(a, b, cos, sin)
     d *= SCALE
-    d1, d2 = halves(d, HALF)
-    # A turn by dθ moves the turned pair (a, b) by (-b, a) dθ; each angle is a coordinate times its frequency.
+    d1, d2 = split_halves(d, HALF)
+    # Rotation by dθ changes the rotated pair (a, b) by (-b, a) dθ; each angle is a coordinate times a frequency.
     d_angle = (d2 * a - d1 * b) * frequency
     tl.store(d_points + 2 * c, tl.sum(tl.where(half < HALF // 2, d_angle, 0.0), 1), c < C)
     tl.store(d_points + 2 * c + 1, tl.sum(tl.where(half < HALF // 2, 0.0, d_angle), 1), c < C)
-    store_turned_back(to + c[:, None] * stride_to, d, mask, cos, sin, HALF)
+    store_unrotated(to + c[:, None] * stride_to, d, mask, cos, sin, HALF)
 
 
 @triton.jit
-def _patches_asked(
-    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
+def _patch_queries_backward(
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
     stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, SINGLE_SPLIT: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `_patches_ask`: dq of the patches, and dk and dv of a chunk of cores, of which all tokens ask."""
+    """Backward of patch queries: dq of the patches, dk and dv of a chunk of cores, which all tokens attend to."""
     HALF: tl.constexpr = D // 2
     c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
     dk_core = tl.zeros([CHUNK, D], tl.float32)
@@ -63,18 +71,18 @@ def _patches_asked(
     token = (C + first_patch).to(tl.int64)
     own, own_d, own_lse = base + token * stride_s, d_out + token * stride_d, lse + token
     own_out, to, patches = out + token * (H * D), d_qkv + token * (3 * H * D), patches + 2 * first_patch
-    SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
-    if SEVERAL == 1:
+    NUM_CHUNKS: tl.constexpr = CHUNKS if PATCHES else 1
+    if NUM_CHUNKS == 1:
         core = base + (chunk * CHUNK + c) * stride_s
-        cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        k = load_turned(core + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
-        v = load(core + 2 * stride_3, chunk * CHUNK + c < C, D)
-    if CORES and first_patch == 0:  # cores ask cores too
+        cos, sin = rotary_table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        k = load_rotated(core + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
+        v = load_rows(core + 2 * stride_3, chunk * CHUNK + c < C, D)
+    if CORES and first_patch == 0:  # one split also takes the cores among themselves
         for first in range(0, C, CHUNK):
-            cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-            q = load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
-            do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
-            p = tl.exp2(scores(q, k, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
+            cos, sin = rotary_table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            q = load_rotated(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+            do, core_lse, delta = _load_core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+            p = tl.exp2(dot_scores(q, k, PRECISION) * (SCALE * LOG2_E) - core_lse[:, None])
             ds = (p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])).to(q.dtype)
             dv_core = tl.dot(tl.trans(p.to(q.dtype)), do, dv_core, input_precision=PRECISION)
             dk_core = tl.dot(tl.trans(ds), q, dk_core, input_precision=PRECISION)
@@ -82,22 +90,22 @@ def _patches_asked(
         n = tile * TILE + tl.arange(0, TILE)
         mask = (n < count)[:, None]
         row = n[:, None]
-        patch_c, patch_s = table(patches, frequency, row, count - 1, HALF, EXACT)
-        q = load_turned(own + row * stride_s, mask, patch_c, patch_s, HALF)
-        do = load(own_d + row * stride_d, mask, D)
+        patch_cos, patch_sin = rotary_table(patches, frequency, row, count - 1, HALF, EXACT)
+        q = load_rotated(own + row * stride_s, mask, patch_cos, patch_sin, HALF)
+        do = load_rows(own_d + row * stride_d, mask, D)
         row_lse = tl.load(own_lse + n, n < count, float("inf"))
         if CHUNKS > 1:
-            o = load(own_out + row * (H * D), mask, D)
+            o = load_rows(own_out + row * (H * D), mask, D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         dq = tl.zeros([TILE, D], tl.float32)
-        for other in range(SEVERAL):
-            first = other * CHUNK if SEVERAL > 1 else chunk * CHUNK
-            if SEVERAL > 1:
+        for other in range(NUM_CHUNKS):
+            first = other * CHUNK if NUM_CHUNKS > 1 else chunk * CHUNK
+            if NUM_CHUNKS > 1:
                 core = base + (first + c) * stride_s
-                cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-                k = load_turned(core + stride_3, first + c < C, cos, sin, HALF)
-                v = load(core + 2 * stride_3, first + c < C, D)
-            p = tl.exp2(scores(q, k, PRECISION) * (SCALE * LOG2_E) - row_lse[:, None])
+                cos, sin = rotary_table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                k = load_rotated(core + stride_3, first + c < C, cos, sin, HALF)
+                v = load_rows(core + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(dot_scores(q, k, PRECISION) * (SCALE * LOG2_E) - row_lse[:, None])
             if not FULL_C:
                 p = tl.where(first + tl.arange(0, CHUNK)[None, :] < C, p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -110,47 +118,47 @@ def _patches_asked(
             if PATCHES:
                 dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if PATCHES:
-            store_turned_back(to + row * (3 * H * D), dq * SCALE, mask, patch_c, patch_s, HALF)
+            store_unrotated(to + row * (3 * H * D), dq * SCALE, mask, patch_cos, patch_sin, HALF)
     if CORES:
-        if ALONE:
-            _finish(
+        if SINGLE_SPLIT:
+            _store_core_gradient(
                 dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequency, chunk * CHUNK, C,
                 stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
             to = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
             tl.store(to + channel, dv_core.to(to.dtype.element_ty), chunk * CHUNK + c < C)
         else:
-            to = share + CHUNK * D + c * D
+            to = partial + CHUNK * D + c * D
             tl.store(to + channel, dk_core)
             tl.store(to + CHUNK * D + channel, dv_core)
 
 
 @triton.jit
-def _cores_asked(
-    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
+def _core_queries_backward(
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
     stride_s, stride_3, stride_d,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, SINGLE_SPLIT: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `_cores_ask`: dk and dv of the patches, and dq of a chunk of cores, which ask all tokens."""
+    """Backward of core queries: dk and dv of the patches, dq of a chunk of cores, which attend to all tokens."""
     HALF: tl.constexpr = D // 2
     c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
     dq_core = tl.zeros([CHUNK, D], tl.float32)
     token = (C + first_patch).to(tl.int64)
     own, own_d_qkv, patches = base + token * stride_s, d_qkv + token * (3 * H * D), patches + 2 * first_patch
-    SEVERAL: tl.constexpr = CHUNKS if PATCHES else 1
-    if SEVERAL == 1:
-        cos, sin = table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-        q = load_turned(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
-        do, core_lse, delta = _core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
-    if CORES and first_patch == 0:  # cores ask cores too
+    NUM_CHUNKS: tl.constexpr = CHUNKS if PATCHES else 1
+    if NUM_CHUNKS == 1:
+        cos, sin = rotary_table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+        q = load_rotated(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
+        do, core_lse, delta = _load_core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
+    if CORES and first_patch == 0:  # one split also takes the cores among themselves
         for first in range(0, C, CHUNK):
             key = base + (first + c) * stride_s
-            cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-            k = load_turned(key + stride_3, first + c < C, cos, sin, HALF)
-            v = load(key + 2 * stride_3, first + c < C, D)
-            p = tl.exp2(scores(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+            cos, sin = rotary_table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+            k = load_rotated(key + stride_3, first + c < C, cos, sin, HALF)
+            v = load_rows(key + 2 * stride_3, first + c < C, D)
+            p = tl.exp2(dot_scores(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
             p = tl.where(first + c < C, p, 0.0)
             ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(k.dtype)
             dq_core = tl.dot(tl.trans(ds), k, dq_core, input_precision=PRECISION)
@@ -158,19 +166,19 @@ def _cores_asked(
         n = tile * TILE + tl.arange(0, TILE)[:, None]
         mask = n < count
         key = own + n * stride_s
-        patch_c, patch_s = table(patches, frequency, n, count - 1, HALF, EXACT)
-        k = load_turned(key + stride_3, mask, patch_c, patch_s, HALF)
-        v = load(key + 2 * stride_3, mask, D)
+        patch_cos, patch_sin = rotary_table(patches, frequency, n, count - 1, HALF, EXACT)
+        k = load_rotated(key + stride_3, mask, patch_cos, patch_sin, HALF)
+        v = load_rows(key + 2 * stride_3, mask, D)
         dk = tl.zeros([TILE, D], tl.float32)
         dv = tl.zeros([TILE, D], tl.float32)
-        for other in range(SEVERAL):
-            if SEVERAL > 1:
+        for other in range(NUM_CHUNKS):
+            if NUM_CHUNKS > 1:
                 first = other * CHUNK
-                cos, sin = table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
-                q = load_turned(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
-                do, core_lse, delta = _core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
-            # Patches down, cores across: only dq of the cores needs a transpose.
-            p = tl.exp2(scores(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
+                cos, sin = rotary_table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
+                q = load_rotated(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
+                do, core_lse, delta = _load_core_gradient(out, d_out, lse, first, C, H * D, stride_d, D, CHUNK)
+            # Patches are rows, cores are columns: only dq of the cores needs a transpose.
+            p = tl.exp2(dot_scores(k, q, PRECISION) * (SCALE * LOG2_E) - core_lse[None, :])
             if not FULL_N:
                 p = tl.where(mask, p, 0.0)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -182,31 +190,31 @@ def _cores_asked(
                 dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if PATCHES:
             to = own_d_qkv + n * (3 * H * D) + H * D
-            store_turned_back(to, dk * SCALE, mask, patch_c, patch_s, HALF)
+            store_unrotated(to, dk * SCALE, mask, patch_cos, patch_sin, HALF)
             tl.store(to + H * D + channel, dv.to(k.dtype), mask)
     if CORES:
-        if ALONE:
-            _finish(
+        if SINGLE_SPLIT:
+            _store_core_gradient(
                 dq_core, base, d_qkv, d_points, cores, frequency, chunk * CHUNK, C, stride_s, 3 * H * D,
                 SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
         else:
-            tl.store(share + c * D + channel, dq_core)
+            tl.store(partial + c * D + channel, dq_core)
 
 
 @triton.jit(do_not_specialize=["C", "N", "tiles"])
-def _attention_backward(
-    qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, shares, C, N, tiles,
+def _core_attention_backward_kernel(
+    qkv, cores, patches, frequencies, out, lse, d_out, d_qkv, d_points, partials, C, N, tiles,
     stride_b, stride_s, stride_3, stride_h, stride_db, stride_ds,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, ALONE: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, SINGLE_SPLIT: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr,
     SCALE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`PATCHES`: write the patches' gradients, over all chunks of cores. `CORES`: sum up those of one chunk."""
-    bh, split, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """`PATCHES`: write gradients of the patches, over all chunks of cores. `CORES`: accumulate those of one chunk."""
+    bh, split, role_chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     S = C + N
-    chunk = place // 2
+    chunk = role_chunk // 2  # even: patch queries, odd: core queries
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
     cores += b.to(tl.int64) * (2 * C)
     frequency = load_frequency(frequencies, D // 2)
@@ -214,45 +222,45 @@ def _attention_backward(
     lse += bh.to(tl.int64) * S
     d_out += b.to(tl.int64) * stride_db + h * D
     d_qkv += b.to(tl.int64) * S * (3 * H * D) + h * D
-    d_points += (2 * bh + place % 2).to(tl.int64) * (2 * C)
-    # A share is dq, dk and dv of the chunk, (CHUNK, d) each.
-    share = shares + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
+    d_points += (2 * bh + role_chunk % 2).to(tl.int64) * (2 * C)
+    # A partial is dq, dk and dv of the chunk, (CHUNK, d) each.
+    partial = partials + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
     first_patch = split * (tiles * TILE)
     count = min(N - first_patch, tiles * TILE)
-    if place % 2 == 0:
-        _patches_asked(
-            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
-            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_C, SCALE,
+    if role_chunk % 2 == 0:
+        _patch_queries_backward(
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
+            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, SINGLE_SPLIT, FULL_C, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
-        _cores_asked(
-            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, share, chunk, C, first_patch, count,
-            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, ALONE, FULL_N, SCALE,
+        _core_queries_backward(
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
+            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, SINGLE_SPLIT, FULL_N, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["C", "N", "splits"])
-def _join_backward(
-    qkv, cores, frequencies, d_qkv, d_points, shares, C, N, splits, stride_b, stride_s, stride_3, stride_h,
+def _combine_partials_backward_kernel(
+    qkv, cores, frequencies, d_qkv, d_points, partials, C, N, splits, stride_b, stride_s, stride_3, stride_h,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The cores' gradients from the shares of all splits: keys and values in one program, queries in another."""
+    """The cores' gradients from the partials of all splits: keys and values in one program, queries in another."""
     bh, chunk, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
     base = qkv + b.to(tl.int64) * stride_b + h * stride_h
     d_qkv += b.to(tl.int64) * (C + N) * (3 * H * D) + h * D
     channel = tl.arange(0, D)[None, :]
     step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
-    row = shares + (bh.to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
+    row = partials + (bh.to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
     d = tl.zeros([CHUNK, D], tl.float32)
-    turned = row + (1 - role) * CHUNK * D
+    rotated = row + (1 - role) * CHUNK * D
     for _ in range(splits):
-        d += tl.load(turned + channel)
-        turned += step
-    _finish(
+        d += tl.load(rotated + channel)
+        rotated += step
+    _store_core_gradient(
         d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D,
         d_points + (2 * bh + role).to(tl.int64) * (2 * C), cores + b.to(tl.int64) * (2 * C),
         load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
@@ -267,30 +275,31 @@ def _join_backward(
         tl.store(d_qkv + c * (3 * H * D) + 2 * H * D + channel, dv.to(d_qkv.dtype.element_ty), c < C)
 
 
-def backward(
+def launch_core_attention_backward(
     d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
-    out: Tensor, lse: Tensor, cut: Plan | None = None,
+    out: Tensor, lse: Tensor, tiling: AttentionTiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv (B, S, 3, H, d) and of the cores' coordinates (B, C, 2)."""
-    qkv, d_out = together(qkv), together(d_out)
+    qkv, d_out = as_kernel_input(qkv), as_kernel_input(d_out)
     batch, tokens, _, heads, width = qkv.shape
     cores = core_points.shape[1]
-    constants, options, splits, tiles = prepare(qkv, cores, True, cut, d_out.stride(1))
-    chunk, chunks, alone = constants["CHUNK"], constants["CHUNKS"], constants["ALONE"]
+    constants, options, splits, tiles = launch_config(qkv, cores, True, tiling, d_out.stride(1))
+    chunk, chunks, single_split = constants["CHUNK"], constants["CHUNKS"], constants["SINGLE_SPLIT"]
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    shares = qkv.new_empty(0 if alone else splits * batch * heads * chunks * 3 * chunk * width, dtype=torch.float32)
-    d_points = qkv.new_empty(batch, heads, 2, cores, 2, dtype=torch.float32)  # by way of keys, and of queries
+    partial_size = 3 * chunk * width  # dq, dk and dv of each core
+    partials = qkv.new_empty(0 if single_split else splits * batch * heads * chunks * partial_size, dtype=torch.float32)
+    d_points = qkv.new_empty(batch, heads, 2, cores, 2, dtype=torch.float32)  # through keys, and through queries
     strides = qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3)
-    # Patches' gradients need all chunks and a chunk's needs all patches: one launch for both, or one after the other.
+    # Patch gradients need all chunks, those of a chunk need all patches: with several chunks that is two launches.
     for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
-        launchable(_attention_backward, qkv)[batch * heads, splits, 2 * chunks if core else 2](
-            qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, d_points, shares,
+        launchable(_core_attention_backward_kernel, qkv)[batch * heads, splits, 2 * chunks if core else 2](
+            qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, d_points, partials,
             cores, tokens - cores, tiles, *strides, d_out.stride(0), d_out.stride(1),
             PATCHES=patches, CORES=core, **constants, **options,
         )  # fmt: skip
-    if not alone:
-        launchable(_join_backward, qkv)[batch * heads, chunks, 2](
-            qkv, core_points, frequencies, d_qkv, d_points, shares, cores, tokens - cores, splits, *strides,
+    if not single_split:
+        launchable(_combine_partials_backward_kernel, qkv)[batch * heads, chunks, 2](
+            qkv, core_points, frequencies, d_qkv, d_points, partials, cores, tokens - cores, splits, *strides,
             H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, SCALE=constants["SCALE"], EXACT=constants["EXACT"],
         )  # fmt: skip
     return d_qkv, d_points.sum((1, 2))

@@ -1,15 +1,16 @@
-"""Attention with few cores, for inference: probabilities instead of values, as Triton kernels.
+"""Triton kernels: attention with few cores, for inference, by probabilities instead of values.
 
 With C·H well below D it is less work to average tokens than to project their values, and to mix C·H projected vectors
-than to project every patch's output (`veca.attention.few_cores_attention` is the definition). What that takes beside
-matrix products:
+than to project the output of every patch (`veca.attention.few_cores_attention` is the definition). Besides matrix
+products this takes:
 
 - `probabilities`: q and k → each patch's softmax over the cores, and the cores' logits over all tokens;
-- `averaging`: softmax of those logits, times 1/σ of each token, so that tokens are averaged without a LayerNorm before;
-- `mix`: x + probabilities · vectors + bias, and the moments of the sum for the next LayerNorm.
+- `averaging_weights`: softmax of those logits, times 1/σ of each token, so that tokens are averaged without a LayerNorm
+  before;
+- `mix_residual`: x + probabilities · vectors + bias, and the moments of the sum for the next LayerNorm.
 
 Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head, D = H·d. The H·C
-columns of probabilities go head by head: h·C + c.
+columns of probabilities are head-major: h·C + c.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.core_attention import LOG2_E, scores
-from veca.kernels.indexing import program_pair, row_pointers
-from veca.kernels.launch import multiprocessors
-from veca.kernels.rotary import load_frequency, load_turned, table
+from veca.kernels.core_attention import LOG2_E, dot_scores
+from veca.kernels.launch import multiprocessors, program_pair, row_pointers
+from veca.kernels.rotary import load_frequency, load_rotated, rotary_table
 
 
-@triton.jit(do_not_specialize=["C", "N", "asking", "splits", "tiles"])
-def _probabilities(
-    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, asking, splits, tiles, scale,
+@triton.jit(do_not_specialize=["C", "N", "num_queries", "splits", "tiles"])
+def _probabilities_kernel(
+    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, num_queries, splits, tiles, scale,
     stride_qb, stride_q, stride_k,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PATCHES: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -45,75 +45,75 @@ def _probabilities(
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
-    if PATCHES and role == 0:  # patches ask
-        cos, sin = table(cores, frequency, c, C - 1, HALF, EXACT)
-        key = load_turned(k + c * stride_k, c < C, cos, sin, HALF)
+    if PATCHES and role == 0:  # patch queries
+        cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
+        key = load_rotated(k + c * stride_k, c < C, cos, sin, HALF)
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)[:, None]
             token = C + tile * TILE
-            patch_c, patch_s = table(patches, frequency, n, N - 1, HALF, EXACT)
-            query = load_turned(row_pointers(q, token, stride_q, TILE), n < N, patch_c, patch_s, HALF)
-            s = tl.where(column < C, scores(query, key, PRECISION), float("-inf"))
+            patch_cos, patch_sin = rotary_table(patches, frequency, n, N - 1, HALF, EXACT)
+            query = load_rotated(row_pointers(q, token, stride_q, TILE), n < N, patch_cos, patch_sin, HALF)
+            s = tl.where(column < C, dot_scores(query, key, PRECISION), float("-inf"))
             p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
             p *= (1.0 / tl.sum(p, 1))[:, None]
             to = row_pointers(patch_to_core, token, H * C, TILE) + h * C + column
             tl.store(to, p.to(query.dtype), (n < N) & (column < C))
-    else:  # cores ask; log2 of their probabilities, up to a constant
-        cos, sin = table(cores, frequency, c, C - 1, HALF, EXACT)
-        query = load_turned(q + c * stride_q, c < asking, cos, sin, HALF)
-        to = logits + (bh.to(tl.int64) * asking + c) * S
+    else:  # core queries: log2 of their probabilities, up to a constant
+        cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
+        query = load_rotated(q + c * stride_q, c < num_queries, cos, sin, HALF)
+        to = logits + (bh.to(tl.int64) * num_queries + c) * S
         if split == 0:
             for first in range(0, C, CHUNK):
-                key_c, key_s = table(cores, frequency, first + c, C - 1, HALF, EXACT)
-                key = load_turned(k + (first + c) * stride_k, first + c < C, key_c, key_s, HALF)
-                s = scores(query, key, PRECISION) * scale
-                tl.store(to + first + column, s, (c < asking) & (first + column < C))
+                key_cos, key_sin = rotary_table(cores, frequency, first + c, C - 1, HALF, EXACT)
+                key = load_rotated(k + (first + c) * stride_k, first + c < C, key_cos, key_sin, HALF)
+                s = dot_scores(query, key, PRECISION) * scale
+                tl.store(to + first + column, s, (c < num_queries) & (first + column < C))
         for tile in tl.range(start, stop, num_stages=STAGES):
             n = tile * TILE + tl.arange(0, TILE)
-            patch_c, patch_s = table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+            patch_cos, patch_sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
             rows = row_pointers(k, C + tile * TILE, stride_k, TILE)
-            key = load_turned(rows, (n < N)[:, None], patch_c, patch_s, HALF)
-            s = scores(query, key, PRECISION) * scale
-            tl.store(to + C + n[None, :], s, (c < asking) & (n < N)[None, :])
+            key = load_rotated(rows, (n < N)[:, None], patch_cos, patch_sin, HALF)
+            s = dot_scores(query, key, PRECISION) * scale
+            tl.store(to + C + n[None, :], s, (c < num_queries) & (n < N)[None, :])
 
 
 def probabilities(qk: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Of qk (B, S, 2, H, d): patches' (B, S, H·C), rows of cores left open, and cores' logits (B, H·C, S), base 2."""
+    """Of qk (B, S, 2, H, d): patches' probabilities (B, S, H·C), rows of cores unset, and cores' logits (B, H·C, S)."""
     batch, tokens, _, heads, _ = qk.shape
     cores = core_points.shape[1]
     patch_to_core = qk.new_empty(batch, tokens, heads * cores)
     q, k = qk.unbind(2)
-    return patch_to_core, _ask(q, k, cores, core_points, patch_points, frequencies, patch_to_core)
+    return patch_to_core, _launch_probabilities(q, k, cores, core_points, patch_points, frequencies, patch_to_core)
 
 
 def first_core_logits(q: Tensor, k: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> Tensor:
     """Logits (B, H, S), base 2, of the first core's query (B, 1, H, d) against keys (B, S, H, d)."""
-    return _ask(q, k, 1, core_points, patch_points, frequencies, None)
+    return _launch_probabilities(q, k, 1, core_points, patch_points, frequencies, None)
 
 
-def _ask(
-    q: Tensor, k: Tensor, asking: int, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
+def _launch_probabilities(
+    q: Tensor, k: Tensor, num_queries: int, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
     patch_to_core: Tensor | None,
 ) -> Tensor:  # fmt: skip
     batch, tokens, heads, width = k.shape
     cores, patches = core_points.shape[1], patch_to_core is not None
-    logits = k.new_empty(batch, heads * asking, tokens, dtype=torch.float32)
+    logits = k.new_empty(batch, heads * num_queries, tokens, dtype=torch.float32)
     tiles = triton.cdiv(tokens - cores, 64)
     splits = max(1, min(tiles, 10 * multiprocessors(k) // ((1 + patches) * batch * heads)))
     per_split = triton.cdiv(tiles, splits)
     splits = triton.cdiv(tiles, per_split)
-    _probabilities[splits * batch * heads, 1 + patches](
+    _probabilities_kernel[splits * batch * heads, 1 + patches](
         q, k, core_points, patch_points, frequencies, logits if patch_to_core is None else patch_to_core, logits,
-        cores, tokens - cores, asking, splits, per_split, width**-0.5 * LOG2_E.value,
+        cores, tokens - cores, num_queries, splits, per_split, width**-0.5 * LOG2_E.value,
         q.stride(0), q.stride(1), k.stride(1),
-        H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(asking)), TILE=64, PATCHES=patches,
+        H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(num_queries)), TILE=64, PATCHES=patches,
         EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,
     )  # fmt: skip
     return logits
 
 
 @triton.jit(do_not_specialize=["rows", "S", "M"])
-def _averaging(
+def _averaging_weights_kernel(
     logits, moments, out, rows, S, M, eps,
     D: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -122,18 +122,20 @@ def _averaging(
     row = group * ROWS + tl.arange(0, ROWS)[:, None]
     at = (b * rows + row) * S
     moments += b * S
-    # Each lane runs over its own columns; lanes are joined once, at the end.
-    top = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    # Each lane keeps a running softmax of its own columns; lanes are combined once, at the end.
+    lane_max = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+    lane_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, S, BLOCK):
         s = first + tl.arange(0, BLOCK)[None, :]
         a = tl.load(logits + at + s, (row < rows) & (s < S), float("-inf"))
-        new_top = tl.maximum(top, a)
-        # A lane past the end has seen nothing yet: both are -inf.
-        total = tl.where(new_top == float("-inf"), 0.0, total * tl.exp2(top - new_top) + tl.exp2(a - new_top))
-        top = new_top
-    best = tl.max(top, 1)[:, None]
-    all_of_it = tl.sum(total * tl.exp2(top - best), 1)[:, None]
+        new_max = tl.maximum(lane_max, a)
+        # Past the end of the row both maxima are -inf, and their difference would be NaN.
+        lane_sum = tl.where(
+            new_max == float("-inf"), 0.0, lane_sum * tl.exp2(lane_max - new_max) + tl.exp2(a - new_max)
+        )
+        lane_max = new_max
+    row_max = tl.max(lane_max, 1)[:, None]
+    row_sum = tl.sum(lane_sum * tl.exp2(lane_max - row_max), 1)[:, None]
     for first in range(0, S, BLOCK):
         s = first + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (s < S)
@@ -143,7 +145,7 @@ def _averaging(
             sums += tl.load(moments + (2 * part) * M.to(tl.int64) + s, s < S, 0.0)
             squares += tl.load(moments + (2 * part + 1) * M.to(tl.int64) + s, s < S, 0.0)
         mean = sums / D
-        p = tl.exp2(tl.load(logits + at + s, inside, float("-inf")) - best) / all_of_it
+        p = tl.exp2(tl.load(logits + at + s, inside, float("-inf")) - row_max) / row_sum
         tl.store(
             out + at + s,
             (p * tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)).to(out.dtype.element_ty),
@@ -151,18 +153,18 @@ def _averaging(
         )
 
 
-def averaging(logits: Tensor, moments: Tensor, dim: int, eps: float, dtype: torch.dtype) -> Tensor:
-    """Weights (B, H·C, S): weights · x, through a value projection with the norm folded in, are the cores' values."""
+def averaging_weights(logits: Tensor, moments: Tensor, dim: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """Weights (B, H·C, S) such that weights · x, through a value projection with the norm folded in, are values."""
     batch, rows, tokens = logits.shape
     out = torch.empty_like(logits, dtype=dtype)
-    _averaging[triton.cdiv(rows, 4) * batch,](
+    _averaging_weights_kernel[triton.cdiv(rows, 4) * batch,](
         logits, moments, out, rows, tokens, batch * tokens, eps, D=dim, PARTS=moments.shape[0], ROWS=4, BLOCK=512
     )
     return out
 
 
 @triton.jit(do_not_specialize=["C", "S", "M"])
-def _mix(
+def _mix_residual_kernel(
     probabilities, vectors, bias, x, out, moments, C, S, M, WIDTH,
     INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -178,7 +180,7 @@ def _mix(
     patch = ((s < S) & (s >= C))[:, None]
     p = row_pointers(probabilities, first_row, WIDTH, ROWS) + inner[None, :]
     p = tl.load(p, patch & (inner < WIDTH)[None, :], 0.0)
-    # A core takes one vector whole: its own output, which comes after the mixed ones.
+    # A core takes one vector as it is: its own output, which comes after the mixed ones.
     p = tl.where((s < C)[:, None] & (inner[None, :] == WIDTH + s[:, None]), 1.0, p).to(x.dtype.element_ty)
     sums = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
@@ -198,7 +200,7 @@ def _mix(
     tl.store(moments + M + row, squares, s < S)
 
 
-def mix(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: int) -> tuple[Tensor, Tensor]:
+def mix_residual(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: int) -> tuple[Tensor, Tensor]:
     """X (B, S, D) + probabilities (B, S, H·C) · the first H·C vectors (B, H·C + C, D) + bias, and moments (1, 2, B·S).
 
     Of the cores, the c-th gets the vector H·C + c instead of a mixture.
@@ -207,7 +209,7 @@ def mix(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: 
     out = torch.empty_like(x)
     moments = torch.empty(1, 2, batch * tokens, device=x.device, dtype=torch.float32)
     width = probabilities.shape[-1]
-    _mix[triton.cdiv(tokens, 64) * batch,](
+    _mix_residual_kernel[triton.cdiv(tokens, 64) * batch,](
         probabilities, vectors, bias, x, out, moments, cores, tokens, batch * tokens, width,
         INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=64, COLUMNS=64, PRECISION="ieee",
         STAGES=3, num_warps=4,

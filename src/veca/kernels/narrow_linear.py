@@ -1,7 +1,7 @@
-"""A linear layer with two outputs, forward and backward, as Triton kernels: the heads that say how far cores move.
+"""Triton kernels: a linear layer with two outputs, the coordinate heads, forward and backward.
 
-A matrix product with so narrow a side leaves most of a GPU idle, and so do sums over all rows that a compiler makes of
-it. Here each row is read once in either pass, and the weight's gradient is summed up on the way.
+A matrix product with so narrow a side leaves most of a GPU idle, and so do the reductions that a compiler makes of it.
+Here each row is read once in either pass, and the weight's gradient is accumulated on the way.
 
 Shapes: M rows (cores), D width; x is (M, D), weight (2, D), bias (2), out (M, 2).
 """
@@ -16,11 +16,12 @@ from torch import Tensor
 from veca.kernels.add_norm import column_sums
 from veca.kernels.launch import launchable, multiprocessors
 
-ROWS = 8
+NARROW_ROWS = 8
+"""Rows per program, or per step of one."""
 
 
 @triton.jit(do_not_specialize=["M"])
-def _narrow_linear(x, weight, bias, out, M, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _narrow_linear_kernel(x, weight, bias, out, M, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     m, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     a = tl.load(x + m.to(tl.int64)[:, None] * D + k, (m[:, None] < M) & (k < D), 0.0).to(tl.float32)
     for side in tl.static_range(2):
@@ -29,8 +30,8 @@ def _narrow_linear(x, weight, bias, out, M, D: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["M"])
-def _narrow_linear_backward(
-    d_out, x, weight, d_x, shares, M, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+def _narrow_linear_backward_kernel(
+    d_out, x, weight, d_x, partials, M, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     k = tl.arange(0, WIDTH)[None, :]
     w0 = tl.load(weight + k, k < D, 0.0).to(tl.float32)
@@ -51,33 +52,33 @@ def _narrow_linear_backward(
         db0 += d0
         db1 += d1
         tl.store(d_x + at, (d0[:, None] * w0 + d1[:, None] * w1).to(d_x.dtype.element_ty), inside)
-    # A share is the gradient of the weight (2, D), then that of the bias (2).
-    to = shares + tl.program_id(0) * (2 * D + 2)
+    # A partial sum is the gradient of the weight (2, D), then that of the bias (2).
+    to = partials + tl.program_id(0) * (2 * D + 2)
     tl.store(to + k, tl.sum(dw0, 0)[None, :], k < D)
     tl.store(to + D + k, tl.sum(dw1, 0)[None, :], k < D)
     tl.store(to + 2 * D, tl.sum(db0, 0))
     tl.store(to + 2 * D + 1, tl.sum(db1, 0))
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def launch_narrow_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`x Wᵀ + bias` in float32: (..., D) → (..., 2)."""
     x = x.contiguous()
     rows, dim = x.numel() // x.shape[-1], x.shape[-1]
     out = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
-    launchable(_narrow_linear, x)[triton.cdiv(rows, ROWS),](
-        x, weight, bias, out, rows, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=ROWS
+    launchable(_narrow_linear_kernel, x)[triton.cdiv(rows, NARROW_ROWS),](
+        x, weight, bias, out, rows, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=NARROW_ROWS
     )
     return out
 
 
-def backward(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def launch_narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, and of weight and bias in one row (2·D + 2)."""
     x, d_out = x.contiguous(), d_out.contiguous()
     rows, dim = x.numel() // x.shape[-1], x.shape[-1]
     d_x = torch.empty_like(x)
-    programs = torch.sym_min(triton.cdiv(rows, ROWS), 4 * multiprocessors(x))
-    shares = x.new_empty(programs, 2 * dim + 2, dtype=torch.float32)
-    launchable(_narrow_linear_backward, x)[programs,](
-        d_out, x, weight, d_x, shares, rows, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=ROWS, num_warps=8
+    programs = torch.sym_min(triton.cdiv(rows, NARROW_ROWS), 4 * multiprocessors(x))
+    partials = x.new_empty(programs, 2 * dim + 2, dtype=torch.float32)
+    launchable(_narrow_linear_backward_kernel, x)[programs,](
+        d_out, x, weight, d_x, partials, rows, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=NARROW_ROWS, num_warps=8
     )
-    return d_x, column_sums(shares, weight.dtype)
+    return d_x, column_sums(partials, weight.dtype)

@@ -1,6 +1,6 @@
-"""Rotary embedding inside a kernel: angles are made on the spot from the tokens' coordinates.
+"""Rotary embedding inside a kernel; angles are computed from the tokens' coordinates, not loaded.
 
-Shapes: d width of a head. Channel j of a query or key turns with channel j + d/2; HALF is d/2.
+Shapes: d width of a head, HALF = d/2. Channel j of a query or key is rotated with channel j + d/2.
 """
 
 from __future__ import annotations
@@ -11,35 +11,38 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def rotate(a, b, cos, sin):
+def rotate_pair(a, b, cos, sin):
+    """The two halves of the channels, rotated in float32."""
     a, b = a.to(tl.float32), b.to(tl.float32)
     return a * cos - b * sin, a * sin + b * cos
 
 
 @triton.jit
-def load(rows, mask, WIDTH: tl.constexpr):
+def load_rows(rows, mask, WIDTH: tl.constexpr):
+    """(rows, WIDTH) from pointers (rows, 1); zeros outside the mask."""
     return tl.load(rows + tl.arange(0, WIDTH)[None, :], mask, 0.0)
 
 
 @triton.jit
-def load_turned(rows, mask, cos, sin, HALF: tl.constexpr):
-    """Queries or keys, turned: channel j turns with channel j + d/2."""
-    a, b = load(rows, mask, HALF), load(rows + HALF, mask, HALF)
-    turned_a, turned_b = rotate(a, b, cos, sin)
-    both = tl.join(turned_a.to(a.dtype), turned_b.to(a.dtype))
+def load_rotated(rows, mask, cos, sin, HALF: tl.constexpr):
+    """Queries or keys (rows, d), rotated."""
+    a, b = load_rows(rows, mask, HALF), load_rows(rows + HALF, mask, HALF)
+    rotated_a, rotated_b = rotate_pair(a, b, cos, sin)
+    both = tl.join(rotated_a.to(a.dtype), rotated_b.to(a.dtype))
     return tl.reshape(tl.permute(both, (0, 2, 1)), (both.shape[0], 2 * HALF))
 
 
 @triton.jit
-def halves(x, HALF: tl.constexpr):
+def split_halves(x, HALF: tl.constexpr):
+    """(rows, d) → channels [0, d/2) and [d/2, d)."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit
-def store_turned_back(to, d, mask, cos, sin, HALF: tl.constexpr):
-    """The gradient of turned queries or keys as that of the ones before the turn."""
-    a, b = halves(d, HALF)
-    a, b = rotate(a, b, cos, -sin)
+def store_unrotated(to, d, mask, cos, sin, HALF: tl.constexpr):
+    """Store the gradient before rotation, given the gradient `d` (rows, d) of rotated queries or keys."""
+    a, b = split_halves(d, HALF)
+    a, b = rotate_pair(a, b, cos, -sin)
     half = tl.arange(0, HALF)[None, :]
     tl.store(to + half, a.to(to.dtype.element_ty), mask)
     tl.store(to + HALF + half, b.to(to.dtype.element_ty), mask)
@@ -47,7 +50,7 @@ def store_turned_back(to, d, mask, cos, sin, HALF: tl.constexpr):
 
 @triton.jit
 def cos_sin(angle, EXACT: tl.constexpr):
-    """The hardware's own (within 1e-6 for angles of a few turns) are enough for what is rounded to half precision."""
+    """Hardware approximations (within 1e-6 for angles of a few turns) suffice where results are half precision."""
     if EXACT:
         return tl.cos(angle), tl.sin(angle)
     else:
@@ -56,13 +59,13 @@ def cos_sin(angle, EXACT: tl.constexpr):
 
 @triton.jit
 def load_frequency(frequencies, HALF: tl.constexpr):
-    """The frequency of each channel of a half (1, d/2): the same for both coordinates."""
+    """The frequency of each channel of a half, (1, d/2): d/4 for x, the same d/4 for y."""
     return tl.load(frequencies + tl.arange(0, HALF)[None, :] % (HALF // 2))
 
 
 @triton.jit
-def table(coordinates, frequency, at, last, HALF: tl.constexpr, EXACT: tl.constexpr):
-    """Rotary table of the tokens `at` (rows, 1), made on the spot: it is less work than to fetch it."""
+def rotary_table(coordinates, frequency, at, last, HALF: tl.constexpr, EXACT: tl.constexpr):
+    """Cosines and sines (rows, d/2) of the tokens `at` (rows, 1): computing them is cheaper than loading them."""
     point = coordinates + 2 * tl.minimum(at, last)  # a tile may reach past the last token
     angle = tl.where(tl.arange(0, HALF)[None, :] < HALF // 2, tl.load(point), tl.load(point + 1)) * frequency
     return cos_sin(angle, EXACT)

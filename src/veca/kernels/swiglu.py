@@ -1,7 +1,7 @@
-"""SwiGLU with the bias of the layer before it, forward and backward, as Triton kernels.
+"""Triton kernels: SwiGLU with the bias of the layer before it, forward and backward.
 
-The backward writes the gradients of both halves side by side, where the next product wants them, and sums up the bias's
-on the way: one pass instead of three.
+The backward writes the gradients of both halves side by side, as the next matrix product reads them, and accumulates
+that of the bias on the way: one pass instead of three.
 
 Shapes: M rows (tokens), W width; h = [u, v] is (M, 2W), bias (2W), out (M, W).
 """
@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from veca.kernels.add_norm import column_sums
-from veca.kernels.indexing import program_pair
-from veca.kernels.launch import launchable, multiprocessors
+from veca.kernels.launch import launchable, multiprocessors, program_pair
 
-COLUMNS = 256
+SWIGLU_COLUMNS = 256
+"""Columns per program."""
 
 
 @triton.jit(do_not_specialize=["M"])
-def _swiglu(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _swiglu_kernel(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     across, down = program_pair(tl.cdiv(W, COLUMNS))
     m = down.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     n = across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -32,7 +32,9 @@ def _swiglu(h, bias, out, M, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit(do_not_specialize=["M", "steps"])
-def _swiglu_backward(d_out, h, bias, d_h, shares, M, steps, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _swiglu_backward_kernel(
+    d_out, h, bias, d_h, partials, M, steps, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     bias_u = tl.load(bias + n, n < W, 0.0).to(tl.float32)
     bias_v = tl.load(bias + W + n, n < W, 0.0).to(tl.float32)
@@ -52,35 +54,35 @@ def _swiglu_backward(d_out, h, bias, d_h, shares, M, steps, W: tl.constexpr, ROW
         tl.store(d_h + at + W, dv.to(d_h.dtype.element_ty), inside)
         sum_u += du
         sum_v += dv
-    to = shares + tl.program_id(1) * (2 * W) + n
+    to = partials + tl.program_id(1) * (2 * W) + n
     tl.store(to, tl.sum(sum_u, 0)[None, :], n < W)
     tl.store(to + W, tl.sum(sum_v, 0)[None, :], n < W)
 
 
-def forward(h: Tensor, bias: Tensor) -> Tensor:
+def launch_swiglu(h: Tensor, bias: Tensor) -> Tensor:
     """`silu(u) * v` of [u, v] = h + bias, (..., 2W) → (..., W)."""
     width = h.shape[-1] // 2
     h = h.contiguous()
     out = h.new_empty(*h.shape[:-1], width)
     rows = h.numel() // (2 * width)
-    launchable(_swiglu, h)[triton.cdiv(width, COLUMNS) * triton.cdiv(rows, 16),](
-        h, bias, out, rows, W=width, ROWS=16, COLUMNS=COLUMNS
+    launchable(_swiglu_kernel, h)[triton.cdiv(width, SWIGLU_COLUMNS) * triton.cdiv(rows, 16),](
+        h, bias, out, rows, W=width, ROWS=16, COLUMNS=SWIGLU_COLUMNS
     )
     return out
 
 
-def backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def launch_swiglu_backward(d_out: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of h and of the bias."""
     width = h.shape[-1] // 2
     h, d_out = h.contiguous(), d_out.contiguous()
     d_h = torch.empty_like(h)
-    rows, across = h.numel() // (2 * width), triton.cdiv(width, COLUMNS)
-    # Enough programs to fill the GPU several times, and long enough runs that the sums of each are few.
+    rows, across = h.numel() // (2 * width), triton.cdiv(width, SWIGLU_COLUMNS)
+    # Enough programs to fill the GPU several times, each long enough that partial sums are few.
     down = torch.sym_min(triton.cdiv(rows, 4), max(1, 16 * multiprocessors(h) // across))
     steps = triton.cdiv(rows, 4 * torch.sym_max(1, down))
     down = triton.cdiv(rows, 4 * torch.sym_max(1, steps))
-    shares = h.new_empty(down, 2 * width, dtype=torch.float32)
-    launchable(_swiglu_backward, h)[across, down](
-        d_out, h, bias, d_h, shares, rows, steps, W=width, ROWS=4, COLUMNS=COLUMNS, num_warps=2
+    partials = h.new_empty(down, 2 * width, dtype=torch.float32)
+    launchable(_swiglu_backward_kernel, h)[across, down](
+        d_out, h, bias, d_h, partials, rows, steps, W=width, ROWS=4, COLUMNS=SWIGLU_COLUMNS, num_warps=2
     )
-    return d_h, column_sums(shares, bias.dtype)
+    return d_h, column_sums(partials, bias.dtype)

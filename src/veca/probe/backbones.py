@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES, did_you_mean, is_budget
 from veca.errors import VecaError
-from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes
+from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize
 from veca.model import Veca
-from veca.optimized import fits, optimize
+from veca.optimized import optimize, supports_fused
 from veca.utils.device import choose_device
 from veca.utils.text import quoted
 
@@ -99,8 +99,7 @@ class Backbone(ABC):
 
     def prepare(self, pixels: Tensor) -> Tensor:
         """Pictures (B, 3, height, width) uint8, normalised for this backbone, where it is."""
-        mean, std = (torch.tensor(value, device=self.device).view(3, 1, 1) for value in (self.mean, self.std))
-        return (pixels.to(self.device, non_blocking=True).float() / 255 - mean) / std
+        return normalize(pixels.to(self.device, non_blocking=True), self.mean, self.std)
 
     def features(self, images: Tensor, cores: int | None, dense: bool = True) -> tuple[Tensor, Tensor | None]:
         """Of prepared images: the global feature (B, D) and, if `dense`, the map (B, D, rows, columns)."""
@@ -129,7 +128,7 @@ class VecaBackbone(Backbone):
         about = {"sha256": weights_hash(model), "config": shape, "provenance": model.provenance}
         super().__init__(name, "veca", config.patch_size, config.num_features, MEAN, STD, device, precision, about)
         dtype: torch.dtype = getattr(torch, precision)
-        fused = fits(config, device, dtype)
+        fused = supports_fused(config, device, dtype)
         self.optimized = compile or fused
         self.autocast = self.autocast and (fused or not compile)  # a compiled one is of that type itself
         self.model = optimize(model, dtype=dtype) if self.optimized else model.eval().requires_grad_(False)

@@ -20,9 +20,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from veca.data.crops import random_crop_and_flip
 from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.data.views import nearest, seeded, whole
+from veca.data.transforms import random_crop_and_flip, resize_nearest, resize_short_side, seeded_random
 from veca.images import ImageError, open_image
 from veca.probe.features import PictureError, decoding, reason, shuffled
 
@@ -141,10 +140,10 @@ class _Squares(Dataset[Any]):
         place, i = place_and_picture
         try:
             image, values = opened(self.split, i, self.rules, scored=False)
-            scale = math.exp(seeded(self.seed, place, 1).uniform(*map(math.log, self.scales)))
-            seen = whole(image, round(self.side * scale))
-            label = nearest(values, (seen.shape[1], seen.shape[2]))
-            draw = torch.Generator().manual_seed(seeded(self.seed, place).getrandbits(62))
+            scale = math.exp(seeded_random(self.seed, place, 1).uniform(*map(math.log, self.scales)))
+            seen = resize_short_side(image, round(self.side * scale))
+            label = resize_nearest(values, (seen.shape[1], seen.shape[2]))
+            draw = torch.Generator().manual_seed(seeded_random(self.seed, place).getrandbits(62))
             parts = random_crop_and_flip(seen, label, (self.side, self.side), draw, self.fill)
             pixels, kept = (each.contiguous().numpy() for each in parts)
             fits = values.dtype == np.uint8 and 0 <= self.fill <= 255
@@ -162,7 +161,7 @@ class _Wholes(Dataset[Any]):
             image, values = opened(self.split, i, self.rules, scored=True)
             # Torch computes little with uint16. What fits a byte stays one: it travels between processes.
             label = values.astype(np.int32) if values.dtype == np.uint16 else np.ascontiguousarray(values)
-            return whole(image, self.side, self.patch).numpy(), label
+            return resize_short_side(image, self.side, self.patch).numpy(), label
         except (ImageError, OSError) as error:
             return reason(self.split, i, error)
 

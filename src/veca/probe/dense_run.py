@@ -18,12 +18,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.data.crops import slide
 from veca.data.datasets.base import ProbeData
+from veca.data.transforms import slide_windows
 from veca.heads.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many
 from veca.heads.metrics import Confusion, by_class
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 from veca.probe.backbones import Backbone
 from veca.probe.dense_data import DenseData, opened
 from veca.probe.features import as_plain, content, listed
@@ -196,12 +196,12 @@ class _Size:
         size = labels.shape[-2], labels.shape[-1]
         if not self.settings.slide:
             return heads.predictions(*self.features(images, cores), size)
-        together = slide(
+        together = slide_windows(
             lambda part: heads(*self.features(part, cores), (part.shape[-2], part.shape[-1])),
             images, (self.side, self.side), (_stride(self.side),) * 2,
         )  # fmt: skip
         groups = heads.groups(images.movedim(1, -1), size)
-        return ((heads.predict(resized(together[those], size)), those) for those in groups)
+        return ((heads.predict(resize_maps(together[those], size)), those) for those in groups)
 
     def said(self, sweep: DenseSweep, meter: Meter) -> dict[str, Any]:
         """What `Job.finish` takes of a head's training and its score."""

@@ -26,14 +26,15 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from veca.checkpoint import write_tensors
 from veca.data.datasets.base import Places, Split
-from veca.data.sources import as_is, begin, end, init_worker
-from veca.data.views import AREA, ASPECT, SHORT_SIDE, centre, random_part, seeded
+from veca.data.transforms import CROP_AREA, CROP_ASPECT, centre_crop, random_resized_crop, seeded_random
+from veca.data.workers import WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
+from veca.images.fit import CROP_RATIO
 from veca.probe.backbones import Backbone, Kind
 from veca.utils.files import atomic_path
 from veca.utils.progress import bar
@@ -62,20 +63,20 @@ class View:
     turn: int | None = None
     """The number of a pass of random parts; None: the centre."""
     seed: int = 0
-    area: tuple[float, float] = AREA
+    area: tuple[float, float] = CROP_AREA
     """The share of the picture a random part has."""
 
     def __call__(self, split: Split, i: int) -> NDArray[np.uint8]:
         image = open_image(split.image(i))
         if self.turn is None:
-            return centre(image, self.side).numpy()
-        return random_part(image, self.side, seeded(self.seed, self.turn, i), self.area).numpy()
+            return centre_crop(image, self.side).numpy()
+        return random_resized_crop(image, self.side, seeded_random(self.seed, self.turn, i), self.area).numpy()
 
     def about(self) -> dict[str, Any]:
         """As plain data, for keys and protocols."""
         if self.turn is None:
-            return {"view": "centre", "side": self.side, "short_side": round(self.side * SHORT_SIDE)}
-        parts = {"view": "random resized crop and flip", "area": list(self.area), "aspect": list(ASPECT)}
+            return {"view": "centre", "side": self.side, "short_side": round(self.side * CROP_RATIO)}
+        parts = {"view": "random resized crop and flip", "area": list(self.area), "aspect": list(CROP_ASPECT)}
         return {**parts, "side": self.side, "pass": self.turn, "seed": self.seed}
 
 
@@ -228,35 +229,38 @@ def _bytes(places: Places, i: int) -> bytes:
 
 @contextmanager
 def decoding(
-    items: Dataset[Any],
+    items: Any,
     numbers: Iterable[Sequence[Any]],
     workers: int,
-    collate: Callable[[Any], Any] = as_is,
+    collate: Callable[[Any], Any] = list,
     forked: bool = False,
 ) -> Iterator[Iterator[Any]]:
     """The items of each list of `numbers` in turn, made by so many processes (0: by this one) while the block runs.
 
     `forked` processes have all that this one has, such as a compiled model.
     """
-    loader = DataLoader(
-        items, batch_sampler=map(list, numbers), num_workers=workers, collate_fn=collate,
-        worker_init_fn=init_worker, prefetch_factor=2 if workers else None, generator=torch.Generator(),
-        multiprocessing_context="fork" if forked else None,
-    )  # fmt: skip
-    batches = begin(loader)
     try:
-        yield batches
-    except RuntimeError as error:
+        with WorkerPool(_Batches(items, collate), map(list, numbers), workers, fork=forked) as batches:
+            yield batches
+    except RuntimeError as error:  # a builtin: one that is left unfinished ends when modules are gone
         if isinstance(error, torch.OutOfMemoryError):
-            raise ArgumentError("no memory on the device: take fewer pictures at once, --at-once or --batch") from error
-        if "DataLoader worker (pid" not in str(error):
+            raise ArgumentError("no memory on the device: lower --batch-size") from error
+        if not isinstance(error, WorkerDiedError):
             raise
         raise ArgumentError(
-            f"a decoding process died: {str(error).rstrip('. ')}. Most often memory ran out: take fewer --workers. "
-            "What is done is kept"
+            f"a decoding process died: {error}. Most often memory ran out: take fewer --workers. What is done is kept"
         ) from error
-    finally:
-        end(batches)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The items of a list of numbers, collated."""
+
+    items: Any
+    collate: Callable[[Any], Any]
+
+    def __call__(self, numbers: Sequence[Any]) -> Any:
+        return self.collate([self.items[i] for i in numbers])
 
 
 def shuffled(

@@ -1,6 +1,6 @@
-"""Teachers: frozen backbones behind one small protocol, whatever their family, patch size, width or normalisation.
+"""Teachers: frozen backbones of any family, patch size, width and normalisation behind one interface.
 
-Pictures come as the student sees them; what comes back lies on the student's grid.
+They take images as the student sees them, and give features on the student's grid.
 """
 
 from veca.teachers.from_timm import TimmTeacher, timm_teacher

@@ -1,4 +1,4 @@
-"""Teachers from timm: any model that has a map, with timm's own weights or those of a local file."""
+"""Teachers from timm: any model with a feature map, with timm's weights or a local file's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from veca.utils.text import excerpt
 
 
 class TimmTeacher(Teacher):
-    """Any model of timm that has a map: ViTs by their patch tokens, convolutional ones by their last stage."""
+    """A timm model: the map is the patch tokens of a ViT, or the last stage of a convolutional model."""
 
     library = "timm"
 
@@ -27,7 +27,7 @@ class TimmTeacher(Teacher):
         from timm.data.config import resolve_data_config
 
         about = resolve_data_config({}, model=model)
-        prefix = getattr(model, "num_prefix_tokens", None)  # class token and registers; None: no tokens at all
+        prefix = getattr(model, "num_prefix_tokens", None)  # class token and registers; None: not a ViT
         if prefix is not None and hasattr(model, "patch_embed"):
             stride = cast(Any, model).patch_embed.patch_size[0]
         elif getattr(model, "feature_info", None):
@@ -37,19 +37,19 @@ class TimmTeacher(Teacher):
         width = cast(int, model.num_features)
         super().__init__(width, stride, about["mean"], about["std"], raw=prefix is None, meet=meet)
         self.prefix, self.pooled = prefix, prefix is None
-        # Registers alone are a prefix without a class token.
+        # A prefix may be registers alone, without a class token.
         self.class_token = bool(getattr(model, "has_class_token", prefix))
         self.model = model.eval().requires_grad_(False)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         model = cast(Any, self.model)
-        found: Tensor = model.forward_features(images)
+        out: Tensor = model.forward_features(images)
         if self.prefix is None:
-            dense = found if getattr(model, "output_fmt", "NCHW") == "NCHW" else found.permute(0, 3, 1, 2)
+            dense = out if getattr(model, "output_fmt", "NCHW") == "NCHW" else out.permute(0, 3, 1, 2)
             return dense.mean((2, 3)), dense
         grid = tuple(side // self.stride for side in images.shape[-2:])
-        dense = found[:, self.prefix :].mT.unflatten(2, grid)
-        cls = found[:, 0] if self.class_token else model.forward_head(found, pre_logits=True)
+        dense = out[:, self.prefix :].mT.unflatten(2, grid)
+        cls = out[:, 0] if self.class_token else model.forward_head(out, pre_logits=True)
         return cls, dense
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
@@ -59,36 +59,37 @@ class TimmTeacher(Teacher):
 def timm_teacher(
     name: str, meet: Meet = "input", file: str | Path | None = None, pretrained: bool = True, **options: Any
 ) -> TimmTeacher:
-    """A teacher from timm by name, with the weights timm has for it, or those of a local file."""
+    """A timm model by name, with timm's weights or those of a local file.
+
+    Our own models are known to timm after `import veca.hub.timm`.
+    """
     with needs_extra(f"{name} needs", "train"):
         import timm
-
-    import veca.hub.timm  # noqa: F401 (registers our models, which can teach too)
 
     if not timm.is_model(name.split(".")[0]):
         known = timm.list_models()
         raise TeacherError(f"timm has no model {name!r}{did_you_mean(name, known)}; timm.list_models() has them all")
     if file is None and pretrained:
         _check_weights(name)
-    tensors = None if file is None else read_tensors(Path(file))
+    tensors = None if file is None else read_weights(Path(file))
     options = {"pretrained": pretrained and file is None, "num_classes": 0, **options}
     try:
         model = timm.create_model(name, dynamic_img_size=True, **options)
-    except TypeError:  # only those with positions to interpolate have that option
+    except TypeError:  # only models with position embeddings have this option
         model = timm.create_model(name, **options)
     teacher = TimmTeacher(model, meet)
     teacher.name, teacher.weights = f"timm:{name}", "random"
     if tensors is not None:
-        _fill(model, tensors, f"{file}")
+        _load_weights(model, tensors, f"{file}")
         teacher.name = f"timm:{name}@{file}"
-        teacher.weights = described(Path(cast(str, file)))
+        teacher.weights = describe_file(Path(cast(str, file)))
     elif pretrained:
         teacher.weights = f"timm's {name.split('.')[0]}.{cast(Any, model).pretrained_cfg.get('tag', '')}"
     return teacher
 
 
 def _check_weights(name: str) -> None:
-    """That timm has the weights, and the model computes what they were trained for."""
+    """Raise unless timm has the weights, for the activation function that the model has."""
     import timm
 
     tags = timm.list_pretrained(f"{name.split('.')[0]}.*")
@@ -106,8 +107,8 @@ def _check_weights(name: str) -> None:
         )
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file or a PyTorch checkpoint; nothing in the file is executed."""
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The state dict in a safetensors file or a PyTorch checkpoint; nothing in the file is executed."""
     if not path.is_file():
         raise TeacherError(f"{path}: no such file; a teacher's weights are a .safetensors or a PyTorch checkpoint")
     try:
@@ -131,21 +132,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def described(path: Path) -> str:
-    """A file of weights by name and digest: the same words wherever it lies."""
+def describe_file(path: Path) -> str:
+    """Name and digest of a file of weights, without its folder."""
     with open(path, "rb") as file:
         return f"{path.name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load all of the model; only a classifier, which no teacher has, may be left over."""
-    # Where timm has one it knows the files of others too, as those of DINOv2 and OpenCLIP.
+def _load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Load all weights of the model; only those of a classifier, which a teacher has not, may be left over."""
+    # timm's filter converts the files of others too, such as those of DINOv2 and OpenCLIP.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     kind = type(model).__name__
     try:
-        found = dict(convert(tensors, model)) if convert else tensors
-        missing, foreign = model.load_state_dict(found, strict=False)
-    except Exception as error:  # timm's own converters meet whatever the file holds
+        converted = dict(convert(tensors, model)) if convert else tensors
+        missing, foreign = model.load_state_dict(converted, strict=False)
+    except Exception as error:  # the converters fail in any way on files they do not know
         reason = excerpt((str(error).split("\n") or [""])[-1].strip() or type(error).__name__)
         raise TeacherError(f"{where}: not the weights of this {kind}: {reason} Name its own model") from error
     heads = cast(Any, model).pretrained_cfg.get("classifier") or ()

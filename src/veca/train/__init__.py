@@ -1,1 +1,1 @@
-"""Distilling a VECA from a frozen teacher."""
+"""Training: distillation from a frozen teacher, fine-tuning, and the run engine under both."""

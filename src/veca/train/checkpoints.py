@@ -1,8 +1,8 @@
-"""Checkpoints of a run: all it takes to go on as if it had never stopped, written whole or not at all.
+"""Training checkpoints: everything needed to resume bit for bit, written atomically.
 
-A checkpoint is a folder `step-00001000` with a safetensors file per kind of tensors and a `state.json` that holds the
-rest and the checksums of the files. It is written under another name and renamed when it is complete. Nothing in it is
-a pickle; `veca.load` takes the folder as a model.
+A checkpoint is a folder `step-00001000` with one safetensors file per kind of tensor and a `state.json` that holds the
+rest and the checksums of the files; nothing in it is a pickle. It is written under a temporary name and renamed when
+complete. `veca.load` takes the folder of a distillation run as a model.
 """
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from veca.checkpoint import write_tensors
 from veca.errors import VecaError
+from veca.train.parallel import copy_into, to_host
 
-_NAME = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+TensorFiles = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by name, by file."""
 
 
 class DamagedError(VecaError, ValueError):
     """A checkpoint that is not what was written."""
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
+    """What `write_checkpoint` was given."""
+
     step: int
     facts: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]]
@@ -39,104 +46,141 @@ def write_checkpoint(
     folder: Path,
     step: int,
     facts: Mapping[str, Any],
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: TensorFiles,
     metadata: Mapping[str, dict[str, str]] | None = None,
 ) -> Path:
-    """Write `folder/step-…`; `tensors` and the `metadata` of their files go by file name. An old one is replaced."""
+    """Write `folder/step-…`, replacing an older one. `tensors` and the `metadata` of their files go by file name."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
     part, final = folder / f".{name}.part", folder / name
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir()
-        sums = {}
+        checksums = {}
         for file, named in tensors.items():
             path = part / f"{file}.safetensors"
             write_tensors(path, named, (metadata or {}).get(file))
-            sums[path.name] = _checksum(path)
-        # As it will be read: JSON makes keys text, and text sorts otherwise than numbers do.
-        body = json.loads(json.dumps({"step": step, "facts": facts, "files": sums}))
-        _write_whole(part / "state.json", json.dumps({**body, "sha256": _digest(body)}, indent=1))
+            checksums[path.name] = _hash_file(path)
+        # Through JSON once, as it will be read: keys become text there, and text sorts differently from numbers.
+        body = json.loads(json.dumps({"step": step, "facts": facts, "files": checksums}))
+        _write_text(part / "state.json", json.dumps({**body, "sha256": _hash_json(body)}, indent=1))
+        # On disk before the rename: after a power failure a complete name must mean complete files.
         for path in part.iterdir():
-            _sync(path)
+            _sync_to_disk(path)
+        # A folder cannot be replaced atomically, but an old one of the same step is only there after a repeated step.
         shutil.rmtree(final, ignore_errors=True)
         os.replace(part, final)
-        _sync(folder)
+        _sync_to_disk(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return final
 
 
-def read_checkpoint(path: Path) -> Saved:
-    """What `write_checkpoint` wrote, checked; `DamagedError` if a byte of it is not as it was."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify what `write_checkpoint` wrote; `DamagedError` if any byte differs."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        claimed = state.pop("sha256")
-        if claimed != _digest(state):
+        if state.pop("sha256") != _hash_json(state):
             raise DamagedError("state.json is not as it was written")
-        for name, known in state["files"].items():
-            if _checksum(path / name) != known:
+        for name, checksum in state["files"].items():
+            if _hash_file(path / name) != checksum:
                 raise DamagedError(f"{name} is not as it was written")
         tensors = {Path(name).stem: load_file(path / name) for name in state["files"]}
-        return Saved(state["step"], state["facts"], tensors)
+        return Checkpoint(state["step"], state["facts"], tensors)
     except DamagedError as error:
         raise DamagedError(f"{path.name}: {error}") from None
-    except Exception as error:  # what damage does to a parser, nobody can list
+    except Exception as error:  # damaged files make parsers raise almost anything
         raise DamagedError(f"{path.name}: {type(error).__name__}: {error}") from error
 
 
-def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Saved | None:
-    """The newest that is whole; `say` hears of those that are not. None if there is none at all."""
-    found = listed(folder)
-    for path in reversed(found):
+def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint | None:
+    """The newest undamaged checkpoint, with a warning for each damaged one; None where there are none at all."""
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
         try:
             return read_checkpoint(path)
         except DamagedError as error:
-            say(f"damaged: checkpoint {error}; trying the one before it")
-    if found:
+            warn(f"damaged: checkpoint {error}; trying the one before it")
+    if paths:
         raise DamagedError(
-            f"none of the {len(found)} checkpoints in {folder} can be read. "
-            "Restore one from a backup, or begin anew with --restart"
+            f"none of the {len(paths)} checkpoints in {folder} can be read. "
+            "Restore one from a backup, or begin anew with --overwrite"
         )
     return None
 
 
-def listed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    steps = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted(steps)]
 
 
-def forget_old(folder: Path, keep: int, newest: int | None = None) -> None:
-    """Remove all but the newest `keep`, and what a run that was killed left half written.
+def remove_old_checkpoints(folder: Path, keep: int, newest: int) -> None:
+    """Keep the last `keep` checkpoints up to step `newest`, which was just written, and remove all others.
 
-    `newest` is the step that was just written: what is later could not be read when the run went on from before it.
+    Later ones were damaged when the run resumed from an earlier one. Partial ones are what a killed run left.
     """
-    found = listed(folder)
-    later = [path for path in found if newest is not None and int(path.name.removeprefix("step-")) > newest]
-    for path in [*later, *[path for path in found if path not in later][:-keep]]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".step-*.part"):
+    paths = list_checkpoints(folder)
+    later = [path for path in paths if int(path.name.removeprefix("step-")) > newest]
+    old = [path for path in paths if path not in later][:-keep]
+    for path in (*later, *old, *folder.glob(".step-*.part")):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's state on the host, unsharded. Sharded tensors are gathered: every process must call this."""
+    return {name: to_host(tensor) for name, tensor in module.state_dict().items()}
+
+
+def restore_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in module.state_dict().items():
+        copy_into(tensor, tensors[name])
+
+
+def optimizer_tensors(module: nn.Module, optimizer: Optimizer, prefix: str = "") -> dict[str, Tensor]:
+    """State of an optimizer by `prefix`, parameter name and entry, on the host, unsharded."""
+    return {
+        f"{prefix}{name}/{entry}": to_host(value)
+        for name, parameter in module.named_parameters()
+        for entry, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Put back what `optimizer_tensors` gave; entries with another prefix are left out."""
+    parameters = dict(module.named_parameters())
+    for key, value in tensors.items():
+        if not key.startswith(prefix):
+            continue
+        name, entry = key.removeprefix(prefix).split("/")
+        parameter = parameters[name]
+        if value.shape == parameter.shape:  # sharded as the parameter is
+            restored = torch.empty_like(parameter, dtype=value.dtype)
+            copy_into(restored, value)
+        else:
+            # The step count is a scalar, which fused optimizers keep on the device and others on the host.
+            on_host = value.ndim == 0 and not optimizer.defaults.get("fused")
+            restored = value if on_host else value.to(parameter.device)
+        optimizer.state[parameter][entry] = restored
+
+
+def _hash_json(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _checksum(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _sync(path: Path) -> None:
-    """Have the disk hold it, not only the system."""
+def _sync_to_disk(path: Path) -> None:
+    """fsync: a file in the page cache alone is lost with the power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

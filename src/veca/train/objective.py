@@ -1,4 +1,4 @@
-"""What a student is to learn: its teacher's global feature and dense map.
+"""Distillation losses: cosine and MSE between the features of student and teacher.
 
 Shapes: B images, N patches, D width.
 """
@@ -17,7 +17,7 @@ from veca.train.recipe import Recipe
 
 
 class Losses(NamedTuple):
-    """All scalars, float32 or better. `total` is what training minimises."""
+    """Scalars, float32 or better. `total` is what training minimises."""
 
     total: Tensor
     cls: Tensor
@@ -34,9 +34,9 @@ def distillation_losses(
     dense_weight: float = 1.0,
     mse_weight: float = 1.0,
 ) -> Losses:
-    """How far the student's features (B, D) and (B, N, D) are from the teacher's.
+    """Losses between the student's features (B, D) and (B, N, D) and the teacher's.
 
-    The global features are compared by angle, the patches by angle and by value:
+    Global features are compared by cosine, patches by cosine and MSE:
     `total = cls + dense_weight · (cosine + mse_weight · mse)`.
 
     >>> same = torch.ones(2, 4), torch.ones(2, 9, 4)
@@ -47,18 +47,18 @@ def distillation_losses(
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (cls, patches, teacher_cls, teacher_patches)
     )
     with torch.autocast(cls.device.type, enabled=False):
-        by_cls, cosine = _by_angle(cls, teacher_cls), _by_angle(patches, teacher_patches)
+        cls_loss, cosine = _cosine_loss(cls, teacher_cls), _cosine_loss(patches, teacher_patches)
         mse = F.mse_loss(patches, teacher_patches)
         dense = cosine + mse_weight * mse
-    return Losses(by_cls + dense_weight * dense, by_cls, dense, cosine, mse)
+    return Losses(cls_loss + dense_weight * dense, cls_loss, dense, cosine, mse)
 
 
-def _by_angle(a: Tensor, b: Tensor) -> Tensor:
+def _cosine_loss(a: Tensor, b: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(a, b, dim=-1, eps=1e-6)).mean()
 
 
 class Student(nn.Module):
-    """The model with its loss, so that what comes out of a forward pass is what goes into the backward one."""
+    """The model with its loss in one module: DDP needs the output of forward to be what backward starts from."""
 
     def __init__(self, model: Veca, recipe: Recipe) -> None:
         super().__init__()

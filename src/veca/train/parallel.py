@@ -1,4 +1,4 @@
-"""One process or many: torchrun starts them, PyTorch connects them."""
+"""Training in one or several processes: torchrun, DDP, FSDP2 and small collectives."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from veca.model import Veca
 from veca.utils.device import choose_device
 from veca.utils.files import check_utf8, check_writable, locked
 
-SILENCE, PATIENCE = datetime.timedelta(minutes=20), datetime.timedelta(days=7)
-"""How long a process waits for the others before it takes one for lost; the same where one works for all."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=20)
+"""How long a process waits for the others before it assumes that one is lost."""
+MAIN_ONLY_TIMEOUT = datetime.timedelta(days=7)
+"""The same while the first process works for all."""
 
 
 class World(NamedTuple):
-    """Which of how many processes this is, and its device."""
+    """Rank of this process, number of processes, and the device of this one."""
 
     rank: int
     size: int
@@ -39,9 +41,9 @@ class World(NamedTuple):
 
 @contextlib.contextmanager
 def processes(device: str = "auto") -> Iterator[World]:
-    """The processes torchrun started, connected while the block runs; this one alone without it.
+    """Connect the processes that torchrun started while the block runs; without torchrun there is one.
 
-    `device` is "cpu", "cuda" (each process takes its own), or "auto".
+    `device` is "cpu", "cuda" (each process uses its own GPU) or "auto".
     """
     rank, size, local = (int(os.environ.get(name, default)) for name, default in _FROM_TORCHRUN)
     if size > 1 and device not in ("auto", "cpu", "cuda"):
@@ -59,9 +61,9 @@ def processes(device: str = "auto") -> Iterator[World]:
     if size == 1:
         yield World(rank, size, own)
         return
-    # What is small and on the host travels by gloo, so that no GPU is waited for.
+    # Small host tensors travel by gloo, so that no GPU has to be synchronised.
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=SILENCE, device_id=own if own.type == "cuda" else None)
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own if own.type == "cuda" else None)
     try:
         yield World(rank, size, own)
     finally:
@@ -73,22 +75,24 @@ _FROM_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 @contextlib.contextmanager
 def first_alone(world: World) -> Iterator[None]:
-    """No process leaves the block before the first is through, which may take it longer than SILENCE."""
+    """No process leaves the block before the first has, even if that takes longer than COLLECTIVE_TIMEOUT."""
     if world.size == 1:
         yield
         return
-    patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
+    # A group of its own, because the timeout belongs to the group.
+    patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=MAIN_ONLY_TIMEOUT))
     yield
     try:
         dist.all_reduce(torch.zeros(1), group=patient)
     except RuntimeError as error:
-        raise ArgumentError("another process has ended; what it said is the reason") from error
+        raise ArgumentError("another process has ended; its message gives the reason") from error
     dist.destroy_process_group(patient)
 
 
 @contextlib.contextmanager
 def run_folder(folder: Path, world: World) -> Iterator[None]:
-    """The folder of a run, writable and locked by the first process; where it cannot be, all raise why."""
+    """Check and lock the run's folder in the first process; if that fails, all processes raise the reason."""
+    # An error in the first process alone would leave the others waiting: all learn of it.
     with contextlib.ExitStack() as stack:
         problem: Exception | None = None
         if world.first:
@@ -104,39 +108,39 @@ def run_folder(folder: Path, world: World) -> Iterator[None]:
 
 
 def shard(model: Veca, world: World) -> None:
-    """Share the model's parameters out over the processes, block by block (FSDP2)."""
+    """Shard the model's parameters over the processes, block by block (FSDP2)."""
     if world.size == 1:
         return
-    for block in model.blocks:
+    for block in model.blocks:  # each is gathered on its own, just before it runs
         fully_shard(block)
     fully_shard(model)
 
 
-def share_again(model: nn.Module) -> None:
-    """Have the parameters shared out again that a forward pass without a backward one left whole."""
+def reshard(model: nn.Module) -> None:
+    """Shard again the parameters that a forward pass without a backward one left gathered."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def replicate(module: nn.Module, world: World, how: Literal["ddp", "fsdp"]) -> nn.Module:
-    """The module whose gradients are those of all processes; with FSDP2 its model has been sharded already."""
+    """The module with gradients averaged over all processes; with FSDP2 its model has been sharded already."""
     if world.size == 1 or how == "fsdp":
         return module
-    # Cores beyond a step's budget have no gradient in it.
+    # Cores beyond a step's budget get no gradient in it.
     return DistributedDataParallel(
         module, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=True
     )
 
 
 @contextlib.contextmanager
-def unsynced(module: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients of several passes are exchanged in the last one alone; FSDP2 exchanges them in each."""
+def sync_gradients(module: nn.Module, last: bool) -> Iterator[None]:
+    """DDP exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each."""
     with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():
         yield
 
 
 def any_of(flag: bool, world: World) -> bool:
-    """Whether any process says so."""
+    """Whether the flag is set in any process."""
     return sum_of([float(flag)], world)[0] > 0
 
 
@@ -150,55 +154,80 @@ def sum_of(values: list[float], world: World) -> list[float]:
 
 
 def largest(value: Tensor, world: World) -> Tensor:
-    """The largest of all processes' values, on the device; the host does not wait for it."""
+    """The largest of all processes' values, on the device; without synchronising the host."""
     if world.size > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value
 
 
 def summed(value: Tensor, world: World) -> Tensor:
-    """The sum over all processes, in place, on the device; the host does not wait for it."""
+    """The sum over all processes, in place, on the device; without synchronising the host."""
     if world.size > 1:
         dist.all_reduce(value)
     return value
 
 
-def gathered(thing: Any, world: World) -> list[Any]:
-    """What every process has, in order of rank; plain data."""
+def gathered(value: Any, world: World) -> list[Any]:
+    """The (plain) value of every process, in order of rank."""
     if world.size == 1:
-        return [thing]
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, thing)
-    return found
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast(tensors: list[Tensor], world: World) -> None:
-    """The first process's, in place."""
+    """Copy the first process's tensors to all others, in place."""
     if world.size > 1:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 
 
 def all_rows(rows: Tensor, counts: Sequence[int], world: World) -> Tensor:
-    """Those of all processes, in order of rank; `counts` says how many each has."""
+    """Rows of all processes, in order of rank; `counts` says how many each has."""
     if world.size == 1:
         return rows
     rows = rows.contiguous()
+    # all_gather needs rows of equal number; broadcasts do not.
     parts = [rows if rank == world.rank else rows.new_empty(n, *rows.shape[1:]) for rank, n in enumerate(counts)]
     for rank, part in enumerate(parts):
         dist.broadcast(part, src=rank)
     return torch.cat(parts)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy on the host of a tensor that may be shared out: every process must ask."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
+def unshard(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; for one that is, every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, unsharded: every process must call this for a sharded tensor."""
+    return unshard(tensor).detach().to("cpu", copy=True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The shard of this process, or the tensor itself where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(whole: Tensor, like: Tensor) -> Tensor:
+    """The shard of this process of a tensor that all processes have, sharded as `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 @torch.no_grad()
-def fill(target: Tensor, value: Tensor) -> None:
-    """Copy the whole of a tensor into one that may be shared out."""
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy an unsharded tensor into one that may be sharded."""
     if isinstance(target, DTensor):
-        value = value.to(target.device, target.dtype)
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(value)
+        local_part(target).copy_(own_shard(value.to(target.device, target.dtype), target))
+    else:
+        target.copy_(value)
+
+
+def shard_like(part: Tensor, like: Tensor) -> Tensor:
+    """The tensor, sharded as `like` is, of which this process holds `part`."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

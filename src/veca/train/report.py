@@ -19,9 +19,9 @@ import yaml
 from veca.errors import ArgumentError
 from veca.report.charts import Line, Point, bar_chart, line_chart, smooth
 from veca.report.page import levels, write_page
+from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
-from veca.train.tables import EVENTS, METRICS, PARTS, VALIDATION, Grid, grid_means, read_table
 from veca.utils.text import duration, number
 
 SHOWN_ROWS, SHOWN_EVENTS = 12, 200
@@ -178,9 +178,9 @@ def _loss_curves(run: _Run) -> dict[str, Any]:
     total = raw_and_smooth("total", "training, smoothed", 0)
     if means := [(float(step), _mean_loss(grid)) for step, grid in run.validation.items()]:
         total.append(Line("validation, mean of grid", means, 1, dots=True))
-    parts = [name for name in PARTS[1:] if run.points(name)]
+    parts = [name for name in LOSS_COLUMNS[1:] if run.points(name)]
     part_lines = [line for i, name in enumerate(parts) for line in raw_and_smooth(name, name, i)]
-    columns = {"total": "total", **dict.fromkeys(PARTS[1:], ""), "learning_rate": "learning rate"}
+    columns = {"total": "total", **dict.fromkeys(LOSS_COLUMNS[1:], ""), "learning_rate": "learning rate"}
     columns["images_per_s"] = "images/s"
     used = {column: name or column for column, name in columns.items() if run.points(column)}
     every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))

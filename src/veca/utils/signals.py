@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -26,6 +27,17 @@ _MAIN_THREAD = threading.main_thread().ident
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP. A KeyboardInterrupt, so that whatever saves its work on Ctrl-C saves it here too."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+class Interrupted(BaseException):
+    """A run stopped at the end of a step because of a signal, with everything saved.
+
+    A BaseException, as KeyboardInterrupt is, so that `except Exception` cannot swallow it.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,6 +75,34 @@ def terminable() -> Iterator[None]:
         if received and end.code == exit_status(KeyboardInterrupt()):  # what Typer makes of any KeyboardInterrupt
             sys.exit(128 + received[-1][0])
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
+    """While the block runs, SIGINT, SIGTERM and SIGHUP only call `on_signal`; a second one, later, ends it at once.
+
+    Signals that are ignored stay so: SIGHUP under nohup, SIGINT in the background of a shell script.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first = math.inf
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal first
+        drop_lost_terminal(number)
+        if time.monotonic() - first > IMPATIENT:
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+        first = min(first, time.monotonic())
+        on_signal(number)
+
+    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -56,6 +57,13 @@ def quoted(value: object, limit: int = 200) -> str:
         return excerpt(_REPR.repr(value), limit)
     except Exception:  # such as an integer of more digits than Python writes
         return f"<{type(value).__name__}>"
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """`" (did you mean 'depth'?)"` when something known is spelled almost like `word`, else nothing."""
+    word = str(word)
+    close = difflib.get_close_matches(word, known, n=1) if len(word) <= 100 else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def number(value: float, form: str = ".4g") -> str:

@@ -90,3 +90,23 @@ def describe(error: Exception) -> str:
     """An error in one short line, to stand in a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product, the best of a few: nothing made of such products runs faster."""
+    side = 8192 if device.type == "cuda" else 256
+    # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
+    while side < 2048 and timed(_matrix_product(side, device, dtype), device) < 0.02:
+        side *= 2
+    return 2 * side**3 / best_seconds(_matrix_product(side, device, dtype), device)
+
+
+def _matrix_product(side: int, device: torch.device, dtype: torch.dtype) -> Call:
+    a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
+    return lambda: torch.mm(a, b, out=out)
+
+
+def best_seconds(call: Call, device: torch.device, samples: int = 10) -> float:
+    """Seconds of the fastest of some samples, after two to warm up."""
+    times = 1 if device.type == "cpu" else 4
+    return min([timed(call, device, times) for _ in range(samples + 2)][2:])

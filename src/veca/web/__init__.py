@@ -1,7 +1,6 @@
-"""The explorer: a local page that shows what a model does with a picture, and the HTTP API under it.
+"""The explorer: a local page that shows what a model does with an image, and the HTTP API under it.
 
-`uploads` receives pictures, `pictures` holds them, `analysis` looks at them, `costs` counts and measures, `work` does
-all this off the request thread, `explorer` puts them together; `app` is the API, `answers` its words, `guard` decides
-who may ask, `connections` is the server and the limits of its connections, `cli` is the command; `static/` is the page,
-plain ES modules without a build. `python -m veca.bench.explorer` measures it.
+`app` is the API and `schemas` its types; `explorer` answers requests with a job queue (`jobs`), the images (`uploads`,
+`images`), what the model computes (`analysis`) and its costs (`costs`). `security` checks every request, `connections`
+is the server with limits on connections. `static/` is the page: plain ES modules without a build step.
 """

@@ -1,7 +1,7 @@
-"""All that the page shows of one picture, model, budget and resolution, from one forward pass.
+"""Everything the page shows of one image at one budget and resolution, from one forward pass.
 
-Maps travel as safetensors of bytes: a value is shown as one of 256 colours anyway. Shapes: rows × columns = N patches,
-C active cores, D width, L layers.
+Maps are sent as safetensors of bytes, since each value is drawn as one of 256 colours. Shapes: rows × columns = N
+patches, C active cores, D width, L layers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from veca.images import normalize, to_tensor
 from veca.inspect import look_inside, pca
-from veca.inspect.subject import check_finite, looking
+from veca.inspect.figure_inputs import check_finite, inspecting
 from veca.model import Veca
-from veca.web.images import Picture
+from veca.web.images import StoredImage
 
-REFERENCE = 256
-"""Pixels of the short side at which colours are fitted, with all cores: so they compare whatever is chosen."""
+REFERENCE_SIZE = 256
+"""Short side at which colours are fitted, with all cores: so colours compare between budgets and resolutions."""
 
 
 class Analysis(NamedTuple):
     about: dict[str, Any]
-    """What was looked at, in words and numbers."""
+    """The setting, and the grid of patches."""
     cls: NDArray[np.float32]
     """(D)"""
     cores: NDArray[np.float32]
@@ -41,97 +41,96 @@ class Analysis(NamedTuple):
     places: NDArray[np.float32]
     """(L, C, 2): the (x, y) in [-1, 1] of each core."""
     maps: NDArray[np.uint8]
-    """(L, C, rows, columns): attention of each core between its least and its most."""
+    """(L, C, rows, columns): attention of each core, scaled between its ends in `ranges`."""
     ranges: NDArray[np.float32]
-    """(L, C, 3): its least, what became 255, and its most over its mean."""
+    """(L, C, 3): attention at 0 and at 255, and its maximum over its mean."""
     profiles: NDArray[np.uint8]
-    """(L, rows, columns, C): the share of each core in what a patch hears, as parts of its largest."""
+    """(L, rows, columns, C): each core's share in the update of a patch, relative to the largest."""
     shares: NDArray[np.float32]
-    """(L, rows, columns): that largest."""
+    """(L, rows, columns): that largest share."""
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self[1:])
 
 
-def input_of(model: Veca, picture: Picture, size: int) -> Tensor:
-    return normalize(to_tensor(picture.at(size)))[None].to(model.norm.weight.device)
+def model_input(model: Veca, image: StoredImage, size: int) -> Tensor:
+    return normalize(to_tensor(image.resized(size)))[None].to(model.norm.weight.device)
 
 
-def reference(model: Veca, picture: Picture) -> Tensor:
+def reference_features(model: Veca, image: StoredImage) -> Tensor:
     """The features colours are fitted to: (N, D). `NonFiniteError` where they are not finite."""
-    with looking(model):
-        patches: Tensor = model(input_of(model, picture, REFERENCE)).patches[0].float().cpu()
+    with inspecting(model):
+        patches: Tensor = model(model_input(model, image, REFERENCE_SIZE)).patches[0].float().cpu()
         check_finite(model, patches)
     return patches
 
 
-def analyse(model: Veca, picture: Picture, cores: int, size: int, like: Tensor, about: dict[str, Any]) -> Analysis:
-    """One forward pass, looked into at every layer. `NonFiniteError` where anything in it is not finite."""
-    with looking(model):
-        inside = look_inside(model, input_of(model, picture, size), cores, range(len(model.blocks)))
+def analyse(
+    model: Veca, image: StoredImage, cores: int, size: int, reference: Tensor, about: dict[str, Any]
+) -> Analysis:
+    """One forward pass with maps and profiles of every layer. `NonFiniteError` where anything is not finite."""
+    with inspecting(model):
+        inside = look_inside(model, model_input(model, image, size), cores, range(len(model.blocks)))
         out = inside.output
         check_finite(model, out.cls, out.cores, out.patches, out.coordinates, inside.maps, inside.profiles)
-    patches = out.patches[0].float().cpu().unflatten(0, out.grid)
-    colours = (pca(patches, like=like) * 255).round().to(torch.uint8)
-    maps, ranges = _levels(inside.maps[:, 0].float().cpu())
-    profiles = inside.profiles[:, 0].float().cpu()
-    shares = profiles.amax(-1)
-    parts = (profiles / shares[..., None] * 255).round().to(torch.uint8)
     rows, columns = out.grid
-    return Analysis(
-        {**about, "rows": rows, "columns": columns},
-        *(
-            part.contiguous().numpy()
-            for part in (
-                out.cls[0].float().cpu(), out.cores[0].float().cpu(), patches, colours,
-                out.coordinates[:, 0].float().cpu(), maps, ranges, parts, shares,
-            )
-        ),
+    cls, bank, patches = (features[0].float().cpu() for features in (out.cls, out.cores, out.patches))
+    places, maps, profiles = (part[:, 0].float().cpu() for part in (out.coordinates, inside.maps, inside.profiles))
+    patches = patches.unflatten(0, out.grid)
+    levels, ranges = _map_levels(maps)
+    shares = profiles.amax(-1)
+    parts = (
+        cls, bank, patches, _to_bytes(pca(patches, like=reference)), places, levels, ranges,
+        _to_bytes(profiles / shares[..., None]), shares,
     )  # fmt: skip
+    return Analysis({**about, "rows": rows, "columns": columns}, *(part.contiguous().numpy() for part in parts))
 
 
-def _levels(maps: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps (L, C, rows, columns) as bytes, and their ranges."""
+def _to_bytes(values: Tensor) -> Tensor:
+    """Values in [0, 1] as bytes."""
+    return (values * 255).round().to(torch.uint8)
+
+
+def _map_levels(maps: Tensor) -> tuple[Tensor, Tensor]:
+    """Maps (L, C, rows, columns) as bytes, and their `ranges` (L, C, 3)."""
     flat = maps.flatten(2)
-    least, peak = flat.amin(-1), flat.amax(-1)
-    # As in `veca figure cores`: the top percent may saturate, or one bright patch would leave the rest in the dark.
-    most = torch.maximum(flat.quantile(0.99, dim=-1), peak / 4)
-    levels = (flat - least[..., None]) / (most - least).clamp(min=1e-12)[..., None]
-    ranges = torch.stack([least, most, peak / flat.mean(-1).clamp(min=1e-12)], dim=-1)
-    return (levels.clamp(0, 1) * 255).round().to(torch.uint8).reshape(maps.shape), ranges
+    low, peak = flat.amin(-1), flat.amax(-1)
+    # As in `veca figure cores`: the top percent may saturate, otherwise one bright patch would darken all others.
+    high = torch.maximum(flat.quantile(0.99, dim=-1), peak / 4)
+    levels = (flat - low[..., None]) / (high - low).clamp(min=1e-12)[..., None]
+    ranges = torch.stack([low, high, peak / flat.mean(-1).clamp(min=1e-12)], dim=-1)
+    return _to_bytes(levels.clamp(0, 1)).reshape(maps.shape), ranges
 
 
-def view(found: Analysis) -> bytes:
-    """What the page needs at every layer, as safetensors: `features` of bytes, whose cosines are those of the patches.
+def pack_view(analysis: Analysis) -> bytes:
+    """What the page needs at every layer, as safetensors.
 
-    Each patch is scaled by itself, which no cosine sees.
+    `features` are int8, each patch scaled by its own maximum, which leaves cosines between patches as they are.
     """
-    largest = np.abs(found.patches).max(-1, keepdims=True)
-    features = np.rint(found.patches / np.maximum(largest, 1e-12) * 127).astype(np.int8)
-    parts = {"colours": found.colours, "features": features, "places": found.places}
-    return _pack(parts, found.about)
+    largest = np.abs(analysis.patches).max(-1, keepdims=True)
+    features = np.rint(analysis.patches / np.maximum(largest, 1e-12) * 127).astype(np.int8)
+    return _pack({"colours": analysis.colours, "features": features, "places": analysis.places}, analysis.about)
 
 
-def layer(found: Analysis, number: int) -> bytes:
+def pack_layer(analysis: Analysis, number: int) -> bytes:
     """What the page needs of one layer (counted from 1), as safetensors."""
-    at = number - 1
+    parts = {name: getattr(analysis, name)[number - 1] for name in ("maps", "ranges", "profiles", "shares")}
+    return _pack(parts, {**analysis.about, "layer": number})
+
+
+def pack_features(analysis: Analysis, file_format: Literal["npz", "safetensors"]) -> bytes:
+    """The features themselves in float32, as a file."""
     parts = {
-        "maps": found.maps[at], "ranges": found.ranges[at], "profiles": found.profiles[at], "shares": found.shares[at]
+        "cls": analysis.cls, "cores": analysis.cores, "patches": analysis.patches, "coordinates": analysis.places
     }  # fmt: skip
-    return _pack(parts, {**found.about, "layer": number})
-
-
-def features(found: Analysis, form: Literal["npz", "safetensors"]) -> bytes:
-    """The features themselves, float32, as a file."""
-    parts = {"cls": found.cls, "cores": found.cores, "patches": found.patches, "coordinates": found.places}
-    if form == "safetensors":
-        return _pack(parts, found.about)
+    if file_format == "safetensors":
+        return _pack(parts, analysis.about)
     data = io.BytesIO()
-    np.savez(data, **parts, veca=np.array(json.dumps(found.about, allow_nan=False)))  # type: ignore[arg-type]
+    np.savez(data, **parts, veca=np.array(json.dumps(analysis.about, allow_nan=False)))  # type: ignore[arg-type]
     return data.getvalue()
 
 
 def _pack(parts: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> bytes:
-    whole = {name: np.ascontiguousarray(part) for name, part in parts.items()}
-    return save(whole, {"veca": json.dumps(about, allow_nan=False)})
+    tensors = {name: np.ascontiguousarray(part) for name, part in parts.items()}
+    return save(tensors, {"veca": json.dumps(about, allow_nan=False)})

@@ -1,4 +1,4 @@
-"""The HTTP API under the page: typed, described at /openapi.json, and as useful to a script."""
+"""The HTTP API under the page, described at /openapi.json and as useful to a script."""
 
 from __future__ import annotations
 
@@ -20,41 +20,23 @@ from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_size
 from veca.inspect import heat
 from veca.model import Veca
 from veca.utils.text import origin
-from veca.web import analysis
+from veca.web import schemas
+from veca.web.analysis import pack_features, pack_layer, pack_view
 from veca.web.connections import LIMITS, Limits
-from veca.web.costs import count
-from veca.web.explorer import MOST_JOBS, MOST_RESULTS, SIZES, Explorer
-from veca.web.images import MOST_BYTES, SHOWN, TITLES, Picture
-from veca.web.jobs import BusyError, DroppedError, ProblemError
-from veca.web.schemas import (
-    ANY,
-    SAFETENSORS,
-    About,
-    Asked,
-    Counted,
-    Counts,
-    Form,
-    Id,
-    Layer,
-    Measured,
-    Measures,
-    ModelAbout,
-    Pane,
-    PictureAbout,
-    Sample,
-    Side,
-    binary,
-    problems,
-)
-from veca.web.security import LOOPBACK, Guard
+from veca.web.costs import count_costs
+from veca.web.explorer import MAX_JOBS, MAX_RESULT_BYTES, Explorer
+from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES
+from veca.web.jobs import RequestError
+from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
+from veca.web.security import LOOPBACK, SecurityMiddleware
 
-KINDS = {
+MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-"""Of the files of the page, by suffix."""
+"""Of the page's files, by suffix."""
 
 router = APIRouter(prefix="/api")
 
@@ -64,13 +46,13 @@ def create_app(
     *,
     hosts: set[str] | None = None,
     token: str | None = None,
-    kept: int = MOST_RESULTS,
-    most_jobs: int = MOST_JOBS,
+    max_result_bytes: int = MAX_RESULT_BYTES,
+    max_jobs: int = MAX_JOBS,
     warm: bool = True,
     limits: Limits = LIMITS,
 ) -> FastAPI:
-    """The explorer of `models`, answering under the names `hosts`; with `token`, to those who know it."""
-    explorer = Explorer(models, kept, most_jobs, limits)
+    """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it."""
+    explorer = Explorer(models, max_result_bytes, max_jobs, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,17 +64,18 @@ def create_app(
     app = FastAPI(
         title="veca explorer",
         version=veca.__version__,
-        description="What a VECA does with a picture: upload one, then ask for views, layers, features and costs.",
-        docs_url=None,  # they load scripts from elsewhere
+        description="What a VECA does with an image: upload one, then ask for views, layers, features and costs.",
+        docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
         lifespan=lifespan,
-        exception_handlers=HANDLERS,
+        exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.explorer = explorer
-    app.add_middleware(Guard, hosts=hosts or LOOPBACK, token=token)
+    # Runs before everything else, also for the page's files and /openapi.json.
+    app.add_middleware(SecurityMiddleware, hosts=hosts or LOOPBACK, token=token)
     app.include_router(router)
-    _serve_page(app)
-    app.openapi_schema = _describe(app.openapi(), explorer)
+    _add_page_routes(app)
+    app.openapi_schema = _describe_values(app.openapi(), explorer)
     return app
 
 
@@ -100,189 +83,168 @@ def _explorer(request: Request) -> Explorer:
     return request.app.state.explorer
 
 
-@router.get("/about", responses=problems())
-async def about(request: Request) -> About:
+@router.get("/about", responses=error_responses())
+async def get_about(request: Request) -> schemas.About:
     """Models, sizes, samples and limits."""
     explorer = _explorer(request)
-    ramp = (heat(torch.linspace(0, 1, 11)) * 255).round().int().tolist()
-    return About(
+    heat_levels = (heat(torch.linspace(0, 1, 11)) * 255).round().int().tolist()
+    models = [
+        schemas.ModelInfo(
+            name=name,
+            random=model.provenance.get("weights") == "random",
+            origin=origin(model.provenance),
+            layers=len(model.blocks),
+            width=model.config.num_features,
+            budgets=sorted(model.config.budgets),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
+        for name, model in explorer.models.items()
+    ]
+    return schemas.About(
         version=veca.__version__,
         device=str(next(iter(explorer.models.values())).norm.weight.device),
-        models=[_about_model(name, model) for name, model in explorer.models.items()],
-        sizes=list(SIZES),
-        samples=[Sample(id=id, title=TITLES.get(id, id)) for id in explorer.pictures.samples],
-        heat=[f"#{bytes(colour).hex()}" for colour in ramp],
-        most_bytes=MOST_BYTES,
+        models=models,
+        sizes=list(SHORT_SIDES),
+        samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in explorer.images.samples],
+        heat=[f"#{bytes(colour).hex()}" for colour in heat_levels],
+        most_bytes=MAX_UPLOAD_BYTES,
         most_pixels=MAX_PIXELS,
     )
 
 
-BODY = {"required": True, "content": {ANY: {"schema": {"type": "string", "format": "binary"}}}}
+BODY = {"required": True, "content": {OCTET_STREAM: {"schema": {"type": "string", "format": "binary"}}}}
 
 
-@router.post("/pictures", responses=problems(408, 409, 413, 415), openapi_extra={"requestBody": BODY})
-async def upload(request: Request) -> PictureAbout:
-    """Send a picture as the body: JPEG, PNG, WebP, AVIF, TIFF, GIF, BMP or PPM. The same bytes get the same id."""
-    return _about_picture(await _explorer(request).upload(request))
+@router.post("/pictures", responses=error_responses(408, 409, 413, 415), openapi_extra={"requestBody": BODY})
+async def upload_image(request: Request) -> schemas.ImageInfo:
+    """Upload an image as the body: JPEG, PNG, WebP, AVIF, TIFF, GIF, BMP or PPM. The same bytes get the same id."""
+    return (await _explorer(request).upload(request)).info
 
 
-@router.get("/pictures/{id}", responses=binary("image/jpeg", "The picture, as it is looked at.", 404, 409, 422))
-async def picture(request: Request, id: Id, side: Side = SHOWN) -> Response:
-    """A picture, for looking at."""
+@router.get("/pictures/{id}", responses=binary_responses("image/jpeg", "The image as analysed.", 404, 409, 422))
+async def get_image(request: Request, id: schemas.ImageId, side: schemas.MaxSide = DISPLAY_SIZE) -> Response:
+    """An image, for display."""
     explorer = _explorer(request)
-    found = await explorer.picture(request, id)
-    return Response(await explorer.make(partial(found.jpeg, side)), media_type="image/jpeg")
+    image = await explorer.image(request, id)
+    return Response(await explorer.build_response(partial(image.jpeg, side)), media_type="image/jpeg")
 
 
-@router.get("/pictures/{id}/about", responses=problems(404, 409, 422))
-async def picture_about(request: Request, id: Id) -> PictureAbout:
-    """Whether a picture is still held, and its size."""
-    return _about_picture(await _explorer(request).picture(request, id))
+@router.get("/pictures/{id}/about", responses=error_responses(404, 409, 422))
+async def get_image_info(request: Request, id: schemas.ImageId) -> schemas.ImageInfo:
+    """Whether an image is still held, and its size."""
+    return (await _explorer(request).image(request, id)).info
 
 
-@router.get("/view", responses=binary(SAFETENSORS, "colours, features, places.", 404, 409, 422))
-async def view(request: Request, setting: Asked, pane: Pane = None) -> Response:
-    """Features of a picture.
+@router.get("/view", responses=binary_responses(SAFETENSORS, "colours, features, places.", 404, 409, 422))
+async def get_view(request: Request, setting: SettingQuery, pane: schemas.PaneId = None) -> Response:
+    """Features of an image.
 
-    Safetensors: `colours` (rows, columns, 3) of bytes, the first principal components, fitted to the same picture
-    at 256 px with all cores; `features` (rows, columns, D) of int8, each patch scaled by itself; `places` (layers,
-    cores, 2), the (x, y) in [-1, 1] at which cores stand.
+    Safetensors: `colours` (rows, columns, 3) of bytes, the first principal components, fitted to the same image
+    at 256 px with all cores; `features` (rows, columns, D) of int8, each patch scaled by its maximum; `places` (layers,
+    cores, 2), the (x, y) of the cores in [-1, 1].
     """
     explorer = _explorer(request)
-    found = await explorer.look(request, setting, pane)
-    return Response(await explorer.make(partial(analysis.view, found)), media_type=SAFETENSORS)
+    analysis = await explorer.analyse(request, setting, pane)
+    return Response(await explorer.build_response(partial(pack_view, analysis)), media_type=SAFETENSORS)
 
 
-@router.get("/layer", responses=binary(SAFETENSORS, "maps, ranges, profiles, shares.", 404, 409, 422))
-async def layer(request: Request, setting: Asked, layer: Layer, pane: Pane = None) -> Response:
+@router.get("/layer", responses=binary_responses(SAFETENSORS, "maps, ranges, profiles, shares.", 404, 409, 422))
+async def get_layer(
+    request: Request, setting: SettingQuery, layer: schemas.LayerNumber, pane: schemas.PaneId = None
+) -> Response:
     """Where cores look in one layer, and which cores each patch listens to.
 
     Safetensors: `maps` (cores, rows, columns) of bytes, `ranges` (cores, 3): the attention at 0 and at 255, and its
-    peak over its mean; `profiles` (rows, columns, cores) of bytes, the share of each core in what a patch hears, in
-    parts of `shares` (rows, columns), the largest.
+    peak over its mean; `profiles` (rows, columns, cores) of bytes, the share of each core in the update of a patch,
+    relative to `shares` (rows, columns), the largest.
     """
     explorer = _explorer(request)
     layers = len(explorer.check(setting).blocks)
     if layer > layers:
-        raise ProblemError(422, f"layer={layer}: {setting.model} has layers 1 to {layers}.")
-    found = await explorer.look(request, setting, pane)
-    return Response(analysis.layer(found, layer), media_type=SAFETENSORS)
+        raise RequestError(422, f"layer={layer}: {setting.model} has layers 1 to {layers}.")
+    analysis = await explorer.analyse(request, setting, pane)
+    return Response(pack_layer(analysis, layer), media_type=SAFETENSORS)  # small: needs no thread
 
 
-@router.get("/features", responses=binary(ANY, "A file of features.", 404, 409, 422))
-async def features(request: Request, setting: Asked, form: Form = "safetensors") -> Response:
+@router.get("/features", responses=binary_responses(OCTET_STREAM, "A file of features.", 404, 409, 422))
+async def get_features(
+    request: Request, setting: SettingQuery, file_format: schemas.FileFormat = "safetensors"
+) -> Response:
     """The features as a file, float32: `cls` (D), `cores` (C, D), `patches` (rows, columns, D), `coordinates`."""
     explorer = _explorer(request)
-    found = await explorer.look(request, setting)
-    data = await explorer.make(partial(analysis.features, found, form))
-    name = f"veca-{setting.picture[:12]}-{setting.cores}-{setting.size}.{form}"
-    return Response(data, media_type=ANY, headers={"content-disposition": f'attachment; filename="{name}"'})
+    analysis = await explorer.analyse(request, setting)
+    data = await explorer.build_response(partial(pack_features, analysis, file_format))
+    name = f"veca-{setting.picture[:12]}-{setting.cores}-{setting.size}.{file_format}"
+    return Response(data, media_type=OCTET_STREAM, headers={"content-disposition": f'attachment; filename="{name}"'})
 
 
-@router.get("/counts", responses=problems(404, 409, 422))
-async def counts(request: Request, setting: Asked) -> Counts:
-    """Tokens and GFLOPs of one picture, counted: of VECA and of the dense ViT of the same size."""
+@router.get("/counts", responses=error_responses(404, 409, 422))
+async def get_counts(request: Request, setting: SettingQuery) -> schemas.CountedCosts:
+    """Tokens and GFLOPs of one image, counted: of VECA and of the dense ViT of the same size."""
     explorer = _explorer(request)
     config = explorer.check(setting).config
-    image = (await explorer.picture(request, setting.picture)).image
-    scale = setting.size / min(image.size)
-    ours, dense = count(config, *nearest_sizes(image.height * scale, image.width * scale), setting.cores)
-    return Counts(veca=Counted(**ours._asdict()), dense=Counted(**dense._asdict()))
+    image = (await explorer.image(request, setting.picture)).image
+    scale = setting.size / min(image.size)  # the short side becomes `size`, both sides whole patches
+    return count_costs(config, *nearest_sizes(image.height * scale, image.width * scale), setting.cores)
 
 
-@router.get("/measures", responses=problems(404, 409, 422))
-async def measures(request: Request, setting: Asked, pane: Pane = None) -> Measures:
-    """Time and memory of one picture, measured here, when nothing else is to do: of VECA and of the dense ViT."""
-    ours, dense = await _explorer(request).measure(request, setting, pane)
-    return Measures(veca=Measured(**ours._asdict()), dense=Measured(**dense._asdict()))
+@router.get("/measures", responses=error_responses(404, 409, 422))
+async def get_measures(request: Request, setting: SettingQuery, pane: schemas.PaneId = None) -> schemas.MeasuredCosts:
+    """Time and memory of one image, measured on this machine once it is idle: of VECA and of the dense ViT."""
+    return await _explorer(request).measure(request, setting, pane)
 
 
-def _about_model(name: str, model: Veca) -> ModelAbout:
-    return ModelAbout(
-        name=name,
-        random=model.provenance.get("weights") == "random",
-        origin=origin(model.provenance),
-        layers=len(model.blocks),
-        width=model.config.num_features,
-        budgets=sorted(model.config.budgets),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-    )
+async def _answer_error(request: Request, error: Any) -> Response:
+    """What went wrong as {"problem": …} with the right status."""
+    match error:
+        case RequestError():
+            status, message = error.status, error.message
+        case RequestValidationError():
+            first = error.errors()[0]
+            status, message = 422, f"{'.'.join(str(part) for part in first['loc'][1:])}: {first['msg']}"
+        case HTTPException():
+            status, message = error.status_code, f"{error.detail}: see /openapi.json."
+        case ImageError():  # the decoder names bytes without a file "<bytes>"
+            status = 413 if isinstance(error, ImageTooLargeError) else 415
+            message = f"This picture cannot be used: {str(error).removeprefix('<bytes>: ')}"
+        case _:  # NonFiniteError
+            status, message = 422, f"There is nothing to show: {error}."
+    return JSONResponse({"problem": message}, status, getattr(error, "headers", None))
 
 
-def _about_picture(picture: Picture) -> PictureAbout:
-    return PictureAbout(id=picture.id, width=picture.image.width, height=picture.image.height, cut=picture.cut)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (RequestError, RequestValidationError, HTTPException, ImageError, NonFiniteError), _answer_error
+)
 
 
-async def _told(request: Request, error: Any) -> Response:
-    return JSONResponse({"problem": error.problem}, error.status, error.headers)
-
-
-async def _mistaken(request: Request, error: Any) -> Response:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:])
-    return JSONResponse({"problem": f"{where}: {first['msg']}"}, 422)
-
-
-async def _refused(request: Request, error: Any) -> Response:
-    return JSONResponse({"problem": f"{error.detail}: see /openapi.json."}, error.status_code, error.headers)
-
-
-async def _busy(request: Request, error: Any) -> Response:
-    return JSONResponse({"problem": "The server is busy; try again in a moment."}, 503, {"retry-after": "1"})
-
-
-async def _dropped(request: Request, error: Any) -> Response:
-    return JSONResponse({"problem": "This pane asked for something else meanwhile."}, 409)
-
-
-async def _unreadable(request: Request, error: Any) -> Response:
-    reason = str(error).removeprefix("<bytes>: ")
-    status = 413 if isinstance(error, ImageTooLargeError) else 415
-    return JSONResponse({"problem": f"This picture cannot be used: {reason}"}, status)
-
-
-async def _not_finite(request: Request, error: Any) -> Response:
-    return JSONResponse({"problem": f"There is nothing to show: {error}."}, 422)
-
-
-HANDLERS: dict[Any, Any] = {
-    ProblemError: _told,
-    RequestValidationError: _mistaken,
-    HTTPException: _refused,
-    BusyError: _busy,
-    DroppedError: _dropped,
-    ImageError: _unreadable,
-    NonFiniteError: _not_finite,
-}
-
-
-def _describe(schema: dict[str, Any], explorer: Explorer) -> dict[str, Any]:
-    """The API's description, with the values that this server takes."""
+def _describe_values(schema: dict[str, Any], explorer: Explorer) -> dict[str, Any]:
+    """The OpenAPI description with the values that this server accepts."""
     configs = [model.config for model in explorer.models.values()]
-    known: dict[str, dict[str, Any]] = {
+    values: dict[str, dict[str, Any]] = {
         "model": {"enum": list(explorer.models)},
-        "size": {"enum": list(SIZES)},
+        "size": {"enum": list(SHORT_SIDES)},
         "cores": {"enum": sorted({budget for config in configs for budget in config.budgets})},
         "layer": {"maximum": max(config.depth for config in configs)},
-        "picture": {"examples": list(explorer.pictures.samples)[:1]},
+        "picture": {"examples": list(explorer.images.samples)[:1]},
     }
     for path in schema["paths"].values():
         for parameter in path.get("get", {}).get("parameters", ()):
-            parameter["schema"] |= known.get(parameter["name"], {}) if parameter["in"] == "query" else {}
+            parameter["schema"] |= values.get(parameter["name"], {}) if parameter["in"] == "query" else {}
     return schema
 
 
-def _serve_page(app: FastAPI) -> None:
-    """The files of the page: read once, so that no request names one."""
+def _add_page_routes(app: FastAPI) -> None:
+    """Serve the page's files, read once at the start: no request names a file."""
+
+    def make_route(data: bytes, media_type: str) -> Any:
+        async def send_file() -> Response:
+            return Response(data, media_type=media_type)
+
+        return send_file
+
     for file in (files("veca.web") / "static").iterdir():
-        kind = KINDS.get(file.name.rpartition(".")[2])
-        if kind is not None:
+        media_type = MEDIA_TYPES.get(file.name.rpartition(".")[2])
+        if media_type is not None:
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            app.add_api_route(path, _sender(file.read_bytes(), kind), methods=["GET"], include_in_schema=False)
-
-
-def _sender(data: bytes, kind: str) -> Any:
-    async def send() -> Response:
-        return Response(data, media_type=kind)
-
-    return send
+            route = make_route(file.read_bytes(), media_type)
+            app.add_api_route(path, route, methods=["GET"], include_in_schema=False)

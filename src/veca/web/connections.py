@@ -1,54 +1,47 @@
-"""Limits on connections: how long each phase may take, how many an address may hold, how much may wait to be sent.
+"""The HTTP server with limits on connections: duration of each phase, number per address, unsent bytes.
 
-uvicorn closes connections only when they are idle after a response. Without more, a client that sends nothing, sends a
-byte now and then, or never reads its response holds a connection for as long as it likes.
+uvicorn closes a connection only when it is idle after a response. A client that sends nothing, sends a byte now and
+then, or never reads its response could hold a connection forever.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from veca.web.security import address_of
 
-CONNECTIONS = 512
-PER_ADDRESS = CONNECTIONS // 2
-"""At most, of one address: others always find room."""
-HEADER_SECONDS = 10.0
-"""From the first byte of a request, or from connecting, to the end of its headers."""
-IDLE_SECONDS = 10.0
-"""Between a response and the next request of the same connection."""
-BODY_SECONDS = 30.0
-"""For the whole body of a request, at whatever rate it comes."""
-GRACE_SECONDS = 10.0
-MIN_RATE = 2**14
-"""Bytes per second, on average after the first GRACE_SECONDS, at which a body must come and a response be read."""
-UNSENT_BYTES = 2**28
-"""Of responses that clients have not read yet, over all connections."""
 BACKLOG = 128
-"""Connections that wait to be accepted; so many can be accepted beyond the limit before the first is closed."""
-HEAD_START = 2**16
-"""Bytes credited to every transfer when the slowest is looked for, so that a new one is not the slowest."""
-_SLICE = 2**14
-"""Bytes handed to h11 at once: it checks the length of headers only between two calls."""
+"""Connections that wait to be accepted: so many can exceed the limit before the first is closed."""
+INITIAL_CREDIT = 2**16
+"""Bytes credited to every transfer when the slowest is determined, so that it is not the newest."""
+_MAX_PARSED = 2**14
+"""Bytes passed to h11 at a time: it checks the length of headers only between two calls."""
 _REFUSAL = b'{"problem": "Too many connections at once; try again in a moment."}'
 
 
 @dataclass(frozen=True)
 class Limits:
-    connections: int = CONNECTIONS
-    per_address: int = PER_ADDRESS
-    header_seconds: float = HEADER_SECONDS
-    idle_seconds: float = IDLE_SECONDS
-    body_seconds: float = BODY_SECONDS
-    grace_seconds: float = GRACE_SECONDS
-    min_rate: float = MIN_RATE
-    unsent_bytes: int = UNSENT_BYTES
+    connections: int = 512
+    per_address: int = 256
+    """Of one address: others always find room."""
+    header_seconds: float = 10.0
+    """From the first byte of a request, or from connecting, to the end of its headers."""
+    idle_seconds: float = 10.0
+    """Between a response and the next request on the same connection."""
+    body_seconds: float = 30.0
+    """For the whole body of a request, at whatever rate it comes."""
+    grace_seconds: float = 10.0
+    min_rate: float = 2**14
+    """Bytes per second, on average after `grace_seconds`, at which a body must arrive and a response be read."""
+    unsent_bytes: int = 2**28
+    """Of responses that clients have not read yet, over all connections."""
 
     def seconds_for(self, transferred: int) -> float:
         """How long a transfer may have taken after `transferred` bytes."""
@@ -58,6 +51,26 @@ class Limits:
 LIMITS = Limits()
 
 
+class Transfer(Protocol):
+    address: str
+
+    @property
+    def pace(self) -> float:
+        """Bytes per second."""
+
+
+TransferT = TypeVar("TransferT", bound=Transfer)
+
+
+def slowest_at_largest_address(held: Mapping[TransferT, int]) -> TransferT:
+    """Of transfers and the bytes each holds: the slowest one of the address that holds most in total."""
+    by_address: Counter[str] = Counter()
+    for transfer, size in held.items():
+        by_address[transfer.address] += size
+    largest, _ = by_address.most_common(1)[0]
+    return min((transfer for transfer in held if transfer.address == largest), key=lambda transfer: transfer.pace)
+
+
 def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
     """A server of `app` under `limits`; `run(sockets=[…])` starts it."""
     protocol = type("Protocol", (LimitedProtocol,), {"pool": ConnectionPool(_within_file_limit(limits))})
@@ -65,7 +78,7 @@ def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
         app,
         http=protocol,
         ws="none",
-        log_level="error",  # a warning for every request that is not HTTP would let clients fill the log
+        log_level="error",  # otherwise clients could fill the log with invalid requests
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
@@ -76,87 +89,80 @@ def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
 
 
 class ConnectionPool:
-    """The open connections of a server. Too many, or too slow ones, are closed, the slowest first."""
+    """The open connections of a server; where there are too many, or they are too slow, the slowest are closed."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.open: set[LimitedProtocol] = set()
         shortest = min(limits.header_seconds, limits.idle_seconds, limits.body_seconds, limits.grace_seconds)
         self._interval = min(1.0, shortest / 4)
-        self._sweeping = False
+        self._sweep_scheduled = False
 
     def add(self, new: LimitedProtocol) -> None:
-        """Make room for `new`, in the share of its address or else where most connections are, or refuse it."""
+        """Admit a connection; at the limit the slowest of a crowded address makes room, or the new one is refused."""
         self.open.add(new)
-        self._sweep_later(new.loop)
-        crowd = [each for each in self.open if each.address == new.address]
-        if len(crowd) <= self.limits.per_address:
-            if len(self.open) <= self.limits.connections:
-                return
-            crowded, _ = Counter(each.address for each in self.open).most_common(1)[0]
-            crowd = [each for each in self.open if each.address == crowded]
-        if not self._close_slowest([each for each in crowd if each is not new and not each.working]):
+        self._schedule_sweep(new.loop)
+        per_address = Counter(connection.address for connection in self.open)
+        if per_address[new.address] > self.limits.per_address:
+            crowded = new.address
+        elif len(self.open) > self.limits.connections:
+            crowded = per_address.most_common(1)[0][0]
+        else:
+            return
+        candidates = [c for c in self.open if c.address == crowded and c is not new and not c.working]
+        if candidates:
+            self.close(min(candidates, key=lambda connection: connection.pace))
+        else:
             self.open.discard(new)
             new.refuse()
 
     def limit_unsent(self) -> None:
-        """Close connections whose clients do not read, until what they all have to be sent fits into memory."""
-        unsent = {each: each.unsent for each in self.open if each.unsent}
+        """Close connections that do not read, until the responses of all others fit into memory."""
+        unsent = {connection: connection.unsent for connection in self.open if connection.unsent}
         while sum(unsent.values()) > self.limits.unsent_bytes:
-            by_address: Counter[str] = Counter()
-            for each, size in unsent.items():
-                by_address[each.address] += size
-            largest, _ = by_address.most_common(1)[0]
-            closed = self._close_slowest([each for each in unsent if each.address == largest])
-            assert closed
-            del unsent[closed]
+            slowest = slowest_at_largest_address(unsent)
+            self.close(slowest)
+            del unsent[slowest]
 
     def close(self, connection: LimitedProtocol) -> None:
         self.open.discard(connection)
-        connection.transport.abort()  # `close` would wait until the client has read all
+        connection.transport.abort()  # `close` would wait until the client has read everything
 
-    def _close_slowest(self, crowd: list[LimitedProtocol]) -> LimitedProtocol | None:
-        slowest = min(crowd, key=lambda each: each.pace, default=None)
-        if slowest:
-            self.close(slowest)
-        return slowest
-
-    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.open and not self._sweeping:
-            self._sweeping = True
+    def _schedule_sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.open and not self._sweep_scheduled:
+            self._sweep_scheduled = True
             loop.call_later(self._interval, self._sweep, loop)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._sweeping = False
-        for each in [each for each in self.open if each.is_overdue()]:
-            self.close(each)
-        self._sweep_later(loop)
+        self._sweep_scheduled = False
+        for connection in [connection for connection in self.open if connection.is_overdue()]:
+            self.close(connection)
+        self._schedule_sweep(loop)
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which also keeps track of how long the present phase of its connection has taken.
+    """uvicorn's HTTP/1.1 protocol, which also tracks how long the current phase of its connection has taken.
 
     Phases: waiting for a request, receiving its body, working on it, sending the response.
     """
 
     pool: ClassVar[ConnectionPool]
     address: str
-    _since: float
-    """When the present phase began."""
+    _phase_start: float
     _received: int
-    """Bytes received in it."""
+    """Bytes received in this phase."""
     _to_send: int
     """Bytes that were to be sent when it began."""
-    _least_unsent: int
-    _last_read: float
-    """The fewest bytes left to send so far, and since when: a client that does not read makes no progress."""
-    _owes_completion: bool
+    _min_unsent: int
+    _last_progress: float
+    """The fewest unsent bytes so far, and since when: a client that does not read makes no progress."""
+    _completion_deferred: bool
     """Whether uvicorn has yet to be told that the response is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = address_of(self.client[0]) if self.client else ""
-        self._owes_completion = False
+        self._completion_deferred = False
         self._begin_phase()
         self.pool.add(self)
 
@@ -166,33 +172,33 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiting and not self._received:
-            self._begin_phase()  # a request begins
-        for start in range(0, len(data), _SLICE):
+            self._begin_phase()  # the first bytes of a request
+        for start in range(0, len(data), _MAX_PARSED):
             if self.transport.is_closing():
                 return
-            piece = data[start : start + _SLICE]
-            self._received += len(piece)
-            super().data_received(piece)
+            part = data[start : start + _MAX_PARSED]
+            self._received += len(part)
+            super().data_received(part)
 
     def handle_events(self) -> None:
-        before = self.cycle
+        previous = self.cycle
         super().handle_events()
-        if self.cycle is not before:
+        if self.cycle is not previous:
             self._begin_phase()
 
     def on_response_complete(self) -> None:
         self._begin_phase()
         if self.flow.write_paused:
-            # The next of several pipelined requests waits until this response has been read: one per connection.
-            self._owes_completion = True
+            # The next pipelined request waits until this response has been read: one per connection in memory.
+            self._completion_deferred = True
             self.pool.limit_unsent()
         else:
             super().on_response_complete()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._owes_completion:
-            self._owes_completion = False
+        if self._completion_deferred:
+            self._completion_deferred = False
             self._begin_phase()
             super().on_response_complete()
 
@@ -205,7 +211,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes of the response that the client has not taken yet."""
+        """Bytes of the response that the client has not read yet."""
         return self.transport.get_write_buffer_size()
 
     @property
@@ -215,27 +221,27 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def pace(self) -> float:
-        """Bytes per second of the present phase."""
-        elapsed = max(self.loop.time() - self._since, 1e-6)
-        return (self._transferred + HEAD_START) / elapsed
+        """Bytes per second of the current phase."""
+        elapsed = max(self.loop.time() - self._phase_start, 1e-6)
+        return (self._transferred + INITIAL_CREDIT) / elapsed
 
     def is_overdue(self) -> bool:
-        """Whether the present phase has taken longer than it may."""
+        """Whether the current phase has taken longer than it may."""
         limits, now = self.pool.limits, self.loop.time()
         if self.working:
             return False
         if self.unsent:
-            if self.unsent < self._least_unsent:
-                self._least_unsent, self._last_read = self.unsent, now
-            if now - self._last_read > limits.grace_seconds:
+            if self.unsent < self._min_unsent:
+                self._min_unsent, self._last_progress = self.unsent, now
+            if now - self._last_progress > limits.grace_seconds:
                 return True
             allowed = limits.seconds_for(self._transferred)
         elif self._waiting:
             allowed = limits.idle_seconds if self.cycle and not self._received else limits.header_seconds
         else:
-            # An upload is told about its own limits; this one ends bodies that nobody reads.
+            # Uploads enforce tighter limits with a proper answer; this ends bodies that no handler reads.
             allowed = limits.body_seconds + limits.grace_seconds
-        return now - self._since > allowed
+        return now - self._phase_start > allowed
 
     @property
     def _waiting(self) -> bool:
@@ -246,13 +252,13 @@ class LimitedProtocol(H11Protocol):
         return self._to_send - self.unsent if self.unsent else self._received
 
     def _begin_phase(self) -> None:
-        self._since = self._last_read = self.loop.time()
+        self._phase_start = self._last_progress = self.loop.time()
         self._received = 0
-        self._to_send = self._least_unsent = self.unsent
+        self._to_send = self._min_unsent = self.unsent
 
 
 def _within_file_limit(limits: Limits) -> Limits:
-    """Connections may take half of the files that this process may open."""
+    """Let connections take at most half of the files that this process may open."""
     try:
         import resource
     except ImportError:  # Windows

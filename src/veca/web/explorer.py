@@ -1,173 +1,171 @@
-"""Models, pictures and what was found in them: all the page asks for, with bounds on everything."""
+"""The explorer's state: models, images, cached results, and the queues that compute them, all bounded."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from torch import Tensor
 
 from veca.model import Veca
-from veca.web.analysis import REFERENCE, Analysis, analyse, input_of, reference
+from veca.web.analysis import REFERENCE_SIZE, Analysis, analyse, model_input, reference_features
 from veca.web.connections import LIMITS, Limits
-from veca.web.costs import Measure, measure_dense, measure_veca
-from veca.web.images import Picture, Pictures
-from veca.web.jobs import Kept, ProblemError, Steps, Worker
+from veca.web.costs import measure_dense, measure_veca
+from veca.web.images import ImageStore, StoredImage
+from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError, T
+from veca.web.schemas import SHORT_SIDES, MeasuredCost, MeasuredCosts, ViewSetting
 from veca.web.security import address_of
-from veca.web.uploads import Uploads
+from veca.web.uploads import UploadReceiver
 
-SIZES = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Short sides in pixels."""
-MOST_JOBS = 32
-MOST_RESULTS = 2**29
-"""Bytes of results that are kept."""
-MOST_RESPONSES = 2
-"""Responses that are made at once: each takes tens of megabytes, and made faster than sent they would pile up."""
-MOST_OPENINGS = 36
-"""Pictures that wait to be opened."""
-
-
-class Setting(NamedTuple):
-    picture: str
-    model: str
-    cores: int
-    size: int
+MAX_JOBS = 32
+MAX_RESULT_BYTES = 2**29
+MAX_RESPONSES = 2
+"""Responses built at once: each takes tens of megabytes, and built faster than sent they would pile up."""
+MAX_DECODE_JOBS = 36
 
 
 class Explorer:
-    """The models are only ever asked from one thread, pictures only opened in another."""
+    """Models run in one thread only, and images are decoded in another."""
 
     def __init__(
         self,
         models: Mapping[str, Veca],
-        kept: int = MOST_RESULTS,
-        most_jobs: int = MOST_JOBS,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+        max_jobs: int = MAX_JOBS,
         limits: Limits = LIMITS,
     ) -> None:
         self.models = dict(models)
-        self.pictures = Pictures()
-        self._analyses: Kept[Analysis] = Kept(kept, lambda found: found.nbytes)
-        self._references: Kept[Tensor] = Kept(2**26, lambda found: found.nbytes)
-        self._measures: Kept[Measure] = Kept(4096, lambda found: 1)
-        self.worker = Worker("veca-model", most_jobs)
-        self._opener = Worker("veca-pictures", MOST_OPENINGS)
-        self._uploads = Uploads(limits)
-        self._making = asyncio.Semaphore(MOST_RESPONSES)
+        self.images = ImageStore()
+        self._analyses: ByteCache[Analysis] = ByteCache(max_result_bytes, lambda analysis: analysis.nbytes)
+        self._references: ByteCache[Tensor] = ByteCache(2**26, lambda features: features.nbytes)
+        # Wrapped in a tuple, since None is a result too: the dense ViT without timm.
+        self._measured: ByteCache[tuple[MeasuredCost | None]] = ByteCache(4096, lambda _: 1)
+        self.model_queue = JobQueue("veca-model", max_jobs)
+        self._decode_queue = JobQueue("veca-decode", MAX_DECODE_JOBS)
+        self._uploads = UploadReceiver(limits)
+        self._response_slots = asyncio.Semaphore(MAX_RESPONSES)
 
     def close(self) -> None:
-        self.worker.close()
-        self._opener.close()
+        self.model_queue.close()
+        self._decode_queue.close()
 
     def warm_up(self) -> None:
-        """The first pass of a process takes longer than any other: let it be nobody's."""
-        if self.pictures.samples:
-            id, (name, model) = next(iter(self.pictures.samples)), next(iter(self.models.items()))
-            setting = Setting(id, name, max(model.config.budgets), REFERENCE)
-            picture = self.pictures.get(id)
-            assert picture is not None
-            self.worker.submit("warm", lambda: self._look(setting, picture))
+        """Run the model once, so that no client waits for the slow first pass of a process."""
+        if self.images.samples:
+            id, (name, model) = next(iter(self.images.samples)), next(iter(self.models.items()))
+            image = self.images.get(id)
+            assert image is not None
+            setting = ViewSetting(id, name, max(model.config.budgets), REFERENCE_SIZE)
+            self.model_queue.submit("warm-up", lambda: self._analyse(setting, image))
 
-    def check(self, setting: Setting) -> Veca:
-        """The model of a setting that can be had."""
-        _, name, cores, size = setting
-        if name not in self.models:
-            raise ProblemError(422, f"No model is called {name!r}; there are {', '.join(self.models)}.")
-        budgets = self.models[name].config.budgets
-        if cores not in budgets:
-            trained = ", ".join(map(str, budgets))
-            raise ProblemError(422, f"cores={cores}: {name} was trained at budgets of {trained}; choose one of these.")
-        if size not in SIZES:
-            raise ProblemError(422, f"size={size}: choose one of {', '.join(map(str, SIZES))}.")
-        return self.models[name]
-
-    async def make(self, response: Callable[[], bytes]) -> bytes:
-        """The bytes of a large response, made in a thread when it is their turn."""
-        async with self._making:
-            return await asyncio.to_thread(response)
-
-    async def upload(self, request: Request) -> Picture:
-        client = _client(request)
-        async with self._uploads.receive(request, client) as data:
-            return await self._opener.run(object(), lambda: self._open(data), partial(_gone, request), client=client)
-
-    async def picture(self, request: Request, id: str) -> Picture:
-        if held := self.pictures.held(id):
-            return held
-        return await self._opener.run(
-            ("find", id), lambda: self._find(id), partial(_gone, request), client=_client(request)
-        )
-
-    async def look(self, request: Request, setting: Setting, pane: str | None = None) -> Analysis:
-        self.check(setting)
-        if found := self._analyses.get(setting):
-            return found
-        picture = await self.picture(request, setting.picture)
-        return await self.worker.run(
-            setting, lambda: self._look(setting, picture), partial(_gone, request),
-            client=_client(request), pane=_pane(request, pane),
-        )  # fmt: skip
-
-    async def measure(self, request: Request, setting: Setting, pane: str | None = None) -> tuple[Measure, Measure]:
-        """Of VECA, and of the dense ViT; when nothing else is to do."""
-        self.check(setting)
-        picture = await self.picture(request, setting.picture)
-        return await self.worker.run(
-            ("measure", setting), lambda: self._measure(setting, picture), partial(_gone, request),
-            client=_client(request), pane=_pane(request, pane and f"{pane} measures"), later=True,
-        )  # fmt: skip
-
-    def _open(self, data: bytes) -> Steps[Picture]:
-        return self.pictures.add(data)
-        yield
-
-    def _find(self, id: str) -> Steps[Picture]:
-        found = self.pictures.get(id)
-        if found is None:
-            raise ProblemError(404, "There is no such picture here any more: upload it again.")
-        return found
-        yield
-
-    def _look(self, setting: Setting, picture: Picture) -> Steps[Analysis]:
-        if found := self._analyses.get(setting):
-            return found
-        model, fitted = self.models[setting.model], (setting.picture, setting.model)
-        like = self._references.get(fitted)
-        if like is None:
-            like = reference(model, picture)
-            self._references.put(fitted, like)
-            yield
-        found = analyse(model, picture, setting.cores, setting.size, like, setting._asdict())
-        self._analyses.put(setting, found)
-        return found
-
-    def _measure(self, setting: Setting, picture: Picture) -> Steps[tuple[Measure, Measure]]:
+    def check(self, setting: ViewSetting) -> Veca:
+        """The model of a valid setting; `RequestError` for what this server does not offer."""
+        if setting.model not in self.models:
+            raise RequestError(422, f"No model is called {setting.model!r}; there are {', '.join(self.models)}.")
         model = self.models[setting.model]
-        images = input_of(model, picture, setting.size)
-        where = (setting.model, images.shape)
-        ours = self._measures.get((where, setting.cores))
-        if ours is None:
-            ours = yield from measure_veca(model, images, setting.cores)
-            self._measures.put((where, setting.cores), ours)
-        dense = self._measures.get((where, "dense"))
-        if dense is None:
-            dense = yield from measure_dense(model.config, images)
-            self._measures.put((where, "dense"), dense)
-        return ours, dense
+        if setting.cores not in model.config.budgets:
+            budgets = ", ".join(map(str, model.config.budgets))
+            raise RequestError(
+                422, f"cores={setting.cores}: {setting.model} was trained at budgets of {budgets}; choose one of these."
+            )
+        if setting.size not in SHORT_SIDES:
+            raise RequestError(422, f"size={setting.size}: choose one of {', '.join(map(str, SHORT_SIDES))}.")
+        return model
+
+    async def build_response(self, build: Callable[[], bytes]) -> bytes:
+        """The bytes of a large response, built in a thread when it is its turn."""
+        async with self._response_slots:
+            return await asyncio.to_thread(build)
+
+    async def upload(self, request: Request) -> StoredImage:
+        async with self._uploads.receive(request, _client(request)) as data:
+            # A key of its own: every upload is decoded, and `add` finds bytes that are already there.
+            return await _run_job(self._decode_queue, request, object(), lambda: _once(partial(self.images.add, data)))
+
+    async def image(self, request: Request, id: str) -> StoredImage:
+        if stored := self.images.cache.get(id):
+            return stored
+        stored = await _run_job(self._decode_queue, request, id, lambda: _once(partial(self.images.get, id)))
+        if stored is None:
+            raise RequestError(404, "There is no such picture here any more: upload it again.")
+        return stored
+
+    async def analyse(self, request: Request, setting: ViewSetting, pane: str | None = None) -> Analysis:
+        self.check(setting)
+        if analysis := self._analyses.get(setting):
+            return analysis
+        image = await self.image(request, setting.picture)
+        return await _run_job(self.model_queue, request, setting, lambda: self._analyse(setting, image), pane)
+
+    async def measure(self, request: Request, setting: ViewSetting, pane: str | None = None) -> MeasuredCosts:
+        """Time and memory, measured when the queue is empty."""
+        self.check(setting)
+        image = await self.image(request, setting.picture)
+        pane = pane and f"{pane} measures"  # a view does not cancel a measurement of the same pane
+        key = ("measure", setting)
+        return await _run_job(self.model_queue, request, key, lambda: self._measure(setting, image), pane, later=True)
+
+    def _analyse(self, setting: ViewSetting, image: StoredImage) -> JobSteps[Analysis]:
+        if analysis := self._analyses.get(setting):
+            return analysis
+        model, reference_key = self.models[setting.model], (setting.picture, setting.model)
+        reference = self._references.get(reference_key)
+        if reference is None:
+            reference = reference_features(model, image)
+            self._references.put(reference_key, reference)
+            yield  # a good moment to stop if the client is gone
+        analysis = analyse(model, image, setting.cores, setting.size, reference, asdict(setting))
+        self._analyses.put(setting, analysis)
+        return analysis
+
+    def _measure(self, setting: ViewSetting, image: StoredImage) -> JobSteps[MeasuredCosts]:
+        model = self.models[setting.model]
+        images = model_input(model, image, setting.size)
+        veca = yield from self._measure_once(
+            (setting.model, images.shape, setting.cores), lambda: measure_veca(model, images, setting.cores)
+        )
+        dense = yield from self._measure_once(
+            (setting.model, images.shape, "dense"), lambda: measure_dense(model.config, images)
+        )
+        assert veca is not None
+        return MeasuredCosts(veca=veca, dense=dense)
+
+    def _measure_once(self, key: Any, measure: Callable[[], JobSteps[Any]]) -> JobSteps[MeasuredCost | None]:
+        cached = self._measured.get(key)
+        if cached is None:
+            cached = ((yield from measure()),)
+            self._measured.put(key, cached)
+        return cached[0]
+
+
+async def _run_job(
+    queue: JobQueue,
+    request: Request,
+    key: Any,
+    make: Callable[[], JobSteps[T]],
+    pane: str | None = None,
+    later: bool = False,
+) -> T:
+    """Run a job for the client of a request until it is done or the client has disconnected."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    host = request.client.host if request.client else ""
+    pane = pane and f"{host} {pane}"  # pages choose names for their panes: those of two machines may be equal
+    return await queue.run(key, make, disconnected, client=_client(request), pane=pane, later=later)
 
 
 def _client(request: Request) -> str:
     return address_of(request.client.host) if request.client else ""
 
 
-def _pane(request: Request, pane: str | None) -> str | None:
-    """Pages choose names for their panes; those of two machines must not meet."""
-    return pane and f"{request.client.host if request.client else ''} {pane}"
-
-
-async def _gone(request: Request) -> None:
-    """Returns when the client is no longer there."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _once(call: Callable[[], T]) -> JobSteps[T]:
+    """A job of one step."""
+    return call()
+    yield

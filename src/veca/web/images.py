@@ -1,4 +1,4 @@
-"""Pictures that were uploaded, and the samples: opened through `veca.images`, held decoded, forgotten in time."""
+"""Images of the explorer: uploads and samples, decoded and cached in memory up to a limit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from veca.errors import ArgumentError
 from veca.images import fit_image, open_image, resample
-from veca.inspect.demo import sample_pictures
-from veca.web.jobs import Kept
+from veca.images.samples import sample_images
+from veca.web.jobs import ByteCache
+from veca.web.schemas import ImageInfo
 
-MOST_BYTES = 2**25
-"""Of an upload."""
-SHORTEST, LONGEST = 1024, 2048
-"""Pixels that are kept of a picture's sides: as many as the largest resolution takes."""
-SHAPE = 2
-"""The long side over the short, at most; the rest is cut off around the centre."""
-SHOWN = 1024
-TITLES = {
+MAX_UPLOAD_BYTES = 2**25
+SHORT_SIDE, LONG_SIDE = 1024, 2048
+"""Images are held at most this large: what the largest resolution on offer needs."""
+MAX_ASPECT = 2
+"""Long side over short side; what is longer is cropped around the centre."""
+DISPLAY_SIZE = 1024
+SAMPLE_TITLES = {
     "astronaut": "Eileen Collins, NASA",
     "chelsea": "Chelsea, Stéfan van der Walt",
     "coffee": "Coffee, Rachel Michetti",
@@ -28,64 +29,64 @@ TITLES = {
 }
 
 
-class Picture(NamedTuple):
+class StoredImage(NamedTuple):
     id: str
     image: Image.Image
-    """As it is looked at, not yet fitted to patches."""
+    """Cropped, not yet resized to whole patches."""
     cut: bool
-    """Whether its ends were cut off."""
+    """Whether it was cropped."""
 
-    def at(self, size: int) -> Image.Image:
+    @property
+    def info(self) -> ImageInfo:
+        return ImageInfo(id=self.id, width=self.image.width, height=self.image.height, cut=self.cut)
+
+    def resized(self, size: int) -> Image.Image:
         """With a short side of `size`, in whole patches."""
         return fit_image(self.image, size, "keep")
 
-    def jpeg(self, side: int = SHOWN) -> bytes:
-        """For the page: the long side at most `side`."""
+    def jpeg(self, max_side: int = DISPLAY_SIZE) -> bytes:
+        """For the page."""
         shown = self.image.copy()
-        shown.thumbnail((side, side), Image.Resampling.BICUBIC)
+        shown.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
         data = io.BytesIO()
         shown.save(data, "JPEG", quality=90)
         return data.getvalue()
 
 
-class Pictures:
-    """By id: a sample's name, or the hash of the bytes that were uploaded."""
+class ImageStore:
+    """Images by id: a sample's name, or the hash of the uploaded bytes."""
 
-    def __init__(self, most: int = 2**28) -> None:
-        self._kept: Kept[Picture] = Kept(most, lambda picture: 3 * picture.image.width * picture.image.height)
-        self.samples = samples()
+    def __init__(self, max_bytes: int = 2**28) -> None:
+        self.cache: ByteCache[StoredImage] = ByteCache(max_bytes, lambda held: 3 * held.image.width * held.image.height)
+        self.samples = find_samples()
 
-    def held(self, id: str) -> Picture | None:
-        """One that is at hand."""
-        return self._kept.get(id)
+    def get(self, id: str) -> StoredImage | None:
+        """An image in memory, or a sample, opened if need be. None: unknown or evicted."""
+        stored = self.cache.get(id)
+        if stored is None and id in self.samples:
+            stored = self._store(id, open_image(self.samples[id], at_least=SHORT_SIDE))
+        return stored
 
-    def get(self, id: str) -> Picture | None:
-        """One that is, or a sample, which is opened then. None: never seen, or forgotten."""
-        found = self._kept.get(id)
-        if found is None and id in self.samples:
-            found = self._keep(id, open_image(self.samples[id], at_least=SHORTEST))
-        return found
+    def add(self, data: bytes) -> StoredImage:
+        """Decode an upload; `ImageError` if it cannot be."""
+        id = hashlib.sha256(data).hexdigest()[:32]  # 128 bits: ids cannot be guessed
+        return self.cache.get(id) or self._store(id, open_image(data, at_least=SHORT_SIDE))
 
-    def add(self, data: bytes) -> Picture:
-        """Opens what came as `data`, or raises `ImageError`."""
-        id = hashlib.sha256(data).hexdigest()[:32]
-        return self._kept.get(id) or self._keep(id, open_image(data, at_least=SHORTEST))
-
-    def _keep(self, id: str, image: Image.Image) -> Picture:
-        width, height = image.info["extent"]
-        cut_width, cut_height = min(width, SHAPE * height), min(height, SHAPE * width)
-        left, top = (width - cut_width) / 2, (height - cut_height) / 2
-        scale = min(1.0, LONGEST / max(cut_width, cut_height))
-        size = max(1, round(cut_width * scale)), max(1, round(cut_height * scale))
-        shown = resample(image, size, (left, top, left + cut_width, top + cut_height))
-        picture = Picture(id, shown, (cut_width, cut_height) != (width, height))
-        self._kept.put(id, picture)
-        return picture
+    def _store(self, id: str, image: Image.Image) -> StoredImage:
+        width, height = image.info["extent"]  # of the file: large JPEGs are decoded at a fraction of it
+        crop_width, crop_height = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
+        left, top = (width - crop_width) / 2, (height - crop_height) / 2
+        scale = min(1.0, LONG_SIDE / max(crop_width, crop_height))
+        size = max(1, round(crop_width * scale)), max(1, round(crop_height * scale))
+        resized = resample(image, size, (left, top, left + crop_width, top + crop_height))
+        stored = StoredImage(id, resized, (crop_width, crop_height) != (width, height))
+        self.cache.put(id, stored)
+        return stored
 
 
-def samples() -> dict[str, Path]:
+def find_samples() -> dict[str, Path]:
     """The photographs of `veca demo` by name; none where scikit-image is not installed."""
     try:
-        return {path.stem: path for path in sample_pictures()}
-    except ValueError:
+        return {path.stem: path for path in sample_images()}
+    except ArgumentError:
         return {}

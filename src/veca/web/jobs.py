@@ -1,12 +1,11 @@
-"""Work off the request thread: one thread, a bounded queue, jobs that are shared, dropped and put off.
+"""Job queue: one worker thread, a bounded queue, shared and cancellable jobs; an LRU cache.
 
-A job is a generator: it may pause at each `yield`, where more urgent work goes first and a job nobody waits for ends.
+A job is a generator. At each `yield` it may be paused for more urgent jobs, or ended if nobody waits for it any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import threading
 from collections import OrderedDict
@@ -18,53 +17,63 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from veca.errors import VecaError
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[None, None, T]
-MOST_PANES = 4096
+JobSteps: TypeAlias = Generator[None, None, T]
 
 
-class ProblemError(VecaError):
-    """What a client did wrong, as it is told."""
+class RequestError(VecaError):
+    """A request that cannot be answered: the HTTP status, what to tell the client, and headers."""
 
-    def __init__(self, status: int, problem: str, **headers: str) -> None:
-        super().__init__(problem)
-        self.status, self.problem, self.headers = status, problem, headers
-
-
-class BusyError(VecaError):
-    """The queue is full; a moment later it will not be."""
+    def __init__(self, status: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.headers = status, message, headers
 
 
-class DroppedError(VecaError):
-    """Nobody waits for the answer any more: the client left, or asked for something else instead."""
+class BusyError(RequestError):
+    """The queue is full."""
+
+    def __init__(self, message: str = "The server is busy; try again in a moment.", **headers: str) -> None:
+        super().__init__(503, message, **{"retry-after": "1"}, **headers)
+
+
+class DroppedError(RequestError):
+    """Nobody waits for the result any more: the client disconnected, or its pane asked for something else."""
+
+    def __init__(self) -> None:
+        super().__init__(409, "This pane asked for something else meanwhile.")
 
 
 @dataclass
-class _Job:
+class QueuedJob:
     key: Hashable
-    make: Callable[[], Steps[Any]]
+    make: Callable[[], JobSteps[Any]]
     later: bool
-    client: str | None = None
-    turn: int = 0
-    """How many jobs of the same client were there before it: clients take turns, however many jobs each has."""
-    futures: list[Future[Any]] = field(default_factory=list)
-    steps: Steps[Any] | None = None
+    client: str | None
+    turn: int
+    """How many jobs the same client had queued before: clients take turns, however many jobs each has."""
+    order: int
+    waiters: dict[Future[Any], str | None] = field(default_factory=dict)
+    """Futures of those who wait for the result, and the pane of each."""
+    steps: JobSteps[Any] | None = None
+
+    @property
+    def priority(self) -> tuple[Any, ...]:
+        """The smallest runs next: a started job goes on until it ends, except for those that run `later`."""
+        return self.later, self.steps is None, self.turn, self.order
 
 
-class Worker:
-    """One thread that does jobs; those that ask for the same thing get the same job.
+class JobQueue:
+    """One thread that runs jobs in turn; requests with the same key share one job.
 
-    No client may take the last quarter of the queue from the others, and jobs of several clients take turns.
+    One client may fill at most three quarters of the queue, and clients take turns.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self.most, self.most_of_one = most, most - most // 4
+    def __init__(self, name: str, max_jobs: int) -> None:
+        self.max_jobs, self.max_per_client = max_jobs, max_jobs - max_jobs // 4
         self._condition = threading.Condition()
-        self._jobs: dict[Hashable, _Job] = {}
-        self._queue: list[tuple[bool, int, int, Hashable]] = []
+        self._jobs: dict[Hashable, QueuedJob] = {}
         self._order = itertools.count()
-        self._panes: OrderedDict[str, tuple[Hashable, list[Future[Any]]]] = OrderedDict()
         self._open = True
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -74,62 +83,57 @@ class Worker:
     def submit(
         self,
         key: Hashable,
-        make: Callable[[], Steps[T]],
+        make: Callable[[], JobSteps[T]],
         *,
         client: str | None = None,
         pane: str | None = None,
         later: bool = False,
     ) -> Future[T]:
-        """The answer of the job called `key`, made if it is not there yet; `BusyError` where it finds no place.
+        """The result of the job `key`, queued unless it is already; `BusyError` if there is no room.
 
-        What the same `pane` was waiting for under another key is dropped. With `later`, all other work goes first.
+        What the same `pane` was waiting for under another key is dropped. With `later`, all other jobs go first.
         """
         with self._condition:
-            if pane is not None:
-                self._supersede(pane, key)
-            job = self._jobs.get(key)
-            if job is None:
+            # At most `max_jobs` jobs: scanning them all is cheap.
+            superseded = [
+                (job, future)
+                for job in self._jobs.values()
+                for future, waiting_pane in job.waiters.items()
+                if pane is not None and waiting_pane == pane and job.key != key
+            ]
+            for job, future in superseded:
+                self._leave(job, future)
+                future.set_exception(DroppedError())
+            if key not in self._jobs:
                 turn = sum(job.client == client for job in self._jobs.values()) if client else 0
-                if len(self._jobs) >= self.most or turn >= self.most_of_one or not self._open:
+                if len(self._jobs) >= self.max_jobs or turn >= self.max_per_client or not self._open:
                     raise BusyError
-                job = self._jobs[key] = _Job(key, make, later, client, turn)
-                self._push(job)
-            future: Future[T] = Future()
-            future.set_running_or_notify_cancel()  # it is dropped, never cancelled: an answer always finds it open
-            job.futures.append(future)
-            if pane is not None:
-                self._panes[pane][1].append(future)
+                self._jobs[key] = QueuedJob(key, make, later, client, turn, next(self._order))
+                self._condition.notify()
+            future = Future[T]()
+            future.set_running_or_notify_cancel()  # it can no longer be cancelled, so setting its result cannot fail
+            self._jobs[key].waiters[future] = pane
             return future
 
     async def run(
-        self,
-        key: Hashable,
-        make: Callable[[], Steps[T]],
-        gone: Callable[[], Awaitable[object]],
-        *,
-        client: str | None = None,
-        pane: str | None = None,
-        later: bool = False,
-    ) -> T:
-        """`submit`, and wait; once `gone()` returns, because the client is, the job is dropped."""
-        future = self.submit(key, make, client=client, pane=pane, later=later)
-        answer: asyncio.Future[Any] = asyncio.wrap_future(future)
-        left: asyncio.Future[Any] = asyncio.ensure_future(gone())
+        self, key: Hashable, make: Callable[[], JobSteps[T]], disconnected: Callable[[], Awaitable[object]],
+        **options: Any,
+    ) -> T:  # fmt: skip
+        """`submit` and wait; the job is dropped once `disconnected()` returns."""
+        future = self.submit(key, make, **options)
+        result: asyncio.Future[Any] = asyncio.wrap_future(future)
+        watcher: asyncio.Future[Any] = asyncio.ensure_future(disconnected())
         try:
-            await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            await asyncio.wait({result, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
                 raise DroppedError
-            return answer.result()
+            return result.result()
         finally:
-            left.cancel()
-            self.drop(future)
-
-    def drop(self, future: Future[Any]) -> None:
-        """Wait for it no longer; a job that nobody waits for is not begun, or ends at its next step."""
-        with self._condition:
-            for job in list(self._jobs.values()):
-                if future in job.futures:
-                    self._leave(job, future)
+            watcher.cancel()
+            with self._condition:
+                for job in list(self._jobs.values()):
+                    if future in job.waiters:
+                        self._leave(job, future)
 
     def close(self) -> None:
         with self._condition:
@@ -137,76 +141,49 @@ class Worker:
             self._condition.notify_all()
         self._thread.join(timeout=10)
 
-    def _supersede(self, pane: str, key: Hashable) -> None:
-        before, futures = self._panes.pop(pane, (key, []))
-        if before != key:
-            for future in futures:
-                if (job := self._jobs.get(before)) and future in job.futures:
-                    self._leave(job, future)
-                    future.set_exception(DroppedError())
-            futures = []
-        self._panes[pane] = key, [future for future in futures if not future.done()]
-        if len(self._panes) > MOST_PANES:
-            self._panes.popitem(last=False)
+    def _leave(self, job: QueuedJob, future: Future[Any]) -> None:
+        """Stop waiting; without any waiter a job is not begun, or not continued."""
+        del job.waiters[future]
+        if not job.waiters:
+            del self._jobs[job.key]
 
-    def _leave(self, job: _Job, future: Future[Any]) -> None:
-        job.futures.remove(future)
-        if not job.futures and self._jobs.get(job.key) is job:
-            del self._jobs[job.key]  # its place in the queue is void
-
-    def _push(self, job: _Job) -> None:
-        heapq.heappush(self._queue, (job.later, job.turn, next(self._order), job.key))
-        self._condition.notify()
-
-    def _next(self) -> _Job | None:
+    def _next_job(self) -> QueuedJob | None:
         with self._condition:
             while self._open:
-                while self._queue:
-                    later, _, _, key = heapq.heappop(self._queue)
-                    if (job := self._jobs.get(key)) and job.later == later:
-                        return job
+                if self._jobs:
+                    # Chosen anew after every step: this is how a `later` job makes way.
+                    return min(self._jobs.values(), key=lambda job: job.priority)
                 self._condition.wait()
         return None
 
-    def _work(self) -> None:
-        while job := self._next():
-            result: Any = None
-            error: Exception | None = None
+    def _run_jobs(self) -> None:
+        while job := self._next_job():
             try:
                 job.steps = job.steps or job.make()
-                while True:
-                    next(job.steps)
-                    with self._condition:
-                        if self._jobs.get(job.key) is not job or not self._open:
-                            job.steps.close()
-                            error = DroppedError()
-                            break
-                        if job.later and any(key in self._jobs for later, _, _, key in self._queue if not later):
-                            self._push(job)
-                            break
+                next(job.steps)
             except StopIteration as end:
-                result = end.value
-            except Exception as problem:  # whoever asked is told
-                error = problem
-            else:
-                if error is None:
-                    continue  # put off
-            with self._condition:
-                if self._jobs.get(job.key) is job:
-                    del self._jobs[job.key]
-                futures, job.futures = job.futures, []
-            for future in futures:
+                self._finish(job, result=end.value)
+            except Exception as error:  # the waiters get it; the thread goes on
+                self._finish(job, error=error)
+        for job in list(self._jobs.values()):
+            self._finish(job, error=DroppedError())
+
+    def _finish(self, job: QueuedJob, result: Any = None, error: Exception | None = None) -> None:
+        with self._condition:
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
+            for future in job.waiters:
                 if error is None:
                     future.set_result(result)
                 else:
                     future.set_exception(error)
 
 
-class Kept(Generic[T]):
-    """The values last used, up to so many bytes in all; safe to use from several threads."""
+class ByteCache(Generic[T]):
+    """A thread-safe LRU cache of at most `max_bytes`; the newest value stays even if it alone exceeds that."""
 
-    def __init__(self, most: int, size: Callable[[T], int]) -> None:
-        self.most, self.size = most, size
+    def __init__(self, max_bytes: int, size: Callable[[T], int]) -> None:
+        self.max_bytes, self.size = max_bytes, size
         self.bytes = 0
         self._values: OrderedDict[Hashable, T] = OrderedDict()
         self._lock = threading.Lock()
@@ -223,5 +200,5 @@ class Kept(Generic[T]):
                 self.bytes -= self.size(self._values.pop(key))
             self._values[key] = value
             self.bytes += self.size(value)
-            while self.bytes > self.most and len(self._values) > 1:
+            while self.bytes > self.max_bytes and len(self._values) > 1:
                 self.bytes -= self.size(self._values.popitem(last=False)[1])

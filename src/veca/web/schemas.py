@@ -1,26 +1,27 @@
-"""What the API takes and gives, as its description tells it."""
+"""Types of the HTTP API: query parameters, JSON responses and errors, as /openapi.json describes them."""
 
-from __future__ import annotations
+# Annotations are evaluated, not strings: FastAPI reads those of the dependency `ViewSetting` from its signature.
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Header, Path, Query
 from pydantic import BaseModel, Field
 
-from veca.web.explorer import SIZES, Setting
-
 SAFETENSORS = "application/vnd.safetensors"
-ANY = "application/octet-stream"
+OCTET_STREAM = "application/octet-stream"
+SHORT_SIDES = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Resolutions on offer: short sides in pixels."""
 _ID = "^([a-z]{1,32}|[0-9a-f]{32})$"
 
 
-class Problem(BaseModel):
-    problem: str = Field(description="What is wrong, and what to do about it, for people.")
+class ErrorResponse(BaseModel):
+    problem: str = Field(description="What is wrong and what to do about it, for people.")
 
 
-class ModelAbout(BaseModel):
+class ModelInfo(BaseModel):
     name: str
-    random: bool = Field(description="Whether its weights are random, because none ship for it.")
+    random: bool = Field(description="Whether its weights are random, because there are no pretrained ones.")
     origin: str = Field(description="Where its weights come from, in a phrase; empty where that is not known.")
     layers: int
     width: int
@@ -28,7 +29,7 @@ class ModelAbout(BaseModel):
     parameters: int
 
 
-class Sample(BaseModel):
+class SampleInfo(BaseModel):
     id: str
     title: str
 
@@ -36,84 +37,85 @@ class Sample(BaseModel):
 class About(BaseModel):
     version: str
     device: str
-    models: list[ModelAbout]
+    models: list[ModelInfo]
     sizes: list[int] = Field(description="Short sides in pixels.")
-    samples: list[Sample]
+    samples: list[SampleInfo]
     heat: list[str] = Field(description="The colour map of the maps, evenly spaced, from least to most.")
     most_bytes: int = Field(description="Of an upload.")
     most_pixels: int
 
 
-class PictureAbout(BaseModel):
+class ImageInfo(BaseModel):
     id: str
     width: int
     height: int
-    cut: bool = Field(description="Whether its ends were cut off, because it was longer than twice its width.")
+    cut: bool = Field(description="Whether its ends were cut off, because its long side was over twice its short side.")
 
 
-class Counted(BaseModel):
+class CountedCost(BaseModel):
     tokens: int
     gflops: float
 
 
-class Counts(BaseModel):
-    veca: Counted
-    dense: Counted = Field(description="The DINOv3-shaped dense ViT of the same size.")
+class CountedCosts(BaseModel):
+    veca: CountedCost
+    dense: CountedCost = Field(description="The DINOv3-shaped dense ViT of the same size.")
 
 
-class Measured(BaseModel):
+class MeasuredCost(BaseModel):
     seconds: float
-    mebibytes: float = Field(description="The most that is held at once, above the weights.")
+    mebibytes: float = Field(description="Peak memory of tensors, without the weights.")
 
 
-class Measures(BaseModel):
-    veca: Measured
-    dense: Measured
+class MeasuredCosts(BaseModel):
+    veca: MeasuredCost
+    dense: MeasuredCost | None = Field(description="The dense ViT of timm; null where timm is not installed.")
 
 
-def _setting(
-    picture: Annotated[str, Query(pattern=_ID, description="Its id.")],
-    model: Annotated[str, Query(max_length=256, description="One of those in /api/about.")],
-    cores: Annotated[int, Query(ge=1, le=256, description="The budget: one the model was trained at.")],
-    size: Annotated[int, Query(ge=16, le=SIZES[-1], description="The short side in pixels, as in /api/about.")],
-) -> Setting:
-    return Setting(picture, model, cores, size)
+@dataclass(frozen=True)
+class ViewSetting:
+    """What to look at: an image, a model, a budget and a resolution."""
+
+    picture: Annotated[str, Query(pattern=_ID, description="The id of an image.")]
+    model: Annotated[str, Query(max_length=256, description="One of those in /api/about.")]
+    cores: Annotated[int, Query(ge=1, le=256, description="The budget: one the model was trained at.")]
+    size: Annotated[int, Query(ge=16, le=SHORT_SIDES[-1], description="Short side in pixels, as in /api/about.")]
 
 
-Asked = Annotated[Setting, Depends(_setting)]
-Id = Annotated[str, Path(pattern=_ID, description="A sample's name, or what an upload gave.")]
-Side = Annotated[int, Query(ge=16, le=1024, description="Of the long side, at most.")]
-Layer = Annotated[int, Query(ge=1, le=1024, description="Counted from 1.")]
-Form = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
-Pane = Annotated[
+SettingQuery = Annotated[ViewSetting, Depends()]
+ImageId = Annotated[str, Path(pattern=_ID, description="A sample's name, or the id an upload returned.")]
+MaxSide = Annotated[int, Query(ge=16, le=1024, description="Maximum of the long side in pixels.")]
+LayerNumber = Annotated[int, Query(ge=1, le=1024, description="Counted from 1.")]
+FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
+PaneId = Annotated[
     str | None,
     Header(
         alias="X-Veca-Pane",
         pattern="^[0-9A-Za-z-]{1,64}$",
-        description="Whoever asks: a new question of the same pane withdraws its last one.",
+        description="Identifies a pane: its newest request cancels its earlier ones.",
     ),
 ]
 
-_PROBLEMS = {
+_ERRORS = {
     401: "The token is missing or wrong.",
     403: "The request comes from another site.",
-    404: "There is no such picture, any more or ever.",
-    408: "The picture did not arrive in time.",
+    404: "There is no such image, or it was evicted.",
+    408: "The image did not arrive in time.",
     409: "The same pane asked for something else meanwhile.",
-    413: "The picture has too many bytes or pixels.",
-    415: "The picture cannot be read.",
-    421: "The server does not answer under this name.",
-    422: "A parameter is not what it must be, or the model gives nothing that can be shown.",
-    503: "Too much is asked at once; try again after the seconds in Retry-After.",
+    413: "The image has too many bytes or pixels.",
+    415: "The image cannot be read.",
+    421: "The server does not answer under this host name.",
+    422: "A parameter is invalid, or the model's features are not finite.",
+    503: "Too many requests; try again after the seconds in Retry-After.",
 }
 
 
-def problems(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """The answers to what goes wrong: `codes`, and those that every operation has."""
-    return {code: {"model": Problem, "description": _PROBLEMS[code]} for code in (401, 403, 421, *codes, 503)}
+def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries of the errors `codes` and of those every operation has."""
+    return {code: {"model": ErrorResponse, "description": _ERRORS[code]} for code in (401, 403, 421, *codes, 503)}
 
 
-def binary(kind: str, description: str, *codes: int) -> dict[int | str, dict[str, Any]]:
-    """The same for an operation that answers with bytes."""
-    content = {kind: {"schema": {"type": "string", "format": "binary"}}}
-    return {200: {"content": content, "description": description}, **problems(*codes)}
+def binary_responses(media_type: str, description: str, *codes: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries of an operation that returns bytes."""
+    content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    return {200: {"content": content, "description": description}, **error_responses(*codes)}

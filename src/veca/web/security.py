@@ -1,20 +1,17 @@
-"""Who may ask: checked before anything else looks at a request, and the headers every answer gets."""
+"""Security of requests: host name, origin, token and number at once; headers of responses."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:  # the command line imports this module without the web extra
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "veca-token"
 HEADERS = {
@@ -30,7 +27,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server there.
+    """Whether only this machine can reach a server bound to `host`.
 
     >>> is_loopback("localhost"), is_loopback("127.0.0.3"), is_loopback("0.0.0.0"), is_loopback("example.org")
     (True, True, False, False)
@@ -42,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(host: str) -> str:
-    """What counts as one address: an IPv6 client usually has a whole /64 network to itself.
+    """The address that limits apply to: for IPv6 the /64 network, which usually belongs to one client.
 
     >>> address_of("192.0.2.7"), address_of("::ffff:192.0.2.7"), address_of("2001:db8:1:2:3::4")
     ('192.0.2.7', '192.0.2.7', '2001:db8:1:2::')
@@ -53,53 +50,56 @@ def address_of(host: str) -> str:
         return host
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
-    if address.ipv4_mapped:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
+    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 64 << 64))
 
 
 def names_of(host: str) -> set[str]:
-    """Names under which a server bound to `host` may be asked; an empty one stands for all addresses in numbers."""
+    """Host names that a server bound to `host` answers to; an empty one stands for every numeric address."""
     names = {*LOOPBACK, host.strip("[]").lower()}
     if host.strip("[]") in ("0.0.0.0", "::", ""):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower(), ""}
     return names
 
 
-class Guard:
-    """ASGI middleware. Refuses other Host names, other sites' requests, requests without the token, and a crowd.
+class SecurityMiddleware:
+    """ASGI middleware that refuses foreign Host names and origins, missing tokens, and too many requests at once.
 
-    At most `most` requests are worked on at once, three quarters of them of one address. A request whose body is still
-    on its way does not count: uploads have limits of their own.
+    At most `max_requests` are worked on at once, three quarters of them from one address. A request whose body is
+    still arriving does not count: uploads have their own limits.
     """
 
-    def __init__(self, app: App, hosts: Iterable[str], token: str | None = None, most: int = 128) -> None:
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str | None = None, max_requests: int = 128) -> None:
         self.app, self.hosts, self.token = app, frozenset(hosts), token
-        self.most, self.most_of_one = most, most - most // 4
+        self.max_requests, self.max_per_address = max_requests, max_requests - max_requests // 4
         self.active: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            if scope["type"] == "lifespan":
+            if scope["type"] == "lifespan":  # anything else is a WebSocket, which is ignored
                 await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
-        async def send_safe(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                mine = {name for name, _ in message.get("headers", ())}
-                extra = [(n.encode(), v.encode()) for n, v in HEADERS.items() if n.encode() not in mine]
+                present = {name for name, _ in message.get("headers", ())}
+                extra = [(n.encode(), v.encode()) for n, v in HEADERS.items() if n.encode() not in present]
                 message = {**message, "headers": [*message.get("headers", ()), *extra]}
             await send(message)
 
         client = address_of((scope.get("client") or [""])[0])
-        refusal = self._refusal(scope, headers, client)
+        refusal = self._check(scope, headers, client)
         if refusal is not None:
-            await _answer(send_safe, *refusal)
+            from starlette.responses import JSONResponse, Response
+
+            status, problem, extra = refusal
+            extra = {"connection": "close", **extra}
+            response = JSONResponse({"problem": problem}, status, extra) if problem else Response(None, status, extra)
+            await response(scope, receive, send_with_headers)
             return
         receiving = True
 
-        async def receive_uncounted() -> MutableMapping[str, Any]:
+        async def receive_uncounted() -> Message:
             nonlocal receiving
             if not receiving:
                 return await receive()
@@ -113,7 +113,7 @@ class Guard:
 
         self._count(client, 1)
         try:
-            await self.app(scope, receive_uncounted, send_safe)
+            await self.app(scope, receive_uncounted, send_with_headers)
         finally:
             self._count(client, -1)
 
@@ -122,77 +122,55 @@ class Guard:
         if not self.active[client]:
             del self.active[client]
 
-    def _refusal(self, scope: Scope, headers: dict[str, str], client: str) -> tuple[int, str, dict[str, str]] | None:
+    def _check(self, scope: Scope, headers: dict[str, str], client: str) -> tuple[int, str, dict[str, str]] | None:
+        """Status, message and headers of a refusal; None if the request may pass."""
         host = headers.get("host", "")
-        if not self._knows(host):
+        if not self._is_own_host(host):
             return 421, "This server does not answer under that name; ask it by the address it printed.", {}
-        # A page of another site could send pictures here without being able to read what comes back.
+        # Another site's page could send images here, though it could not read the response.
         foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         origin = headers.get("origin")
-        if (foreign and scope["path"] != "/") or (origin is not None and urlsplit_netloc(origin) != host.lower()):
+        if (foreign and scope["path"] != "/") or (origin is not None and _netloc(origin) != host.lower()):
             return 403, "Requests of other sites are refused.", {}
         if self.token is not None:
-            if scope["path"] == "/":
-                given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-                if given and self._is_token(given):
-                    cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Lax"
-                    return 303, "", {"location": "/", "set-cookie": cookie}
-            if not self._is_token(_presented(headers)):
-                return (
-                    401,
-                    "A token is needed: open the address the server printed, with its ?token=…",
-                    {"www-authenticate": "Bearer"},
-                )
-        if self.active.total() >= self.most or self.active[client] >= self.most_of_one:
+            query = parse_qs(scope["query_string"].decode("latin-1")) if scope["path"] == "/" else {}
+            if self._is_token(query.get("token", [""])[0]):
+                cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Lax"
+                return 303, "", {"location": "/", "set-cookie": cookie}
+            if not self._is_token(_presented_token(headers)):
+                message = "A token is needed: open the address the server printed, with its ?token=…"
+                return 401, message, {"www-authenticate": "Bearer"}
+        if self.active.total() >= self.max_requests or self.active[client] >= self.max_per_address:
             return 503, "Too many requests at once; try again in a moment.", {"retry-after": "1"}
         return None
 
-    def _knows(self, host: str) -> bool:
-        name = _name(host)
-        if name in self.hosts:
-            return True
+    def _is_own_host(self, host: str) -> bool:
+        # Checked against DNS rebinding: a foreign name that resolves to this server is refused.
         try:
+            name = urlsplit(f"//{host}").hostname or "?"
+            if name in self.hosts:
+                return True
             ipaddress.ip_address(name)
         except ValueError:
             return False
         return "" in self.hosts
 
     def _is_token(self, given: str) -> bool:
+        # In constant time, so that response times do not reveal the token.
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _name(host: str) -> str:
-    """The name in a Host header, without its port; nothing where it is none."""
-    try:
-        return urlsplit(f"//{host}").hostname or "?"
-    except ValueError:
-        return "?"
-
-
-def urlsplit_netloc(origin: str) -> str:
+def _netloc(origin: str) -> str:
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return "?"
 
 
-def _presented(headers: dict[str, str]) -> str:
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
-        return given.strip()
+def _presented_token(headers: dict[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
     # Not `http.cookies`: before Python 3.11.10 it takes quadratic time to unquote a value.
     cookies = (cookie.strip().partition("=") for cookie in headers.get("cookie", "").split(";"))
     return next((value for name, _, value in cookies if name == COOKIE), "")
-
-
-async def _answer(send: Send, status: int, problem: str, headers: dict[str, str]) -> None:
-    body = json.dumps({"problem": problem}).encode() if problem else b""
-    told = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **headers}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(name.encode(), value.encode()) for name, value in told.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca.data.datasets.matlab import MatError, load_mat
-from veca.data.sources import as_text, read_span
+from veca.data.remote import as_text, read_span
 from veca.errors import VecaError
 from veca.images import ImageError, open_values
 

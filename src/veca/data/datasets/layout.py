@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca.data.datasets.base import DatasetError, DepthRules, Places, Split, Task
-from veca.data.sources import files_of
+from veca.data.sources import list_files
 from veca.errors import warn_caller
 
 _MOST = 1 << 28
@@ -142,7 +142,7 @@ def pictures_in(root: Path, folder: str) -> list[str]:
     """All pictures under a folder of `root`, by their path from `root`, sorted."""
     if not (root / folder).is_dir():
         raise DatasetError(f"{root} has no folder {folder}")
-    items = list(files_of(str(root / folder)))
+    items = list(list_files(str(root / folder))[1])
     if bad := next((item for item in items if item.error), None):
         raise DatasetError(f"{bad.name}: {bad.error}")
     start = len(str(root)) + 1

@@ -15,7 +15,7 @@ from veca.data.datasets.folders import LAYOUT, read_folder, with_classes
 from veca.data.datasets.layout import Found, Spec, read_lines
 from veca.data.datasets.shards import find_shards, name_of, read_shards
 from veca.errors import warn_caller
-from veca.images.formats import noting_left_out
+from veca.images.formats import collect_unsupported
 
 SPECS = {spec.name: spec for spec in (*imagenet.SPECS, *published.SPECS, *published_dense.SPECS)}
 """The published datasets by name."""
@@ -123,11 +123,11 @@ def _own_shards(paths: list[str], task: str | None) -> ProbeData:
 
 
 def _own_folder(root: Path, task: str | None) -> ProbeData:
-    with noting_left_out() as left_out:
+    with collect_unsupported() as left_out:
         try:
             task, splits, classes = read_folder(root, task)
         except DatasetError as error:
-            raise DatasetError(left_out.after(str(error))) from error
+            raise DatasetError(left_out.append_to(str(error))) from error
     left_out.warn()
     return _own(root.resolve().name, task, splits, classes)
 

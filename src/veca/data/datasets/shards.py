@@ -18,7 +18,8 @@ import numpy as np
 
 from veca.data.datasets.base import DatasetError, Maps, Places, Split
 from veca.data.datasets.layout import warn_unlabelled
-from veca.data.sources import as_text, is_picture, shard_items
+from veca.data.remote import as_text
+from veca.data.sources import is_image_name, shard_items
 
 SUFFIXES = {"classify": "cls", "segment": "seg.png", "depth": "depth.png"}
 _NAME = re.compile(r"(?P<name>.+?)[-_.](?P<split>trainval|train|validation|valid|val|test)([-_.]\d+)?\.tar")
@@ -98,7 +99,7 @@ def _index(shards: Sequence[str], root: str) -> _Rows:
             member = item.name[prefix:]
             folder, _, file = member.rpartition("/")
             key, _, end = file.partition(".")
-            kind = "image" if is_picture(member) else end.lower()
+            kind = "image" if is_image_name(member) else end.lower()
             if item.error and not member:
                 raise DatasetError(f"{path}: {item.error}")
             if not key or (kind != "image" and kind not in SUFFIXES.values()):

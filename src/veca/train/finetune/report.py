@@ -12,7 +12,7 @@ from veca.errors import ArgumentError, VecaError
 from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import data_uri, write_page
-from veca.train.tables import METRICS, VALIDATION, read_table
+from veca.train.csv_log import METRICS, VALIDATION, read_table
 from veca.utils.text import duration, number
 
 SETTINGS_FILE = "finetune.json"

@@ -1,21 +1,17 @@
-"""A fine-tune as a whole: the head first, on frozen features, then all of the network, a budget per step.
+"""Fine-tuning of a backbone: the head first, on frozen features, then the whole network.
 
-What is drawn is a function of the seed and the step, what is kept is in the checkpoint: a run that was killed goes on
-as if it had not been, and several processes do together what one would. The folder has the best weights so far
-(`model.safetensors`, `config.json`), the tables of a run, `checkpoints/`, and in the end `result.json` and
-`report.html`.
+A run's folder has the best weights so far (`model.safetensors`, `config.json`), the log, `checkpoints/`, and in the end
+`result.json` and `report.html`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +20,10 @@ import torch
 from torch import Tensor
 
 from veca.checkpoint import load_or_random, weights_hash
-from veca.checkpoint.pretrained import find_shipped
+from veca.checkpoint.pretrained import find_pretrained
 from veca.config import VecaConfig
-from veca.data.augment import COLOURS, OPS, Augmentation, augment_batch, choose
 from veca.data.datasets import DatasetError, ProbeData, load_dataset
-from veca.data.views import seeded
+from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
 from veca.heads.metrics import Confusion, by_class
 from veca.images import normalize
@@ -36,12 +31,13 @@ from veca.probe.dense_data import Labelled
 from veca.probe.features import PictureError, listed, spread
 from veca.probe.run import limited
 from veca.report.gallery import save_picture
-from veca.train.checkpoints import forget_old, newest_checkpoint, write_checkpoint
-from veca.train.finetune.groups import parameter_groups
+from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
+from veca.train.ema import Ema
+from veca.train.engine import RunEngine
 from veca.train.finetune.report import is_finetune_run, write_finetune_report
-from veca.train.finetune.settings import ClassifySettings, Settings, check_same
-from veca.train.finetune.tasks import frozen_copy, make_task
-from veca.train.log import LiveLine, Meter, RunLog, memory_gib
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
+from veca.train.finetune.tasks import frozen_backbone, make_task
+from veca.train.optimizers import layer_decay_groups
 from veca.train.parallel import (
     World,
     all_rows,
@@ -53,46 +49,38 @@ from veca.train.parallel import (
     run_folder,
     sum_of,
     summed,
-    whole,
 )
-from veca.train.schedule import draw, learning_rate, seed_of
-from veca.train.state import Ema
-from veca.train.stop import Interrupted, signals
+from veca.train.schedule import draw, learning_rate, step_seed
 from veca.utils.device import choose_device, versions_on
-from veca.utils.files import atomic_path
+from veca.utils.signals import Interrupted
 
-WARMUP, CLIP = 0.1, 1.0
-"""The share of the steps in which the rate rises, before it falls along a half cosine; the longest gradient."""
-PROBED = 0.1
-"""The share of the rate for a head that starts from a probe: it is good already, and what it reads is wide."""
-LOG_EVERY, SAVE_EVERY, KEEP = 10, 500, 2
-"""Steps between rows of the log, and between checkpoints that no validation makes; how many of these are kept."""
-MOST_BAD = 3
-"""So many steps in a row without a finite gradient are no accident."""
-GALLERY, MOST_CONFUSIONS, MATRIX = 12, 30, 40
-"""Pictures in the report; pairs of classes taken for each other; up to so many classes have a whole matrix."""
-MADE = (
+WARMUP, MAX_NORM = 0.1, 1.0
+"""Share of the steps with a rising learning rate, before it falls along a half cosine; largest gradient norm."""
+PROBED_HEAD_RATE = 0.1
+"""Share of the learning rate for a head that starts from a probe, which is good already."""
+GALLERY_IMAGES, MAX_CONFUSIONS, MAX_MATRIX = 12, 30, 40
+"""Images in the report; pairs of confused classes; largest number of classes with a whole confusion matrix."""
+MODEL_FILES = (
     "model.safetensors", "config.json", "preprocessor_config.json", "head.safetensors", "result.json", "report.html"
 )  # fmt: skip
-"""Files of a model that was scored, and of a run that came to its end; tables begin anew by themselves."""
-Say = Callable[[str], None]
+"""Files of the scored model and of a finished run."""
 
 
 def finetune(
     model: str,
     data: str,
     folder: Path,
-    settings: Settings,
+    settings: FinetuneSettings,
     *,
     root: Path | None = None,
     limit: int | None = None,
     device: str = "auto",
     restart: bool = False,
-    say: Say = print,
+    say: Callable[[str], None] = print,
 ) -> Path | None:
     """Fine-tune `model` on `data` (as `load_dataset` takes it) and leave everything in `folder`.
 
-    The path of the report comes back, in the first process.
+    Returns the path of the report, in the first process.
     """
     with processes(device) as world:
         rule = f"a multiple of {world.size}, the number of processes that share it out"
@@ -102,394 +90,321 @@ def finetune(
         with warnings.catch_warnings():
             if not world.first:  # the first process speaks for all
                 warnings.simplefilter("ignore")
-            sets = limited(load_dataset(data, root, settings.task), limit)
+            dataset = limited(load_dataset(data, root, settings.task), limit)
         with run_folder(folder := Path(folder), world):
-            return Tuner(model, sets, folder, settings, world, restart=restart, say=say).run()
+            return Finetuning(model, dataset, folder, settings, world, restart=restart, say=say).run()
 
 
-class Tuner:
-    """One process of a run."""
+class Finetuning(RunEngine):
+    """One process of a fine-tuning run."""
+
+    log_every, save_every, keep = 10, 500, 2
+    data_errors = (PictureError,)
+    nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
+    save_with_validation = True
+    stop_check_steps = 1  # each step synchronises the processes anyway
 
     def __init__(
         self,
         model: str,
         data: ProbeData,
         folder: Path,
-        settings: Settings,
+        settings: FinetuneSettings,
         world: World,
         *,
         restart: bool = False,
-        say: Say = print,
+        say: Callable[[str], None] = print,
     ) -> None:
-        self.folder, self.settings, self.data, self.model, self.world = folder, settings, data, model, world
-        self.say = say = say if world.first else lambda text: None
-        _check_data(data, settings.task)
+        _check_dataset(data, settings.task)
         _check_folder(folder, model)
+        super().__init__(folder, world, restart=restart, say=say)
+        self.options, self.data, self.model_name = settings, data, model
         for problem in data.problems:
-            say(f"{data.name}: {problem}. The score is not the benchmark's.")
-        self.device = world.device
+            self.say(f"{data.name}: {problem}. The score is not the benchmark's.")
         self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         backbone = load_or_random(model)
         self.budgets = settings.budgets(backbone.config)
         if backbone.provenance.get("weights") == "random":
-            say(f"The weights are random: none ship for {model} yet. Name trained ones, or expect little.")
+            self.say(f"The weights are random: none ship for {model} yet. Name trained ones, or expect little.")
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
-        # What is not trained here is not to be called trained.
+        # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
-        self.task = make_task(backbone, data, settings)
-        self.backbone = backbone
-        self.network = self.task.network.to(self.device).train()
-        head = PROBED if settings.head == "probe" else 1.0
-        groups = parameter_groups(self.network, backbone.config.depth, settings.layer_decay, settings.decay, head)
+        self.task, self.backbone = make_task(backbone, data, settings), backbone
+        self.model = self.task.network.to(self.device).train()
+        head_rate = PROBED_HEAD_RATE if settings.head == "probe" else 1.0
+        groups = layer_decay_groups(self.model, backbone.config.depth, settings.layer_decay, settings.decay, head_rate)
         self.optimizer = torch.optim.AdamW(groups, lr=settings.rate)
-        self.ema = Ema(self.network, settings.ema)
-        an_epoch = len(data.splits["train"]) / settings.batch
-        self.steps = max(1, round(settings.epochs * an_epoch))
-        self.every = settings.every or max(1, min(round(an_epoch), math.ceil(self.steps / 4)))
-        self.step, self.stop, self.bad, self.resumed = 0, 0, 0, False
+        self.ema = Ema(self.model, settings.ema)
+        epoch_steps = len(data.splits["train"]) / settings.batch
+        self.steps = max(1, round(settings.epochs * epoch_steps))
+        self.validate_every = settings.every or max(1, min(round(epoch_steps), math.ceil(self.steps / 4)))
         self.best: list[float] = []
-        """Score and negative loss on val of the best so far, and its step."""
+        """Score and negative loss on val of the best weights so far, and their step."""
         self.before: dict[int, dict[str, float]] = {}
-        self.meter = Meter(self.budgets)
-        self.notices: list[str] = []
-        if restart and world.first:
-            for name in ("checkpoints", "features", "gallery"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in MADE if is_finetune_run(folder) else ():  # what others put there is not an old run's
-                (folder / name).unlink(missing_ok=True)
-        if not restart:
-            self._resume()
-        self.learner = replicate(self.network, world, "ddp")
+        """Scores of the linear probe the head starts from, by budget."""
+        if self.checkpoint:
+            facts = self.checkpoint.facts
+            check_same_settings(facts.get("asked", {}), self.settings(), folder)
+            self._restore(self.checkpoint.tensors)
+            self.best, self.before = facts["best"], {int(cores): scores for cores, scores in facts["before"].items()}
+        self.resume_counts(self.budgets)
+        self.replica = replicate(self.model, world, "ddp")
 
-    # The run
-
-    def run(self) -> Path | None:
-        if self.step == self.steps and (self.folder / "result.json").is_file():
-            self.say(f"{self.folder} is done; --restart begins anew in it.")
-            return write_finetune_report(self.folder) if self.world.first else None
-        with self._logging() as log:
-            if not self.resumed:
-                self._start_head()
-            with self._shown() as live, signals(self._note):
-                for notice in self.notices:
-                    self._event(log, live, notice)
-                if not self.resumed:
-                    self._validate(log, live)
-                    self._save(log)
-                try:
-                    for batch in self.task.training(self.step, self.steps, self.world.rank, self.world.size):
-                        self._advance(batch, log, live)
-                except (RuntimeError, ValueError):
-                    if self.stop:  # a signal to all processes ends those that decode, when they have just been started
-                        raise Interrupted(self.stop) from None
-                    raise
-            return self._finish(log)
-
-    def _note(self, number: int) -> None:
-        self.stop = number
-
-    @contextlib.contextmanager
-    def _logging(self) -> Iterator[RunLog | None]:
-        if not self.world.first:
-            yield None
+    def prepare(self) -> None:
+        """Fit the head as a linear probe of the frozen features, in the first process, and score it."""
+        if self.resumed or self.options.head == "new":
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.folder / "finetune.json") as part:
-            part.write_text(json.dumps(self._asked(), indent=1) + "\n", encoding="utf-8")
-        first = self.step + 1 if self.resumed else 0
-        with RunLog(self.folder, resume_step=first, config=self._asked()) as log:
-            yield log
-
-    def _shown(self) -> LiveLine | contextlib.nullcontext[None]:
-        return LiveLine(self.steps, start=self.step) if self.world.first else contextlib.nullcontext()
-
-    def _event(self, log: RunLog | None, live: LiveLine | None, text: str) -> None:
-        if log and live:
-            log.event(self.step, text)
-            live.say(text)
-
-    def _start_head(self) -> None:
-        if self.settings.head == "new":
-            return
-        place = self.folder / "features"
-        cores = max(self.budgets)
+        folder = self.folder / "features"
         with first_alone(self.world):
             if self.world.first:
-                self.task.probe(frozen_copy(self.backbone, self.model, self.device, self.precision), cores, place)
-                shutil.rmtree(place, ignore_errors=True)
-        broadcast(list(self.network.state_dict().values()), self.world)
-        self.ema = Ema(self.network, self.settings.ema)
-        scored = self.score(self.data.report, self._some())
-        self.before = {cores: self.task.metrics(meter) for cores, (meter, _) in scored.items()}
+                frozen = frozen_backbone(self.backbone, self.model_name, self.device, self.precision)
+                self.task.probe(frozen, max(self.budgets), folder)
+                shutil.rmtree(folder, ignore_errors=True)
+        broadcast(list(self.model.state_dict().values()), self.world)
+        self.ema = Ema(self.model, self.options.ema)  # the average starts from the fitted head
+        scores = self.score(self.data.report, self._validation_budgets())
+        self.before = {cores: self.task.metrics(confusion) for cores, (confusion, _) in scores.items()}
 
-    def _advance(self, batch: Labelled, log: RunLog | None, live: LiveLine | None) -> None:
-        """A step, and whatever is due after it."""
-        self._learn(batch)
-        last, stop = self.step == self.steps, max(gathered(self.stop, self.world))
-        if last or self.step % LOG_EVERY == 0:
-            values = self.meter.values()
-            values |= {"learning_rate": self._rate(self.step - 1), "memory_gib": memory_gib(self.device)}
-            if log and live:
-                log.train(self.step, values)
-                live.update(self.step, values)
-        due = last or self.step % self.every == 0
-        if due:
-            self._validate(log, live)
-        if due or stop or self.step % SAVE_EVERY == 0:
-            with self.meter.pause():
-                self._save(log)
-        if stop and not last:
-            self._event(log, live, f"stopped: by {signal.Signals(stop).name}, at step {self.step:,}")
-            gathered(None, self.world)  # torchrun ends the others when one leaves: not before all is saved
-            raise Interrupted(stop)
+    # Steps
 
-    def _rate(self, step: int) -> float:
-        return learning_rate(step, self.steps, round(WARMUP * self.steps), self.settings.rate, 0.0)
+    def batches(self) -> contextlib.closing[Any]:
+        return contextlib.closing(self.task.training(self.step, self.steps, self.world.rank, self.world.size))
 
-    def _learn(self, batch: Labelled) -> None:
-        """A step of all processes. The loss is a mean over what counts in the batch of all, pictures or pixels: the
-        mean over the own share has that share's weight in it.
+    def train_step(self, batches: Iterator[Labelled]) -> None:
+        """The loss is a mean over what counts in the batch of all processes, images or labelled pixels: the mean over
+        the own part is weighted by its share.
         """
-        settings, step, world = self.settings, self.step, self.world
-        own = len(batch.labels), int((batch.labels != self.task.ignore).sum())
-        counts, valid = zip(*gathered(own, world), strict=True)
+        try:
+            batch = next(batches)
+        except (RuntimeError, ValueError):
+            if self.stop_signal:  # a signal to the whole group also ends decoding processes that have just started
+                raise Interrupted(self.stop_signal) from None
+            raise
+        settings, step, world = self.options, self.step, self.world
+        # Unreadable images make shares of different sizes, possibly empty.
+        own_counts = len(batch.labels), int((batch.labels != self.task.ignore).sum())
+        counts, valid = zip(*gathered(own_counts, world), strict=True)
         if not sum(counts):
             raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
-        place = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
+        # Rows of this process in the batch of all.
+        own = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
-        chance = seeded(seed_of("augment", settings.seed, step))
+        rng = seeded_random(step_seed("augment", settings.seed, step))
         pixels = batch.pixels.to(self.device, non_blocking=True)
-        images = normalize(self._augmented(pixels, chance, sum(counts), place))
+        images = normalize(self._augment(pixels, rng, sum(counts), own))
         labels = batch.labels.to(self.device, non_blocking=True)
-        parts = [(1.0, labels)]
-        if mixed := settings.mixup if isinstance(settings, ClassifySettings) else 0.0:
-            share = chance.betavariate(mixed, mixed)
-            others, theirs = (all_rows(rows, counts, world).flip(0)[place] for rows in (images, labels))
-            images, parts = share * images + (1 - share) * others, [(share, labels), (1 - share, theirs)]
-        torch.manual_seed(seed_of("model", settings.seed, step))
+        weighted_labels = [(1.0, labels)]
+        if mixup := settings.mixup if isinstance(settings, FinetuneClassifySettings) else 0.0:
+            share = rng.betavariate(mixup, mixup)
+            # Partners come from the batch of all processes, whatever their number.
+            partners, partner_labels = (all_rows(rows, counts, world).flip(0)[own] for rows in (images, labels))
+            images = share * images + (1 - share) * partners
+            weighted_labels = [(share, labels), (1 - share, partner_labels)]
+        torch.manual_seed(step_seed("model", settings.seed, step))
         with self._autocast():
-            scores = self.learner(_not_empty(images), budget, labels.shape[1:])
-        loss = sum(part * self.task.loss(scores, _not_empty(each)) for part, each in parts)
+            scores = self.replica(_not_empty(images), budget, labels.shape[1:])
+        loss = sum(weight * self.task.loss(scores, _not_empty(each)) for weight, each in weighted_labels)
         loss = loss * (world.size * valid[world.rank] / max(1, sum(valid)))  # DDP takes the mean of the gradients
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
-        fine = bool(norm.isfinite())
-        if fine:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        # Unlike in distillation the host waits here: this AdamW is not fused, and cannot skip a step on the device.
+        finite = bool(norm.isfinite())
+        skip = torch.tensor(float(not finite), device=self.device)
+        if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._rate(step) * group["scale"]
+                group["lr"] = self._rate_at(step) * group["scale"]
             self.optimizer.step()
-            self.ema.update(torch.zeros((), device=self.device))
+        self.ema.update(skip)
+        self.skipped_steps.update(skip)
         self.optimizer.zero_grad()
-        self.bad = 0 if fine else self.bad + 1
-        if self.bad == MOST_BAD:
-            raise ArgumentError(
-                f"{MOST_BAD} steps in a row had no finite gradient, the last at step {step:,}: lower --rate, or take "
-                "--set precision=float32, in another --out"
-            )
+        # The loss is scaled by the number of processes for DDP: undone, their sum is the mean over the whole batch.
         total = summed(loss.detach() / world.size, world)
         self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
 
-    def _augmented(self, pixels: Tensor, chance: Any, count: int, place: slice) -> Tensor:
-        """`pixels` are those at `place` in a batch of `count`; what is drawn for a picture follows from its place."""
-        if self.settings.augment == "flip":  # crops and flips are done where pictures are decoded
+    def _augment(self, pixels: Tensor, rng: Any, count: int, own: slice) -> Tensor:
+        """Augment the rows `own` of a batch of `count`; what is drawn for an image follows from its place in it."""
+        if self.options.augment == "flip":  # crops and flips are done by the decoding processes
             return pixels
-        among = COLOURS if self.settings.augment == "colour" else range(len(OPS))
-        drawn = [(chance.getrandbits(32), chance.getrandbits(32), chance.random() < 0.5) for _ in range(count)]
-        op, bin, negative = np.array(drawn, np.uint64)[place].T
-        chosen = choose(op, bin, negative.astype(np.bool_), among)
+        ops = COLOUR_OPS if self.options.augment == "colour" else range(len(OPS))
+        drawn = [(rng.getrandbits(32), rng.getrandbits(32), rng.random() < 0.5) for _ in range(count)]
+        op, strength, negative = np.array(drawn, np.uint64)[own].T
+        chosen = choose_ops(op, strength, negative.astype(np.bool_), ops)
         return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
+    def _rate_at(self, step: int) -> float:
+        return learning_rate(step, self.steps, round(WARMUP * self.steps), self.options.rate, 0.0)
+
+    def learning_rate(self) -> float:
+        return self._rate_at(self.step - 1)
+
+    def memory_advice(self) -> str:
+        size = self.options.batch // self.world.size
+        return f"{size} images per process at {self.options.size} px; halve --batch-size and divide --rate by 1.4"
+
     # Scores
 
-    def _some(self) -> list[int]:
-        """Of the budgets the least, the one in the middle and the most: enough to choose by."""
-        found = list(self.budgets)
-        return sorted({found[0], found[len(found) // 2], found[-1]})
+    def _validation_budgets(self) -> list[int]:
+        """The smallest, the middle and the largest budget: enough to choose the best weights by."""
+        budgets = list(self.budgets)
+        return sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]})
 
     @torch.no_grad()
     def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
-        """What was taken for what in a split, and the mean loss, at each budget; the weights are those of the EMA.
+        """Confusion counts and mean loss on a split at each budget, with the averaged weights.
 
-        Processes share the batches out; all have the sums.
+        The batches are distributed over the processes; all get the sums.
         """
-        classes = len(self.data.classes)
-        meters = {cores: Confusion(classes, self.task.ignore, self.device) for cores in budgets}
-        losses = dict.fromkeys(meters, 0.0)
+        confusions = {cores: Confusion(len(self.data.classes), self.task.ignore, self.device) for cores in budgets}
+        losses = dict.fromkeys(confusions, 0.0)
         count = 0
-        self.network.eval()
-        with self.ema.in_place():
+        self.model.eval()
+        with self.ema.swapped_in():
             for pixels, labels in self.task.scoring(split, self.world.rank, self.world.size):
                 images, labels = normalize(pixels.to(self.device)), labels.to(self.device).long()
                 count += len(images)
-                for cores, meter in meters.items():
+                for cores, confusion in confusions.items():
                     with self._autocast():
-                        scores = self.network(images, cores, labels.shape[1:])
+                        scores = self.model(images, cores, labels.shape[1:])
                     losses[cores] += len(images) * float(self.task.loss(scores, labels))
-                    meter.update(scores.argmax(1), labels)
-        self.network.train()
-        seen, *totals = sum_of([count, *losses.values()], self.world)
-        if not seen:  # nothing could be chosen, or said, by such a score
+                    confusion.update(scores.argmax(1), labels)
+        self.model.train()
+        scored, *totals = sum_of([count, *losses.values()], self.world)
+        if not scored:
             raise PictureError(f"no picture of {self.data.name} {split} can be read; mend them")
-        for meter in meters.values():
-            summed(meter.bins, self.world)
-        return {cores: (meters[cores], total / seen) for cores, total in zip(meters, totals, strict=True)}
+        for confusion in confusions.values():
+            summed(confusion.bins, self.world)
+        return {cores: (confusions[cores], total / scored) for cores, total in zip(confusions, totals, strict=True)}
 
-    def _validate(self, log: RunLog | None, live: LiveLine | None) -> None:
-        with self.meter.pause():
-            scored = self.score("val", self._some())
-            found = {c: {**self.task.metrics(meter), "loss": loss} for c, (meter, loss) in scored.items()}
-            name = self.task.metric
-            mean, loss = (math.fsum(v[key] for v in found.values()) / len(found) for key in (name, "loss"))
-            said = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in found.items())
-            if log and live:
-                log.validation(self.step, {(self.settings.size, cores): values for cores, values in found.items()})
-                live.say(f"val at step {self.step:,}: {name} {mean:.2f} ({said}), loss {loss:.4f}")
-            # A probe is no candidate: its head was chosen on val, and looks better there than it is.
-            if self.step and (not self.best or [mean, -loss] > self.best[:2]):
-                self.best = [mean, -loss, self.step]
-                if self.world.first:
-                    with self.ema.in_place():
-                        self.task.save(self.folder, self._provenance())
+    def validate(self) -> None:
+        scores = {
+            cores: {**self.task.metrics(confusion), "loss": loss}
+            for cores, (confusion, loss) in self.score("val", self._validation_budgets()).items()
+        }
+        name = self.task.metric
+        mean, loss = (math.fsum(values[key] for values in scores.values()) / len(scores) for key in (name, "loss"))
+        if self.log and self.progress:
+            self.log.validation(self.step, {(self.options.size, cores): values for cores, values in scores.items()})
+            parts = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in scores.items())
+            self.progress.say(f"val at step {self.step:,}: {name} {mean:.2f} ({parts}), loss {loss:.4f}")
+        # The probe is no candidate: its head was chosen on val, and scores better there than it is.
+        if self.step and (not self.best or [mean, -loss] > self.best[:2]):
+            self.best = [mean, -loss, self.step]
+            if self.world.first:
+                with self.ema.swapped_in():
+                    self.task.save(self.folder, self._provenance())
 
-    # What it leaves
+    # Checkpoints and results
 
-    def _asked(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         counts = {name: len(split) for name, split in self.data.splits.items()}
         about = {"name": self.data.name, "fingerprint": self.data.fingerprint, **counts}
-        return {"model": self.model, "weights": self.origin["sha256"], "data": about, **self.settings.to_dict()}
+        return {"model": self.model_name, "weights": self.origin["sha256"], "data": about, **self.options.to_dict()}
+
+    def write_settings(self) -> None:
+        if not self.world.first:
+            return
+        if self.restart:
+            # Without finetune.json the model files are not those of an old run.
+            self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
+        self.write_json("finetune.json", self.settings())
 
     def _provenance(self) -> dict[str, Any]:
         score = {f"val {self.task.metric}": self.best[0], "step": self.best[2]}
-        asked = {**self._asked(), "started_from": self.origin["provenance"]}
-        return {"weights": "fine-tuned", "classes": self.data.classes, **score, "finetune": asked}
+        settings = {**self.settings(), "started_from": self.origin["provenance"]}
+        return {"weights": "fine-tuned", "classes": self.data.classes, **score, "finetune": settings}
 
-    def _save(self, log: RunLog | None) -> None:
-        if not log:  # not the first process
-            return
-        log.flush()  # a run that goes on from here does not write these rows again
-        state = self.optimizer.state
-        kept = {
-            f"{name}/{key}": whole(value)
-            for name, parameter in self.network.named_parameters()
-            for key, value in state.get(parameter, {}).items()
-        }
-        tensors = {"network": {k: whole(v) for k, v in self.network.state_dict().items()}, "optimizer": kept}
-        if self.ema.decay:
-            tensors["ema"] = {name: whole(value) for name, value in self.ema.named()}
-        facts = {
-            "asked": self._asked(), "best": self.best, "before": self.before, "images": self.meter.images,
-            "seconds": self.meter.seconds, "under_way": self.meter.under_way(),
-        }  # fmt: skip
-        folder = self.folder / "checkpoints"
-        write_checkpoint(folder, self.step, facts, tensors)
-        forget_old(folder, KEEP, self.step)
+    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {"network": module_tensors(self.model), "optimizer": optimizer_tensors(self.model, self.optimizer)}
 
-    def _resume(self) -> None:
-        saved = newest_checkpoint(self.folder / "checkpoints", self.notices.append)
-        steps = gathered(saved and saved.step, self.world)
-        if any(step != steps[0] for step in steps):
-            raise ArgumentError(
-                f"processes find different checkpoints in {self.folder} ({steps}): they must share the folder"
-            )
-        if saved is None:
-            return
-        facts = saved.facts
-        check_same(facts.get("asked", {}), self._asked(), self.folder)
-        self.network.load_state_dict(saved.tensors["network"])
-        parameters = dict(self.network.named_parameters())
-        for key, value in saved.tensors["optimizer"].items():
-            name, entry = key.split("/")
-            self.optimizer.state[parameters[name]][entry] = value.to(self.device) if value.ndim else value
-        for name, value in self.ema.named():
-            value.copy_(saved.tensors["ema"][name])
-        self.step, self.best, self.resumed = saved.step, facts["best"], True
-        self.before = {int(cores): values for cores, values in facts["before"].items()}
-        self.meter = Meter(self.budgets, images=facts["images"], seconds=facts["seconds"])
-        self.meter.take_up([facts["under_way"]], 0, 1, self.device)
-        self.notices.append(f"resumed: from step {self.step:,}")
+    def checkpoint_facts(self) -> dict[str, Any]:
+        return {"asked": self.settings(), "best": self.best, "before": self.before}
 
-    def _finish(self, log: RunLog | None) -> Path | None:
-        """The best weights on the pictures that count, at all budgets, and the report."""
+    def _restore(self, files: TensorFiles) -> None:
+        self.model.load_state_dict(files["network"])
+        restore_optimizer(self.model, self.optimizer, files["optimizer"])
+        for name, average in self.ema.named():
+            average.copy_(files["ema"][name])
+
+    def is_finished(self) -> bool:
+        return self.step == self.steps and (self.folder / "result.json").is_file()
+
+    def finish(self) -> None:
+        """Score the best weights at all budgets, and write the results."""
         began = time.perf_counter()
-        if self.world.first:
+        if self.world.first:  # what is scored is what was saved
             self.task.load(self.folder)
-        broadcast(list(self.network.state_dict().values()), self.world)
-        self.ema = Ema(self.network, None)
-        task, report = self.task, self.data.report
-        scored = self.score(report, self.budgets)
-        most = max(self.budgets)
-        meter = scored[most][0]
-        for each in gathered(task.skipped, self.world):
-            for split, names in each.items():
-                task.skipped.setdefault(split, set()).update(names)
-        if log is None:
-            return None
-        bad = {split: sorted(names) for split, names in task.skipped.items() if names}
-        problems = [f"{len(names):,} of {split} cannot be read: {listed(names)}" for split, names in bad.items()]
+        broadcast(list(self.model.state_dict().values()), self.world)
+        self.ema = Ema(self.model, None)  # the saved weights are the averaged ones already
+        task, split, largest = self.task, self.data.report, max(self.budgets)
+        scores = self.score(split, self.budgets)
+        confusion = scores[largest][0]
+        for skipped in gathered(task.skipped, self.world):
+            for name, images in skipped.items():
+                task.skipped.setdefault(name, set()).update(images)
+        if not self.log:
+            return
+        unreadable = {name: sorted(images) for name, images in task.skipped.items() if images}
+        problems = [
+            f"{len(images):,} of {name} cannot be read: {listed(images)}" for name, images in unreadable.items()
+        ]
         for problem in problems:
-            log.event(self.step, f"skipped: {problem}")
+            self.log.event(self.step, f"skipped: {problem}")
             self.say(f"Left out: {problem}")
-        log.flush()
-        result: dict[str, Any] = {
-            "asked": self._asked(), "metric": task.metric, "scored_on": report, "cores": most,
+        self.write_json("result.json", {
+            "asked": self.settings(), "metric": task.metric, "scored_on": split, "cores": largest,
             "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
             "best": {"score": self.best[0], "step": self.best[2]},
-            "before": self.before, "after": {cores: task.metrics(found) for cores, (found, _) in scored.items()},
-            "per_class": by_class(self.data.classes, task.per_class(meter).tolist()),
-            "confusions": _confusions(meter.counts),
-            "matrix": meter.counts.tolist() if len(self.data.classes) <= MATRIX else None,
-            "gallery": self._gallery(report, most),
+            "before": self.before, "after": {cores: task.metrics(each) for cores, (each, _) in scores.items()},
+            "per_class": by_class(self.data.classes, task.per_class(confusion).tolist()),
+            "confusions": _confused_pairs(confusion.counts),
+            "matrix": confusion.counts.tolist() if len(self.data.classes) <= MAX_MATRIX else None,
+            "gallery": self._save_gallery(split, largest),
             "images": self.meter.images, "seconds": self.meter.seconds,
             "scoring_seconds": time.perf_counter() - began, "versions": versions_on(self.device),
-        }  # fmt: skip
-        with atomic_path(self.folder / "result.json") as part:
-            part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        return write_finetune_report(self.folder)
+        })  # fmt: skip
 
     @torch.no_grad()
-    def _gallery(self, split: str, cores: int) -> list[dict[str, str]]:
-        self.network.eval()
-        found = []
-        for i in spread(len(self.data.splits[split]), GALLERY):
-            batch = self.task.one(split, i)
+    def _save_gallery(self, split: str, cores: int) -> list[dict[str, str]]:
+        """Predictions for a few images, spread over the split, as image files and captions."""
+        self.model.eval()
+        gallery = []
+        for i in spread(len(self.data.splits[split]), GALLERY_IMAGES):
+            batch = self.task.load_one(split, i)
             if batch is None:
                 continue
             with self._autocast():
-                scores = self.network(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
-            shown = self.task.shown(split, i, scores[0].cpu(), batch.labels[0])
-            found.append(
-                {
-                    key: value if isinstance(value, str) else save_picture(value, self.folder, _file(i, key))
-                    for key, value in shown.items()
-                }
-            )
-        return found
+                scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
+            entry = {}
+            for key, value in self.task.illustrate(split, i, scores[0].cpu(), batch.labels[0]).items():
+                name = f"{i}-{key}.{'webp' if key == 'image' else 'png'}"
+                entry[key] = value if isinstance(value, str) else save_picture(value, self.folder, name)
+            gallery.append(entry)
+        return gallery
+
+    def write_report(self) -> Path:
+        return write_finetune_report(self.folder)
 
 
 def _not_empty(rows: Tensor) -> Tensor:
-    """Where no picture of a process's share could be read, a black one: it weighs nothing."""
+    """A black image in place of an empty share of the batch: it has no weight in the loss."""
     return rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
 
 
-def _file(i: int, key: str) -> str:
-    return f"{i}-{key}.{'webp' if key == 'image' else 'png'}"
-
-
-def _confusions(counts: Tensor) -> list[list[int]]:
-    """(class, what it was taken for, how often): the most frequent, which are no hits."""
+def _confused_pairs(counts: Tensor) -> list[list[int]]:
+    """(class, predicted class, how often) of the most frequent errors."""
     wrong = counts.cpu().clone().fill_diagonal_(0).flatten()
-    most = wrong.topk(min(MOST_CONFUSIONS, len(wrong)))
-    pairs: Sequence[tuple[int, int]] = list(zip(most.indices.tolist(), most.values.tolist(), strict=True))
-    return [[place // len(counts), place % len(counts), count] for place, count in pairs if count]
+    top = wrong.topk(min(MAX_CONFUSIONS, len(wrong)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [[index // len(counts), index % len(counts), count] for index, count in pairs if count]
 
 
 def _check_folder(folder: Path, model: str) -> None:
-    """What is there stays whole, --restart or not: the weights to start from, and runs that are none of ours."""
-    source = Path(model) if Path(model).exists() else find_shipped(model)
+    """Refuse to write over the weights to start from, or over a distillation run, even with `restart`."""
+    source = Path(model) if Path(model).exists() else find_pretrained(model)
     if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
         raise ArgumentError(
             f"--out {folder} is the model's own folder, which would be written over; take another --out"
@@ -498,9 +413,11 @@ def _check_folder(folder: Path, model: str) -> None:
         raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
 
 
-def _check_data(data: ProbeData, task: str) -> None:
+def _check_dataset(data: ProbeData, task: str) -> None:
     if data.task != task:
-        raise DatasetError(f"{data.name} has labels to {data.task}; `veca finetune` learns one class for each picture "
-                           "(classify) or pixel (segment)")  # fmt: skip
+        raise DatasetError(
+            f"{data.name} has labels to {data.task}; `veca finetune` learns one class for each picture (classify) or "
+            "pixel (segment)"
+        )
     if missing := [split for split in ("train", "val") if split not in data.splits]:
         raise DatasetError(f"{data.name} has no {' and no '.join(missing)}: nothing can be learned, or chosen, from it")

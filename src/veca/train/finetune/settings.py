@@ -1,136 +1,118 @@
-"""What a fine-tune is asked, checked before anything starts and kept beside what it made."""
+"""Settings of fine-tuning: typed, strict, and saved beside the results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from veca.config import VecaConfig, is_budget
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS, nearest_sizes
-from veca.utils.text import quoted
+from veca.utils.settings import Bounds, Settings
 
-Task: TypeAlias = Literal["classify", "segment"]
-Augment: TypeAlias = Literal["flip", "colour", "trivial"]
-Head: TypeAlias = Literal["probe", "new"]
-Precision: TypeAlias = Literal["float32", "bfloat16"]
-FREE = ("model", "workers", "skip_bad", "progress")
-"""What may change when a run goes on: it decides no number, and of the model the weights are what counts."""
+HeadStart: TypeAlias = Literal["probe", "new"]
+_CHANGEABLE_SETTINGS = ("model", "workers", "skip_bad", "progress")
+"""Settings that may change when a run is resumed: they change no result. Of the model, the weights are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Of both tasks. Defaults are for some thousand pictures and a few epochs."""
+class FinetuneSettings(Settings):
+    """Settings of both tasks. Defaults are for some thousand images and a few epochs."""
 
-    task: ClassVar[Task]
-    size: int
-    """Side in pixels of the squares to learn from."""
+    task: ClassVar[Literal["classify", "segment"]]
+    size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))]
+    """Side in pixels of the training crops."""
     cores: tuple[int, ...] = ()
-    """Budgets, of which each step draws one; none given: all the model was trained at."""
-    epochs: float = 10
-    batch: int = 32
-    rate: float = 5e-4
-    """The highest. The last block has `layer_decay` of it, each layer below `layer_decay` times that of the one above;
-    a new head has all of it, one from a probe a tenth."""
-    layer_decay: float = 0.75
-    decay: float = 0.05
-    """Of weights; biases, norms, cores and coordinates have none."""
-    head: Head = "probe"
-    """Start from a linear probe of the frozen features, or from new weights."""
-    head_epochs: int
+    """Budgets, of which each step draws one; empty: all the model was trained with."""
+    epochs: Annotated[float, Bounds(gt=0, lt=math.inf)] = 10
+    batch: Annotated[int, Bounds(ge=1, le=1_000_000)] = 32
+    """Images per optimizer step, over all processes."""
+    rate: Annotated[float, Bounds(gt=0, le=1)] = 5e-4
+    """The highest learning rate. The last block has `layer_decay` of it, each layer below `layer_decay` times that of
+    the one above; a new head has all of it, one from a probe a tenth."""
+    layer_decay: Annotated[float, Bounds(gt=0, le=1)] = 0.75
+    """1 is one rate for all layers."""
+    decay: Annotated[float, Bounds(ge=0, lt=1)] = 0.05
+    """Weight decay; biases, norms, cores and coordinates have none."""
+    head: HeadStart = "probe"
+    """Start the head from a linear probe of the frozen features, or from new weights."""
+    head_epochs: Annotated[int, Bounds(ge=1)]
     """Passes over train for that probe."""
-    augment: Augment = "flip"
-    """Crops and flips alone; with TrivialAugmentWide; or with those of its operations that move no pixel."""
-    ema: float | None = None
-    """Decay of a running mean of the weights, which is then what is scored and kept."""
-    every: int | None = None
-    """Score on val after so many steps; None: every epoch, and at least four times."""
-    seed: int = 0
-    precision: Precision | None = None
-    """Of the products; None: bfloat16 on a GPU, float32 elsewhere."""
-    workers: int = 0
+    augment: Literal["flip", "colour", "trivial"] = "flip"
+    """Crops and flips only; with TrivialAugmentWide; or with its operations that move no pixels."""
+    ema: Annotated[float, Bounds(gt=0, lt=1)] | None = None
+    """Decay of a moving average of the weights, which is then what is scored and saved."""
+    every: Annotated[int, Bounds(ge=1)] | None = None
+    """Steps between validations; null: every epoch, and at least four times."""
+    seed: Annotated[int, Bounds(ge=0, lt=2**63)] = 0
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Of the matrix products; null: bfloat16 on a GPU, float32 elsewhere."""
+    workers: Annotated[int, Bounds(ge=0, le=1024)] = 0
     skip_bad: bool = False
-    """Leave out pictures that cannot be read, and say so, instead of stopping."""
+    """Leave out unreadable images, with a note, instead of stopping."""
     progress: bool = True
 
-    def __post_init__(self) -> None:
-        self.require("size", self.size >= 1, "at least 1")
-        self.require("epochs", 0 < self.epochs < math.inf, "above 0")
-        self.require("size", self.size <= (most := math.isqrt(MAX_PIXELS)), f"at most {most:,}")
-        self.require("batch", 1 <= self.batch <= 1_000_000, "from 1 to 1,000,000")
-        self.require("workers", 0 <= self.workers <= 1024, "from 0 to 1024")
-        self.require("seed", 0 <= self.seed < 2**63, "from 0 to 2^63 - 1")
-        self.require("rate", 0 < self.rate <= 1, "above 0, at most 1")
-        self.require("layer_decay", 0 < self.layer_decay <= 1, "above 0, at most 1; 1 is one rate for all layers")
-        self.require("decay", 0 <= self.decay < 1, "from 0 to under 1")
-        self.require("head_epochs", self.head_epochs >= 1, "at least 1")
-        self.require("ema", self.ema is None or 0 < self.ema < 1, "None, or between 0 and 1")
-        self.require("every", self.every is None or self.every >= 1, "None, or at least 1")
-
-    def require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ArgumentError(f"{name}={quoted(getattr(self, name))}: must be {rule}")
-
     def budgets(self, config: VecaConfig) -> dict[int, float]:
-        """Budgets and their odds, which are the paper's: large ones come more often. Size and budgets are checked."""
-        patch, most = config.patch_size, config.num_cores
-        near = nearest_sizes(self.size, self.size, patch)[0]
-        self.require("size", self.size % patch == 0, f"a multiple of {patch}. Nearest: {near}")
-        asked = tuple(dict.fromkeys(self.cores or config.budgets))
-        self.require("cores", all(is_budget(budget, most) for budget in asked), f"from 1 to {most}, the core bank")
-        return {budget: math.ceil(4 * budget / most) for budget in sorted(asked)}
+        """Check size and budgets against the model; the budgets with the paper's odds, which favour large ones."""
+        patch, bank = config.patch_size, config.num_cores
+        nearest = nearest_sizes(self.size, self.size, patch)[0]
+        self.require("size", self.size % patch == 0, f"a multiple of {patch}. Nearest: {nearest}")
+        budgets = tuple(dict.fromkeys(self.cores or config.budgets))
+        self.require("cores", all(is_budget(budget, bank) for budget in budgets), f"from 1 to {bank}, the core bank")
+        return {budget: math.ceil(4 * budget / bank) for budget in sorted(budgets)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as JSON gives it back."""
-        return {
-            "task": self.task,
-            **{key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()},
-        }
-
-
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: object) -> None:
-    """A run goes on with what it began with, but for what decides no number."""
-    keys = [key for key in dict.fromkeys([*before, *now]) if key not in FREE]
-    if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
-        raise ArgumentError(
-            f"{folder} holds a run that was asked otherwise ({'; '.join(different)}). Take another --out, or --restart "
-            "to begin anew in it"
-        )
+        return {"task": self.task, **super().to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifySettings(Settings):
-    task: ClassVar[Task] = "classify"
-    size: int = 256
-    head_epochs: int = 100
-    """Over features that are extracted once, so that many are cheap."""
-    least_area: float = 0.35
-    """A crop has at least this share of its picture."""
-    smoothing: float = 0.1
-    """Of labels."""
-    mixup: float = 0.0
-    """Both parameters of the Beta distribution of the shares in which two pictures are mixed; 0: they are not."""
+class FinetuneClassifySettings(FinetuneSettings):
+    """Settings of `veca finetune classify`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("least_area", 0 < self.least_area <= 1, "above 0, at most 1")
-        self.require("smoothing", 0 <= self.smoothing < 1, "from 0 to under 1")
-        self.require("mixup", self.mixup >= 0, "0 or more")
+    task: ClassVar[Literal["classify", "segment"]] = "classify"
+    size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))] = 256
+    head_epochs: Annotated[int, Bounds(ge=1)] = 100
+    """Cheap: over features that are extracted once."""
+    least_area: Annotated[float, Bounds(gt=0, le=1)] = 0.35
+    """The smallest share of an image's area that a crop has."""
+    smoothing: Annotated[float, Bounds(ge=0, lt=1)] = 0.1
+    """Label smoothing."""
+    mixup: Annotated[float, Bounds(ge=0)] = 0.0
+    """Both parameters of the Beta distribution of mixup's shares; 0: no mixup."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentSettings(Settings):
-    task: ClassVar[Task] = "segment"
-    size: int = 512
-    batch: int = 8
-    head_epochs: int = 1
+class FinetuneSegmentSettings(FinetuneSettings):
+    """Settings of `veca finetune segment`."""
+
+    task: ClassVar[Literal["classify", "segment"]] = "segment"
+    size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))] = 512
+    batch: Annotated[int, Bounds(ge=1, le=1_000_000)] = 8
+    head_epochs: Annotated[int, Bounds(ge=1)] = 1
     scales: tuple[float, float] = (0.5, 2.0)
-    """The short side of a picture becomes the size times a number between these, before a square is taken of it."""
+    """The short side of an image is resized to the size times a number between these, before it is cropped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("augment", self.augment != "trivial", "flip or colour: trivial moves pixels off their labels")
-        two = len(self.scales) == 2 and 0 < self.scales[0] <= self.scales[1] <= 8
-        self.require("scales", two, "two numbers above 0, at most 8, the lower first")
+        valid = len(self.scales) == 2 and 0 < self.scales[0] <= self.scales[1] <= 8
+        self.require("scales", valid, "two numbers above 0, at most 8, the lower first")
+
+
+def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folder: object) -> None:
+    """Refuse to resume with other settings, except those that change no result."""
+    keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE_SETTINGS]
+    if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
+        raise ArgumentError(
+            f"{folder} holds a run with other settings ({'; '.join(different)}). Take another --out, or --overwrite "
+            "to begin anew in it"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    """Names that the documentation used before."""
+    if name in ("ClassifySettings", "SegmentSettings"):
+        return globals()[f"Finetune{name}"]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What is learned: classes of pictures, or of pixels. A task has the network, its pictures, its loss and its files.
+"""Tasks of fine-tuning, classify and segment: network, batches, loss, scores and files of each.
 
 Shapes: B images of H × W pixels, C classes.
 """
@@ -31,18 +31,18 @@ from veca.probe.dense_data import DenseData, Labelled
 from veca.probe.features import Extraction, PictureError, Pictures, View, decoding, listed, shuffled, without_bad
 from veca.probe.run import DECAYS, RATES
 from veca.report.gallery import colour_classes
-from veca.train.finetune.settings import ClassifySettings, SegmentSettings, Settings
-from veca.train.parallel import whole
+from veca.train.checkpoints import module_tensors
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, FinetuneSettings
 from veca.utils.files import atomic_path
 from veca.utils.progress import bar
 from veca.utils.text import excerpt, quoted
 
 DENSE_RATES = (1e-3, 3e-3, 1e-2)
-"""Of heads over maps, which start from few steps."""
+"""Learning rates tried for dense heads, which get few steps."""
 
 
 class Classifier(nn.Module):
-    """A backbone with its classifier: images and a budget → scores (B, C), float32."""
+    """A backbone with its linear classifier: images and a budget → scores (B, C), float32."""
 
     def __init__(self, backbone: Veca) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, cores: int | None = None, size: Sequence[int] | None = None) -> Tensor:
         cls = self.backbone(images, cores, cls_only=True).cls
-        with torch.autocast(images.device.type, enabled=False):
+        with torch.autocast(images.device.type, enabled=False):  # scores in float32
             return self.backbone.head(cls.float())
 
 
 class Segmenter(nn.Module):
-    """A backbone with a linear head over its map: images and a budget → scores (B, C, H, W), float32.
+    """A backbone with a linear head on its map: images and a budget → scores (B, C, H, W), float32.
 
     >>> segmenter = Segmenter(veca.create_model("veca_tiny"), ["sky", "road"]).eval()
     >>> segmenter(torch.zeros(1, 3, 32, 48), cores=8).argmax(1).shape
@@ -68,7 +68,7 @@ class Segmenter(nn.Module):
         self.head = SegmentationHead(backbone.num_features, len(self.classes), ignore=ignore, seed=seed)
 
     def forward(self, images: Tensor, cores: int | None = None, size: Sequence[int] | None = None) -> Tensor:
-        """`size` of the scores: (H, W), that of the images if none is given."""
+        """`size` of the scores is (H, W); by default that of the images."""
         rows, columns = size or images.shape[-2:]
         out = self.backbone(images, cores)
         with torch.autocast(images.device.type, enabled=False):
@@ -76,17 +76,17 @@ class Segmenter(nn.Module):
 
 
 def load_segmenter(folder: str | Path, device: str | torch.device | None = None) -> Segmenter:
-    """What `veca finetune segment` left in a folder, in eval mode."""
+    """Load the segmenter that `veca finetune segment` saved in a folder, in eval mode."""
     file = Path(folder) / "head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{folder}: has no head.safetensors; name a folder that `veca finetune segment` wrote to")
     backbone = veca.load(folder)
     try:
         tensors, metadata = read_safetensors(file)
-        told = read_description(metadata["veca"])
-        classes, ignore = [str(name) for name in told["classes"]], int(told["ignore"])
+        description = read_description(metadata["veca"])
+        classes, ignore = [str(name) for name in description["classes"]], int(description["ignore"])
         expected = (len(classes), 2 * backbone.num_features)
-        if tuple(tensors["weight"].shape) != expected:  # before memory is taken for so many classes
+        if tuple(tensors["weight"].shape) != expected:  # checked before memory is allocated for that many classes
             raise ValueError(f"its weight is {quoted(tuple(tensors['weight'].shape))}, expected {expected}")
         segmenter = Segmenter(backbone, classes, ignore)
         segmenter.head.load_state_dict(tensors)
@@ -97,30 +97,33 @@ def load_segmenter(folder: str | Path, device: str | torch.device | None = None)
     return segmenter.to(device).eval()
 
 
-class _Task:
-    """What both tasks share. `seen` tells transformers how to look at pictures, `skipped` which could not be read."""
+class _FinetuneTask:
+    """What both tasks share. `processor` says in the terms of transformers how images are resized."""
 
-    def __init__(self, data: ProbeData, seen: Mapping[str, Any]) -> None:
-        self.data, self.seen = data, seen
+    def __init__(self, data: ProbeData, processor: Mapping[str, Any]) -> None:
+        self.data, self.processor = data, processor
         self.skipped: dict[str, set[str]] = {}
+        """Unreadable images, by split."""
 
     def _save(self, backbone: Veca, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """The backbone, as `veca.load`, timm and transformers take it."""
-        tensors = {name: whole(tensor) for name, tensor in backbone.state_dict().items()}
-        save_tensors(tensors, backbone.config.to_dict(), provenance, folder)
-        told = {"image_processor_type": "VecaImageProcessor", **self.seen, "image_mean": MEAN, "image_std": STD}
+        """Save the backbone as `veca.load`, timm and transformers take it."""
+        save_tensors(module_tensors(backbone), backbone.config.to_dict(), provenance, folder)
+        processor = {"image_processor_type": "VecaImageProcessor", **self.processor}
+        processor |= {"image_mean": MEAN, "image_std": STD}
         with atomic_path(folder / "preprocessor_config.json") as part:
-            part.write_text(json.dumps(told, indent=2) + "\n")
+            part.write_text(json.dumps(processor, indent=2) + "\n")
 
 
-class Classify(_Task):
+class ClassifyTask(_FinetuneTask):
+    """One class per image."""
+
     metric, ignore = "top1", -1
 
-    def __init__(self, backbone: Veca, data: ProbeData, settings: ClassifySettings) -> None:
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneClassifySettings) -> None:
         side = {"height": settings.size, "width": settings.size}
         super().__init__(data, {"size": side, "fit": "crop"})
         self.settings = settings
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # a new head follows from the seed, and disturbs no other draws
             torch.manual_seed(settings.seed)
             backbone.reset_classifier(len(data.classes))
         self.network = Classifier(backbone)
@@ -128,38 +131,38 @@ class Classify(_Task):
     def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
         """Batches of the steps from `start`; each follows from the seed and its step alone.
 
-        Of `size` processes each has its share of a batch, in which there may be no picture that can be read.
+        Each of `size` processes gets its share of a batch, in which there may be no readable image.
         """
-        split, asked = self.data.splits["train"], self.settings
-        order = shuffled(len(split), asked.batch, range(start, steps), asked.seed, rank, size)
-        return self._batches("train", _Parts(self.data, asked), order, empty=size > 1)
+        split, settings = self.data.splits["train"], self.settings
+        order = shuffled(len(split), settings.batch, range(start, steps), settings.seed, rank, size)
+        return self._batches("train", _RandomCrops(self.data, settings), order, allow_empty=size > 1)
 
     def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
-        """All pictures of a split once; of `size` processes each has some of the batches."""
+        """All images of a split once; the batches are distributed over `size` processes."""
         count, batch = len(self.data.splits[split]), 2 * self.settings.batch
         order = [range(first, min(first + batch, count)) for first in range(0, count, batch)][rank::size]
-        pictures = Pictures(self.data.splits[split], View(self.settings.size))
-        return (found for found in self._batches(split, pictures, order, empty=True) if len(found.labels))
+        images = Pictures(self.data.splits[split], View(self.settings.size))
+        return (each for each in self._batches(split, images, order, allow_empty=True) if len(each.labels))
 
     def _batches(
-        self, split: str, pictures: Dataset[Any], order: Iterable[Sequence[Any]], empty: bool
+        self, split: str, images: Dataset[Any], order: Iterable[Sequence[Any]], allow_empty: bool
     ) -> Iterator[Labelled]:
-        """`empty`: there may be batches in which no picture can be read."""
+        """Decoded batches; `allow_empty`: also those in which no image can be read."""
         side = self.settings.size
         labels = torch.from_numpy(self.data.splits[split].labels).long()
-        with decoding(pictures, order, self.settings.workers) as batches:
-            for found in batches:
-                bad = [pixels for _, pixels in found if isinstance(pixels, str)]
-                good = [(i, pixels) for i, pixels in found if not isinstance(pixels, str)]
+        with decoding(images, order, self.settings.workers) as batches:
+            for batch in batches:
+                bad = [pixels for _, pixels in batch if isinstance(pixels, str)]
+                good = [(i, pixels) for i, pixels in batch if not isinstance(pixels, str)]
                 if bad and not self.settings.skip_bad:
                     raise PictureError(
                         f"pictures of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or leave such "
                         "out with --skip-bad"
                     )
-                if not (good or empty):
+                if not (good or allow_empty):
                     raise PictureError(
                         f"a whole batch of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or take "
-                        "a larger --batch"
+                        "a larger --batch-size"
                     )
                 self.skipped.setdefault(split, set()).update(bad)
                 pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
@@ -169,45 +172,45 @@ class Classify(_Task):
         return F.cross_entropy(scores, labels, label_smoothing=self.settings.smoothing)
 
     def probe(self, frozen: VecaBackbone, cores: int, folder: Path) -> None:
-        """Start the head from a linear probe of the frozen features, the one `veca probe classify` would find."""
-        asked, data, view = self.settings, self.data, View(self.settings.size)
-        extraction = Extraction(frozen, folder, workers=asked.workers, progress=asked.progress)
+        """Start the head from a linear probe of the frozen features, the one `veca probe classify` would fit."""
+        settings, data, view = self.settings, self.data, View(self.settings.size)
+        extraction = Extraction(frozen, folder, workers=settings.workers, progress=settings.progress)
         sets: list[Tensor] = []
         for name in ("train", "val"):
             split = data.splits[name]
             extraction.run(split, view, [cores], f"features of {name}")
             labels = torch.from_numpy(split.labels).long()
-            sets += without_bad(extraction.load(split, view, cores), labels, asked.skip_bad, f"{data.name} {name}")
-        with bar("linear probe", asked.head_epochs, "epochs", asked.progress) as advance:
+            sets += without_bad(extraction.load(split, view, cores), labels, settings.skip_bad, f"{data.name} {name}")
+        with bar("linear probe", settings.head_epochs, "epochs", settings.progress) as advance:
             head = train_linear(
                 sets[0], sets[1], sets[2], sets[3], classes=len(data.classes), rates=RATES, decays=DECAYS,
-                epochs=asked.head_epochs, seed=asked.seed, device=frozen.device, progress=lambda *_: advance(1),
+                epochs=settings.head_epochs, seed=settings.seed, device=frozen.device, progress=lambda *_: advance(1),
             ).head  # fmt: skip
         self.network.backbone.head.load_state_dict({"weight": head.weight, "bias": head.bias})
 
-    def one(self, split: str, i: int) -> Labelled | None:
-        """Picture `i` as `scoring` has it; None where it cannot be read."""
+    def load_one(self, split: str, i: int) -> Labelled | None:
+        """Image `i` as `scoring` has it; None where it cannot be read."""
         _, pixels = Pictures(self.data.splits[split], View(self.settings.size))[i]
         if isinstance(pixels, str):
             return None
         return Labelled(torch.from_numpy(pixels)[None], torch.tensor([self.data.splits[split].label(i)]))
 
-    def shown(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
-        """Pictures, and words, of what was said of one picture and what is right."""
+    def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
+        """Images and a caption that show the prediction for one image and its label."""
         share, best = scores.softmax(0).max(0)
         image = open_image(self.data.splits[split].image(i))
-        said = f"{self.data.classes[int(best)]}, {float(share):.0%}"
-        right = "right" if best == label else f"it is {self.data.classes[int(label)]}"
-        return {"image": image, "said": f"{said}: {right}"}
+        prediction = f"{self.data.classes[int(best)]}, {float(share):.0%}"
+        truth = "right" if best == label else f"it is {self.data.classes[int(label)]}"
+        return {"image": image, "said": f"{prediction}: {truth}"}
 
-    def metrics(self, meter: Confusion) -> dict[str, float]:
-        """In percent."""
-        found = meter.compute()
-        return {"top1": 100 * found["pixel_accuracy"], "mean_per_class": 100 * found["class_accuracy"]}
+    def metrics(self, confusion: Confusion) -> dict[str, float]:
+        """Scores in percent."""
+        scores = confusion.compute()
+        return {"top1": 100 * scores["pixel_accuracy"], "mean_per_class": 100 * scores["class_accuracy"]}
 
-    def per_class(self, meter: Confusion) -> Tensor:
-        """The share of each class that was found (C)."""
-        return meter.counts.diagonal().double() / meter.counts.sum(1)
+    def per_class(self, confusion: Confusion) -> Tensor:
+        """Recall of each class (C)."""
+        return confusion.counts.diagonal().double() / confusion.counts.sum(1)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         self._save(self.network.backbone, folder, provenance)
@@ -216,44 +219,47 @@ class Classify(_Task):
         self.network.backbone.load_state_dict(veca.load(folder).state_dict())
 
 
-class _Parts(Dataset[Any]):
-    """Random parts of pictures, others in each epoch."""
+class _RandomCrops(Dataset[Any]):
+    """Random crops of the training images, others in each epoch."""
 
-    def __init__(self, data: ProbeData, settings: ClassifySettings) -> None:
-        self.split, self.asked = data.splits["train"], settings
+    def __init__(self, data: ProbeData, settings: FinetuneClassifySettings) -> None:
+        self.split, self.settings = data.splits["train"], settings
 
-    def __getitem__(self, place_and_picture: tuple[int, int]) -> Any:
-        place, i = place_and_picture
-        view = View(self.asked.size, place // len(self.split), self.asked.seed, (self.asked.least_area, 1.0))
+    def __getitem__(self, position_and_index: tuple[int, int]) -> Any:
+        position, i = position_and_index
+        settings, epoch = self.settings, position // len(self.split)
+        view = View(settings.size, epoch, settings.seed, (settings.least_area, 1.0))
         return Pictures(self.split, view)[i]
 
 
-class Segment(_Task):
+class SegmentTask(_FinetuneTask):
+    """One class per pixel."""
+
     metric = "mIoU"
 
-    def __init__(self, backbone: Veca, data: ProbeData, settings: SegmentSettings) -> None:
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings) -> None:
         super().__init__(data, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
         self.settings = settings
-        self.pictures = DenseData(
+        self.dense_data = DenseData(
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
             settings.skip_bad, settings.scales, self.skipped,
         )  # fmt: skip
-        self.ignore = self.pictures.ignore
+        self.ignore = self.dense_data.ignore
         backbone.reset_classifier(0)
         self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
 
     def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
-        return self.pictures.training(steps, start, rank, size)
+        return self.dense_data.training(steps, start, rank, size)
 
     def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
-        return self.pictures.scoring(split, rank, size)
+        return self.dense_data.scoring(split, rank, size)
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return self.network.head.loss(scores, labels)
 
     def probe(self, frozen: VecaBackbone, cores: int, folder: Path) -> None:
-        asked = self.settings
-        steps = max(1, round(asked.head_epochs * len(self.data.splits["train"]) / asked.batch))
+        settings = self.settings
+        steps = max(1, round(settings.head_epochs * len(self.data.splits["train"]) / settings.batch))
 
         def features(batches: Iterator[Labelled]) -> Iterator[DenseBatch]:
             for pixels, labels in batches:
@@ -261,48 +267,48 @@ class Segment(_Task):
                 assert patches is not None
                 yield DenseBatch(patches, cls, labels.to(frozen.device))
 
-        with bar("linear probe", steps, "steps", asked.progress) as advance:
+        with bar("linear probe", steps, "steps", settings.progress) as advance:
             sweep = fit_dense(
                 self.network.head, lambda: features(self.training(0, steps)), lambda: features(self.scoring("val")),
                 rates=DENSE_RATES, steps=steps, device=frozen.device, progress=lambda *_: advance(1),
             )  # fmt: skip
         self.network.head.load_state_dict(sweep.head.state_dict())
 
-    def one(self, split: str, i: int) -> Labelled | None:
-        return self.pictures.one(split, i)
+    def load_one(self, split: str, i: int) -> Labelled | None:
+        return self.dense_data.one(split, i)
 
-    def shown(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
+    def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
         image = open_image(self.data.splits[split].image(i))
         count = len(self.data.classes)
-        said, right = scores.argmax(0).cpu().numpy(), label.cpu().numpy()
-        return {"image": image, "label": colour_classes(right, count), "prediction": colour_classes(said, count)}
+        predicted, truth = scores.argmax(0).cpu().numpy(), label.cpu().numpy()
+        return {"image": image, "label": colour_classes(truth, count), "prediction": colour_classes(predicted, count)}
 
-    def metrics(self, meter: Confusion) -> dict[str, float]:
-        return {name.replace("miou", "mIoU"): 100 * value for name, value in meter.compute().items()}
+    def metrics(self, confusion: Confusion) -> dict[str, float]:
+        return {name.replace("miou", "mIoU"): 100 * value for name, value in confusion.compute().items()}
 
-    def per_class(self, meter: Confusion) -> Tensor:
-        return meter.iou()
+    def per_class(self, confusion: Confusion) -> Tensor:
+        return confusion.iou()
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         self._save(self.network.backbone, folder, provenance)
-        tensors = {name: whole(tensor) for name, tensor in self.network.head.state_dict().items()}
-        told = {"classes": self.data.classes, "ignore": self.ignore}
+        description = {"classes": self.data.classes, "ignore": self.ignore}
         with atomic_path(folder / "head.safetensors") as part:
-            write_tensors(part, tensors, {"format": "pt", "veca": json.dumps(told)})
+            metadata = {"format": "pt", "veca": json.dumps(description)}
+            write_tensors(part, module_tensors(self.network.head), metadata)
 
     def load(self, folder: Path) -> None:
         self.network.load_state_dict(load_segmenter(folder).state_dict())
 
 
-def frozen_copy(backbone: Veca, name: str, device: torch.device, precision: Any) -> VecaBackbone:
-    """The backbone as the probes take it, without a head and apart from the one that learns."""
-    own = copy.deepcopy(backbone)
-    own.reset_classifier(0)
-    return VecaBackbone(own, name, device, precision)
+def frozen_backbone(backbone: Veca, name: str, device: torch.device, precision: Any) -> VecaBackbone:
+    """A copy of the backbone for the probe, without a head."""
+    frozen = copy.deepcopy(backbone)
+    frozen.reset_classifier(0)
+    return VecaBackbone(frozen, name, device, precision)
 
 
-def make_task(backbone: Veca, data: ProbeData, settings: Settings) -> Classify | Segment:
-    if isinstance(settings, SegmentSettings):
-        return Segment(backbone, data, settings)
-    assert isinstance(settings, ClassifySettings)
-    return Classify(backbone, data, settings)
+def make_task(backbone: Veca, data: ProbeData, settings: FinetuneSettings) -> ClassifyTask | SegmentTask:
+    if isinstance(settings, FinetuneSegmentSettings):
+        return SegmentTask(backbone, data, settings)
+    assert isinstance(settings, FinetuneClassifySettings)
+    return ClassifyTask(backbone, data, settings)

@@ -1,10 +1,10 @@
-// Questions to the server: answers are kept, stale questions are withdrawn, others are asked again where the server is busy
-// or took an older question for a newer one.
+// Requests to the server: responses are cached, outdated requests are aborted, and requests are repeated where the server
+// is busy or took an older request for a newer one.
 
-const KEPT = 96 * 2 ** 20; // bytes of answers
-const GRACE = 150; // ms an answer on its way is waited for before a newer question withdraws it
+const CACHE_BYTES = 96 * 2 ** 20;
+const GRACE = 150; // ms to wait for a running request before a newer one aborts it
 
-export class Problem extends Error {
+export class RequestError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
@@ -20,96 +20,96 @@ const sleep = (ms, signal) =>
     });
   });
 
-export async function ask(path, options = {}) {
+export async function request(path, options = {}) {
   for (let attempt = 0; ; attempt++) {
     let response;
     try {
       response = await fetch(path, options);
     } catch (error) {
       if (error.name === "AbortError" || options.signal?.aborted) throw error;
-      throw new Problem(0, "The server does not answer. Is it still running?");
+      throw new RequestError(0, "The server does not answer. Is it still running?");
     }
     if (response.ok) return response;
     const { problem } = await response.json().catch(() => ({ problem: response.statusText }));
-    // An older question that was withdrawn can come to the server after the newer one, and put it aside.
+    // An older request that was aborted can reach the server after the newer one and cancel it there.
     const overtaken = response.status === 409;
-    if (!(overtaken || response.status === 503) || attempt === 8) throw new Problem(response.status, problem);
+    if (!(overtaken || response.status === 503) || attempt === 8) throw new RequestError(response.status, problem);
     const wait = overtaken ? 50 : 1000 * Number(response.headers.get("Retry-After") ?? 1);
     await sleep(wait * (0.5 + Math.random()), options.signal);
   }
 }
 
-export const json = async (path, options) => (await ask(path, options)).json();
+export const json = async (path, options) => (await request(path, options)).json();
 
 const TYPES = { U8: Uint8Array, I8: Int8Array, F32: Float32Array };
 
 // The tensors of a safetensors file: {name: {data, shape}}, and `about`.
-export function tensors(buffer) {
+export function parseSafetensors(buffer) {
   const length = Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
-  const found = { about: JSON.parse(header.__metadata__.veca) };
+  const tensors = { about: JSON.parse(header.__metadata__.veca) };
   delete header.__metadata__;
   for (const [name, { dtype, shape, data_offsets }] of Object.entries(header)) {
     const [start, end] = data_offsets.map((offset) => offset + 8 + length);
-    found[name] = { data: new TYPES[dtype](buffer.slice(start, end)), shape };
+    tensors[name] = { data: new TYPES[dtype](buffer.slice(start, end)), shape };
   }
-  return found;
+  return tensors;
 }
 
-const kept = new Map();
-let held = 0;
+const cache = new Map(); // path → {tensors, bytes}, the least recently used first
+let cachedBytes = 0;
 
-export const recall = (path) => kept.get(path)?.found;
+export const cached = (path) => cache.get(path)?.tensors;
 
-// The tensors at a path, which never change there.
+// The tensors at a path; they never change.
 export async function load(path, options) {
-  let entry = kept.get(path);
-  if (entry) kept.delete(path);
+  let entry = cache.get(path);
+  if (entry) cache.delete(path);
   else {
-    const buffer = await (await ask(path, options)).arrayBuffer();
-    entry = { found: tensors(buffer), bytes: buffer.byteLength };
-    held += entry.bytes;
+    const buffer = await (await request(path, options)).arrayBuffer();
+    entry = { tensors: parseSafetensors(buffer), bytes: buffer.byteLength };
+    cachedBytes += entry.bytes;
   }
-  kept.set(path, entry); // the last of the map is the last used
-  for (const [old, { bytes }] of kept) {
-    if (held <= KEPT || kept.size <= 2) break;
-    kept.delete(old);
-    held -= bytes;
+  cache.set(path, entry);
+  for (const [old, { bytes }] of cache) {
+    if (cachedBytes <= CACHE_BYTES || cache.size <= 2) break;
+    cache.delete(old);
+    cachedBytes -= bytes;
   }
-  return entry.found;
+  return entry.tensors;
 }
 
-// One question at a time: only the newest of those asked meanwhile is asked next.
-export class Latest {
+// One request at a time: of those made meanwhile, only the newest is sent next.
+export class LatestRequest {
   #current = null;
   #turn = 0;
 
-  withdraw() {
+  abort() {
     this.#turn++;
     this.#current?.controller.abort();
   }
 
-  async run(question) {
+  async run(send) {
     const turn = ++this.#turn;
-    const before = this.#current;
-    if (before) {
-      const left = GRACE - (performance.now() - before.since);
-      if (left > 0) await Promise.race([before.done, sleep(left)]);
+    const previous = this.#current;
+    if (previous) {
+      const wait = GRACE - (performance.now() - previous.since);
+      if (wait > 0) await Promise.race([previous.done, sleep(wait)]);
       if (turn !== this.#turn) return undefined;
-      before.controller.abort();
+      previous.controller.abort();
     }
     const controller = new AbortController();
     let finish;
-    const mine = { controller, since: performance.now(), done: new Promise((resolve) => (finish = resolve)) };
-    this.#current = mine;
+    const running = { controller, since: performance.now(), done: new Promise((resolve) => (finish = resolve)) };
+    this.#current = running;
     try {
-      return await question(controller.signal);
+      return await send(controller.signal);
     } catch (error) {
       if (error.name === "AbortError" || controller.signal.aborted) return undefined;
       throw error;
     } finally {
       finish();
-      if (this.#current === mine) this.#current = null;
+      if (this.#current === running) this.#current = null;
     }
   }
 }

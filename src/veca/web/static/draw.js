@@ -1,8 +1,8 @@
-// Numbers to pixels: colour maps, overlays, marks, and the figure to save.
+// Drawing on canvases: colour maps, overlays, marks, and the figure to save.
 
 let ramp = new Uint8Array(768);
 
-// 256 colours between the few the server names.
+// The server sends a few colours; interpolate 256.
 export function setHeat(colours) {
   const anchors = colours.map((c) => [1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)));
   for (let level = 0; level < 256; level++) {
@@ -27,35 +27,35 @@ export function tiles(data, rows, columns) {
   return canvas;
 }
 
-// Cosine of every patch with the one numbered `at`, as levels, and their ends.
+// Cosine of every patch with patch `at`: levels from 0 to 255, and the cosines at both ends.
 export function similarity({ data, shape: [rows, columns, width] }, at) {
   const count = rows * columns;
   const values = new Float32Array(count);
-  let least = 1;
-  let most = -1;
+  let low = 1;
+  let high = -1;
   const lengthOf = (start) => {
     let sum = 0;
     for (let k = 0; k < width; k++) sum += data[start + k] ** 2;
     return Math.sqrt(sum) || 1;
   };
-  const mine = at * width;
-  const length = lengthOf(mine);
+  const own = at * width;
+  const length = lengthOf(own);
   for (let i = 0; i < count; i++) {
     let dot = 0;
     const start = i * width;
-    for (let k = 0; k < width; k++) dot += data[start + k] * data[mine + k];
+    for (let k = 0; k < width; k++) dot += data[start + k] * data[own + k];
     values[i] = dot / (length * lengthOf(start));
-    if (i === at) continue; // always 1: it says nothing about the scale
-    least = Math.min(least, values[i]);
-    most = Math.max(most, values[i]);
+    if (i === at) continue; // always 1: it would only stretch the scale
+    low = Math.min(low, values[i]);
+    high = Math.max(high, values[i]);
   }
-  const span = Math.max(most - least, 1e-6);
-  const levels = Uint8Array.from(values, (v) => Math.max(0, Math.min(255, Math.round((255 * (v - least)) / span))));
-  return { levels, least, most };
+  const span = Math.max(high - low, 1e-6);
+  const levels = Uint8Array.from(values, (v) => Math.max(0, Math.min(255, Math.round((255 * (v - low)) / span))));
+  return { levels, low, high };
 }
 
-// The canvas fits the box its picture has on the page, in the pixels of the screen.
-export function fit(canvas, aspect) {
+// Resize a canvas to its box on the page, in device pixels.
+export function fitCanvas(canvas, aspect) {
   const width = Math.max(1, Math.round(canvas.clientWidth * Math.min(devicePixelRatio, 2)));
   const height = Math.max(1, Math.round(width / aspect));
   if (canvas.width !== width || canvas.height !== height) {
@@ -83,7 +83,7 @@ export function paint(context, photo, overlay, opacity, dim = 0) {
   }
 }
 
-function strokes(context, width, colour, draw) {
+function strokeTwice(context, width, colour, draw) {
   for (const [line, style] of [[width + 2.4, "rgb(0 0 0 / 0.6)"], [width, colour]]) {
     context.lineWidth = line * unit(context);
     context.strokeStyle = style;
@@ -95,32 +95,32 @@ function strokes(context, width, colour, draw) {
 
 const unit = (context) => Math.max(1, context.canvas.width / 480);
 
-export function frame(context, row, column, rows, columns, held) {
+export function drawFrame(context, row, column, rows, columns, held) {
   const [width, height] = [context.canvas.width / columns, context.canvas.height / rows];
-  strokes(context, held ? 2.6 : 1.6, "#fff", () => context.rect(column * width, row * height, width, height));
+  strokeTwice(context, held ? 2.6 : 1.6, "#fff", () => context.rect(column * width, row * height, width, height));
 }
 
-// How much longer ways have to be drawn to be seen, as `veca figure paths` does.
-export function stretch({ data, shape: [layers, cores] }) {
+// The factor by which paths are drawn longer so that they can be seen, as in `veca figure paths`.
+export function pathScale({ data, shape: [layers, cores] }) {
   let longest = 0;
   for (let core = 0; core < cores; core++) {
     const first = 2 * core;
     const last = 2 * ((layers - 1) * cores + core);
     longest = Math.max(longest, Math.hypot(data[last] - data[first], data[last + 1] - data[first + 1]) / 2);
   }
-  return [200, 100, 50, 20, 10, 5, 2].find((times) => times * longest <= 0.1) ?? 1;
+  return [200, 100, 50, 20, 10, 5, 2].find((factor) => factor * longest <= 0.1) ?? 1;
 }
 
-// The way of a core through the layers, and a ring where it stands in one of them.
-export function way(context, { data, shape: [layers, cores] }, core, layer, times) {
+// The path of a core through the layers, and a ring at its place in one of them.
+export function drawPath(context, { data, shape: [layers, cores] }, core, layer, scale) {
   const { width, height } = context.canvas;
   const place = (l) => [0, 1].map((axis) => data[2 * (l * cores + core) + axis]);
   const origin = place(0);
   const points = Array.from({ length: layers }, (_, l) => {
-    const [x, y] = place(l).map((value, axis) => origin[axis] + times * (value - origin[axis]));
+    const [x, y] = place(l).map((value, axis) => origin[axis] + scale * (value - origin[axis]));
     return [((x + 1) / 2) * width, ((y + 1) / 2) * height];
   });
-  strokes(context, 1.5, "rgb(255 255 255 / 0.9)", () => points.forEach(([x, y]) => context.lineTo(x, y)));
+  strokeTwice(context, 1.5, "rgb(255 255 255 / 0.9)", () => points.forEach(([x, y]) => context.lineTo(x, y)));
   context.fillStyle = "#fff";
   for (const [x, y] of points) {
     context.beginPath();
@@ -128,25 +128,25 @@ export function way(context, { data, shape: [layers, cores] }, core, layer, time
     context.fill();
   }
   const [x, y] = points[layer - 1];
-  strokes(context, 2, "#fff", () => context.arc(x, y, 8 * unit(context), 0, 7));
+  strokeTwice(context, 2, "#fff", () => context.arc(x, y, 8 * unit(context), 0, 7));
 }
 
-// One bar per core; `chosen` stands out.
-export function bars(canvas, parts, chosen) {
-  const context = fit(canvas, canvas.clientWidth / Math.max(1, canvas.clientHeight));
+// One bar per core; that of `chosen` is highlighted.
+export function drawBars(canvas, shares, chosen) {
+  const context = fitCanvas(canvas, canvas.clientWidth / Math.max(1, canvas.clientHeight));
   const { width, height } = canvas;
   const style = getComputedStyle(canvas);
   context.clearRect(0, 0, width, height);
-  const step = width / parts.length;
-  parts.forEach((part, core) => {
-    const tall = Math.max(1, (part / 255) * (height - 1));
+  const step = width / shares.length;
+  shares.forEach((share, core) => {
+    const tall = Math.max(1, (share / 255) * (height - 1));
     context.fillStyle = style.getPropertyValue(core === chosen ? "--accent" : "--bar");
     context.fillRect(core * step + step * 0.12, height - tall, step * 0.76, tall);
   });
 }
 
-// All that is shown, as one picture with words.
-export function figure(panes, title, notice) {
+// Everything that is shown, as one image with captions.
+export function drawFigure(panes, title, notice) {
   const [cell, gap, margin] = [520, 28, 56];
   const body = '"Liberation Sans", "Segoe UI", system-ui, sans-serif';
   const rows = panes.map((pane) => Math.round(cell / pane.aspect));
@@ -167,7 +167,7 @@ export function figure(panes, title, notice) {
   let y = top;
   panes.forEach((pane, i) => {
     write(pane.title, margin, y, `600 24px ${body}`, "#8f3352");
-    write(pane.numbers, margin, y + 34, `20px ${body}`, "#6a675f");
+    write(pane.costs, margin, y + 34, `20px ${body}`, "#6a675f");
     pane.maps.forEach(({ canvas: map, label, text }, j) => {
       const x = margin + j * (cell + gap);
       context.drawImage(map, x, y + 56, cell, rows[i]);

@@ -1,18 +1,18 @@
-// The page: one state, shown by the panes, kept in the address.
+// The page: one state, shown by the panes and kept in the address.
 
-import { Problem, ask, json } from "./api.js";
-import { figure, setHeat } from "./draw.js";
+import { RequestError, json, request } from "./api.js";
+import { drawFigure, setHeat } from "./draw.js";
 import { Pane } from "./pane.js";
 
 const $ = (id) => document.getElementById(id);
 const about = await json("api/about").catch((error) => {
-  fail(error);
-  return new Promise(() => {}); // there is nothing to show
+  showError(error);
+  return new Promise(() => {}); // without it there is nothing to show
 });
 setHeat(about.heat);
 $("ramp").style.background = `linear-gradient(90deg, ${about.heat.join(", ")})`;
 
-const deepest = () => Math.max(...panes.map((pane) => pane.model.layers));
+const maxLayers = () => Math.max(...panes.map((pane) => pane.model.layers));
 const first = about.models[0];
 const shared = { picture: null, photo: null, opacity: 0.8, layer: Math.round(first.layers * 0.75), core: null, at: null, held: false };
 const settings = [
@@ -21,32 +21,32 @@ const settings = [
 ];
 let compare = false;
 let panes = [];
-const files = new Map(); // what was uploaded, by id, should the server have forgotten it
+const files = new Map(); // uploads by id, to be sent again if the server has evicted them
 
-// What people do in a pane.
+// Callbacks for user input in a pane.
 const on = {
   set(pane, change) {
     Object.assign(pane.setting, change);
     const { budgets } = pane.model;
     if (!budgets.includes(pane.setting.cores)) pane.setting.cores = budgets.at(-1);
     showControls();
-    remember();
+    updateAddress();
     refresh([pane]);
   },
-  point(at, hold, aloud = false) {
-    if (shared.held && !hold && !aloud) return;
+  point(at, hold, byKeyboard = false) {
+    if (shared.held && !hold && !byKeyboard) return;
     const same = shared.held && hold && panes[0].patch && String(patchOf(at)) === String(panes[0].patch);
     shared.at = at;
-    shared.held = hold ? !same : shared.held && aloud;
+    shared.held = hold ? !same : shared.held && byKeyboard;
     draw();
-    if (hold || aloud) $("spoken").textContent = panes[0].describe();
-    remember();
+    if (hold || byKeyboard) $("spoken").textContent = panes[0].describe();
+    updateAddress();
   },
   core(number) {
     shared.core = number;
     showControls();
     draw();
-    remember();
+    updateAddress();
   },
 };
 
@@ -55,37 +55,37 @@ const patchOf = ([x, y]) => {
   return [Math.floor(y * rows), Math.floor(x * columns)];
 };
 
-function fail(error) {
+function showError(error) {
   const box = $("problem");
-  box.querySelector("span").textContent = error instanceof Problem ? error.message : "Something went wrong: reload the page.";
+  box.querySelector("span").textContent = error instanceof RequestError ? error.message : "Something went wrong: reload the page.";
   box.hidden = false;
-  if (!(error instanceof Problem)) throw error;
+  if (!(error instanceof RequestError)) throw error;
 }
 
-const quiet = () => ($("problem").hidden = true);
-$("problem").querySelector("button").addEventListener("click", quiet);
+const hideError = () => ($("problem").hidden = true);
+$("problem").querySelector("button").addEventListener("click", hideError);
 
-let frameAsked = false;
+let frameRequested = false;
 function draw() {
-  if (frameAsked) return;
-  frameAsked = true;
+  if (frameRequested) return;
+  frameRequested = true;
   requestAnimationFrame(() => {
-    frameAsked = false;
+    frameRequested = false;
     for (const pane of panes) pane.draw();
     showCore();
   });
 }
 
-async function refresh(some = panes) {
-  if (!shared.picture && wanted) return choose(wanted);
+async function refresh(changed = panes) {
+  if (!shared.picture && pendingId) return choose(pendingId);
   try {
-    await Promise.all(some.map((pane) => pane.refresh()));
+    await Promise.all(changed.map((pane) => pane.refresh()));
     showCore();
   } catch (error) {
     const file = files.get(shared.picture.id);
-    if (error.status === 404 && file) return upload(file).catch(fail);
-    for (const pane of some) pane.element.setAttribute("aria-busy", "false");
-    fail(error);
+    if (error.status === 404 && file) return upload(file).catch(showError);
+    for (const pane of changed) pane.element.setAttribute("aria-busy", "false");
+    showError(error);
   }
 }
 
@@ -97,15 +97,15 @@ function showCore() {
 }
 
 function showControls() {
-  const most = Math.max(...panes.map((pane) => pane.setting.cores));
-  if (shared.core > most) shared.core = most;
-  shared.layer = Math.min(shared.layer, deepest());
+  const maxCores = Math.max(...panes.map((pane) => pane.setting.cores));
+  if (shared.core > maxCores) shared.core = maxCores;
+  shared.layer = Math.min(shared.layer, maxLayers());
   $("opacity").value = Math.round(100 * shared.opacity);
   $("opacity-value").textContent = `${Math.round(100 * shared.opacity)} %`;
-  $("layer").max = deepest();
+  $("layer").max = maxLayers();
   $("layer").value = shared.layer;
-  $("layer-value").textContent = `${shared.layer} of ${deepest()}`;
-  $("core").max = most;
+  $("layer-value").textContent = `${shared.layer} of ${maxLayers()}`;
+  $("core").max = maxCores;
   $("core").value = shared.core ?? 0;
   showCore();
   $("compare").setAttribute("aria-pressed", String(compare));
@@ -117,38 +117,38 @@ function showControls() {
     : "";
 }
 
-function build() {
+function buildPanes() {
   panes = settings.slice(0, compare ? 2 : 1).map((setting, i) => panes[i] ?? new Pane(i, about, shared, setting, on));
   $("panes").replaceChildren(...panes.map((pane) => pane.element));
   for (const pane of panes) pane.showSettings();
   showControls();
 }
 
-// The address says it all: picture, settings and what is pointed at.
+// The state in the address: picture, settings and the held patch.
 
-function remember() {
-  clearTimeout(remember.timer);
-  remember.timer = setTimeout(() => {
-    const told = new URLSearchParams();
-    if (shared.picture) told.set("picture", shared.picture.id);
+function updateAddress() {
+  clearTimeout(updateAddress.timer);
+  updateAddress.timer = setTimeout(() => {
+    const params = new URLSearchParams();
+    if (shared.picture) params.set("picture", shared.picture.id);
     panes.forEach(({ setting }, i) => {
-      for (const key of ["model", "cores", "size"]) told.set(key + (i ? 2 : ""), setting[key]);
+      for (const key of ["model", "cores", "size"]) params.set(key + (i ? 2 : ""), setting[key]);
     });
-    told.set("layer", shared.layer);
-    told.set("overlay", Math.round(100 * shared.opacity));
-    if (shared.core) told.set("core", shared.core);
-    if (shared.at && shared.held) told.set("at", shared.at.map((value) => value.toFixed(4)).join(","));
-    history.replaceState(null, "", `#${told}`);
+    params.set("layer", shared.layer);
+    params.set("overlay", Math.round(100 * shared.opacity));
+    if (shared.core) params.set("core", shared.core);
+    if (shared.at && shared.held) params.set("at", shared.at.map((value) => value.toFixed(4)).join(","));
+    history.replaceState(null, "", `#${params}`);
   }, 200);
 }
 
-function recallAddress() {
-  const told = new URLSearchParams(location.hash.slice(1));
-  const whole = (key) => (/^\d{1,4}$/.test(told.get(key) ?? "") ? Number(told.get(key)) : null);
-  compare = told.has("cores2");
+function readAddress() {
+  const params = new URLSearchParams(location.hash.slice(1));
+  const whole = (key) => (/^\d{1,4}$/.test(params.get(key) ?? "") ? Number(params.get(key)) : null);
+  compare = params.has("cores2");
   settings.forEach((setting, i) => {
     const suffix = i ? "2" : "";
-    const model = about.models.find(({ name }) => name === told.get(`model${suffix}`));
+    const model = about.models.find(({ name }) => name === params.get(`model${suffix}`));
     if (model) setting.model = model.name;
     const { budgets } = about.models.find(({ name }) => name === setting.model);
     if (budgets.includes(whole(`cores${suffix}`))) setting.cores = whole(`cores${suffix}`);
@@ -157,73 +157,73 @@ function recallAddress() {
   shared.layer = Math.max(1, whole("layer") ?? shared.layer);
   shared.opacity = Math.min(100, whole("overlay") ?? 100 * shared.opacity) / 100;
   shared.core = whole("core") || null;
-  const at = (told.get("at") ?? "").split(",").map(Number);
+  const at = (params.get("at") ?? "").split(",").map(Number);
   if (at.length === 2 && at.every((value) => value >= 0 && value < 1)) [shared.at, shared.held] = [at, true];
-  return told.get("picture");
+  return params.get("picture");
 }
 
 // Pictures.
 
-let turns = 0;
+let lastTurn = 0;
 async function show(picture) {
-  const turn = ++turns;
-  const before = [shared.picture, shared.photo];
-  const photo = async () => createImageBitmap(await (await ask(`api/pictures/${picture.id}`)).blob());
-  [shared.picture, shared.photo] = [picture, null]; // no map of one picture over another
-  let found;
+  const turn = ++lastTurn;
+  const previous = [shared.picture, shared.photo];
+  const loadPhoto = async () => createImageBitmap(await (await request(`api/pictures/${picture.id}`)).blob());
+  [shared.picture, shared.photo] = [picture, null]; // never draw a map over another picture
+  let photo;
   try {
-    [found] = await Promise.all([photo(), ...panes.map((pane) => pane.refresh())]);
+    [photo] = await Promise.all([loadPhoto(), ...panes.map((pane) => pane.refresh())]);
   } catch (error) {
-    if (turn === turns) [shared.picture, shared.photo] = before;
+    if (turn === lastTurn) [shared.picture, shared.photo] = previous;
     throw error;
   }
-  if (turn !== turns) return;
-  shared.photo = found;
+  if (turn !== lastTurn) return;
+  shared.photo = photo;
   for (const button of $("samples").children) button.setAttribute("aria-pressed", String(button.value === picture.id));
   for (const pane of panes) pane.draw();
   showCore();
   performance.mark("veca-picture", { detail: picture.id });
-  $("status").textContent = picture.cut ? "Long pictures are cut to twice their width." : "";
-  remember();
+  $("status").textContent = picture.cut ? "The picture was cropped: its long side is at most twice its short side." : "";
+  updateAddress();
 }
 
-let wanted = null; // the picture to show as soon as a setting works
+let pendingId = null; // the picture to show as soon as a setting works
 async function choose(id) {
-  wanted = id;
-  quiet();
+  pendingId = id;
+  hideError();
   try {
     await show(await json(`api/pictures/${id}/about`));
   } catch (error) {
-    fail(error);
+    showError(error);
   }
 }
 
 async function upload(blob) {
   if (blob.size > about.most_bytes) {
-    throw new Problem(413, `The picture has ${blob.size.toLocaleString("en")} bytes; at most ${about.most_bytes.toLocaleString("en")} are taken.`);
+    throw new RequestError(413, `The picture has ${blob.size.toLocaleString("en")} bytes; at most ${about.most_bytes.toLocaleString("en")} are taken.`);
   }
   $("status").textContent = "Opening the picture …";
   try {
-    const response = await ask("api/pictures", { method: "POST", body: blob });
+    const response = await request("api/pictures", { method: "POST", body: blob });
     const picture = await response.json();
     files.set(picture.id, blob);
     if (files.size > 4) files.delete(files.keys().next().value);
-    offer({ id: picture.id, title: blob.name || "Your picture" });
+    addThumbnail({ id: picture.id, title: blob.name || "Your picture" });
     await show(picture);
   } finally {
     if ($("status").textContent.startsWith("Opening")) $("status").textContent = "";
   }
 }
 
-function take(blob) {
+function openFile(blob) {
   if (!blob) return;
-  quiet();
+  hideError();
   performance.mark("veca-taken");
-  upload(blob).catch(fail);
+  upload(blob).catch(showError);
 }
 
-// A button for a picture; of those that were uploaded, the last four.
-function offer({ id, title }) {
+// A button for a picture; of the uploaded ones the last four stay.
+function addThumbnail({ id, title }) {
   const buttons = [...$("samples").children];
   if (buttons.some(({ value }) => value === id)) return;
   const button = document.createElement("button");
@@ -235,15 +235,15 @@ function offer({ id, title }) {
   $("samples").append(button);
   if (buttons.length >= about.samples.length + 4) buttons[about.samples.length].remove();
 }
-about.samples.forEach(offer);
+about.samples.forEach(addThumbnail);
 
 $("file").addEventListener("change", () => {
-  take($("file").files[0]);
+  openFile($("file").files[0]);
   $("file").value = "";
 });
-const carries = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
 addEventListener("dragover", (event) => {
-  if (!carries(event)) return;
+  if (!hasFiles(event)) return;
   event.preventDefault();
   $("dropping").hidden = false;
 });
@@ -252,11 +252,11 @@ addEventListener("dragleave", (event) => {
 });
 addEventListener("drop", (event) => {
   $("dropping").hidden = true;
-  if (!carries(event)) return;
+  if (!hasFiles(event)) return;
   event.preventDefault();
-  take(event.dataTransfer.files[0]);
+  openFile(event.dataTransfer.files[0]);
 });
-addEventListener("paste", (event) => take([...event.clipboardData.files].find(({ type }) => type.startsWith("image/"))));
+addEventListener("paste", (event) => openFile([...event.clipboardData.files].find(({ type }) => type.startsWith("image/"))));
 
 // Controls.
 
@@ -264,54 +264,54 @@ $("opacity").addEventListener("input", () => {
   shared.opacity = $("opacity").value / 100;
   showControls();
   draw();
-  remember();
+  updateAddress();
 });
 $("layer").addEventListener("input", () => {
   shared.layer = Number($("layer").value);
   showControls();
-  remember();
+  updateAddress();
   refresh();
 });
 $("core").addEventListener("input", () => on.core(Number($("core").value) || null));
 $("compare").addEventListener("click", () => {
   compare = !compare;
-  build();
-  remember();
+  buildPanes();
+  updateAddress();
   refresh();
 });
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   [shared.held, shared.at] = [false, shared.held ? shared.at : null];
-  quiet();
+  hideError();
   draw();
-  remember();
+  updateAddress();
 });
 addEventListener("resize", draw);
 new ResizeObserver(draw).observe($("panes"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("hashchange", () => {
-  const id = recallAddress();
-  build();
+  const id = readAddress();
+  buildPanes();
   if (id && id !== shared.picture?.id) choose(id);
   else refresh();
 });
 
 $("share").addEventListener("click", async () => {
-  remember();
+  updateAddress();
   await new Promise((resolve) => setTimeout(resolve, 250));
   try {
     await navigator.clipboard.writeText(location.href);
-    $("status").textContent = "The link is copied.";
+    $("status").textContent = "Link copied.";
   } catch {
-    $("status").textContent = "Copy it from the address bar: it leads back to this view.";
+    $("status").textContent = "Copy the link from the address bar.";
   }
 });
 
 $("figure").addEventListener("click", () => {
   if (!panes.every((pane) => pane.shown)) return;
   const title = about.samples.find(({ id }) => id === shared.picture.id)?.title ?? "VECA";
-  const made = figure(panes.map((pane) => pane.summary), title, $("notice").textContent);
-  made.toBlob((blob) => {
+  const canvas = drawFigure(panes.map((pane) => pane.summary), title, $("notice").textContent);
+  canvas.toBlob((blob) => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(blob);
     link.download = `veca-${shared.picture.id.slice(0, 12)}.png`;
@@ -322,8 +322,8 @@ $("figure").addEventListener("click", () => {
 
 const models = about.models.map(({ name, origin }) => (origin ? `${name} (${origin})` : name));
 $("about").textContent = `veca ${about.version}, ${models.join(", ")}, ${about.device}.`;
-const asked = recallAddress();
-build();
-if (asked || about.samples.length) await choose(asked ?? about.samples[0].id);
+const requestedId = readAddress();
+buildPanes();
+if (requestedId || about.samples.length) await choose(requestedId ?? about.samples[0].id);
 else $("status").textContent = "Drop, paste or choose a picture.";
 document.documentElement.dataset.ready = "true";

@@ -1,7 +1,7 @@
-// One pane: a picture at one budget, resolution and model, its maps and its numbers.
+// One pane: a picture at one budget, resolution and model, its maps and its costs.
 
-import { Latest, json, load, recall } from "./api.js";
-import { bars, fit, frame, paint, similarity, stretch, tiles, way } from "./draw.js";
+import { LatestRequest, cached, json, load } from "./api.js";
+import { drawBars, drawFrame, drawPath, fitCanvas, paint, pathScale, similarity, tiles } from "./draw.js";
 
 const MEASURE_AFTER = 500; // ms without a change
 
@@ -12,11 +12,11 @@ const number = (value, digits = 3) => {
 const time = (seconds) => (seconds < 1 ? `${number(1000 * seconds)} ms` : `${number(seconds)} s`);
 
 export class Pane {
-  // `shared` is the state all panes have in common; `setting` is this one's. `on` is told what people do here.
+  // `shared` is the state of all panes, `setting` that of this one; `on` has the callbacks for user input.
   constructor(index, about, shared, setting, on) {
     Object.assign(this, { index, about, shared, setting, on });
     this.id = `${Math.random().toString(36).slice(2)}-${index}`;
-    this.questions = { view: new Latest(), counts: new Latest(), measures: new Latest() };
+    this.requests = { view: new LatestRequest(), counts: new LatestRequest(), measures: new LatestRequest() };
     this.element = document.getElementById("pane").content.firstElementChild.cloneNode(true);
     this.element.setAttribute("aria-label", `Pane ${index + 1}`);
     const find = (selector) => this.element.querySelector(selector);
@@ -24,8 +24,8 @@ export class Pane {
     this.frames = [...this.element.querySelectorAll(".frame")];
     this.canvases = { features: find(".features canvas"), similar: find(".similar canvas"), looks: find(".looks canvas") };
     this.bars = find(".listens canvas");
-    this.#controls();
-    this.#pointing();
+    this.#bindControls();
+    this.#bindPointer();
   }
 
   get model() {
@@ -41,7 +41,7 @@ export class Pane {
     return this.view?.colours.shape.slice(0, 2);
   }
 
-  #controls() {
+  #bindControls() {
     this.element.querySelectorAll(".settings .control").forEach((control, i) => {
       const input = control.querySelector("input, select");
       input.id = `pane-${this.index}-${i}`;
@@ -56,7 +56,7 @@ export class Pane {
     this.choice.size.addEventListener("input", () => this.on.set(this, { size: this.about.sizes[this.choice.size.value] }));
   }
 
-  #pointing() {
+  #bindPointer() {
     const at = (event, element) => {
       const box = element.getBoundingClientRect();
       const clip = (value) => Math.min(Math.max(value, 0), 0.999999);
@@ -68,7 +68,7 @@ export class Pane {
       });
       element.addEventListener("click", (event) => this.on.point(at(event, element), true));
     }
-    this.frames[0].addEventListener("keydown", (event) => this.#key(event));
+    this.frames[0].addEventListener("keydown", (event) => this.#handleKey(event));
     const core = (event) => Math.floor(at(event, this.bars)[0] * this.setting.cores) + 1;
     this.bars.addEventListener("click", (event) => this.on.core(core(event)));
     this.bars.addEventListener("pointermove", (event) => {
@@ -76,7 +76,7 @@ export class Pane {
     });
   }
 
-  #key(event) {
+  #handleKey(event) {
     const [rows, columns] = this.grid ?? [0, 0];
     const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     const ends = { Home: 0, End: columns - 1 };
@@ -98,14 +98,15 @@ export class Pane {
     return this.shared.at && rows ? [Math.floor(this.shared.at[1] * rows), Math.floor(this.shared.at[0] * columns)] : null;
   }
 
-  // The core that is shown, from 0: the chosen one, or the one the patch listens to most.
+  // The index of the core that is shown: the chosen one, or the one the patch listens to most.
   get core() {
     if (this.shared.core) return Math.min(this.shared.core, this.setting.cores) - 1;
-    const parts = this.#parts();
-    return parts ? parts.indexOf(Math.max(...parts)) : 0;
+    const shares = this.#shares();
+    return shares ? shares.indexOf(Math.max(...shares)) : 0;
   }
 
-  #parts() {
+  // Each core's share in the update of the patch, as bytes relative to the largest.
+  #shares() {
     if (!this.layer || !this.patch) return null;
     const [, columns, cores] = this.layer.profiles.shape;
     const start = (this.patch[0] * columns + this.patch[1]) * cores;
@@ -113,10 +114,10 @@ export class Pane {
   }
 
   #share(core) {
-    const parts = this.#parts();
-    if (!parts) return "";
-    const most = this.layer.shares.data[this.patch[0] * this.layer.profiles.shape[1] + this.patch[1]];
-    return `${number((100 * most * parts[core]) / 255, 2)} %`;
+    const shares = this.#shares();
+    if (!shares) return "";
+    const largest = this.layer.shares.data[this.patch[0] * this.layer.profiles.shape[1] + this.patch[1]];
+    return `${number((100 * largest * shares[core]) / 255, 2)} %`;
   }
 
   showSettings() {
@@ -137,21 +138,21 @@ export class Pane {
     }
   }
 
-  // Asks for what the setting needs, and shows it; what is at hand is shown at once.
+  // Request what the setting needs and show it; what is cached is shown at once.
   async refresh() {
     this.showSettings();
     if (!this.shared.picture) return;
     const layer = Math.min(this.shared.layer, this.model.layers);
     const [view, one] = [`api/view?${this.query}`, `api/layer?${this.query}&layer=${layer}`];
-    this.#numbers();
+    this.#showCosts();
     this.element.setAttribute("aria-busy", "true");
     const options = (signal) => ({ signal, headers: { "X-Veca-Pane": this.id } });
-    let found = [recall(view), recall(one)];
-    if (found.every(Boolean)) this.questions.view.withdraw();
-    else found = await this.questions.view.run((signal) => Promise.all([view, one].map((path) => load(path, options(signal)))));
-    if (!found) return;
-    [this.view, this.layer] = found;
-    this.times = stretch(this.view.places);
+    let tensors = [cached(view), cached(one)];
+    if (tensors.every(Boolean)) this.requests.view.abort();
+    else tensors = await this.requests.view.run((signal) => Promise.all([view, one].map((path) => load(path, options(signal)))));
+    if (!tensors) return;
+    [this.view, this.layer] = tensors;
+    this.pathScale = pathScale(this.view.places);
     const [rows, columns] = this.grid;
     this.overlay = tiles(this.view.colours.data, rows, columns);
     this.element.setAttribute("aria-busy", "false");
@@ -161,42 +162,42 @@ export class Pane {
     performance.mark("veca-shown", { detail: this.element.dataset.shown });
   }
 
-  #cells(kind, values) {
+  #setCells(column, values) {
     const texts = values ?? ["", ""];
-    ["veca", "dense"].forEach((who, i) => {
-      this.element.querySelector(`.numbers .${who}`).cells[kind].textContent = texts[i];
+    ["veca", "dense"].forEach((row, i) => {
+      this.element.querySelector(`.numbers .${row}`).cells[column].textContent = texts[i];
     });
   }
 
-  async #numbers() {
+  async #showCosts() {
     clearTimeout(this.timer);
     const query = this.query;
-    this.#cells(1, ["…", "…"]);
-    this.#cells(3, ["…", "…"]);
+    this.#setCells(1, ["…", "…"]);
+    this.#setCells(3, ["…", "…"]);
     this.timer = setTimeout(() => this.#measure(query), MEASURE_AFTER);
     try {
-      const counts = await this.questions.counts.run((signal) => json(`api/counts?${query}`, { signal }));
+      const counts = await this.requests.counts.run((signal) => json(`api/counts?${query}`, { signal }));
       if (!counts) return;
       const both = [counts.veca, counts.dense];
-      this.#cells(2, both.map(({ gflops }) => number(gflops)));
-      this.#cells(4, both.map(({ tokens }) => tokens.toLocaleString("en")));
+      this.#setCells(2, both.map(({ gflops }) => number(gflops)));
+      this.#setCells(4, both.map(({ tokens }) => tokens.toLocaleString("en")));
     } catch {
-      this.#cells(2);
-      this.#cells(4);
+      this.#setCells(2);
+      this.#setCells(4);
     }
   }
 
   async #measure(query) {
     const headers = { "X-Veca-Pane": this.id };
     try {
-      const found = await this.questions.measures.run((signal) => json(`api/measures?${query}`, { signal, headers }));
-      if (!found || query !== this.query) return;
-      const both = [found.veca, found.dense];
-      this.#cells(1, both.map(({ seconds }) => time(seconds)));
-      this.#cells(3, both.map(({ mebibytes }) => `${number(mebibytes, 2)} MiB`));
+      const costs = await this.requests.measures.run((signal) => json(`api/measures?${query}`, { signal, headers }));
+      if (!costs || query !== this.query) return;
+      const both = [costs.veca, costs.dense]; // without timm the dense ViT is counted, not measured
+      this.#setCells(1, both.map((cost) => (cost ? time(cost.seconds) : "needs timm")));
+      this.#setCells(3, both.map((cost) => (cost ? `${number(cost.mebibytes, 2)} MiB` : "needs timm")));
     } catch {
-      this.#cells(1);
-      this.#cells(3);
+      this.#setCells(1);
+      this.#setCells(3);
     }
   }
 
@@ -206,42 +207,41 @@ export class Pane {
     const aspect = photo.width / photo.height;
     const [rows, columns] = this.grid;
     const { patch, core } = this;
-    const contexts = Object.fromEntries(Object.entries(this.canvases).map(([kind, canvas]) => [kind, fit(canvas, aspect)]));
+    const contexts = Object.fromEntries(Object.entries(this.canvases).map(([kind, canvas]) => [kind, fitCanvas(canvas, aspect)]));
     paint(contexts.features, photo, this.overlay, opacity);
     if (patch) {
-      const found = similarity(this.view.features, patch[0] * columns + patch[1]);
-      paint(contexts.similar, photo, tiles(found.levels, rows, columns), opacity, 0.35);
-      this.#say("similar", `${found.least.toFixed(2)} to ${found.most.toFixed(2)}`.replaceAll("-", "−"), "cosine similarity to the patch");
+      const cosines = similarity(this.view.features, patch[0] * columns + patch[1]);
+      paint(contexts.similar, photo, tiles(cosines.levels, rows, columns), opacity, 0.35);
+      this.#caption("similar", `${cosines.low.toFixed(2)} to ${cosines.high.toFixed(2)}`.replaceAll("-", "−"), "cosine similarity to the patch");
     } else {
       paint(contexts.similar, photo, null, 0, 0.35);
-      this.#say("similar", "point at one", "no patch is chosen");
+      this.#caption("similar", "point at one", "no patch is chosen");
     }
     const cells = rows * columns;
     const map = this.layer.maps.data.subarray(core * cells, (core + 1) * cells);
     paint(contexts.looks, photo, tiles(map, rows, columns), opacity, 0.35);
-    way(contexts.looks, this.view.places, core, this.shown.layer, this.times);
-    if (patch) for (const context of Object.values(contexts)) frame(context, ...patch, rows, columns, held);
+    drawPath(contexts.looks, this.view.places, core, this.shown.layer, this.pathScale);
+    if (patch) for (const context of Object.values(contexts)) drawFrame(context, ...patch, rows, columns, held);
     const peak = this.layer.ranges.data[3 * core + 2];
-    const longer = this.times > 1 ? `, way × ${this.times}` : ""; // drawn so much longer than it is
+    const longer = this.pathScale > 1 ? `, path × ${this.pathScale}` : ""; // drawn longer by this factor
     this.find(".looks b").textContent = `Where core ${core + 1} looks`;
-    this.#say("looks", `peak ${number(peak, 2)} × even${longer}`.replaceAll(" × ", "\u00a0×\u00a0"), `attention of core ${core + 1} over the picture`);
+    this.#caption("looks", `peak ${number(peak, 2)} × even${longer}`.replaceAll(" × ", "\u00a0×\u00a0"), `attention of core ${core + 1} over the picture`);
     this.find(".features figcaption span").textContent = `${columns} × ${rows} patches: like colours are like features`;
     this.frames[0].setAttribute("aria-label", this.#label());
-    const parts = this.#parts();
-    if (parts) bars(this.bars, parts, core);
-    else bars(this.bars, new Uint8Array(this.setting.cores), core);
-    this.find(".listens span").textContent = parts ? this.#strongest().map((c) => `${c + 1} (${this.#share(c)})`).join(", ") : "";
+    const shares = this.#shares();
+    drawBars(this.bars, shares ?? new Uint8Array(this.setting.cores), core);
+    this.find(".listens span").textContent = shares ? this.#strongest().map((c) => `${c + 1} (${this.#share(c)})`).join(", ") : "";
     this.bars.setAttribute("aria-label", this.describe());
   }
 
-  #say(kind, text, label) {
+  #caption(kind, text, label) {
     this.find(`.${kind} figcaption span`).textContent = text;
     this.canvases[kind].setAttribute("aria-label", `${label}: ${text}`);
   }
 
   #strongest() {
-    const parts = this.#parts();
-    return [...parts.keys()].sort((a, b) => parts[b] - parts[a]).slice(0, 3);
+    const shares = this.#shares();
+    return [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, 3);
   }
 
   #label() {
@@ -249,9 +249,9 @@ export class Pane {
     return `Features of the picture with ${this.setting.cores} cores at ${this.setting.size} pixels${where}. Arrow keys move.`;
   }
 
-  // What is to be heard of the patch under the cursor.
+  // For screen readers: the patch under the cursor.
   describe() {
-    if (!this.patch || !this.#parts()) return "no patch is chosen";
+    if (!this.patch || !this.#shares()) return "no patch is chosen";
     const cores = this.#strongest().map((core) => `${core + 1}, ${this.#share(core)}`).join("; ");
     return `Row ${this.patch[0] + 1}, column ${this.patch[1] + 1}: listens most to cores ${cores}.`;
   }
@@ -260,12 +260,12 @@ export class Pane {
   get summary() {
     const cell = (row, i) => this.find(`.numbers .${row}`).cells[i].textContent;
     const pairs = ["time", "GFLOPs", "memory", "tokens"].map((what, i) => [what, cell("veca", i + 1), cell("dense", i + 1)]);
-    const told = pairs.filter(([, ours]) => ours && ours !== "…").map(([what, ours, dense]) => `${what} ${ours} (dense ViT ${dense})`);
+    const costs = pairs.filter(([, veca]) => veca && veca !== "…").map(([what, veca, dense]) => `${what} ${veca} (dense ViT ${dense})`);
     const text = (kind, part) => this.find(`.${kind} figcaption ${part}`).textContent;
     return {
       aspect: this.shared.photo.width / this.shared.photo.height,
       title: `${this.setting.model}, ${this.setting.cores} cores, ${this.setting.size} px, layer ${this.shown.layer}`,
-      numbers: told.join("  ·  "),
+      costs: costs.join("  ·  "),
       maps: Object.entries(this.canvases).map(([kind, canvas]) => ({ canvas, label: text(kind, "b"), text: text(kind, "span") })),
     };
   }

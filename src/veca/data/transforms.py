@@ -1,0 +1,350 @@
+"""Image transforms: crops and resizes for training and evaluation, and TrivialAugmentWide.
+
+TrivialAugmentWide applies one operation of one strength to each image. Operations, strengths and arithmetic are
+torchvision's on Pillow images: nearest-neighbour sampling, black fill. `augment_image` does one image with Pillow,
+`augment_batch` many at once on any device; both give the same pixels, bit for bit, so where a run augments does not
+change what it learns. torchvision itself has no batched version, and is not a dependency.
+
+Shapes: B images of H × W pixels, R rows and columns; `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+from torch import Tensor
+
+from veca.errors import ArgumentError
+from veca.images import MAX_PIXELS, ImageTooLargeError, fit, nearest_sizes, resample, to_tensor
+
+# Of a random resized crop: its share of the image's area, and its width over its height
+CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
+
+
+def seeded_random(*numbers: int) -> random.Random:
+    """Return a generator seeded by whole numbers, the same on every machine."""
+    return random.Random(" ".join(map(str, numbers)))
+
+
+def centre_crop(image: Image.Image, side: int) -> Tensor:
+    """Resize the short side to 1.125 × `side` and keep the centre, uint8 (3, side, side).
+
+    This is "crop" of `fit_image`, for any side.
+    """
+    return to_tensor(fit.crop_centre(image, side, side))
+
+
+def random_resized_crop(
+    image: Image.Image, side: int, rng: random.Random, area: tuple[float, float] = CROP_AREA
+) -> Tensor:
+    """Crop a random part, resize it and flip it in half the cases: uint8 (3, side, side).
+
+    Drawn as in torchvision's RandomResizedCrop.
+    """
+    width, height = image.size
+    for _ in range(10):
+        pixels = width * height * rng.uniform(*area)
+        aspect = math.exp(rng.uniform(math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])))
+        columns, rows = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        if 0 < columns <= width and 0 < rows <= height:
+            left, top = rng.randint(0, width - columns), rng.randint(0, height - rows)
+            break
+    else:  # a very long image: the largest part of its centre with an allowed aspect ratio
+        columns, rows = min(width, round(height * CROP_ASPECT[1])), min(height, round(width / CROP_ASPECT[0]))
+        left, top = (width - columns) // 2, (height - rows) // 2
+    crop = to_tensor(resample(image, (side, side), (left, top, left + columns, top + rows)))
+    return crop.flip(-1) if rng.random() < 0.5 else crop
+
+
+def resize_short_side(image: Image.Image, short: int, multiple: int = 1) -> Tensor:
+    """Resize the whole image, uint8 (3, rows, columns): the short side to `short`, both sides rounded to `multiple`."""
+    width, height = image.size
+    scale = short / min(width, height)
+    rows, columns = nearest_sizes(height * scale, width * scale, multiple)
+    if rows * columns > MAX_PIXELS:
+        raise ImageTooLargeError(f"{height}×{width}; with a short side of {short} it has over {MAX_PIXELS:,} pixels")
+    return to_tensor(resample(image, (columns, rows), (0, 0, width, height)))
+
+
+def resize_nearest(values: NDArray[Any], size: tuple[int, int]) -> Tensor:
+    """Resize a mask or depth map (height, width) to `size` = (rows, columns) by nearest neighbour: int32 or float32."""
+    height, width = values.shape
+    rows = ((np.arange(size[0]) + 0.5) * height / size[0]).astype(np.int64)
+    columns = ((np.arange(size[1]) + 0.5) * width / size[1]).astype(np.int64)
+    resized = values[rows[:, None], columns]
+    return torch.from_numpy(resized.astype(np.float32 if resized.dtype.kind == "f" else np.int32))
+
+
+def random_crop_and_flip(
+    image: Tensor, label: Tensor, size: tuple[int, int], generator: torch.Generator, fill: float = 255
+) -> tuple[Tensor, Tensor]:
+    """Crop the same random part of `size` from an image (..., H, W) and its label (H, W), flipped in half the cases.
+
+    Shorter sides are padded at their end: the image with zeros, the label with `fill`, the value that does not count
+    (for depths 0).
+    """
+    if image.shape[-2:] != label.shape[-2:]:
+        raise ArgumentError(
+            f"the image is {tuple(image.shape[-2:])}, its label {tuple(label.shape[-2:])}; resize them to one size"
+        )
+    below, beside = (max(0, wanted - side) for wanted, side in zip(size, image.shape[-2:], strict=True))
+    image, label = F.pad(image, (0, beside, 0, below)), F.pad(label, (0, beside, 0, below), value=fill)
+    top, left = (
+        int(torch.randint(side - wanted + 1, (), generator=generator))
+        for wanted, side in zip(size, image.shape[-2:], strict=True)
+    )
+    flip = bool(torch.randint(2, (), generator=generator))
+    image, label = (x[..., top : top + size[0], left : left + size[1]] for x in (image, label))
+    return (image.flip(-1), label.flip(-1)) if flip else (image, label)
+
+
+def slide_windows(
+    function: Callable[[Tensor], Tensor], images: Tensor, window: tuple[int, int], stride: tuple[int, int]
+) -> Tensor:
+    """Apply `function` to each window of images (B, 3, H, W) and average where windows overlap: (B, ..., H, W).
+
+    The function maps (B, 3, h, w) to (B, ..., h, w), such as class scores. As in mmsegmentation, the last
+    window of a row or column moves inwards to end with the image, and no window is larger than the image.
+    """
+    if min(stride) < 1 or any(step > side for step, side in zip(stride, window, strict=True)):
+        raise ArgumentError(
+            f"stride is {stride}, window {window}; a stride must be between 1 and the window, or pixels are missed"
+        )
+    height, width = images.shape[-2:]
+    rows, columns = min(window[0], height), min(window[1], width)
+    tops, lefts = _window_starts(height, rows, stride[0]), _window_starts(width, columns, stride[1])
+    total: Tensor | None = None
+    for top in tops:
+        for left in lefts:
+            window_slice = ..., slice(top, top + rows), slice(left, left + columns)
+            scores = function(images[window_slice])
+            if tuple(scores.shape[-2:]) != (rows, columns):
+                raise ArgumentError(
+                    f"a window of {rows}×{columns} came back as {tuple(scores.shape)}; its last two sides must stay: "
+                    "resize the scores to the window"
+                )
+            if total is None:
+                total = scores.new_zeros(*scores.shape[:-2], height, width)
+            total[window_slice] += scores
+    assert total is not None
+    counts = (_count_windows(height, rows, tops)[:, None] * _count_windows(width, columns, lefts)).to(total)
+    return total / counts
+
+
+def _window_starts(side: int, window: int, stride: int) -> list[int]:
+    count = max(side - window + stride - 1, 0) // stride + 1
+    return [min(i * stride, side - window) for i in range(count)]
+
+
+def _count_windows(side: int, window: int, starts: list[int]) -> Tensor:
+    count = torch.zeros(side)
+    for start in starts:
+        count[start : start + window] += 1
+    return count
+
+
+# Number of strengths of each operation
+BINS = 31
+# Largest strength of operations whose strength rises linearly from 0 and has a random sign
+_MAX_STRENGTH = {"ShearX": 0.99, "ShearY": 0.99, "TranslateX": 32.0, "TranslateY": 32.0, "Rotate": 135.0}
+_MAX_STRENGTH |= dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), 0.99)
+# Names of the operations, by number
+OPS = ("Identity", *_MAX_STRENGTH, "Posterize", "Solarize", "AutoContrast", "Equalize")
+_SIGNED = np.array([name in _MAX_STRENGTH for name in OPS])
+# Computed by torch, as in torchvision, so that the strengths are the same float32 numbers.
+_STRENGTHS = np.zeros((len(OPS), BINS))
+for _name, _most in _MAX_STRENGTH.items():
+    _STRENGTHS[OPS.index(_name)] = torch.linspace(0.0, _most, BINS)
+_STRENGTHS[OPS.index("Posterize")] = 8 - (torch.arange(BINS) / ((BINS - 1) / 6)).round()  # bits that are kept
+_STRENGTHS[OPS.index("Solarize")] = torch.linspace(255.0, 0.0, BINS)  # threshold
+
+_GEOMETRIC = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"})
+# Operations that move no pixel
+COLOUR_OPS = tuple(number for number, name in enumerate(OPS) if name not in _GEOMETRIC)
+_BY_VALUE = frozenset({"Brightness", "Contrast", "Posterize", "Solarize"})
+_BY_HISTOGRAM = frozenset({"AutoContrast", "Equalize"})
+_ENHANCERS = {"Brightness": ImageEnhance.Brightness, "Color": ImageEnhance.Color, "Contrast": ImageEnhance.Contrast}
+
+
+class Augmentation(NamedTuple):
+    """Operations of a batch of images: their numbers (B) int64, their strengths (B) float64."""
+
+    ops: Tensor
+    strengths: Tensor
+
+
+def choose_ops(
+    op: NDArray[np.uint64], bin: NDArray[np.uint64], negative: NDArray[np.bool_], among: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Choose an operation and its strength for each image, from three random numbers of any size."""
+    ops = np.array(among)[op % np.uint64(len(among))]
+    strengths = _STRENGTHS[ops, bin % np.uint64(BINS)]
+    return ops, np.where(negative & _SIGNED[ops], -strengths, strengths)
+
+
+def augment_image(image: Image.Image, op: int, strength: float) -> Image.Image:
+    """Apply one operation to an RGB image."""
+    name = OPS[op]
+    if name in _GEOMETRIC:
+        return image.transform(image.size, Image.Transform.AFFINE, _affine(name, strength, image.width, image.height))
+    if name in _ENHANCERS:
+        return _ENHANCERS[name](image).enhance(1.0 + strength)
+    if name == "Sharpness":
+        return ImageEnhance.Sharpness(image).enhance(1.0 + strength) if min(image.size) > 2 else image
+    if name == "Posterize":
+        return ImageOps.posterize(image, int(strength))
+    if name == "Solarize":
+        return image.point([i if i < strength else 255 - i for i in range(256)] * 3)
+    if name == "AutoContrast":
+        return ImageOps.autocontrast(image)
+    return ImageOps.equalize(image) if name == "Equalize" else image
+
+
+def _affine(name: str, strength: float, width: int, height: int) -> tuple[float, ...]:
+    """Return (a, b, c, d, e, f): the pixel at (x, y) comes from (ax + by + c, dx + ey + f)."""
+    if name == "ShearX":
+        return 1.0, strength, 0.0, 0.0, 1.0, 0.0
+    if name == "ShearY":
+        return 1.0, 0.0, 0.0, strength, 1.0, 0.0
+    if name == "TranslateX":
+        return 1.0, 0.0, -float(int(strength)), 0.0, 1.0, 0.0
+    if name == "TranslateY":
+        return 1.0, 0.0, 0.0, 0.0, 1.0, -float(int(strength))
+    angle = -math.radians(strength % 360)  # Rotate, around the centre
+    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+    x, y = width / 2, height / 2
+    return cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y
+
+
+def augment_batch(images: Tensor, augmentation: Augmentation) -> Tensor:
+    """Apply to each of the images (B, 3, R, R), uint8 on any device, its own operation; the input is not changed.
+
+    `augmentation` stays on the CPU: images are grouped by operation there, so that the device gets a few large
+    operations of each kind and is never waited for.
+    """
+    images = images.clone(memory_format=torch.contiguous_format)
+    names = [OPS[op] for op in augmentation.ops.tolist()]
+    strengths = augmentation.strengths.tolist()
+
+    def apply(ops: frozenset[str], function: Callable[[Tensor, Sequence[str], Sequence[float]], Tensor]) -> None:
+        if chosen := [i for i, name in enumerate(names) if name in ops]:
+            index = _to_device(images.device, np.array(chosen))
+            changed = function(images[index], [names[i] for i in chosen], [strengths[i] for i in chosen])
+            images.index_copy_(0, index, changed)
+
+    apply(_GEOMETRIC, _transform_affine)
+    apply(_BY_VALUE, _map_values)
+    apply(_BY_HISTOGRAM, _map_values)
+    apply(frozenset({"Color"}), lambda x, _, strength: _blend_batch(_grey(x)[:, None], x, strength))
+    if min(images.shape[-2:]) > 2:  # Pillow's filter leaves smaller images as they are
+        apply(frozenset({"Sharpness"}), lambda x, _, strength: _blend_batch(_smooth(x), x, strength))
+    return images
+
+
+def _to_device(device: torch.device, values: NDArray[Any]) -> Tensor:
+    """Copy an array to the device without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _transform_affine(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor:
+    """Pillow's affine transform. It computes source positions in fixed point, 1/65536, so it is exact on any device."""
+    rows, columns = x.shape[-2:]
+    matrices = np.array([_affine(name, s, columns, rows) for name, s in zip(names, strengths, strict=True)])
+    matrices[:, 2] += matrices[:, :2].sum(1) / 2  # centres of pixels are at halves
+    matrices[:, 5] += matrices[:, 3:5].sum(1) / 2
+    fixed = _to_device(x.device, np.floor(matrices * 65536 + 0.5).astype(np.int32))
+    a, b, c, d, e, f = fixed[:, :, None, None].unbind(1)
+    to_y = torch.arange(rows, dtype=torch.int32, device=x.device)[:, None]
+    to_x = torch.arange(columns, dtype=torch.int32, device=x.device)
+    from_x, from_y = (c + a * to_x + b * to_y) >> 16, (f + d * to_x + e * to_y) >> 16
+    inside = (from_x >= 0) & (from_x < columns) & (from_y >= 0) & (from_y < rows)
+    # Not `where` with a Python number, here and below: copying it to the device would wait for it.
+    source = (from_y * columns + from_x).masked_fill(~inside, 0).flatten(1).long()
+    moved = x.flatten(2).gather(2, source[:, None].expand(-1, 3, -1)).view_as(x)
+    return moved * inside[:, None]
+
+
+def _map_values(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor:
+    """Operations that map each value of a channel to another: one table of 256 values each, then one gather for all."""
+    levels = torch.arange(256, device=x.device)
+    strength = _to_device(x.device, np.array(strengths))[:, None, None]
+    mean = (_grey(x).flatten(1).sum(1, dtype=torch.int64).double() / x[0, 0].numel() + 0.5).floor()[:, None, None]
+    counts = _histogram(x) if _BY_HISTOGRAM.intersection(names) else levels
+    tables = {
+        "Brightness": lambda: _blend_float(torch.zeros_like(mean), levels, 1 + strength),
+        "Contrast": lambda: _blend_float(mean, levels, 1 + strength),
+        "Posterize": lambda: levels & ~((1 << (8 - strength.long())) - 1),
+        "Solarize": lambda: torch.where(levels < strength, levels, 255 - levels),
+        "AutoContrast": lambda: _autocontrast_table(counts, levels),
+        "Equalize": lambda: _equalize_table(counts, levels),
+    }
+    present = sorted(set(names))
+    which = _to_device(x.device, np.array([present.index(name) for name in names]))
+    stacked = torch.stack([tables[name]().to(torch.uint8).expand(len(x), 3, 256) for name in present])
+    table = stacked[which, torch.arange(len(x), device=x.device)]
+    return table.gather(2, x.flatten(2).long()).view_as(x)
+
+
+def _histogram(x: Tensor) -> Tensor:
+    """Count each value in each channel: (B, 3, 256). By sorting, because atomic counting on GPUs is slow."""
+    ordered = x.flatten(2).sort().values
+    levels = torch.arange(256, dtype=torch.uint8, device=x.device).expand(*x.shape[:2], 256).contiguous()
+    up_to = torch.searchsorted(ordered, levels, right=True)
+    return up_to.diff(dim=2, prepend=torch.zeros_like(up_to[..., :1]))
+
+
+def _autocontrast_table(counts: Tensor, levels: Tensor) -> Tensor:
+    """Value table of `ImageOps.autocontrast`: the range of present values stretched to 0…255."""
+    present = counts > 0
+    low = levels.expand_as(present).masked_fill(~present, 255).amin(2, keepdim=True).double()
+    high = (levels * present).amax(2, keepdim=True).double()
+    scale = torch.full_like(low, 255) / (high - low).clamp_min(
+        1
+    )  # 255 / tensor would be computed as 255 · (1 / tensor), rounded twice
+    stretched = (levels.double() * scale + -low * scale).trunc().clamp(0, 255)
+    return torch.where(high > low, stretched, levels.double())
+
+
+def _equalize_table(counts: Tensor, levels: Tensor) -> Tensor:
+    """Value table of `ImageOps.equalize`: all values made about equally frequent."""
+    last = (levels * (counts > 0)).amax(2, keepdim=True)
+    step = (counts.sum(2, keepdim=True) - counts.gather(2, last)) // 255
+    before = counts.cumsum(2) - counts
+    spread = ((step // 2 + before) // step.clamp_min(1)).clamp(0, 255)
+    return torch.where(step > 0, spread, levels)
+
+
+def _grey(x: Tensor) -> Tensor:
+    """Convert (B, 3, R, R) to grey as Pillow does, (B, R, R) int32."""
+    r, g, b = x.int().unbind(1)
+    return (r * 19595 + g * 38470 + b * 7471 + 0x8000) >> 16
+
+
+def _smooth(x: Tensor) -> Tensor:
+    """Pillow's SMOOTH filter: 3 × 3 with a centre weight of five; border pixels stay."""
+    wide = x.int()
+    rows = wide[..., :-2, :] + wide[..., 1:-1, :] + wide[..., 2:, :]
+    total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * wide[..., 1:-1, 1:-1]
+    wide[..., 1:-1, 1:-1] = (2 * total + 13) // 26
+    return wide
+
+
+def _blend_batch(plain: Tensor, x: Tensor, strengths: Sequence[float]) -> Tensor:
+    factors = _to_device(x.device, 1.0 + np.array(strengths))[:, None, None, None]
+    return _blend_float(plain, x, factors).to(torch.uint8)
+
+
+def _blend_float(plain: Tensor, x: Tensor, share: Tensor) -> Tensor:
+    """Blend from `plain` towards `x` and beyond, in float32 and truncated, as `Image.blend` does."""
+    plain, x = plain.float(), x.float()
+    step = (x - plain) * share.float()
+    return (plain + step).trunc().clamp(0, 255)

@@ -1,0 +1,138 @@
+"""Worker processes that apply a function to a stream of tasks and return the results in order."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from PIL import AvifImagePlugin, Image
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
+
+from veca.errors import VecaError
+from veca.utils.signals import init_signals_of_worker, starting_workers
+
+TaskT = TypeVar("TaskT")
+ResultT = TypeVar("ResultT")
+
+
+class WorkerDiedError(VecaError, RuntimeError):
+    """A worker process was killed or crashed."""
+
+
+class WorkerPool(Generic[TaskT, ResultT]):
+    """Applies `function` to each of `tasks` in `workers` processes (0: in this one); iterates over results in order.
+
+    Tasks are taken as results are asked for, up to `prefetch` of them for each worker in advance. With `fork` the
+    processes are forks of this one on any platform, and share what it has, such as memory or a compiled model. They
+    run until `close`, which a `with` block calls, or until the interpreter ends.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[TaskT], ResultT],
+        tasks: Iterable[TaskT],
+        workers: int,
+        prefetch: int = 2,
+        fork: bool = False,
+    ) -> None:
+        # Built on DataLoader for its ordering, prefetching and watching over processes; its sampler gives the tasks.
+        loader = DataLoader(
+            _MappedTasks(function),
+            batch_size=None,
+            sampler=tasks,
+            num_workers=workers,
+            collate_fn=_identity,
+            worker_init_fn=_init_worker,
+            prefetch_factor=prefetch if workers else None,
+            multiprocessing_context="fork" if workers and fork else None,
+            generator=torch.Generator(),  # else it would draw from the caller's random numbers
+        )
+        method = (loader.multiprocessing_context or multiprocessing).get_start_method() if workers else ""
+        with _keep_sigchld_handler(), starting_workers(forked=method == "fork"):
+            self._results: Any = iter(loader)
+            _open_pools.add(self)
+
+    def __enter__(self) -> WorkerPool[TaskT, ResultT]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[ResultT]:
+        return self
+
+    def __next__(self) -> ResultT:
+        try:
+            return next(self._results)
+        except RuntimeError as error:
+            if "DataLoader worker (pid" not in str(error):
+                raise
+            raise WorkerDiedError(str(error).rstrip(". ")) from error
+
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes."""
+        return list(getattr(self._results, "_workers", []))
+
+    def close(self) -> None:
+        """End the processes. The garbage collector would keep them alive as long as a traceback that refers to them."""
+        getattr(self._results, "_shutdown_workers", lambda: None)()
+        for process in self.processes:
+            if process.is_alive():  # it hangs, and ignores SIGTERM
+                process.kill()
+                process.join()
+
+
+_open_pools: weakref.WeakSet[WorkerPool[Any, Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_open_pools):  # the interpreter would wait for processes that ignore SIGTERM
+        pool.close()
+
+
+class _MappedTasks(Dataset[ResultT]):
+    """A dataset indexed by tasks instead of numbers."""
+
+    def __init__(self, function: Callable[[Any], ResultT]) -> None:
+        self.function = function
+
+    def __getitem__(self, task: Any) -> ResultT:
+        return self.function(task)
+
+
+def _identity(result: Any) -> Any:
+    return result
+
+
+def _init_worker(_: int) -> None:
+    init_signals_of_worker()
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+    # Pillow keeps freed memory for the next image; allocating anew is a quarter of the time a JPEG takes.
+    Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _keep_sigchld_handler() -> Iterator[None]:
+    """Undo torch's SIGCHLD handler, set in the block or by an earlier loader.
+
+    It would raise a worker's death at an arbitrary point of the main process; `next` reports it anyway.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        of_torch = getattr(before, "__module__", "") == signal_handling.__name__
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if of_torch else before)

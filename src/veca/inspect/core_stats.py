@@ -1,0 +1,443 @@
+"""Statistics of the cores over many images (`veca cores`): movement, attention, contributions, budgets.
+
+Every number is computed for one image first, then averaged over images, with its standard deviation over images.
+Images are processed in batches and sums are float64, so memory does not grow with their number. Several statistics need
+a baseline: the same between an image and the one before it.
+
+Shapes: B images, N patches, C active cores, S = C + N tokens (cores first), D width, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import MofNCompleteColumn
+from torch import Tensor
+
+from veca.checkpoint import weights_hash
+from veca.config import size_name
+from veca.data.loader import Record, decode_items
+from veca.data.remote import SourceError
+from veca.data.sources import Item, count_images, iter_items
+from veca.embed.run import listed, progress_line, reading_line
+from veca.errors import ArgumentError
+from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
+from veca.images.formats import collect_unsupported
+from veca.inspect import map_measures as measures
+from veca.inspect.figure_inputs import choose_budgets, evenly_spaced, inspecting
+from veca.inspect.map_measures import Alignment, Moments
+from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
+from veca.model import Veca, VecaOutput
+from veca.rope import Rotary
+from veca.version import __version__
+
+BATCH_PIXELS, BATCH_PIXELS_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
+"""Default batch size, in pixels."""
+MAX_NAMED_FAILURES = 20
+"""Of the images that cannot be read, this many are named; all are counted."""
+
+
+@dataclass(frozen=True)
+class MeanStd:
+    """Mean and population standard deviation over images."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """A number of every layer, from the first to the last: mean and standard deviation over images."""
+
+    mean: list[float]
+    std: list[float]
+    overall: MeanStd
+    """Of the mean over layers; for maps without the last layer, where only the first core still reaches a feature."""
+
+
+@dataclass(frozen=True)
+class CorePlaces:
+    """Where cores go. Lengths are in sides of the image: coordinates, from -1 to 1, are two to a side."""
+
+    distance: LayerStats
+    """From a core's learned start, which is its place in layer 1: mean over cores."""
+    path: LayerStats
+    """Length of the path up to that layer: mean over cores."""
+    shift: list[float]
+    """Per layer, what all images have in common: from the start to the mean place. Root mean square over cores."""
+    scatter: list[float]
+    """Per layer, what depends on the image: from the mean place. Root mean square over cores and images.
+
+    shift² + scatter² is the mean square distance from the start, exactly."""
+    picture_share: list[float]
+    """Per layer, scatter² / (shift² + scatter²); nan where nothing moves."""
+    spacing: float
+    """Distance to the nearest other core, at the start: mean over cores. A scale for the other lengths."""
+    start: list[list[float]]
+    """(x, y) of each core, in coordinates from -1 to 1, as the next."""
+    end: list[list[float]]
+    """The mean place of each core in the last layer."""
+    core_scatter: list[float]
+    """The scatter of each core in the last layer."""
+
+
+@dataclass(frozen=True)
+class MapStats:
+    """Attention maps of the cores: attention over the patches, the mean over heads, divided by its sum."""
+
+    overlap: LayerStats
+    """Σᵢ min(aᵢ, bᵢ) of two cores' maps, 1 where they are the same: mean over all pairs of cores."""
+    same_core: LayerStats
+    """The same for one core in this image and the one before: mean over cores. 1: maps do not depend on images."""
+    even: LayerStats
+    """The same for a map and a uniform one: mean over cores."""
+    area: LayerStats
+    """exp(entropy) / N, the share of the image that a map covers: mean over cores."""
+    winners: LayerStats
+    """The share of cores whose map is larger than that of all other cores at some patch."""
+
+
+@dataclass(frozen=True)
+class AttentionShares:
+    """Where the attention of cores goes, in shares that sum to 1."""
+
+    itself: LayerStats
+    cores: LayerStats
+    """Other cores."""
+    patches: LayerStats
+
+
+@dataclass(frozen=True)
+class ProfileStats:
+    """Shares of cores in what attention adds to a patch (`core_profiles`), mean over patches."""
+
+    first: LayerStats
+    """Core 1, the global feature."""
+    chunks: list[LayerStats]
+    """Cores 1–8, 9–16, …: one entry per active chunk of the bank."""
+    cores: list[list[float]]
+    """[layer][core]: mean over images."""
+
+
+@dataclass(frozen=True)
+class FeatureSimilarity:
+    """Similarity of two sets of features: cosines, and linear centred kernel alignment (CKA) over all images."""
+
+    cls: MeanStd
+    """Cosine of the global features."""
+    patches: MeanStd
+    """Cosine of patches in the same place: mean over patches."""
+    cka: float
+    """Of the global features: ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), channels centred. Too high with fewer images than channels."""
+
+
+@dataclass(frozen=True)
+class BudgetStats:
+    """Statistics at one budget."""
+
+    places: CorePlaces
+    maps: MapStats
+    first_core: AttentionShares
+    other_cores: AttentionShares
+    """The mean over cores 2, 3, …"""
+    heard: ProfileStats
+    kept: FeatureSimilarity
+    """To the features with all cores."""
+
+
+@dataclass(frozen=True)
+class CoreStory:
+    """The result of `measure_cores`."""
+
+    about: dict[str, Any]
+    """The model, the images and the versions, as plain data."""
+    budgets: dict[int, BudgetStats]
+    """By the number of cores, in ascending order."""
+    between: FeatureSimilarity
+    """Of an image to the one before it, with all cores: the similarity of unrelated features."""
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """The first images that could not be read, and why."""
+
+
+def measure_cores(
+    model: Veca,
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    budgets: Sequence[int] | None = None,
+    size: int = 256,
+    limit: int | None = None,
+    batch: int | None = None,
+    workers: int = 0,
+    name: str | None = None,
+    progress: bool = False,
+) -> CoreStory:
+    """Measure what a model's cores do on images: files, folders, globs, tar shards, Parquet, as `veca.embed` takes.
+
+    Images are cropped to the centre at `size` px. `limit` takes so many, evenly spread over all. `budgets` default to
+    four of the model's. The model runs on its device and in its precision; statistics are float32 or better. An image
+    that cannot be read is left out and counted.
+    """
+    began = time.perf_counter()
+    chosen = choose_budgets(model, budgets, evenly_spaced(model.config.budgets, 4))
+    sources = listed(images)
+    _check_arguments(sources, size, limit, batch, model.config.patch_size)
+    device = model.norm.weight.device
+    batch = batch or max(1, (BATCH_PIXELS_ON_CPU if device.type == "cpu" else BATCH_PIXELS) // size**2)
+    with reading_line(progress) as on_read:
+        # Counting compressed shards takes as long as reading them: only where the total is needed.
+        total = count_images(sources, unpack=limit is not None, on_read=on_read) if progress or limit else None
+    items = iter_items(sources)
+    if limit is not None:
+        items = islice(items, limit) if total is None else _take_evenly(items, total, limit)
+        total = limit if total is None else min(limit, total)
+    stats, failed = CoreAccumulator(model, chosen), 0
+    failures: list[tuple[str, str]] = []
+    # The decoding processes come first: forking is safest before the progress bar has its thread.
+    with (
+        collect_unsupported() as left_out,
+        decode_items(items, size, "crop", MAX_PIXELS, workers) as records,
+        progress_line(MofNCompleteColumn(), shown=progress) as bar,
+        inspecting(model),
+    ):
+        task = bar.add_task("measuring", total=total, rate="", failed=0)
+        for group in _batches(records, batch):
+            bad = [(record.name, record.error) for record in group if record.pixels is None]
+            failures, failed = (failures + bad)[:MAX_NAMED_FAILURES], failed + len(bad)
+            pixels = [record.pixels for record in group if record.pixels is not None]
+            if pixels:
+                try:
+                    stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
+                except torch.OutOfMemoryError as error:
+                    raise ArgumentError(
+                        f"no memory on {device} for {batch} pictures at once: lower --batch-size"
+                    ) from error
+            rate = f"{stats.images / (time.perf_counter() - began):.1f} pictures/s"
+            bar.update(task, advance=len(group), rate=rate, failed=failed)
+    left_out.warn()
+    if not stats.images:
+        why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])
+        raise SourceError(f"none of the {failed} pictures could be read{why}")
+    about = _describe_run(model, name, sources) | {"size": size, "fit": "crop", "limit": limit}
+    about |= {"pictures": stats.images, "failed": failed, "seconds": round(time.perf_counter() - began, 1)}
+    return CoreStory(about, stats.results(), stats.between.result(), failures)
+
+
+def _check_arguments(sources: list[str], size: int, limit: int | None, batch: int | None, patch: int) -> None:
+    step = math.lcm(patch, PATCH)
+    if size < step or size % step:
+        nearest = max(1, round(size / step)) * step
+        raise ArgumentError(f"size={size}: must be a positive multiple of {step}. Nearest: {nearest}")
+    for what, value in (("limit", limit), ("batch", batch)):
+        if value is not None and value < 1:
+            raise ArgumentError(f"{what}={value}: must be at least 1")
+    if not sources:
+        raise ArgumentError("no pictures given; name files, folders, globs, tar shards or Parquet files")
+    for source in sources:
+        with collect_unsupported() as left_out:
+            first = next(iter_items([source]), None)
+        if first is None:
+            none = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
+            raise SourceError(left_out.append_to(f"{none}'{os.path.join(source, '*.tar')}'"))
+
+
+def _take_evenly(items: Iterable[Item], total: int, limit: int) -> Iterator[Item]:
+    """`limit` of `total` items, evenly spread; always the same ones."""
+    return (item for i, item in enumerate(items) if (i + 1) * limit // total > i * limit // total)
+
+
+def _batches(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
+    """Lists with `size` readable images each, and the unreadable ones between them; the last may be shorter."""
+    group: list[Record] = []
+    readable = 0
+    for record in records:
+        group.append(record)
+        readable += record.pixels is not None
+        if readable == size:
+            yield group
+            group, readable = [], 0
+    if group:
+        yield group
+
+
+def _describe_run(model: Veca, name: str | None, sources: Sequence[str]) -> dict[str, Any]:
+    device = model.norm.weight.device
+    return {
+        "model": name or size_name(model.config) or "custom",
+        "sha256": weights_hash(model),
+        "provenance": model.provenance,
+        "config": model.config.to_dict(),
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "sources": list(sources),
+        "versions": {"veca": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+class CoreAccumulator:
+    """Running statistics of all budgets."""
+
+    def __init__(self, model: Veca, budgets: Sequence[int]) -> None:
+        self.model, self.images = model, 0
+        self.budgets = {budget: _BudgetAccumulator(budget, model.config.core_chunk) for budget in budgets}
+        self.between = _SimilarityAccumulator()
+        self.previous: tuple[Tensor | None, Tensor | None] = None, None
+        """Features (1, ...) of the last image: the next batch is compared with it."""
+
+    def add(self, images: Tensor) -> None:
+        """Images (B, 3, height, width), normalised."""
+        num_cores, layers = self.model.config.num_cores, range(len(self.model.blocks))
+        all_cores = None if num_cores in self.budgets else _float_features(Veca.forward(self.model, images, num_cores))
+        for budget in sorted(self.budgets, reverse=True):  # all cores come first
+            captured, out = capture_attention(self.model, images, budget, layers, _attention_and_mean_profile)
+            features = _float_features(out)
+            all_cores = all_cores or features
+            # (B, L, C, S) and (B, L, C)
+            attention, profiles = (torch.stack(parts, dim=1) for parts in zip(*captured, strict=True))
+            stats = self.budgets[budget]
+            stats.add_places(out.coordinates.transpose(0, 1))
+            stats.add_attention(attention)
+            stats.add_profiles(profiles)
+            stats.kept.add(*features, *all_cores)
+        assert all_cores is not None
+        pairs = [_with_previous(now, last) for now, last in zip(all_cores, self.previous, strict=True)]
+        (cls, cls_before), (patches, patches_before) = pairs
+        self.between.add(cls, patches, cls_before, patches_before)
+        self.previous = all_cores[0][-1:].clone(), all_cores[1][-1:].clone()
+        self.images += len(images)
+
+    def results(self) -> dict[int, BudgetStats]:
+        return {budget: stats.result() for budget, stats in self.budgets.items()}
+
+
+class _SimilarityAccumulator:
+    def __init__(self) -> None:
+        self.cls, self.patches, self.alignment = Moments(), Moments(), Alignment()
+
+    def add(self, cls: Tensor, patches: Tensor, other_cls: Tensor, other_patches: Tensor) -> None:
+        self.cls.add(F.cosine_similarity(cls, other_cls, dim=-1))
+        self.patches.add(F.cosine_similarity(patches, other_patches, dim=-1).mean(-1))
+        self.alignment.add(cls, other_cls)
+
+    def result(self) -> FeatureSimilarity:
+        cls, patches = (MeanStd(float(m.mean), float(m.variance.sqrt())) for m in (self.cls, self.patches))
+        return FeatureSimilarity(cls, patches, self.alignment.value)
+
+
+class _BudgetAccumulator:
+    def __init__(self, cores: int, chunk: int) -> None:
+        self.cores, self.chunk = cores, chunk
+        self.moves, self.profiles, self.kept = Moments(), Moments(), _SimilarityAccumulator()
+        self.start = torch.zeros(cores, 2, dtype=torch.float64)
+        self.layers: defaultdict[tuple[str, ...], Moments] = defaultdict(Moments)
+        """By the names of statistics that are added together."""
+        self.previous_maps: Tensor | None = None
+
+    def _add_layers(self, values: dict[str, Tensor], skip_last: bool = False) -> None:
+        """Add statistics (B, L) by name, and their mean over layers, with or without the last one, behind them."""
+        stacked = torch.stack(list(values.values()), dim=1)
+        averaged = stacked[..., :-1] if skip_last and stacked.shape[-1] > 1 else stacked
+        self.layers[tuple(values)].add(torch.cat([stacked, averaged.mean(-1, keepdim=True)], dim=-1))
+
+    def add_places(self, coordinates: Tensor) -> None:
+        """(B, L, C, 2)"""
+        places = measures.to_float64(coordinates) / 2  # in sides of the image
+        self.start = places[0, 0]  # the same for all images
+        moves = places - self.start
+        self.moves.add(moves)
+        path = moves.diff(dim=1, prepend=moves[:, :1]).norm(dim=-1).cumsum(1)
+        self._add_layers({"distance": moves.norm(dim=-1).mean(-1), "path": path.mean(-1)})
+
+    def add_attention(self, attention: Tensor) -> None:
+        """(B, L, C, S), rows that sum to 1."""
+        to_cores, to_patches = attention[..., : self.cores], attention[..., self.cores :]
+        own = to_cores.diagonal(dim1=-2, dim2=-1)  # (B, L, C)
+        masses = {"itself": own, "cores": to_cores.sum(-1) - own, "patches": to_patches.sum(-1)}
+        # Core 1 is the global feature and behaves differently: it is kept apart from the others.
+        first = {f"first {what}": mass[..., 0] for what, mass in masses.items()}
+        self._add_layers(first | {f"other {what}": mass[..., 1:].mean(-1) for what, mass in masses.items()})
+        maps = measures.as_maps(to_patches)
+        of_maps = {
+            "overlap": measures.pair_overlap(maps),
+            "even": measures.overlap(maps, 1 / maps.shape[-1]).mean(-1),
+            "area": measures.effective_area(maps).mean(-1),
+            "winners": measures.winners(maps),
+        }
+        self._add_layers(of_maps, skip_last=True)
+        now, before = _with_previous(maps, self.previous_maps)
+        self._add_layers({"same core": measures.overlap(now, before).mean(-1)}, skip_last=True)
+        self.previous_maps = maps[-1:].clone()
+
+    def add_profiles(self, profiles: Tensor) -> None:
+        """(B, L, C), the mean over patches."""
+        self.profiles.add(profiles)
+        chunks = profiles.split(self.chunk, dim=-1)
+        self._add_layers({"first": profiles[..., 0]} | {f"chunk {i}": chunk.sum(-1) for i, chunk in enumerate(chunks)})
+
+    def result(self) -> BudgetStats:
+        stats = {
+            name: LayerStats(mean[:-1].tolist(), std[:-1].tolist(), MeanStd(float(mean[-1]), float(std[-1])))
+            for names, moments in self.layers.items()
+            for name, mean, std in zip(names, moments.mean, moments.variance.sqrt(), strict=True)
+        }
+        chunks = [values for name, values in stats.items() if name.startswith("chunk")]
+        first, other = (
+            AttentionShares(*(stats[f"{which} {what}"] for what in ("itself", "cores", "patches")))
+            for which in ("first", "other")
+        )
+        return BudgetStats(
+            places=self._places(stats["distance"], stats["path"]),
+            maps=MapStats(*(stats[name] for name in ("overlap", "same core", "even", "area", "winners"))),
+            first_core=first,
+            other_cores=other,
+            heard=ProfileStats(stats["first"], chunks, self.profiles.mean.tolist()),
+            kept=self.kept.result(),
+        )
+
+    def _places(self, distance: LayerStats, path: LayerStats) -> CorePlaces:
+        start, mean, variance = self.start.cpu(), self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
+        # Mean square move = square of the mean move (shift²) + its variance over images (scatter²).
+        shift, scatter = mean.square().sum(-1).mean(-1), variance.mean(-1)
+        nearest = torch.cdist(start, start).fill_diagonal_(math.inf).amin(-1)
+        return CorePlaces(
+            distance=distance,
+            path=path,
+            shift=shift.sqrt().tolist(),
+            scatter=scatter.sqrt().tolist(),
+            picture_share=(scatter / (shift + scatter)).tolist(),
+            spacing=float(nearest.mean()),
+            start=(2 * start).tolist(),
+            end=(2 * (start + mean[-1])).tolist(),
+            core_scatter=variance[-1].sqrt().tolist(),
+        )
+
+
+def _attention_and_mean_profile(
+    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary
+) -> tuple[Tensor, Tensor]:
+    """Of one layer: attention of the cores (B, C, S), and the mean profile of its patches (B, C)."""
+    chunk_size = CHUNK_SIZE if x.device.type == "cpu" else 16 * CHUNK_SIZE  # fewer, larger steps keep a GPU busy
+    attention, profiles = attention_and_profiles(attn, x, core_rotary, patch_rotary, chunk_size)
+    return attention, profiles.mean(1)
+
+
+def _float_features(out: VecaOutput) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(out.cls.dtype, torch.float32)
+    return out.cls.to(dtype), out.patches.to(dtype)
+
+
+def _with_previous(now: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Images (B, ...) and the one before each; the very first has none and is left out."""
+    return (now[1:], now[:-1]) if last is None else (now, torch.cat([last, now[:-1]]))

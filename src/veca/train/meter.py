@@ -1,0 +1,122 @@
+"""Running means of losses and training speed, accumulated without synchronising the device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TrainMeter:
+    """Means of the losses and images per second.
+
+    `update` only queues work on the device; `values` is the one place that waits for it. The speed leaves out `pause`d
+    time, the first `skip` steps, and the first step of each budget and resolution: those may compile.
+    `images` and `seconds` are the totals of a resumed run so far.
+    """
+
+    def __init__(
+        self,
+        budgets: Iterable[int] = (),
+        resolutions: Iterable[int] = (),
+        *,
+        images: int = 0,
+        seconds: float = 0.0,
+        skip: int = 1,
+        decay: float = 0.8,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.images, self.seconds, self.rate = images, seconds, math.nan
+        self._budgets, self._resolutions = dict.fromkeys(budgets, 0), dict.fromkeys(resolutions, 0)
+        self._skip, self._decay, self._clock = skip, decay, clock
+        self._names: list[str] = []
+        self._sums: Tensor | None = None
+        """Sums of the losses over steps with finite ones, and the number of these steps, on the device."""
+        self._steps, self._seen = 0, set[tuple[int, int | None, int | None]]()
+        self._timed = [0, 0.0]  # images and seconds that count for the speed, since the last `values`
+        self._smoothed = [0.0, 0.0]
+        self._last_tick, self._counts_for_speed = clock(), False
+
+    def update(
+        self, losses: Mapping[str, Tensor], images: int, budget: int | None = None, resolution: int | None = None
+    ) -> None:
+        """Add one optimizer step: its losses, scalars on the device, and its number of images."""
+        with torch.no_grad():
+            values = torch.stack([value.detach().float() for value in losses.values()])
+            # A non-finite step must not spoil the mean of the others; it is counted instead.
+            finite = values.isfinite().all()
+            row = torch.cat([torch.where(finite, values, torch.zeros_like(values)), finite.float()[None]])
+            self._sums = row if self._sums is None else self._sums + row
+        self._names = list(losses)
+        # Shapes that occur for the first time may compile, which is not training speed.
+        kind = (images, budget, resolution)
+        self._counts_for_speed = self._skip <= 0 and kind in self._seen
+        self._tick()
+        if self._counts_for_speed:
+            self._timed[0] += images
+        self._skip -= 1
+        self._seen.add(kind)
+        self.images += images
+        self._steps += 1
+        for counts, drawn in ((self._budgets, budget), (self._resolutions, resolution)):
+            if drawn is not None:
+                counts[drawn] = counts.get(drawn, 0) + 1
+
+    def _tick(self) -> None:
+        """Count the time since the last tick as training, and for the speed if its step does."""
+        now = self._clock()
+        self.seconds += now - self._last_tick
+        self._timed[1] += (now - self._last_tick) * self._counts_for_speed
+        self._last_tick = now
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out the time of the block, as validation. Call `values` first, which waits for the device."""
+        self._tick()
+        try:
+            yield
+        finally:
+            self._last_tick = self._clock()
+
+    def values(self) -> dict[str, float]:
+        """What to log of the steps since the last call; this waits for the device.
+
+        Means of the losses over the steps with finite ones, the number of the others (`nonfinite`), how often each
+        budget and resolution was drawn (`budget_8`, `resolution_256`, …), `images` and `seconds` of training in all,
+        and smoothed `images_per_s` (nan until there is one).
+        """
+        sums = self._sums.tolist() if self._sums is not None else []
+        self._tick()
+        count = sums[-1] if sums else 0.0
+        values = {name: total / count if count else math.nan for name, total in zip(self._names, sums, strict=False)}
+        values["nonfinite"] = self._steps - count
+        # Images and seconds are smoothed separately: their ratio weights steps by their duration.
+        self._smoothed = [self._decay * old + new for old, new in zip(self._smoothed, self._timed, strict=True)]
+        if self._smoothed[0] and self._smoothed[1] > 0:
+            self.rate = self._smoothed[0] / self._smoothed[1]
+        values |= {"images": self.images, "seconds": self.seconds, "images_per_s": self.rate}
+        for name, counts in (("budget", self._budgets), ("resolution", self._resolutions)):
+            values |= {f"{name}_{drawn}": count for drawn, count in counts.items()}
+            counts.update(dict.fromkeys(counts, 0))
+        self._sums, self._steps, self._timed = None, 0, [0, 0.0]
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """What was added since the last `values`, as plain data for a checkpoint; this waits for the device too."""
+        sums = None if self._sums is None else self._sums.tolist()
+        return {"sums": sums, "steps": self._steps, "budgets": self._budgets, "resolutions": self._resolutions}
+
+    def restore(self, states: Sequence[Mapping[str, Any]], rank: int, size: int, device: torch.device) -> None:
+        """Continue from the `state` of each process; if their number has changed, each continues from the mean."""
+        own = states[rank if len(states) == size else 0]
+        self._steps = own["steps"]
+        if own["sums"] is not None:
+            sums = [state["sums"] for state in states] if len(states) != size else [own["sums"]]
+            self._sums = torch.tensor(sums, dtype=torch.float32, device=device).mean(0)
+        for counts, before in ((self._budgets, own["budgets"]), (self._resolutions, own["resolutions"])):
+            counts.update({int(drawn): count for drawn, count in before.items()})  # JSON makes keys text
