@@ -442,7 +442,7 @@ def test_the_command_knows_folders_apart(tmp_path: Path) -> None:
     def said(folder: Path) -> str:
         return str(CliRunner().invoke(app, ["report", str(folder)]).exception)
 
-    assert "is no folder" in said(tmp_path / "nowhere")
+    assert "is not a folder" in said(tmp_path / "nowhere")
     assert "neither the folder of a run of `veca distill`" in said(tmp_path)
     assert "nor of results of `veca probe`" in said(tmp_path)
     (tmp_path / "rows").mkdir()

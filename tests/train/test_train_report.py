@@ -228,7 +228,7 @@ def test_draws_that_rows_name_are_counted_too(tmp_path: Path) -> None:
 
 
 def test_no_folder_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no folder; name the one a run wrote to"):
+    with pytest.raises(ValueError, match="is not a folder; name the one a run wrote to"):
         write_distill_report(tmp_path / "none")
 
 

@@ -113,7 +113,7 @@ def _run_budgets(
         features.append(output.patches[0].float().unflatten(0, output.grid))
         advance()
     similarity = [F.cosine_similarity(each, features[-1], dim=-1).mean().item() for each in features]
-    block = model.config.depth * 3 // 4
+    block = model.config.depth * 3 // 4  # late, where maps are of objects; in the last only core 1's still matters
     maps = core_maps(model, batch, cores=budgets[-1], layers=[block])[0, 0].float().cpu()
     check_finite(model, maps, *features)
     colours = pca(torch.stack(features)).cpu()  # fitted to all budgets together, so that their colours compare
@@ -148,9 +148,9 @@ def _page_context(
         "facts": {
             "Model": model_name,
             "Parameters": f"{sum(p.numel() for p in model.parameters()):,}",
-            "Weights": _describe_weights(model.provenance),
+            "Weights": _weights_text(model.provenance),
             "Pictures": f"{size} × {size} px, {(size // config.patch_size) ** 2:,} patches",
-            "Device": _describe_device(weight),
+            "Device": _device_text(weight),
             "PyTorch": torch.__version__,
         },
         "config": config,
@@ -164,7 +164,7 @@ def _page_context(
     }
 
 
-def _describe_weights(provenance: Mapping[str, Any]) -> str:
+def _weights_text(provenance: Mapping[str, Any]) -> str:
     if provenance.get("weights") == "random":
         return f"random, seed {provenance['seed']}" if "seed" in provenance else "random"
     if phrase := origin(provenance):
@@ -173,7 +173,7 @@ def _describe_weights(provenance: Mapping[str, Any]) -> str:
     return ", ".join(entry for entry in entries if len(entry) <= 80) or "of unrecorded origin"
 
 
-def _describe_device(weight: Tensor) -> str:
+def _device_text(weight: Tensor) -> str:
     name, threads = weight.device.type, torch.get_num_threads()
     if weight.is_cuda:
         name = torch.cuda.get_device_name(weight.device)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from veca.errors import ArgumentError, needs_extra
 from veca.inspect.figure_inputs import Photo
+from veca.report.chart_files import write_chart
+from veca.report.charts import Chart
 from veca.utils.files import atomic_path, check_writable
 
 if TYPE_CHECKING:
@@ -257,11 +259,13 @@ def add_legend(axis: Axes, names: Sequence[str]) -> None:
         text.set_parse_math(False)
 
 
-def write_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+def write_figure(figure: Figure | Chart, path: str | os.PathLike[str]) -> Path:
     """Save a figure in the format of its suffix; the same figure gives the same bytes."""
+    path = check_out(path)
+    if isinstance(figure, Chart):  # as `draw_story` makes it, without matplotlib
+        return write_chart(figure, path)
     import matplotlib
 
-    path = check_out(path)
     # Without a date and with fixed ids, so that the same figure is the same file.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "veca"}), atomic_path(path) as part:

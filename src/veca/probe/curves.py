@@ -46,7 +46,7 @@ def draw_curves(group: Group) -> list[Curve]:
         apart = count > MAX_LINES and len(group.series) > 1
         for i, part in enumerate([[series] for series in group.series] if apart else [list(group.series)], 1):
             lines, left_out = _chart_lines(group, part, along, names)
-            if len({x for line in lines for x, _ in line.points}) < 2:
+            if len({x for line in lines for x, _ in line.points}) < 2:  # a single point is in the table already
                 continue
             words = [group.task, group.dataset, group.metric, along, *([str(i)] if apart else [])]
             name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word)[:40].strip("-.") or "x" for word in words)
@@ -113,7 +113,7 @@ def _chart_lines(
         has_curve = any(len(line.points) > 1 for line in lines)
         own += [line for line in lines if len(line.points) > 1 or not has_curve]
     if len(own) > MAX_LINES:
-        own = [own[round(i * (len(own) - 1) / (MAX_LINES - 1))] for i in range(MAX_LINES)]
+        own = [own[round(i * (len(own) - 1) / (MAX_LINES - 1))] for i in range(MAX_LINES)]  # evenly, with both ends
     quoted = _paper_lines(group, part, along)
     several = len({line.fixed for line in (*own, *quoted)}) > 1  # then each line says at what it was measured
     drawn = []

@@ -41,7 +41,7 @@ _NOT_IN_PAPER = r"patch32|b[-_]?32|convnext|sat493m"
 
 
 @dataclass(frozen=True)
-class Number:
+class PaperNumber:
     """One number of the paper."""
 
     table: str
@@ -85,11 +85,11 @@ def name() -> str:
 
 
 @functools.cache
-def paper_numbers() -> tuple[Number, ...]:
+def paper_numbers() -> tuple[PaperNumber, ...]:
     """All numbers, in the order of the tables."""
     paper = _paper()
     return tuple(
-        Number(
+        PaperNumber(
             table["table"], task, dataset, metric, paper["models"].get(printed, printed), printed, cores, size, value
         )
         for table in paper["tables"]
@@ -101,7 +101,7 @@ def paper_numbers() -> tuple[Number, ...]:
 def find(
     task: str, dataset: str, metric: str | None = None, model: str | None = None,
     cores: int | None = None, size: int | None = None,
-) -> list[Number]:  # fmt: skip
+) -> list[PaperNumber]:  # fmt: skip
     """The numbers that agree with every argument that is given.
 
     >>> [(n.table, n.value) for n in find("segment", "coco-object", model="VECA-B", cores=64, size=512)]
@@ -116,7 +116,7 @@ def find(
     ]
 
 
-def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int) -> Number | None:
+def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int) -> PaperNumber | None:
     """The number by a model of the same family that is nearest in model size, then in budget and resolution together.
 
     >>> nearest("segment", "ade20k", "mIoU", Kin("VECA", "T"), 32, 512).value
@@ -124,7 +124,7 @@ def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, s
     >>> nearest("segment", "ade20k", "mIoU", Kin("EVA", "B"), None, 512)
     """
 
-    def distance(n: Number) -> tuple[float, float]:
+    def distance(n: PaperNumber) -> tuple[float, float]:
         model = abs(MODEL_SIZES.index(n.model_size) - MODEL_SIZES.index(kin.size))
         budget = abs(math.log2(n.cores / cores)) if n.cores and cores else 0.0
         return model, budget + abs(math.log2(n.size / size))

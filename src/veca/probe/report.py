@@ -39,7 +39,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     """Write the report of the rows in `folder` into it: the path of the page, and a sentence for each file left out."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ArgumentError(f"{folder} is no folder; name the one `veca probe` wrote to")
+        raise ArgumentError(f"{folder} is not a folder; name the one `veca probe` wrote to")
     rows, unusable = read_results(folder)
     if not rows:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
@@ -160,7 +160,7 @@ class _Gallery:
         return data_uri(data, kind)
 
     def _read(self, path: str) -> tuple[bytes, str]:
-        file = (self.folder / path).resolve()
+        file = (self.folder / path).resolve()  # symbolic links too must not lead out of the folder
         if not file.is_relative_to(self.folder.resolve()):
             raise ArgumentError("lies outside the folder")
         kind, start = IMAGE_TYPES.get(file.suffix.lower().replace("jpeg", "jpg"), ("", b""))
@@ -244,6 +244,7 @@ def rows_csv(rows: Sequence[ProbeResult]) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_csv_columns(rows[0], None), *map(_csv_cell, names)])
+    # A metric that a result does not have is an empty cell.
     for row, other, values in scored:
         cells = [*_csv_columns(row, other).values(), *(values.get(name) for name in names)]
         writer.writerow([_csv_cell(cell) for cell in cells])

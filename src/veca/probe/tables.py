@@ -19,7 +19,7 @@ TASK_ORDER = ("classify", "knn", "segment", "depth")
 class Comparison(NamedTuple):
     """A result beside a number of the paper."""
 
-    number: paper.Number
+    number: paper.PaperNumber
     gap: float
     """Ours less the paper's."""
     better: bool
@@ -113,6 +113,7 @@ def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[
 
     A setting that changes along with the resolution, as the crop does, does not make another series: it is drifting.
     """
+    # 1. By model.
     by_model: dict[str, list[ProbeResult]] = {}
     for row in rows:
         by_model.setdefault(row.model, []).append(row)
@@ -122,9 +123,11 @@ def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[
         by_place: dict[tuple[int | None, int], list[dict[str, str]]] = {}
         for row, values in zip(own, settings, strict=True):
             by_place.setdefault((row.cores, row.size), []).append(values)
+        # 2. A setting splits a model's results where it differs between two at the same place.
         names = sorted({name for values in settings for name in values})
         splitting = [k for k in names if any(len({v.get(k) for v in same}) > 1 for same in by_place.values())]
         drifting |= {k for k in names if k not in splitting and len({v.get(k) for v in settings}) > 1}
+        # 3. One series for each combination of the splitting settings, named by the first three of them.
         by_settings: dict[tuple[str | None, ...], list[ProbeResult]] = {}
         for row, values in zip(own, settings, strict=True):
             by_settings.setdefault(tuple(values.get(k) for k in splitting), []).append(row)
@@ -158,7 +161,7 @@ def compare_with_paper(row: ProbeResult, dataset: str | None = None) -> Comparis
     return Comparison(nearest, gap, better, nearest.model_size == kin.size, _differences_from(row, name, kin, nearest))
 
 
-def _differences_from(row: ProbeResult, dataset: str, kin: paper.Kin, quoted: paper.Number) -> list[str]:
+def _differences_from(row: ProbeResult, dataset: str, kin: paper.Kin, quoted: paper.PaperNumber) -> list[str]:
     notes = [
         _model_note(row, kin, quoted),
         f"the paper's number is at C = {quoted.cores}" if quoted.cores != row.cores else "",
@@ -174,7 +177,7 @@ def _differences_from(row: ProbeResult, dataset: str, kin: paper.Kin, quoted: pa
     return [note for note in notes if note]
 
 
-def _model_note(row: ProbeResult, kin: paper.Kin, quoted: paper.Number) -> str:
+def _model_note(row: ProbeResult, kin: paper.Kin, quoted: paper.PaperNumber) -> str:
     other = "" if quoted.model_size == kin.size else f"; of another size, and {quoted.model} the paper's nearest"
     if kin.family != "VECA":
         return f"another size; {quoted.model} is the paper's nearest" if other else ""
@@ -237,7 +240,7 @@ def gap_text(compared: Comparison, metric: str) -> str:
     """The gap with its verdict; between models of different sizes, the gap alone in brackets."""
     if not compared.same_size:
         return f"({metric_text(metric, compared.gap, '+')})"
-    if metric_text(metric, abs(compared.gap)) == metric_text(metric, 0.0):
+    if metric_text(metric, abs(compared.gap)) == metric_text(metric, 0.0):  # equal as printed
         return f"{metric_text(metric, 0.0)} equal"
     return f"{metric_text(metric, compared.gap, '+')} {'better' if compared.better else 'worse'}"
 
@@ -277,6 +280,7 @@ def class_table(group: Group) -> ResultTable | None:
         return None
     first = best[0][1].per_class
     names = sorted(first, key=first.__getitem__, reverse=not lower_is_better(group.metric))
+    # Classes that only other series have follow by name.
     names += sorted({name for _, row in best for name in row.per_class}.difference(first))
     rows = [
         [name, *(metric_text(group.metric, row.per_class.get(name, math.nan)) for _, row in best)] for name in names

@@ -104,7 +104,7 @@ def _draw_label(draw: ImageDraw.ImageDraw, image: Image.Image, mark: Label, at: 
     left, top, right, bottom = font.getbbox(text)
     mask = Image.new("L", (math.ceil(right - left), math.ceil(bottom - top)))
     ImageDraw.Draw(mask).text((-left, -top), text, 255, font)
-    mask = mask.rotate(90, expand=True)
+    mask = mask.rotate(90, expand=True)  # Pillow draws no rotated text, so an image of it is pasted
     image.paste(LIGHT[mark.colour], (round(at[0] - mask.width), round(at[1] - mask.height / 2)), mask)
 
 

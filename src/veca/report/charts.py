@@ -18,7 +18,7 @@ from veca.report.page import render
 MAX_POINTS = 800  # of a line; more would only make the file larger
 LABEL_GAP = 16  # pixels between the names of lines, one above the other
 MAX_LABEL = 24  # letters of the name of a line
-LETTER_WIDTH = 0.57  # mean width of a letter, in units of the text size
+GLYPH_WIDTH = 0.57  # mean width of a letter, in units of the text size
 Point: TypeAlias = tuple[float, float]
 
 
@@ -111,7 +111,7 @@ class Frame(NamedTuple):
 
     def room_for(self, texts: Sequence[str]) -> float:
         """The width of the longest text."""
-        return LETTER_WIDTH * self.text * max(map(len, texts), default=0)
+        return GLYPH_WIDTH * self.text * max(map(len, texts), default=0)
 
 
 WIDE, SMALL = Frame(760, 300, 12), Frame(540, 320, 14)
@@ -125,7 +125,7 @@ class Axis:
     ) -> None:
         self.log, self.start, self.end, self.form = log, start, end, form
         low, high = min(values), max(values)
-        if high <= low:
+        if high <= low:  # one value, or equal ones: an axis needs a range
             spare = (abs(low) or 1) / 10
             low, high = low - spare, high + spare
         first, last = self._scaled(low), self._scaled(high)
@@ -155,18 +155,19 @@ def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[fl
     """
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        factors = (1, 2, 5) if len(decades) <= 4 else (1,)
+        factors = (1, 2, 5) if len(decades) <= 4 else (1,)  # over many decades, only the decades
         return [t for decade in decades for factor in factors if low <= (t := factor * 10.0**decade) <= high]
     rough = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
+    first = math.ceil(low / step - 1e-9)  # 1e-9: an end that is a tick but for rounding counts
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def smooth(points: Sequence[Point], share: float = 0.01) -> list[Point]:
     """An exponential running mean over about `share` of the points; nan stays nan and does not spread."""
     decay = 1 - 1 / max(1.0, share * len(points))
+    # Dividing by the sum of the weights makes the first values means too, instead of starting from zero.
     smoothed, total, weight = [], 0.0, 0.0
     for x, y in points:
         if math.isfinite(y):
@@ -179,7 +180,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """About `limit` points at most: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= limit:
         return list(points)
-    size = math.ceil(2 * len(points) / limit)
+    size = math.ceil(2 * len(points) / limit)  # two points are kept of each stretch
     kept: list[Point] = []
     for i in range(0, len(points), size):
         stretch = [p for p in points[i : i + size] if math.isfinite(p[1])] or [points[i]]
@@ -256,7 +257,7 @@ def _axes(frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, 
     last = -math.inf
     for value in x_ticks:
         x = x_axis.at(value)
-        if x - last >= (right - left) / 9.01:
+        if x - last >= (right - left) / 9.01:  # at most ten labels; 9.01, as rounding must not drop the tenth
             marks.append(Polyline([[(x, floor), (x, floor + 4)]], "grid", "rule"))
             marks.append(Label(x, floor + 17, f"{value:,.6g}", frame.text, anchor="middle"))
             last = x
@@ -319,7 +320,7 @@ def spread_apart(positions: Sequence[float], low: float, high: float, gap: float
     ([10, 20, 50], [50, 60])
     """
     moved: list[float] = []
-    for position in positions:
+    for position in positions:  # downwards, away from the one before; then back up from the lower bound
         moved.append(max(position, moved[-1] + gap) if moved else max(position, low))
     for i in range(len(moved) - 1, -1, -1):
         moved[i] = min(moved[i], high if i == len(moved) - 1 else moved[i + 1] - gap)
@@ -346,7 +347,7 @@ def chart_grid(
     width = gap + columns * (chart_width + gap)
     marks, top = list[Mark](), float(gap if title or notice or caption else 0)
     for text, size, colour in ((title, 22, "ink"), (notice, 15, "warning"), (caption, 15, "muted")):
-        for line in textwrap.wrap(text, int((width - 2 * gap) / (LETTER_WIDTH * size))):
+        for line in textwrap.wrap(text, int((width - 2 * gap) / (GLYPH_WIDTH * size))):
             top += 1.35 * size
             marks.append(Label(gap, top, line, size, colour, bold=colour != "muted"))
     title_lines = max(text.count("\n") + 1 for text, _ in panels)

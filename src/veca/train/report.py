@@ -71,7 +71,7 @@ def write_distill_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a run and return its path."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ArgumentError(f"{folder} is no folder; name the one a run wrote to")
+        raise ArgumentError(f"{folder} is not a folder; name the one a run wrote to")
     run = _read_run(folder)
     out = folder / "report.html"
     summary = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in run.summary.items()}
