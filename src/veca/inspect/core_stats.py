@@ -223,7 +223,7 @@ def measure_cores(
                         f"no memory on {device} for {batch} pictures at once: lower --batch-size"
                     ) from error
             advance(len(group), failed=failed)
-    left_out.warn()
+    unsupported.warn()
     if not stats.images:
         why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])
         raise SourceError(f"none of the {failed} pictures could be read{why}")
