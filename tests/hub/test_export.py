@@ -191,7 +191,7 @@ def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) ->
         load_backbone(str(folder / "32.onnx"), precision="bfloat16")
     with pytest.raises(BackboneError, match="gone.onnx is not a file that `veca export` wrote"):
         load_backbone(str(tmp_path / "gone.onnx"))
-    backbone.fixed = "64x96"
+    backbone.export_size = "64x96"
     with pytest.raises(BackboneError, match="takes 64x96 only"):
         backbone.side(64)
 

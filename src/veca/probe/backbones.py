@@ -108,8 +108,7 @@ def load_backbone(
     compile:
         Run a VECA through `veca.optimize` also where it has no fused kernels.
     """
-    is_veca = _is_veca(source)
-    if compile and not is_veca:
+    if compile and not _is_veca(source):
         raise BackboneError(f"{source} cannot be compiled, which is for a VECA: leave out --compile")
     if source.endswith(".onnx"):
         if device not in ("auto", "cpu") or precision not in (None, "float32"):
@@ -117,7 +116,7 @@ def load_backbone(
         return OnnxBackbone(Path(source))
     chosen = choose_device(device)
     precision = precision or ("bfloat16" if chosen.type == "cuda" else "float32")
-    if is_veca:
+    if _is_veca(source):
         return FrozenVeca(load_or_random(source, device=chosen), source, chosen, precision, compile)
     try:
         from veca.teachers import load_teacher
