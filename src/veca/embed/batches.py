@@ -180,7 +180,8 @@ class FeatureBatcher:
         for entry in bad:
             entry.error = f"its features are not finite: {hint}"
             if not self.skip_nonfinite:
-                raise NonFiniteError(f"{entry.name}: {entry.error}")
+                way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
+                raise NonFiniteError(f"{entry.name}: {entry.error}; {way}")
 
     def take(self) -> FinishedRows:
         """Remove and return the finished images."""

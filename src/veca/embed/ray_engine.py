@@ -35,7 +35,6 @@ from veca.embed.partitions import PARTITION, Partition, plan_partitions, stamp_f
 from veca.embed.ray_cluster import RaySlots, connect_ray, find_slots, silence_ray_data
 from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings, describe_features, describe_job
 from veca.embed.writer import PartitionWriter
-from veca.errors import NonFiniteError
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.progress import bar
@@ -148,9 +147,6 @@ class RayWorker:
             result = self.embed(partition)
         except SourceError as error:
             result = PartitionResult(number, error=str(error), given_up=True)
-        except NonFiniteError as error:
-            way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
-            result = PartitionResult(number, error=f"{error}; {way} (partition {number})")
         except torch.OutOfMemoryError:
             result = PartitionResult(number, error=f"no memory for batch={self.job.settings.batch}: lower it")
         except Exception as error:

@@ -225,8 +225,7 @@ class _PlainRun:
         try:
             yield
         except NonFiniteError as error:
-            way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
-            raise EmbedError(f"{error}. Nothing was written of it; {way}. {self._kept()}") from error
+            raise EmbedError(f"{error}. {self._kept()}") from error
         except torch.OutOfMemoryError as error:
             where, batch = self.batcher.device, self.batcher.settings.batch
             raise EmbedError(f"no memory on {where} for batch={batch}: lower it. {self._kept()}") from error
