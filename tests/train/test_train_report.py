@@ -259,4 +259,4 @@ def test_the_command_writes_it_anew(folder: Path, page: str, tmp_path: Path) -> 
     assert str(folder / "report.html") in shown.output
     assert (folder / "report.html").read_text(encoding="utf-8").count("<svg") == page.count("<svg")
     missing = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
-    assert "is no folder" in str(missing.exception)
+    assert "is not a folder" in str(missing.exception)
