@@ -19,25 +19,25 @@ finally:
 def _entry(name):
     def create(weights=None, **fields):
         if weights is None:
-            ships = any(each.startswith(f"{name}.") for each in _veca.list_models(pretrained=True))
-            if ships and set(fields) <= {"num_classes"}:
+            has_weights = any(each.startswith(f"{name}.") for each in _veca.list_models(pretrained=True))
+            if has_weights and set(fields) <= {"num_classes"}:
                 return _veca.create_model(name, pretrained=True, **fields).eval()
             _warnings.warn(f"{name} has random weights; pass weights=FILE for trained ones", stacklevel=2)
             return _veca.create_model(name, **fields).eval()
         if fields:
             raise ValueError(f"fields {', '.join(fields)} come from {weights}; leave them or the weights out")
         model = _veca.load(weights)
-        found = _veca.config.size_name(model.config)
-        if found != name:
+        size = _veca.config.size_name(model.config)
+        if size != name:
             raise ValueError(
-                f"{weights} holds {found or 'a model of no named size'}, not {name}; load it with veca.load"
+                f"{weights} holds {size or 'a model of no named size'}, not {name}; load it with veca.load"
             )
         return model
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"""{name}, in eval mode: `model(images, cores=C)`.
 
-    weights: a file or folder that `veca.load` takes, or the full name of weights that ship; None: those that ship for
+    weights: a file or folder that `veca.load` takes, or a full name of pretrained weights; None: the pretrained ones of
     this size, or random ones. Without weights, `fields` are those of `veca.VecaConfig`; with any but num_classes they
     are random.
     """

@@ -333,15 +333,15 @@ def test_replaced_layers_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_embed_runs_what_cannot_be_folded_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from veca.embed.partitions import EmbedSettings
-    from veca.embed.run import ready
+    from veca.embed import EmbedSettings
+    from veca.embed.batches import prepare_model
 
-    for place in ("veca.optimized.supports_fused", "veca.embed.run.supports_fused"):
+    for place in ("veca.optimized.supports_fused", "veca.embed.batches.supports_fused"):
         monkeypatch.setattr(place, lambda *_: True)
     model = make()
-    assert isinstance(ready(model, EmbedSettings(), torch.device("cpu")), FastVeca)
+    assert isinstance(prepare_model(model, EmbedSettings(), torch.device("cpu")), FastVeca)
     prune_some(model.blocks[0].attn.qkv)
-    assert ready(model, EmbedSettings(), torch.device("cpu")) is model
+    assert prepare_model(model, EmbedSettings(), torch.device("cpu")) is model
 
 
 @pytest.mark.gpu
@@ -622,11 +622,10 @@ def test_look_inside_projects_and_attends_once() -> None:
 @pytest.mark.parametrize("cores", [True, False])
 def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.bench.cases import Case
-    from veca.embed.partitions import EmbedSettings
-    from veca.embed.run import check
+    from veca.embed import EmbedSettings
+    from veca.heads.frozen import FrozenVeca
     from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
-    from veca.probe.backbones import VecaBackbone
     from veca.train.finetune.settings import FinetuneClassifySettings
 
     model, images, says = make(), pictures(), f"cores={cores}; a budget is an integer from 1 to 64"
@@ -642,7 +641,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
             method(images, cores=cores)
     device, settings = torch.device("cpu"), EmbedSettings(cores=cores)
     for use in (
-        lambda: check(["x.png"], model, settings, 0),
+        lambda: settings.resolve(model),
         lambda: export(model, tmp_path / "m.onnx", cores=cores),
         lambda: draw_cores(model, tmp_path / "x.png", cores=cores),
         lambda: measure_cores(model, tmp_path / "x.png", budgets=(cores, 8)),
@@ -652,7 +651,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     with pytest.raises(veca.VecaError, match=f"budgets=.*{cores}.*: must be a tuple of integers"):
         veca.VecaConfig(budgets=(8, cores))
     with pytest.raises(veca.VecaError, match=f"cores {cores}: a budget of tiny is an integer from 1 to 64"):
-        VecaBackbone(model, "tiny", device, "float32").cores((8, cores))
+        FrozenVeca(model, "tiny", device, "float32").cores((8, cores))
     with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
         Case("veca_tiny", 224, 1, cores)
     with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):

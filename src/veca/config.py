@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from veca.errors import VecaError
-from veca.utils.text import did_you_mean as did_you_mean
-from veca.utils.text import quoted
+from veca.utils.text import did_you_mean, quoted
 
 
 class ConfigError(VecaError, ValueError):

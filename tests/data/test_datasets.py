@@ -17,7 +17,7 @@ import torchvision.datasets as tv
 from PIL import Image
 from tiny_datasets import BUILDERS, colour, picture, text
 
-from veca.data.datasets import SPECS, DatasetError, Places, ProbeData, Split, load_dataset, matlab
+from veca.data.datasets import SPECS, DatasetError, FileList, ProbeData, Split, load_dataset, matlab
 from veca.data.datasets.base import held_out
 from veca.data.datasets.matlab import MatError, load_mat
 from veca.images import open_image
@@ -143,7 +143,7 @@ def test_missing_pictures_show_the_layout(name: str, copies: Callable[[str], Pat
         assert load_dataset(name, root).fingerprint != data.fingerprint
         return
     with pytest.raises(
-        DatasetError, match="(not there, such as|none of|has no pictures)(.|\n)*is expected in the folder"
+        DatasetError, match="(missing, such as|none of|has no pictures)(.|\n)*is expected in the folder"
     ):
         load_dataset(name, root)
 
@@ -164,7 +164,9 @@ def test_a_dataset_for_another_task_is_refused(tmp_path: Path) -> None:
 
 def test_names_are_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DatasetError, match="'food10' is no dataset's name.*did you mean food101.*(.|\n)*CLASS/7.jpg"):
+    with pytest.raises(
+        DatasetError, match="'food10' is neither the name of a dataset.*did you mean .food101.*(.|\n)*CLASS/7.jpg"
+    ):
         load_dataset("food10")
 
 
@@ -235,7 +237,7 @@ def test_imagenet_as_kaggle_has_it(tmp_path: Path) -> None:
     assert rows(data, "val") == [("val/ILSVRC2012_val_00000001.JPEG", 0), ("val/ILSVRC2012_val_00000002.JPEG", 1)]
     assert [label for _, label in rows(data, "train")] == [0, 1]
     (tmp_path / "LOC_val_solution.csv").unlink()
-    with pytest.raises(DatasetError, match="no LOC_val_solution.csv to tell them"):
+    with pytest.raises(DatasetError, match="no LOC_val_solution.csv with the labels"):
         load_dataset("imagenet", tmp_path)
 
 
@@ -359,7 +361,7 @@ def test_cars_without_test_labels_say_what_is_missing(copies: Callable[[str], Pa
     shutil.copytree(copies("cars"), tmp_path / "copy")
     base = tmp_path / "copy/stanford_cars"
     shutil.copy(base / "devkit/cars_test_annos.mat", base / "cars_test_annos_withlabels.mat")
-    with pytest.raises(DatasetError, match="tells no fname and class; test pictures need the file with labels"):
+    with pytest.raises(DatasetError, match="has no fname and class; for test take the file with labels"):
         load_dataset("cars", tmp_path / "copy")
 
 
@@ -393,7 +395,7 @@ def test_a_tenth_of_every_class_is_held_out_for_ever(tmp_path: Path) -> None:
 
 
 def test_groups_are_held_out_whole() -> None:
-    split = Split(Places("", [f"{i}.jpg" for i in range(30)]), np.zeros(30, int))
+    split = Split(FileList("", [f"{i}.jpg" for i in range(30)]), np.zeros(30, int))
     groups = [f"scene{i // 5}" for i in range(30)]
     train, val = held_out(split, 0.3, groups)
     kept, taken = ({groups[int(Path(name).stem)] for name in names(part)} for part in (train, val))
@@ -406,7 +408,7 @@ def test_groups_are_held_out_whole() -> None:
 
 
 def test_mat_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matlab, "_MOST", 10**6)
+    monkeypatch.setattr(matlab, "_MAX_MAT_BYTES", 10**6)
     tiny.mat(tmp_path / "bomb.mat", labels=np.zeros(3 * 10**6, np.uint8))
     assert (tmp_path / "bomb.mat").stat().st_size < 10**5
     with pytest.raises(MatError, match="more than 1,000,000 bytes when unpacked"):

@@ -15,7 +15,7 @@ import torchvision.datasets as tv
 from PIL import Image
 from tiny_datasets import SIZE, colour, encoded, picture, shard, text, values
 
-from veca.data.datasets import DatasetError, DepthRules, Places, ProbeData, Split, load_dataset
+from veca.data.datasets import DatasetError, DepthRules, FileList, ProbeData, Split, load_dataset
 from veca.data.datasets import classes as tables
 from veca.images import ImageError, open_image
 
@@ -54,7 +54,9 @@ def test_ade_has_150_classes_and_ignores_the_rest(tmp_path: Path) -> None:
     assert len(data.classes) == 150
     assert (data.classes[0], data.classes[149]) == ("wall", "thing, 150")
     values(tmp_path / "ADEChallengeData2016/annotations/validation/ADE_val_00000001.png", [151])
-    with pytest.raises(ImageError, match="ADE_val_00000001.png: the mask has value 151, which is no class here"):
+    with pytest.raises(
+        ImageError, match="ADE_val_00000001.png: the mask has value 151, which is not a class of this dataset"
+    ):
         load_dataset("ade20k", tmp_path).splits["val"].label(0)
     text(tmp_path / "ADEChallengeData2016/objectInfo150.txt", "Idx\tName", "1\twall")
     with pytest.raises(DatasetError, match="has 1 classes in columns set apart by tabs; 150 are expected"):
@@ -141,7 +143,7 @@ def test_coco_masks_of_the_toolboxes(tmp_path: Path) -> None:
 
 
 def test_every_mapping_is_onto_its_classes() -> None:
-    mapped = {tables.cityscapes: 19, tables.ade20k: 150, tables.coco_stuff: 171, tables.coco_object: 81}
+    mapped = {tables.cityscapes_ids: 19, tables.ade20k_ids: 150, tables.coco_stuff_ids: 171, tables.coco_object_ids: 81}
     for made, count in mapped.items():
         assert set(range(count)) <= set(made().tolist()) <= {-1, *range(count), 255}
     assert len(tables.VOC) == 20
@@ -221,7 +223,7 @@ def test_damaged_masks_are_named(tmp_path: Path) -> None:
 
 def test_masks_and_pictures_cannot_be_mixed_up() -> None:
     with pytest.raises(DatasetError, match="2 pictures but 1 labels"):
-        Split(Places("", ["a", "b"]), np.zeros(1))
+        Split(FileList("", ["a", "b"]), np.zeros(1))
 
 
 # Folders of one's own.
@@ -269,7 +271,7 @@ def test_pictures_and_masks_without_anything_else(tmp_path: Path) -> None:
     assert data.classes == [str(i) for i in range(7)]
     name = data.splits["test"].name(0)
     values(tmp_path / f"masks/{Path(name).stem}.png", [7])
-    with pytest.raises(ImageError, match="the mask has value 7, which is no class here"):
+    with pytest.raises(ImageError, match="the mask has value 7, which is not a class of this dataset"):
         data.splits["test"].label(0)
     (tmp_path / "masks/3.png").unlink()
     with pytest.raises(DatasetError, match="3 is missing in masks"):
@@ -375,7 +377,7 @@ def test_shards_that_are_no_dataset_say_why(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="missing.tar: no such file"):
         load_dataset(str(tmp_path / "missing.tar"))
     packed = shard(tmp_path / "x-train.tar.gz", members("a b", "cls"), "w:gz")
-    with pytest.raises(DatasetError, match="Unpack it to .tar with gunzip"):
+    with pytest.raises(DatasetError, match="decompress it to .tar with gunzip"):
         load_dataset(str(packed))
     damaged = shard(tmp_path / "bad-train.tar", members("a b", "cls"))
     damaged.write_bytes(damaged.read_bytes()[:1500])

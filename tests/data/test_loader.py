@@ -390,13 +390,13 @@ def test_an_unfinished_loop_does_not_keep_the_interpreter(photos: Path) -> None:
     """Workers do not heed the SIGTERM by which it would end them."""
     script = textwrap.dedent("""
         import sys
-        from veca.probe.features import decoding
+        from veca.data.datasets.batches import decode_batches
         from veca.data.index import ImageIndex
         from veca.data.loader import train_loader
         from veca.data.sampler import TrainSampler
         found = ImageIndex.build(sys.argv[1:], progress=False)
         steps = iter(train_loader(found, TrainSampler(len(found), 4, lambda _: 32), workers=2))
-        block = decoding(list(range(100)), ([i] for i in range(100)), workers=2)
+        block = decode_batches(list(range(100)), ([i] for i in range(100)), workers=2)
         print(len(next(steps).images), next(block.__enter__()))
     """)
     command = [sys.executable, "-c", script, str(photos)]

@@ -36,10 +36,10 @@ import veca
 from veca import Veca, VecaConfig, images
 from veca.cli.main import app
 from veca.data import loader, sources
-from veca.embed import partitions as parts
+from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, partitions
 from veca.embed import run as engine
-from veca.embed.formats import WRITERS
-from veca.embed.run import EmbedError, EmbedReport, EmbedSettings, embed
+from veca.embed.folder import PartitionFolder
+from veca.embed.formats import WRITERS, feature_schema
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
 
@@ -55,8 +55,15 @@ def _model(seed: int = 0) -> Veca:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
+def small_partitions(monkeypatch):
+    monkeypatch.setattr(batches, "PART_IMAGES", 4)
+    monkeypatch.setattr(partitions, "PARTITION", 4)
+
+
+@pytest.fixture
+def one_partition(monkeypatch):
+    """All images in one partition, of parts of four."""
+    monkeypatch.setattr(partitions, "PARTITION", 1000)
 
 
 def picture(seed: int = 0, width: int = 48, height: int = 32) -> Image.Image:
@@ -185,7 +192,7 @@ def test_pictures_in_formats_that_are_not_read_are_counted_once(photos, tmp_path
     with pytest.warns(UserWarning, match=r"^5 files were left out: .heic \(3\), .nef \(2\)"):
         go([photos / "class*/*", f"file://{photos}"], tmp_path / "g.parquet", model)
     for pattern in (f"{photos}/*.[hH]*", f"file://{photos}/*.HEIC"):
-        with pytest.raises(EmbedError, match=r"no pictures there.*1 file was left out: .heic \(1\)"):
+        with pytest.raises(EmbedError, match=r"no images there.*1 file was left out: .heic \(1\)"):
             go(pattern, tmp_path / "h.parquet", model)
 
 
@@ -352,7 +359,7 @@ def test_addresses_with_decoding_processes(photos, tmp_path, model):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("memory://nowhere/*.tar", "no pictures there"),
+        ("memory://nowhere/*.tar", "no images there"),
         ("nosuch://bucket/a", "cannot be listed.*nosuch"),
     ],
 )
@@ -479,10 +486,10 @@ def test_special_files_do_not_block(tmp_path, model):
     [
         (["nowhere"], "no such file or folder"),
         ([""], "no such file or folder"),
-        (["empty"], "no pictures there"),
-        (["empty/*.png"], "no pictures there"),
-        (["nowhere/*.png"], "no pictures there"),
-        (["good.png", "empty.tar"], "no pictures there"),
+        (["empty"], "no images there"),
+        (["empty/*.png"], "no images there"),
+        (["nowhere/*.png"], "no images there"),
+        (["good.png", "empty.tar"], "no images there"),
         (["shards"], r"'shards/\*.tar'"),
         ([], "nothing to embed"),
     ],
@@ -502,8 +509,8 @@ def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, mo
 @pytest.mark.parametrize(
     ("out", "settings", "message"),
     [
-        ("photos", SETTINGS, r"unknown kind of file ''"),
-        ("f.csv", SETTINGS, r"\.parquet, \.safetensors, \.npz"),
+        ("photos", SETTINGS, "photos holds files that no run of this left, as class0"),
+        ("f.csv", SETTINGS, r"\.parquet, \.safetensors, \.npz, or end it with /"),
         ("f.npz", EmbedSettings(size=32, dense=True, fit="keep"), "write .parquet"),
         ("f.safetensors", EmbedSettings(size=32, dense=True, fit="pad"), "write .parquet"),
         ("f.parquet", EmbedSettings(size=40), "must be a multiple of 16. Nearest: 32"),
@@ -598,60 +605,105 @@ def counted(real, calls: int):
     return call
 
 
-def interrupted(photos, out, model, settings=SETTINGS, batches: int = 5, **options) -> None:
+def interrupted(photos, out, model, settings=SETTINGS, count: int = 5, **options) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "normalize", counted(parts.normalize, batches))
+        patch.setattr(batches, "normalize", counted(batches.normalize, count))
         with pytest.raises(Stop):
             go(photos, out, model, settings, **options)
 
 
-@pytest.mark.parametrize(("batches", "workers"), [*((n, 0) for n in range(9)), (0, 2), (4, 2), (8, 2)])
-def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model, batches, workers):
+@pytest.mark.parametrize(("count", "workers"), [*((n, 0) for n in range(9)), (0, 2), (4, 2), (8, 2)])
+def test_an_interrupted_run_continues_to_the_same_bytes(photos, tmp_path, model, count, workers):
     settings = EmbedSettings(cores=8, size=32, batch=4, dense=True, fit="keep")
     go(photos, tmp_path / "whole.parquet", model, settings)
-    interrupted(photos, tmp_path / "f.parquet", model, settings, batches, workers=workers)
+    interrupted(photos, tmp_path / "f.parquet", model, settings, count, workers=workers)
     assert not (tmp_path / "f.parquet").exists()
-    # Each part of four takes three batches, for its three shapes; in the first one picture is broken.
-    assert len(list((tmp_path / "f.parquet.parts").glob("*.parquet"))) == batches // 3
+    # Each partition of four takes three batches, for its three shapes; in the first one picture is broken.
+    assert len(list((tmp_path / "f.parquet.parts").glob("*.parquet"))) == count // 3
     report = go(photos, tmp_path / "f.parquet", model, settings)
-    assert report[:3] == (11, 1, [0, 4, 8][batches // 3])
+    assert report[:3] == (11, 1, [0, 4, 8][count // 3])
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
 @pytest.mark.parametrize("save_dtype", ["float32", "float16"])
-@pytest.mark.parametrize("batches", [1, 2, 4])
-def test_a_stopped_run_keeps_its_whole_batches(photos, tmp_path, model, monkeypatch, batches, save_dtype):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("part", [4, 1000])
+def test_a_stopped_run_keeps_its_whole_batches(
+    photos, tmp_path, model, monkeypatch, one_partition, count, part, save_dtype
+):
+    monkeypatch.setattr(batches, "PART_IMAGES", part)
     settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
     go(photos, tmp_path / "whole.parquet", model, settings)
-    interrupted(photos, tmp_path / "f.parquet", model, settings, batches)
+    interrupted(photos, tmp_path / "f.parquet", model, settings, count)
     interrupted(photos, tmp_path / "f.parquet", model, settings, 1)
+    assert not list((tmp_path / "f.parquet.parts").glob("0*.parquet"))
     report = go(photos, tmp_path / "f.parquet", model, settings)
-    assert report[:3] == (11, 1, 2 * batches + 3)  # the two of another batch; the broken picture is the third
+    if part == 1000:
+        assert report[:3] == (11, 1, 2 * count + 3)  # the two of another batch; the broken picture is the third
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
     assert not (tmp_path / "f.parquet.parts").exists()
 
 
-def test_a_run_stopped_right_after_a_part_continues(photos, tmp_path, model, monkeypatch):
+def test_a_run_stopped_right_after_a_partition_continues(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = parts.Parts.store
-        patch.setattr(parts.Parts, "store", lambda kept, part: (real(kept, part), counted(real, 0)()))
+        real = engine._PlainRun._add_totals
+        patch.setattr(engine._PlainRun, "_add_totals", lambda *args: (real(*args), counted(real, 0)()))
         with pytest.raises(Stop):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).resumed == 4
 
 
-def test_a_run_is_kept_from_time_to_time(photos, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
-    monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.0)
+@pytest.mark.parametrize("part", [4, 1000])
+def test_a_killed_run_has_saved_its_images_from_time_to_time(photos, tmp_path, model, monkeypatch, one_partition, part):
+    monkeypatch.setattr(batches, "PART_IMAGES", part)
+    go(photos, tmp_path / "whole.parquet", model)
     with monkeypatch.context() as patch:
-        patch.setattr(pq, "write_table", counted(pq.write_table, 2))  # the third, and the one at the end, come too late
+        patch.setattr(engine, "_SAVE_SECONDS", 0.0)
+        real, saved = PartitionFolder.publish, []
+
+        def publish(folder, path, name):
+            if len(saved) == 3:  # the third slice is the last; the one that a stopped run saves fails too
+                raise Stop
+            saved.append(name)
+            real(folder, path, name)
+
+        patch.setattr(PartitionFolder, "publish", publish)
         with pytest.raises(Stop):
             go(photos, tmp_path / "f.parquet", model)
-    assert go(photos, tmp_path / "f.parquet", model).resumed == 3  # a batch, and the broken picture after it
+    assert saved == [f"_00000000-{i:04}.parquet" for i in range(3)]
+    report = go(photos, tmp_path / "f.parquet", model)
+    assert 4 <= report.resumed <= 8
+    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
+
+
+@pytest.mark.parametrize("fit", ["crop", "keep"])
+def test_a_folder_holds_the_rows_of_the_file(photos, tmp_path, model, monkeypatch, fit):
+    """Whether or not its partitions were saved in between, and the same files."""
+    path = shard(tmp_path / "s.tar", {f"{i}.png": encoded(i, 48 + 16 * (i % 2)) for i in range(7)})
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit)
+    go([photos, path], tmp_path / "f.parquet", model, settings)
+    report = go([photos, path], tmp_path / "folder", model, settings)
+    assert report[:2] == (18, 1)
+    assert report.out == tmp_path / "folder"
+    names = ["_done.json", "_job.json", *(f"{i:08}.parquet" for i in range(4))]
+    assert sorted(os.listdir(tmp_path / "folder")) == sorted(names)
+    assert pq.read_table(tmp_path / "folder") == pq.read_table(tmp_path / "f.parquet")
+    assert failures(tmp_path / "folder") == failures(tmp_path / "f.parquet")
+    with pytest.raises(EmbedError, match=r"folder exists; choose another name.*--overwrite"):
+        go([photos, path], tmp_path / "folder", model, settings)
+    monkeypatch.setattr(engine, "_SAVE_SECONDS", 0.0)
+    go([photos, path], f"{tmp_path}/again.d/", model, settings)
+    for name in names[2:]:
+        assert (tmp_path / "again.d" / name).read_bytes() == (tmp_path / "folder" / name).read_bytes()
+    assert go([photos, path], tmp_path / "folder", model, settings, overwrite=True).resumed == 0
+    interrupted([photos, path], tmp_path / "folder", model, settings, overwrite=True)
+    assert not (tmp_path / "folder" / "_done.json").exists()
+    assert go([photos, path], tmp_path / "folder", model, settings).resumed >= 4
+    assert pq.read_table(tmp_path / "folder") == pq.read_table(tmp_path / "f.parquet")
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -661,8 +713,13 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
     out = tmp_path / f"f{suffix}"
     with pytest.MonkeyPatch.context() as patch:
         if written:
-            real = parts.Parts._clear
-            patch.setattr(parts.Parts, "_clear", lambda kept: counted(real, not out.exists())(kept))
+            real = PartitionFolder._remove_all
+            counts = {"keep_job": 1}  # the first call is at the start
+            patch.setattr(
+                PartitionFolder,
+                "_remove_all",
+                lambda folder, keep_job: counted(real, counts.pop("keep_job", 0))(folder, keep_job),
+            )
         else:
             patch.setattr(pq, "ParquetFile", counted(pq.ParquetFile, 2))
         with pytest.raises(Stop):
@@ -677,11 +734,10 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
 SCRIPT = """
 import sys, time, torch
 from veca import Veca, VecaConfig
-from veca.embed import partitions as parts
+from veca.embed import EmbedSettings, batches, embed, partitions
 from veca.data import loader
-from veca.embed.run import EmbedSettings, embed
 
-parts._PART_PICTURES = 4
+batches.PART_IMAGES = partitions.PARTITION = 4
 torch.set_num_threads(1)
 real = loader.open_image
 def slow(*args, **kwargs):
@@ -714,14 +770,14 @@ def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, worke
     """And while it runs, a second run on the same file is refused."""
     go(photos, tmp_path / "whole.parquet", model)
     process = start(photos, tmp_path / "f.parquet", 0.3, workers)
-    wait_for(tmp_path / "f.parquet.parts" / "job.json", process)
+    wait_for(tmp_path / "f.parquet.parts" / "_job.json", process)
     with pytest.raises(EmbedError, match="another run"):
         go(photos, tmp_path / "f.parquet", model)
-    wait_for(tmp_path / "f.parquet.parts" / "000000.parquet", process)
+    wait_for(tmp_path / "f.parquet.parts" / "00000000.parquet", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "f.parquet").exists()
-    (tmp_path / "f.parquet.parts" / ".000001.parquet.abcd.part").write_bytes(b"half a part")
+    (tmp_path / "f.parquet.parts" / ".new.abcd.part").write_bytes(b"half a partition")
     (tmp_path / ".f.parquet.abcd.part").write_bytes(b"half a file")
     report = go(photos, tmp_path / "f.parquet", model)
     assert report.resumed >= 4
@@ -732,9 +788,9 @@ def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, worke
     ]
 
 
-def test_ctrl_c_ends_the_workers_and_keeps_the_parts(photos, tmp_path, model):
+def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(photos, tmp_path, model):
     process = start(photos, tmp_path / "f.parquet", 0.1, 2)
-    wait_for(tmp_path / "f.parquet.parts" / "000000.parquet", process)
+    wait_for(tmp_path / "f.parquet.parts" / "00000000.parquet", process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -752,7 +808,7 @@ def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
             if str(source).endswith("08.png"):
                 deadline = time.monotonic() + 60
                 while not any((tmp_path / "f.parquet.parts").glob("*.parquet")) and time.monotonic() < deadline:
-                    time.sleep(0.01)  # until the first part is done
+                    time.sleep(0.01)  # until the first partition is done
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(source, **kwargs)
 
@@ -764,17 +820,17 @@ def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
-def test_a_full_disk_keeps_the_parts(photos, tmp_path, model, monkeypatch):
+def test_a_full_disk_keeps_what_is_finished(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real, left = pq.write_table, iter(range(1))
+        real, left = pq.ParquetWriter.write_table, iter(range(1))
 
-        def write_table(table, path, **options):
+        def write_table(*args):
             if next(left, None) is None:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            real(table, path, **options)
+            real(*args)
 
-        patch.setattr(pq, "write_table", write_table)
-        with pytest.raises(EmbedError, match=r"No space left on device.* Free some.* 3 finished pictures are kept"):
+        patch.setattr(pq.ParquetWriter, "write_table", write_table)
+        with pytest.raises(EmbedError, match=r"No space left on device.* Free some.* 3 finished images are kept"):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
 
@@ -806,12 +862,12 @@ def replaced(path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["size", "date"])
-@pytest.mark.parametrize("where", ["part", "begun", "shard"])
+@pytest.mark.parametrize("where", ["partition", "slice", "shard"])
 def test_a_replaced_picture_is_noticed(photos, tmp_path, model, monkeypatch, way, where):
-    """Among those of finished parts, of the part that was begun, or as the shard that holds them."""
+    """Among those of finished partitions, of a partition in progress, or as the shard that holds them."""
     source, victim = photos, photos / "class0" / "00.png"
-    if where == "begun":
-        monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
+    if where == "slice":
+        monkeypatch.setattr(partitions, "PARTITION", 1000)
     if where == "shard":
         source = victim = shard(tmp_path / "s.tar", {f"{i}.png": encoded(i) for i in range(11)})
     go(source, tmp_path / "whole.parquet", model)
@@ -831,13 +887,11 @@ def test_a_replaced_picture_is_noticed(photos, tmp_path, model, monkeypatch, way
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
-def test_new_dates_that_were_ignored_are_the_dates_from_then_on(photos, tmp_path, model):
-    interrupted(photos, tmp_path / "f.parquet", model, batches=3)
-    replaced(photos / "class0" / "00.png", "date")
-    with pytest.raises(Stop), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "normalize", counted(parts.normalize, 2))
-        go(photos, tmp_path / "f.parquet", model, ignore_dates=True)
-    assert go(photos, tmp_path / "f.parquet", model).resumed > 4
+def test_pictures_after_those_that_are_done_may_change(photos, tmp_path, model, one_partition):
+    interrupted(photos, tmp_path / "f.parquet", model, count=3)
+    replaced(photos / "class1" / "09.png", "date")
+    (photos / "class1" / "11.png").write_bytes(encoded(11))
+    assert go(photos, tmp_path / "f.parquet", model)[:3] == (12, 1, 6)
 
 
 def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
@@ -852,36 +906,33 @@ def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
         fs.rm("/bucket", recursive=True)
 
 
-def test_a_run_of_an_earlier_version_continues(photos, tmp_path, model):
-    """Its parts know no sizes and dates."""
-    go(photos, tmp_path / "whole.parquet", model)
-    interrupted(photos, tmp_path / "f.parquet", model, batches=3)
-    for path in (tmp_path / "f.parquet.parts").glob("*.parquet"):
-        table = pq.read_table(path)
-        state = json.loads(table.schema.metadata[b"veca"])
-        for key in ("sizes", "dates", "stamps"):
-            state.pop(key, None)
-        parts.write_part(path, table, state)
-    replaced(photos / "class0" / "00.png", "date")
-    interrupted(photos, tmp_path / "f.parquet", model, batches=1)
-    assert go(photos, tmp_path / "f.parquet", model).resumed >= 4
-    assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+def test_a_run_of_a_former_version_is_refused(photos, tmp_path, model):
+    """Its format was another; nothing of it is lost unless it is to be replaced."""
+    folder = tmp_path / "f.parquet.parts"
+    folder.mkdir()
+    for name in ("job.json", "000000.parquet", "begun.parquet"):
+        (folder / name).write_text("{}")
+    with pytest.raises(EmbedError, match=r"former version of veca.*finish it with that version, or .*--overwrite"):
+        go(photos, tmp_path / "f.parquet", model)
+    assert len(os.listdir(folder)) == 3
+    assert go(photos, tmp_path / "f.parquet", model, overwrite=True).pictures == 11
+    assert not folder.exists()
 
 
 def broken_model(monkeypatch, values: dict[str, float]) -> Veca:
     """A model whose features of the named pictures have these values in them."""
     model, names = _model(), []
-    real = parts.Part._embed
+    real = batches.FeatureBatcher._run_batch
 
-    def embed_named(part, *shapes):
-        names[:] = [[Path(part.rows[i][0]).name for i, _ in part._waiting[shape]] for shape in shapes]
-        real(part, *shapes)
+    def run_named(batcher, group):
+        names[:] = [Path(entry.name).name for entry, _ in group]
+        real(batcher, group)
 
     def poison(_, __, output):
-        for row, name in enumerate(names.pop(0)):
+        for row, name in enumerate(names):
             output.cls[row, 0] = values.get(name, output.cls[row, 0])
 
-    monkeypatch.setattr(parts.Part, "_embed", embed_named)
+    monkeypatch.setattr(batches.FeatureBatcher, "_run_batch", run_named)
     model.register_forward_hook(poison)
     return model
 
@@ -903,7 +954,8 @@ def test_features_that_are_not_finite_stop_the_run(photos, tmp_path, monkeypatch
 def test_features_that_are_not_finite_can_be_failures(photos, tmp_path, monkeypatch, dense, fit):
     settings = EmbedSettings(cores=8, size=32, batch=2, dense=dense, fit=fit)
     go(photos, tmp_path / "whole.parquet", _model(), settings)
-    monkeypatch.setattr(parts, "_PART_PICTURES", 6)
+    monkeypatch.setattr(batches, "PART_IMAGES", 6)
+    monkeypatch.setattr(partitions, "PARTITION", 6)
     model = broken_model(monkeypatch, {"04.png": float("nan"), "05.png": float("inf")})
     report = go(photos, tmp_path / "f.parquet", model, settings, skip_nonfinite=True)
     assert report[:2] == (9, 3)
@@ -916,9 +968,9 @@ def test_features_that_are_not_finite_can_be_failures(photos, tmp_path, monkeypa
     assert [Path(name).name for name in reasons] == ["03.jpg", "04.png", "05.png"]
     assert "its features are not finite" in reasons[str(photos / "class0" / "04.png")]
     whole, written = (tmp_path / "f.parquet").read_bytes(), reasons
-    for batches in range(1, 6):
-        out = tmp_path / f"{batches}.parquet"
-        interrupted(photos, out, model, settings, batches, skip_nonfinite=True)
+    for count in range(1, 6):
+        out = tmp_path / f"{count}.parquet"
+        interrupted(photos, out, model, settings, count, skip_nonfinite=True)
         go(photos, out, model, settings, skip_nonfinite=True)
         assert out.read_bytes() == whole
         assert failures(out) == written
@@ -943,7 +995,7 @@ def test_the_command_counts_what_an_earlier_run_did(photos, tmp_path, monkeypatc
     options = ["--model", str(weights), "--cores", "8", "--size", "32", "--batch-size", "2", "--workers", "0"]
     command = ["embed", str(photos), "--out", str(tmp_path / "f.parquet"), *options]
     with monkeypatch.context() as patch:
-        patch.setattr(parts.Parts, "merge", counted(parts.Parts.merge, 0))
+        patch.setattr(PartitionFolder, "complete", counted(PartitionFolder.complete, 0))
         with pytest.raises(Stop):
             CliRunner().invoke(app, command)
     said = CliRunner().invoke(app, command)
@@ -961,7 +1013,7 @@ def test_inputs_that_shrank_below_what_is_done_are_refused(photos, tmp_path, mod
 
 
 def test_a_run_that_finished_nothing_does_not_stand_in_the_way(photos, tmp_path, model):
-    interrupted(photos, tmp_path / "f.parquet", model, batches=0)
+    interrupted(photos, tmp_path / "f.parquet", model, count=0)
     report = go(photos, tmp_path / "f.parquet", model, EmbedSettings(cores=8, size=48, batch=2))
     assert (report.pictures, report.resumed) == (11, 0)
 
@@ -984,89 +1036,79 @@ def test_an_existing_file_is_only_replaced_on_request(photos, tmp_path, model):
     assert go(photos, tmp_path / "g.parquet", model, other, overwrite=True).resumed == 0
 
 
-def test_a_damaged_part_is_not_continued(photos, tmp_path, model):
-    interrupted(photos, tmp_path / "f.parquet", model)
-    for part in (tmp_path / "f.parquet.parts").glob("*.parquet"):
-        part.write_bytes(b"PAR1")
-    with pytest.raises(EmbedError, match=r"\.parquet is damaged.*--overwrite"):
-        go(photos, tmp_path / "f.parquet", model)
-    assert go(photos, tmp_path / "f.parquet", model, overwrite=True).pictures == 11
-
-
 @pytest.mark.parametrize("suffix", WRITERS)
-@pytest.mark.parametrize("place", ["page", "footer"])
-def test_damage_is_named_wherever_it_is(photos, tmp_path, model, suffix, place):
+@pytest.mark.parametrize("place", ["page", "footer", "all"])
+def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model, suffix, place):
     out = tmp_path / f"f{suffix}"
     go(photos, tmp_path / f"whole{suffix}", model)
     interrupted(photos, out, model)
-    overwritten(tmp_path / f"{out.name}.parts" / "000000.parquet", place)
-    for _ in range(2):
-        with pytest.raises(EmbedError, match=r"000000\.parquet is damaged.*--overwrite"):
-            go(photos, out, model)
-    assert not out.exists()
-    assert go(photos, out, model, overwrite=True).pictures == 11
+    damaged = tmp_path / f"{out.name}.parts" / "00000000.parquet"
+    overwritten(damaged, place)
+    if place == "page":  # only seen when all of it is read
+        for _ in range(2):
+            with pytest.raises(EmbedError, match=r"00000000\.parquet is damaged.*remove it.*--overwrite"):
+                go(photos, out, model)
+        assert not out.exists()
+        damaged.unlink()
+    assert go(photos, out, model)[:3] == (11, 1, 8 if place == "page" else 6)
     assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize("place", ["page", "footer"])
-def test_a_damaged_beginning_is_computed_again(photos, tmp_path, model, monkeypatch, place):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
+@pytest.mark.parametrize("first", [True, False])
+def test_damaged_slices_are_computed_again(photos, tmp_path, model, one_partition, first):
     go(photos, tmp_path / "whole.parquet", model)
-    interrupted(photos, tmp_path / "f.parquet", model, batches=4)
-    overwritten(tmp_path / "f.parquet.parts" / "begun.parquet", place)
-    assert go(photos, tmp_path / "f.parquet", model)[:3] == (11, 1, 0)
+    for count in (3, 1, 1):
+        interrupted(photos, tmp_path / "f.parquet", model, count=count)
+    slices = sorted((tmp_path / "f.parquet.parts").glob("_0*.parquet"))
+    assert len(slices) == 3
+    overwritten(slices[0 if first else 1], "footer")
+    interrupted(photos, tmp_path / "f.parquet", model, count=1)
+    assert go(photos, tmp_path / "f.parquet", model)[:3] == (11, 1, 3 if first else 8)
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 def overwritten(file: Path, place: str) -> None:
+    if place == "all":
+        file.write_bytes(b"PAR1")
+        return
     data = bytearray(file.read_bytes())
     at = 400 if place == "page" else len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     data[at : at + 32] = b"\xff" * 32
     file.write_bytes(data)
 
 
-def test_a_missing_part_is_no_damage(photos, tmp_path, model):
+def test_a_missing_partition_is_no_damage(photos, tmp_path, model):
     interrupted(photos, tmp_path / "f.parquet", model)
     with pytest.MonkeyPatch.context() as patch:
-        real = parts.Parts.merge
-        patch.setattr(parts.Parts, "merge", lambda kept: (kept._file(0).unlink(), real(kept)))
-        with pytest.raises(EmbedError, match=r"No such file.*Not all that was finished is in .*f\.parquet\.parts"):
+        real = PartitionFolder.complete
+
+        def complete(folder, *args):
+            folder.remove("00000000.parquet")
+            real(folder, *args)
+
+        patch.setattr(PartitionFolder, "complete", complete)
+        with pytest.raises(EmbedError, match=r"00000000\.parquet is missing from .*f\.parquet\.parts: the same"):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).pictures == 11
 
 
-def removing(folder: Path, batches: int):
-    """A `normalize` that removes the folder in batch number `batches`."""
+def removing(folder: Path, count: int):
+    """A `normalize` that removes the folder in batch number `count`."""
     numbers = itertools.count(1)
 
     def call(pixels):
-        if next(numbers) == batches:
+        if next(numbers) == count:
             shutil.rmtree(folder)
         return images.normalize(pixels)
 
     return call
 
 
-@pytest.mark.parametrize("of", ["parts", "all"])
-def test_a_folder_removed_before_a_part_is_stored_is_made_again(photos, tmp_path, model, monkeypatch, of):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 1000)
-    go(photos, tmp_path / "whole.parquet", model)
-    out = tmp_path / "results" / "f.parquet"
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_KEEP_SECONDS", 0.0)  # so that what was kept before is gone too
-        removed = removing(out.with_name("f.parquet.parts") if of == "parts" else out.parent, 3)
-        patch.setattr(parts, "normalize", counted(removed, 4))
-        with pytest.raises(Stop):
-            go(photos, out, model)
-    assert go(photos, out, model).resumed == 9  # four batches, and the broken picture
-    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
-
-
-@pytest.mark.parametrize("batches", [3, 5, 6])
-def test_a_folder_removed_with_finished_parts_ends_the_run(photos, tmp_path, model, monkeypatch, batches):
+@pytest.mark.parametrize("count", [1, 3, 5, 6])
+def test_a_folder_removed_meanwhile_ends_the_run(photos, tmp_path, model, monkeypatch, count):
     folder = tmp_path / "f.parquet.parts"
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "normalize", removing(folder, batches))
+        patch.setattr(batches, "normalize", removing(folder, count))
         with pytest.raises(EmbedError, match=r"f\.parquet\.parts was removed while the run was at work.*again"):
             go(photos, tmp_path / "f.parquet", model)
     assert not folder.exists()
@@ -1079,19 +1121,24 @@ def test_nothing_is_called_kept_that_is_not_there(photos, tmp_path, model, monke
         raise torch.OutOfMemoryError
 
     interrupted(photos, tmp_path / "f.parquet", model)
-    monkeypatch.setattr(parts, "normalize", fail)
+    monkeypatch.setattr(batches, "normalize", fail)
     with pytest.raises(EmbedError, match=r"lower it\. Not all that was finished is in .*f\.parquet\.parts"):
         go(photos, tmp_path / "f.parquet", model)
 
 
-def test_a_folder_is_not_replaced(photos, tmp_path, model):
+def test_a_folder_of_others_is_not_replaced(photos, tmp_path, model):
     (tmp_path / "f.parquet").mkdir()
-    with pytest.raises(EmbedError, match="is a folder"):
+    (tmp_path / "f.parquet" / "mine.txt").write_text("keep")
+    with pytest.raises(EmbedError, match=r"holds files that no run of this left, as mine\.txt"):
         go(photos, tmp_path / "f.parquet", model, overwrite=True)
+    assert os.listdir(tmp_path / "f.parquet") == ["mine.txt"]
+    (tmp_path / "f.parquet" / "mine.txt").unlink()
+    assert go(photos, tmp_path / "f.parquet", model).pictures == 11
+    assert (tmp_path / "f.parquet" / "00000000.parquet").exists(), "an existing folder stays one"
 
 
 def test_workers_end_with_the_run(photos, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(parts, "normalize", counted(parts.normalize, 1))
+    monkeypatch.setattr(batches, "normalize", counted(batches.normalize, 1))
     with pytest.raises(Stop) as stopped:
         go(photos, tmp_path / "f.parquet", model, workers=2)
     assert stopped.traceback  # which refers to the frames, and they to the processes
@@ -1109,8 +1156,8 @@ def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
     for i in range(8):
         (tmp_path / f"{i}.png").write_bytes(encoded(i, 192, 48))
     seen = []
-    real = parts.normalize
-    monkeypatch.setattr(parts, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
+    real = batches.normalize
+    monkeypatch.setattr(batches, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
     go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=48, batch=8, fit="keep"))
     assert seen == [2, 2, 2, 2]
 
@@ -1118,16 +1165,16 @@ def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
 def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
     for i in range(12):
         (tmp_path / f"{i:02}.png").write_bytes(encoded(i, 64 + 16 * i, 64))
-    monkeypatch.setattr(parts, "_PART_PICTURES", 64)
-    monkeypatch.setattr(parts, "_PART_BYTES", 1000)
+    monkeypatch.setattr(batches, "PART_IMAGES", 64)
+    monkeypatch.setattr(batches, "PART_BYTES", 1000)
     waiting = []
-    real = parts.Part.add
+    real = batches.FeatureBatcher.add
 
-    def add(part, record):
-        real(part, record)
-        waiting.append(sum(pixels.nbytes for group in part._waiting.values() for _, pixels in group))
+    def add(batcher, record):
+        real(batcher, record)
+        waiting.append(sum(pixels.nbytes for group in batcher._waiting.values() for _, pixels in group))
 
-    monkeypatch.setattr(parts.Part, "add", add)
+    monkeypatch.setattr(batches.FeatureBatcher, "add", add)
     assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
     assert 3 * 14 * 64**2 < max(waiting) <= 3 * 16 * 64**2
     assert waiting.count(0) == 1
@@ -1137,12 +1184,12 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
-    part = parts.Part(model, EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu"))
-    with loader.decode_items(
-        sources.iter_items([str(tmp_path / "a.png")]), 32, "crop", images.MAX_PIXELS, 0
-    ) as records:
-        part.add(next(records))
-    kept = part._features["cls"][0]
+    settings = EmbedSettings(size=32, batch=1, cores=8)
+    batcher = batches.FeatureBatcher(model, settings, torch.device("cpu"), feature_schema(32, settings), False)
+    items = sources.iter_items([str(tmp_path / "a.png")])
+    with loader.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as records:
+        batcher.add(next(records))
+    kept = batcher._entries[0].features["cls"]
     np.testing.assert_array_equal(kept, tokens[0][0, 0])
     assert not np.shares_memory(kept, tokens[0])
 
@@ -1150,9 +1197,9 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
 # In a process of its own: what other tests left running would be counted too.
 _PEAKS = """
 import gc, sys, tracemalloc
-from test_embed import EmbedSettings, _model, go, parts, torch
+from test_embed import EmbedSettings, _model, batches, go, partitions, torch
 torch.set_num_threads(1)
-parts._PART_PICTURES = 64
+batches.PART_IMAGES = partitions.PARTITION = 64
 model, settings = _model(), EmbedSettings(cores=8, size=32, batch=32)
 few, many, out = sys.argv[1:]
 go(few, f"{out}/warm.parquet", model, settings)
@@ -1191,7 +1238,7 @@ def test_progress_goes_to_stderr(photos, tmp_path, model, capsys):
     assert said.out == ""
     assert "12/12" in said.err
     assert "1 failed" in said.err
-    assert "pictures/s" in said.err
+    assert "images/s" in said.err
     go(photos, tmp_path / "g.parquet", model)
     assert capsys.readouterr().err == ""
 

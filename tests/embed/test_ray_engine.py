@@ -29,12 +29,13 @@ from veca import Veca, VecaConfig
 from veca.cli.main import app
 from veca.data import loader, remote
 from veca.data.sources import Item, list_files
-from veca.embed import partitions as parts
-from veca.embed import ray_engine as scale
-from veca.embed import run as engine
-from veca.embed.ray_cluster import Slots, session
-from veca.embed.ray_engine import embed_on_ray
-from veca.embed.run import EmbedError, EmbedSettings, embed
+from veca.embed import EmbedError, EmbedSettings, batches, embed
+from veca.embed import partitions as partitions_module
+from veca.embed.folder import PartitionFolder
+from veca.embed.partitions import Partition, PartitionState, plan_partitions, stamp_files
+from veca.embed.ray_cluster import RaySlots, connect_ray
+from veca.embed.ray_engine import PartitionResult, RayJob, RayWorker, check_results, embed_on_ray
+from veca.embed.settings import describe_features, describe_job
 
 SETTINGS = EmbedSettings(cores=8, size=48, batch=2)
 
@@ -83,36 +84,53 @@ def table(out: Path | str) -> tuple[pa.Table, Any, str]:
 def at_hand(
     inputs: list[str], out: Path, model: Veca, settings: EmbedSettings, partition: int = 1, name: str = "tiny"
 ) -> dict[str, Any]:
-    """The plan of a run, and a worker in this process."""
-    about = engine.describe(model, name, settings, torch.device("cpu"))
-    most = parts.Part(model, settings, torch.device("cpu")).most
-    slots = Slots(1, "cpu", 0)
-    job = scale._Job(str(out), os.getcwd(), about, settings, model.config.to_dict(), slots, None, most)
-    worker = scale._Embedder(job, [], None)
-    worker.model = model
-    return {"worker": worker, "plan": list(scale._plan(inputs, max(1, partition // most) * most))}
+    """The plan of a run, its description, and a worker in this process."""
+    about = describe_features(model, name, settings, torch.device("cpu"))
+    length = batches.partition_length(model.config, settings, partition)
+    job = RayJob(str(out), os.getcwd(), about, settings, model.config.to_dict(), RaySlots(1, "cpu", 0), None)
+    worker = RayWorker(job, [], None)
+    worker.use_model(model)
+    described = describe_job(about, model, inputs, None, length)
+    return {"worker": worker, "plan": list(plan_partitions(inputs, length)), "job": described}
 
 
 @pytest.mark.parametrize("partition", [1, 8])
 def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, monkeypatch, partition):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
-    monkeypatch.setattr(parts, "_PART_BYTES", 12_000)  # so that large pictures fill a part before its time
+    monkeypatch.setattr(batches, "PART_IMAGES", 4)
+    monkeypatch.setattr(batches, "PART_BYTES", 12_000)  # so that large pictures fill a part before its time
     settings = EmbedSettings(cores=8, size=48, batch=2, dense=True, fit="keep", save_dtype="float16")
     inputs = [inputs[0], inputs[1].replace("0*", "0[01]"), inputs[2].replace("1*", "11"), inputs[3]]
     embed(inputs, tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
-    (tmp_path / "out").mkdir()
     made = at_hand(inputs, tmp_path / "out", model, settings, partition)
-    done = {i: made["worker"]._embed(i, *each) for i, each in enumerate(made["plan"])}
+    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].batcher.schema
+    folder.start(made["job"], overwrite=False)
+    done = {each.number: made["worker"].embed(each) for each in made["plan"]}
     assert len(done) == 4 + {1: 3, 8: 2}[partition]
-    totals = scale._end(scale._Folder(str(tmp_path / "out")), made["plan"], done, set())
-    assert totals == (11 + 27 + 2, 2, 0)
+    check_results(folder, made["plan"], done)
+    totals = {"partitions": len(done), "pictures": 11 + 27 + 2, "failures": 2}
+    assert sum(result.images for result in done.values()) == totals["pictures"]
+    folder.complete(totals, [number for number, result in done.items() if result.failed], schema, {})
     assert table(tmp_path / "out") == table(tmp_path / "plain.parquet")
+
+
+def test_one_engine_continues_what_the_other_began(inputs, tmp_path, model, monkeypatch):
+    monkeypatch.setattr(batches, "PART_IMAGES", 4)
+    monkeypatch.setattr(partitions_module, "PARTITION", 4)
+    how = {"model": model, "model_name": "tiny", "settings": SETTINGS, "progress": False}
+    embed(inputs, tmp_path / "plain", **how)
+    made = at_hand(inputs, tmp_path / "out", model, SETTINGS, partition=4)
+    PartitionFolder(tmp_path / "out").start(made["job"], overwrite=False)
+    for each in made["plan"][3:5]:
+        made["worker"].embed(each)
+    assert embed(inputs, tmp_path / "out", **how).resumed == 18
+    for path in (tmp_path / "plain").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
 def test_pictures_of_two_shards_never_share_a_batch(inputs, tmp_path, model, monkeypatch):
     seen = []
-    real = parts.normalize
-    monkeypatch.setattr(parts, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
+    real = batches.normalize
+    monkeypatch.setattr(batches, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
     settings = EmbedSettings(cores=8, size=48, batch=5)
     embed(inputs[1], tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
     assert seen == [5, 4] * 10
@@ -175,7 +193,7 @@ class Killer(threading.Thread):
 
 
 def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(parts, "_PART_PICTURES", 4)
+    monkeypatch.setattr(batches, "PART_IMAGES", 4)
     plain, out = tmp_path / "plain.parquet", tmp_path / "out"
     weights = tmp_path / "weights"
     veca.save(model, weights)
@@ -183,12 +201,10 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
     embed(inputs, plain, **how)
 
     # What a run leaves that is interrupted after five partitions.
-    out.mkdir()
     made = at_hand(inputs, out, how["model"], SETTINGS, partition=4, name=str(weights))
-    for number, each in enumerate(made["plan"][:5]):
-        made["worker"]._embed(number, *each)
-    job = {**made["worker"].job.about, "inputs": engine.describe_inputs(inputs, None), "partition": 4}
-    (out / "_job.json").write_text(json.dumps(job))
+    PartitionFolder(out).start(made["job"], overwrite=False)
+    for each in made["plan"][:5]:
+        made["worker"].embed(each)
     whole = sorted(out.glob("0*.parquet"))
     whole[1].write_bytes(whole[1].read_bytes()[:-30])  # as a file system without atomic writes may leave it
     times = {path: path.stat().st_mtime_ns for path in whole}
@@ -214,14 +230,14 @@ def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, m
 
     worker = at_hand(inputs, tmp_path / "out", model, SETTINGS)["worker"]
     worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(5)))
-    found = worker({"number": 3, "digest": "", "files": "[]"})
+    found = worker({"number": 3, "files": "[]"})
     assert found["given_up"]
     assert "its workers died 4 times" in found["error"]
     # Before that, what goes wrong is told, not raised.
     worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(4)))
 
     def tried(address: str) -> dict[str, Any]:
-        return worker({"number": 3, "digest": "", "files": json.dumps([list(Item("a", address))])})
+        return worker({"number": 3, "files": json.dumps([list(Item("a", address))])})
 
     def unreachable(*_: Any) -> bytes:
         raise ConnectionError("no route")
@@ -233,87 +249,91 @@ def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, m
     assert "memory://bucket/a.png: cannot be read (ConnectionError: no route)" in found["error"]
     found = tried("/nowhere/at/all/a.png")
     assert not found["given_up"]
-    assert "/nowhere/at/all is not there; pictures must be on a disk that all machines share" in found["error"]
+    assert "/nowhere/at/all is not there; images must be on a disk that all machines share" in found["error"]
 
 
 def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inputs, tmp_path, model):
     import ray
 
-    (tmp_path / "out").mkdir()
     broken = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
     broken.norm.weight.data[0] = float("inf")
     made = at_hand(inputs, tmp_path / "out", broken, SETTINGS)
-    worker, first = made["worker"], made["plan"][0]
+    worker, first, folder = made["worker"], made["plan"][0], PartitionFolder(tmp_path / "out")
+    folder.start(made["job"], overwrite=False)
     worker.tries = SimpleNamespace(begin=SimpleNamespace(remote=lambda number: ray.put(1)))
-    row = {"number": 0, "digest": first.digest, "files": json.dumps([list(file) for file in first.files])}
+    row = {"number": 0, "files": json.dumps([list(file) for file in first.files])}
     found = worker(row)
     assert not found["given_up"]
     assert "00.png: its features are not finite: the weights have NaN or infinity" in found["error"]
     assert "--skip-nonfinite" in found["error"]
-    assert not list((tmp_path / "out").iterdir())
+    assert os.listdir(tmp_path / "out") == ["_job.json"]
     worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
+    worker.use_model(broken)
     assert worker(row)["failed"] == 12
-    state = scale._Folder(str(tmp_path / "out")).state(0)
-    assert (state["pictures"], len(state["failures"])) == (0, 12)
+    state = folder.read_state("00000000.parquet", PartitionState)
+    assert (state.pictures, len(state.failures)) == (0, 12)
 
 
 def test_what_is_missing_is_named(inputs, tmp_path, model):
     out = tmp_path / "out"
-    out.mkdir()
     made = at_hand(inputs, out, model, SETTINGS)
-    done = {i: made["worker"]._embed(i, *each) for i, each in enumerate(made["plan"])}
-    folder = scale._Folder(str(out))
+    folder = PartitionFolder(out)
+    folder.start(made["job"], overwrite=False)
+    done = {each.number: made["worker"].embed(each) for each in made["plan"]}
     lost = {number: each for number, each in done.items() if number != 2}
     with pytest.raises(
         EmbedError, match=r"1 of 14 .* missing, .*00000002\.parquet \(.*01\.tar …\): Ray lost.* kept in"
     ):
-        scale._end(folder, made["plan"], lost, set())
+        check_results(folder, made["plan"], lost)
     (out / "00000005.parquet").unlink()
     with pytest.raises(EmbedError, match=r"1 of 14 .* missing, .*00000005\.parquet.*its file is gone"):
-        scale._end(folder, made["plan"], done, set())
-    done[5] = scale._Done(5, error="not to be reached", given_up=True)
-    with pytest.raises(EmbedError, match=r"not to be reached. 13 finished partitions are kept"):
-        scale._end(folder, made["plan"], done, set())
+        check_results(folder, made["plan"], done)
+    done[5] = PartitionResult(5, error="not to be reached", given_up=True)
+    with pytest.raises(EmbedError, match=r"not to be reached. 112 finished images are kept"):
+        check_results(folder, made["plan"], done)
     assert not (out / "_done.json").exists()
 
 
 def test_a_worker_looks_around_first(inputs, tmp_path, model):
     worker = at_hand(inputs, tmp_path / "nowhere", model, SETTINGS)["worker"]
-    worker.model = None
-    files = list(list_files(inputs[0])[1])
+    worker.batcher = None
+    partition = Partition(0, list(list_files(inputs[0])[1]))
     with pytest.raises(EmbedError, match="nowhere is not there; it must be on a disk that all machines share"):
-        worker._embed(0, "", files)
+        worker.embed(partition)
     (tmp_path / "nowhere").mkdir()
     (tmp_path / "nowhere" / "_job.json").write_text("{}")
     worker.job.about["torch"] = "1.0"
     with pytest.raises(EmbedError, match=f"torch {torch.__version__} where .* torch 1.0".replace("+", r"\+")):
-        worker._embed(0, "", files)
+        worker.embed(partition)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     made = at_hand(inputs, tmp_path / "out", model, SETTINGS)
-    folder = scale._Folder(f"{prefix}{tmp_path}/out")
+    folder = PartitionFolder(f"{prefix}{tmp_path}/out")
     assert folder.start({"size": 32}, False) == set()
     assert folder.start({"size": 48}, False) == set()  # a run that finished nothing does not stand in the way
-    worker, first = made["worker"], made["plan"][0]
-    assert worker._embed(0, *first)[:4] == (0, 11, 1, False)
-    assert worker._embed(0, *first)[:4] == (0, 11, 1, True)
+    worker, first = made["worker"], stamp_files(made["plan"][0])
+    assert worker.embed(first)[:4] == (0, 11, 1, False)
+    assert worker.embed(first)[:4] == (0, 11, 1, True)
     assert folder.start({"size": 48}, False) == {0}
     with pytest.raises(EmbedError, match=r"size was 48, now 64.*--overwrite"):
         folder.start({"size": 64}, False)
     with pytest.raises(EmbedError, match=r"inputs have changed.*--overwrite"):
-        worker._embed(0, "others", first.files)
+        worker.embed(Partition(0, first.files[1:]))
     for stamp, ignored in (("7 0", True), (f"{os.path.getsize(first.files[0].path)} 0", False)):
-        changed = [first.files[0]._replace(stamp=stamp), *first.files[1:]]
+        changed = Partition(0, [first.files[0]._replace(stamp=stamp), *first.files[1:]])
         worker.job = dataclasses.replace(worker.job, ignore_dates=ignored)
-        with pytest.raises(EmbedError, match=r"inputs have changed: the pictures of 00000000\.parquet"):
-            worker._embed(0, first.digest, changed)
+        with pytest.raises(EmbedError, match=r"inputs have changed: the images of 00000000\.parquet"):
+            worker.embed(changed)
     worker.job = dataclasses.replace(worker.job, ignore_dates=True)
-    assert worker._embed(0, first.digest, changed)[:4] == (0, 11, 1, True)
+    assert worker.embed(changed)[:4] == (0, 11, 1, True)
+    with pytest.raises(EmbedError, match="holds partitions of other images"):
+        folder.check_partitions(0)
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
-    folder.end({}, None)
+    folder.complete({"partitions": 1, "pictures": 11, "failures": 1}, [0], worker.batcher.schema, {})
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
+    assert "03.jpg" in (tmp_path / "out.failures.csv").read_text()
     with pytest.raises(EmbedError, match="exists; choose another name"):
         folder.start({"size": 48}, False)
     assert folder.start({"size": 64}, True) == set()
@@ -321,24 +341,24 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
 
 
 def test_a_folder_is_of_one_run_at_a_time(tmp_path):
-    folder = scale._Folder(str(tmp_path / "out"))
+    folder = PartitionFolder(tmp_path / "out")
     with folder.locked():
         assert folder.start({"size": 64}, False) == set()
         with pytest.raises(EmbedError, match="another run is at work in .*out; wait for it"), folder.locked():
             pass
     assert os.listdir(tmp_path / "out") == ["_job.json"]
-    with scale._Folder("memory://somewhere/out").locked():
+    with PartitionFolder("memory://somewhere/out").locked():
         pass
 
 
 def test_a_folder_of_others_and_a_file_are_left_alone(tmp_path):
-    (tmp_path / "mine.txt").write_text("keep")
+    (tmp_path / "mine").write_text("keep")
     for overwrite in (False, True):
-        with pytest.raises(EmbedError, match=r"holds files that no run of this left, as mine\.txt"):
-            scale._Folder(str(tmp_path)).start({}, overwrite)
-        with pytest.raises(EmbedError, match="is a file; Ray writes a folder"):
-            scale._Folder(str(tmp_path / "mine.txt")).start({}, overwrite)
-    assert os.listdir(tmp_path) == ["mine.txt"]
+        with pytest.raises(EmbedError, match=r"holds files that no run of this left, as mine"):
+            PartitionFolder(tmp_path).start({}, overwrite)
+        with pytest.raises(EmbedError, match="is a file; choose another name for the folder"):
+            PartitionFolder(tmp_path / "mine").start({}, overwrite)
+    assert os.listdir(tmp_path) == ["mine"]
 
 
 def go(inputs: Any, out: Any, model: Veca, **options: Any) -> None:
@@ -378,7 +398,7 @@ def test_ray_reports_to_nobody_unless_told_to(monkeypatch, wish):
         monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     else:
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", wish)
-    with session(None):
+    with connect_ray(None):
         pass
     assert asked == [wish or "0"]
     assert os.environ.get("RAY_USAGE_STATS_ENABLED") == wish, "and the caller's environment is as it was"

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app
+from veca.heads.frozen import BackboneError
 from veca.hub import export as module
 from veca.hub.export import BudgetModel, ExportCheck, ExportFormat, RunFile, export, format_of, open_file, parse_size
 from veca.hub.onnx_bench import compare_outputs
-from veca.probe.backbones import BackboneError, OnnxBackbone, load_backbone
+from veca.probe.backbones import OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")
 onnx = pytest.importorskip("onnx")
@@ -182,7 +183,7 @@ def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) ->
         48,
     )
     assert backbone.identity != load_backbone(str(folder / "int8.onnx")).identity
-    with pytest.raises(BackboneError, match="cores 8.*is of 32; export a file for each budget"):
+    with pytest.raises(BackboneError, match="cores 8.*was exported for 32; export a file for each budget"):
         backbone.cores((8,))
     with pytest.raises(BackboneError, match="size 50.*multiples of 16. Nearest: 48"):
         backbone.side(50)

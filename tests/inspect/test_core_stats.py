@@ -407,7 +407,7 @@ def test_the_command_writes_numbers_and_a_chart(folder, tmp_path, monkeypatch):
     assert found["about"]["model"] == "model"
     assert "<svg" in (tmp_path / "c.svg").read_text()
     assert f"5/{COUNT}" in result.stderr
-    assert "pictures/s" in result.stderr
+    assert "images/s" in result.stderr
     rows = [line for line in result.stdout.splitlines() if line.startswith("overlap of two cores' maps")]
     overlap = [found["budgets"][budget]["maps"]["overlap"]["overall"]["mean"] for budget in ("8", "16")]
     assert [cell.split(" ±")[0] for cell in rows[0].split("  ")[1:] if cell.strip()] == [

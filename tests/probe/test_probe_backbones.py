@@ -22,8 +22,9 @@ from veca.data.transforms import (
     resize_short_side,
     seeded_random,
 )
+from veca.heads.frozen import BackboneError, FrozenPrecision, FrozenVeca
 from veca.images import fit_image, normalize, to_tensor
-from veca.probe.backbones import BackboneError, OtherBackbone, Precision, VecaBackbone, load_backbone
+from veca.probe.backbones import TeacherBackbone, load_backbone
 from veca.teachers import TeacherError, timm_teacher
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_a_compiled_veca_gives_them_too(tmp_path: Path, monkeypatch: pytest.Monk
                 assert b is not None
                 assert a.dtype == torch.float32
                 assert float((a - b).norm() / b.norm()) <= limit
-    model = VecaBackbone(make_tiny(), "tiny", CPU, "float32")
+    model = FrozenVeca(make_tiny(), "tiny", CPU, "float32")
     none = Mock(side_effect=RuntimeError("InvalidCxxCompiler: No working C++ compiler found"))
     monkeypatch.setattr(model, "model", none)
     with pytest.raises(
@@ -96,7 +97,7 @@ def test_another_backbone_is_seen_its_own_way() -> None:
     options = {"depth": 2, "embed_dim": 64, "num_heads": 2, "pretrained": False}
     teacher = timm_teacher("vit_base_patch14_dinov2", **options)
     teacher.mean, teacher.std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
-    backbone = OtherBackbone(teacher, "timm:x", CPU, "float32")
+    backbone = TeacherBackbone(teacher, "timm:x", CPU, "float32")
     assert [backbone.side(size) for size in (256, 512, 5)] == [252, 518, 14]
     assert backbone.budgets is None
     assert backbone.cores((8, 16)) == (None,)
@@ -186,7 +187,7 @@ def test_a_whole_picture_and_its_mask() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_gpu_gives_the_same_features(tmp_path: Path, precision: Precision) -> None:
+def test_gpu_gives_the_same_features(tmp_path: Path, precision: FrozenPrecision) -> None:
     model = make_tiny()
     veca.save(model, tmp_path)
     there, here = load_backbone(str(tmp_path), "cuda", precision), load_backbone(str(tmp_path), "cpu")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import make_tiny
 from test_probe_dense_run import make_pairs
-from test_probe_features import make_folder
+from tiny_datasets import make_folder
 from typer.testing import CliRunner
 
 import veca
@@ -92,7 +92,7 @@ def test_dense_tasks(folder: Path, tmp_path: Path, task: str, data: str, metric:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--data", "pts"], "did you mean pets?"),
+        (["--data", "pts"], "did you mean 'pets'?"),
         (["--data", "pets", "--root", "gone"], "no folder gone"),
         (["--data", "mine", "--cores", "8,65"], "cores 65"),
         (["--data", "mine", "--size", "32,40"], "size 40: model takes multiples of 16. Nearest: 48"),
@@ -129,7 +129,7 @@ def test_killed_and_run_again(folder: Path, tmp_path: Path) -> None:
     ]
     command += ["--cores", "8,16,32,64", "--size", "32,48", "--epochs", "60", "--out", str(tmp_path / "f"), *QUICK]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list((tmp_path / "f").glob("rows/*.json")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)

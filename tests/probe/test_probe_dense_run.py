@@ -11,13 +11,13 @@ from conftest import make_tiny
 from PIL import Image
 
 from veca.data.datasets import DatasetError, DepthRules, ProbeData, load_dataset
+from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, shuffled_batches
+from veca.data.datasets.dense_batches import DenseLoader
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import evaluate, fit_dense, fit_many
+from veca.heads.frozen import FrozenVeca
 from veca.probe import dense_run
-from veca.probe.backbones import VecaBackbone
-from veca.probe.dense_data import DenseData, Labelled
 from veca.probe.dense_run import DenseSettings, DepthSettings, depth, segment
-from veca.probe.features import PictureError, shuffled
 from veca.report.gallery import class_colours, colour_classes, colour_depth
 
 QUICK: dict[str, Any] = {"cores": (8, 64), "sizes": (48,), "steps": 8, "every": 4, "batch": 4, "progress": False}
@@ -55,8 +55,8 @@ def depths(tmp_path_factory: pytest.TempPathFactory) -> ProbeData:
     return load_dataset(str(make_pairs(tmp_path_factory.mktemp("data") / "steps", "depths")))
 
 
-def backbone() -> VecaBackbone:
-    return VecaBackbone(make_tiny(), "tiny", torch.device("cpu"), "float32")
+def backbone() -> FrozenVeca:
+    return FrozenVeca(make_tiny(), "tiny", torch.device("cpu"), "float32")
 
 
 def ask(settings: Any, **changes: Any) -> Any:
@@ -148,9 +148,9 @@ def test_a_window_as_large_as_the_picture_is_the_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_squares_and_their_labels_belong_together(masks: ProbeData, workers: int) -> None:
-    pictures = DenseData(masks, 32, 16, 4, seed=3, workers=workers)
-    batches, again = list(pictures.training(6)), list(DenseData(masks, 32, 16, 4, seed=3).training(6))
-    other = next(DenseData(masks, 32, 16, 4, seed=4).training(1))
+    pictures = DenseLoader(masks, 32, 16, 4, seed=3, workers=workers)
+    batches, again = list(pictures.training(6)), list(DenseLoader(masks, 32, 16, 4, seed=3).training(6))
+    other = next(DenseLoader(masks, 32, 16, 4, seed=4).training(1))
     assert [batch.pixels.shape for batch in batches] == [(4, 3, 32, 32)] * 6
     assert {batch.labels.dtype for batch in batches} == {torch.int32}  # of bytes or not
     mirrored = 0
@@ -166,11 +166,11 @@ def test_squares_and_their_labels_belong_together(masks: ProbeData, workers: int
 
 
 def test_training_goes_on_from_any_step_and_at_any_scale(masks: ProbeData) -> None:
-    pictures, plain = DenseData(masks, 32, 16, 4, seed=3, scales=(0.5, 2.0)), DenseData(masks, 32, 16, 4, seed=3)
+    pictures, plain = DenseLoader(masks, 32, 16, 4, seed=3, scales=(0.5, 2.0)), DenseLoader(masks, 32, 16, 4, seed=3)
     batches, later = list(pictures.training(6)), list(pictures.training(6, start=4))
     assert [torch.equal(a.pixels, b.pixels) for a, b in zip(batches[4:], later, strict=True)] == [True, True]
 
-    def beside(found: list[Labelled]) -> int:
+    def beside(found: list[LabelledBatch]) -> int:
         """Squares wider than what was left of their picture."""
         return sum(int((batch.labels[:, 0] == 255).any(1).sum()) for batch in found)
 
@@ -182,14 +182,14 @@ def test_training_goes_on_from_any_step_and_at_any_scale(masks: ProbeData) -> No
 
 
 def test_every_picture_is_seen_once_an_epoch() -> None:
-    places = [place for batch in shuffled(6, 4, range(9), seed=0) for place in batch]
+    places = [place for batch in shuffled_batches(6, 4, range(9), seed=0) for place in batch]
     assert [place for place, _ in places] == list(range(36))
     assert [sorted(i for _, i in places[start : start + 6]) for start in range(0, 36, 6)] == [list(range(6))] * 6
     assert len({tuple(i for _, i in places[start : start + 6]) for start in range(0, 36, 6)}) > 1
 
 
 def test_pictures_are_scored_whole_with_their_own_labels(masks: ProbeData) -> None:
-    batches = list(DenseData(masks, 32, 16, 2).scoring("val"))
+    batches = list(DenseLoader(masks, 32, 16, 2).scoring("val"))
     shapes = [(tuple(batch.pixels.shape), tuple(batch.labels.shape)) for batch in batches]
     tall, wide = ((3, 32, 32), (70, 60)), ((3, 32, 48), (60, 90))  # in turns; four pictures are looked at at once
     expected = ((*tall, 2), (*wide, 2), (*tall, 1), (*wide, 1))
@@ -202,7 +202,7 @@ def test_depths_count_where_the_benchmark_looks(depths: ProbeData) -> None:
     rules = DepthRules(crop="garg", input_crop=(50, 80))
     data = dataclasses.replace(depths, depth=rules)
     own = depths.splits["val"].label(1)  # 60 × 90
-    batch = DenseData(data, 48, 16, 2).one("val", 1)
+    batch = DenseLoader(data, 48, 16, 2).one("val", 1)
     assert batch is not None
     assert batch.labels.shape == (1, 50, 80)
     top, bottom, left, right = rules.box(60, 90)
@@ -210,7 +210,7 @@ def test_depths_count_where_the_benchmark_looks(depths: ProbeData) -> None:
     expected[top:bottom, left:right] = own[top:bottom, left:right]
     assert np.array_equal(batch.labels[0], expected[10:, 5:85])
     assert (batch.labels > 0).sum() < own.size
-    learned = next(DenseData(data, 48, 16, 6).training(1)).labels
+    learned = next(DenseLoader(data, 48, 16, 6).training(1)).labels
     assert (learned > 0).float().mean() > 0.8
 
 
@@ -219,7 +219,7 @@ def test_bad_pictures(tmp_path: Path) -> None:
     (root / "val/images/3.png").write_bytes(b"nothing")
     Image.new("L", (7, 7)).save(root / "train/masks/2.png")
     data, said = load_dataset(str(root)), list[str]()
-    with pytest.raises(PictureError, match="halves train cannot be read: .*2.png.*label 7×7; they must match"):
+    with pytest.raises(UnreadableImageError, match="halves train cannot be read: .*2.png.*label 7×7; they must match"):
         segment(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,)))
     (row,) = segment(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,), skip_bad=True), said.append)
     assert list(row["protocol"]["skipped"]) == ["halves train", "halves val"]

@@ -37,7 +37,7 @@ def test_agrees_with_scikit_learn() -> None:
 def test_in_pieces_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (train, _), (queries, _) = clusters(9000, 1), clusters(40, 2)
     expected = (torch.nn.functional.normalize(queries) @ torch.nn.functional.normalize(train).T).topk(15)
-    monkeypatch.setattr(knn, "PIECE", 4096 * 7)
+    monkeypatch.setattr(knn, "MAX_SIMILARITIES", 4096 * 7)
     cosines, numbers = neighbours(train, queries, 15)
     assert torch.equal(numbers, expected.indices)
     assert torch.allclose(cosines, expected.values, atol=1e-6)

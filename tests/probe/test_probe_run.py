@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
-from test_probe_features import make_folder
+from tiny_datasets import make_folder
 
-from veca.data.datasets import DatasetError, ProbeData, Split, load_dataset
+from veca.data.datasets import DatasetError, ProbeData, Split, limit_splits, load_dataset
+from veca.data.datasets.batches import CropTransform
+from veca.heads.features import Extraction
+from veca.heads.frozen import FrozenVeca
 from veca.heads.linear import train_linear
-from veca.heads.metrics import by_class
+from veca.heads.metrics import percent_by_class
 from veca.probe import run
-from veca.probe.backbones import OtherBackbone, VecaBackbone
-from veca.probe.features import Extraction, View
+from veca.probe.backbones import TeacherBackbone
 from veca.probe.knn import knn_accuracy
 from veca.probe.rows import read_row
-from veca.probe.run import ClassifySettings, KnnSettings, classify, knn, limited
+from veca.probe.run import ClassifySettings, KnnSettings, classify, knn
 from veca.teachers import timm_teacher
 
 QUICK = ClassifySettings(sizes=(32,), cores=(8, 64), epochs=4, rates=(0.01, 0.1), decays=(0.0,), progress=False)
@@ -31,8 +33,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> ProbeData:
     return load_dataset(str(make_folder(tmp_path_factory.mktemp("data") / "mine", 7)))
 
 
-def backbone() -> VecaBackbone:
-    return VecaBackbone(make_tiny(), "tiny", torch.device("cpu"), "float32")
+def backbone() -> FrozenVeca:
+    return FrozenVeca(make_tiny(), "tiny", torch.device("cpu"), "float32")
 
 
 def ask(settings: Any, **changes: Any) -> Any:
@@ -119,7 +121,7 @@ def test_other_settings_are_other_rows(data: ProbeData, tmp_path: Path) -> None:
                                      {"standardize": True}, {"rates": (0.1,)}, {"batch": 4}]  # fmt: skip
     for change in changes:
         classify(backbone(), data, tmp_path, ask(QUICK, cores=(8,), **change))
-    classify(backbone(), limited(data, 6), tmp_path, ask(QUICK, cores=(8,)))
+    classify(backbone(), limit_splits(data, 6), tmp_path, ask(QUICK, cores=(8,)))
     assert len(list((tmp_path / "rows").iterdir())) == len(changes) + 1
 
 
@@ -167,7 +169,8 @@ def test_knn_is_that_of_the_features(data: ProbeData, tmp_path: Path) -> None:
     extraction = Extraction(backbone(), tmp_path / "features", progress=False)
     for row in rows:
         train, val, test = (
-            extraction.load(data.splits[name], View(32), row["cores"]).values for name in ("train", "val", "test")
+            extraction.load(data.splits[name], CropTransform(32), row["cores"]).values
+            for name in ("train", "val", "test")
         )
         labels = [torch.from_numpy(data.splits[name].labels) for name in ("train", "val", "test")]
         found = knn_accuracy(torch.cat([train, val]), torch.cat(labels[:2]), test, labels[2], ks=(1, 3))
@@ -179,7 +182,7 @@ def test_knn_is_that_of_the_features(data: ProbeData, tmp_path: Path) -> None:
 def test_a_backbone_without_budgets(data: ProbeData, tmp_path: Path) -> None:
     torch.manual_seed(0)
     teacher = timm_teacher("vit_small_patch14_dinov2", pretrained=False, depth=1, embed_dim=32, num_heads=2)
-    other, said = OtherBackbone(teacher, "a/b", torch.device("cpu"), "float32"), list[str]()
+    other, said = TeacherBackbone(teacher, "a/b", torch.device("cpu"), "float32"), list[str]()
     (row,) = knn(other, data, tmp_path, NEAR, said.append)
     assert (row["cores"], row["size"], row["protocol"]["side"]) == (None, 32, 28)
     assert "32 is no multiple" in row["protocol"]["note"]
@@ -201,19 +204,22 @@ def test_bad_pictures_stop_a_run_or_are_left_out_and_said(tmp_path: Path) -> Non
 
 
 def test_limited_takes_pictures_from_all_over(data: ProbeData) -> None:
-    small = limited(data, 4)
+    small = limit_splits(data, 4)
     assert {name: len(split) for name, split in small.splits.items()} == {"train": 4, "val": 4, "test": 4}
     assert sorted(small.splits["train"].labels) == [0, 0, 1, 1]
     assert small.protocol["limit"] == 4
     assert small.fingerprint != data.fingerprint
-    assert limited(data, None) is data
-    assert len(limited(data, 10**6).splits["train"]) == 14
+    assert limit_splits(data, None) is data
+    assert len(limit_splits(data, 10**6).splits["train"]) == 14
     with pytest.raises(ValueError, match="limit is 0"):
-        limited(data, 0)
+        limit_splits(data, 0)
 
 
 def test_what_a_row_cannot_hold() -> None:
-    assert by_class(["crane", "crane", "dog"], [0.5, 1.0, float("nan")]) == {"crane (0)": 50.0, "crane (1)": 100.0}
+    assert percent_by_class(["crane", "crane", "dog"], [0.5, 1.0, float("nan")]) == {
+        "crane (0)": 50.0,
+        "crane (1)": 100.0,
+    }
 
 
 def test_problems_of_a_copy_are_said(data: ProbeData, tmp_path: Path) -> None:
@@ -227,7 +233,7 @@ def test_problems_of_a_copy_are_said(data: ProbeData, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_the_same_command_twice_gives_the_same_rows(data: ProbeData, tmp_path: Path) -> None:
     def rows(folder: str) -> list[Any]:
-        found = VecaBackbone(make_tiny().cuda(), "tiny", torch.device("cuda"), "bfloat16")
+        found = FrozenVeca(make_tiny().cuda(), "tiny", torch.device("cuda"), "bfloat16")
         made = [*classify(found, data, tmp_path / folder, QUICK), *knn(found, data, tmp_path / folder, NEAR)]
         return [{key: value for key, value in row.items() if key not in ("seconds", "date", "digest")} for row in made]
 

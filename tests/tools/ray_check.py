@@ -1,9 +1,9 @@
-"""The same pictures by `veca embed`, plain and on Ray, and on Ray with an interruption and a killed worker.
+"""Compare `veca embed` plain, on Ray, and on Ray with an interruption and a killed worker.
 
-    python tests/tools/ray_check.py FOLDER [--pictures 2000]
+    python tests/tools/ray_check.py FOLDER [--images 2000]
 
-Makes the pictures (JPEGs of 64 to 128 px in tar shards of 100, two of them broken) and a `veca_tiny` of random weights
-in FOLDER, runs the four commands, and says how long they took and whether the rows are the same.
+Makes images (JPEGs of 64 to 128 px in tar shards of 100, two of them broken) and a `veca_tiny` of random weights
+in FOLDER, runs the four commands, and prints how long they took and whether the rows are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from PIL import Image
 import veca
 
 
-def make(root: Path, count: int) -> None:
+def make_inputs(root: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     for start in range(0, count, 100):
         with tarfile.open(root / f"{start:06}.tar", "w") as shard:
@@ -43,25 +43,25 @@ def make(root: Path, count: int) -> None:
     veca.save(veca.create_model("veca_tiny"), root / "tiny")
 
 
-def start(root: Path, out: str, *more: str) -> subprocess.Popen[str]:
+def start_embed(root: Path, out: str, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "veca", "embed", str(root / "*.tar"), "--out", str(root / out), *more]
     options = ["--model", str(root / "tiny"), "--size", "128", "--cores", "32"]
     return subprocess.Popen(command + options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def partitions(out: Path) -> int:
+def count_partitions(out: Path) -> int:
     return len(list(out.glob("0*.parquet")))
 
 
-def wait(process: subprocess.Popen[str], out: Path, least: int) -> None:
-    while partitions(out) < least:
+def wait_for_partitions(process: subprocess.Popen[str], out: Path, least: int) -> None:
+    while count_partitions(out) < least:
         if process.poll() is not None:
             sys.exit(f"ended too early: {process.communicate()[0]}")
         time.sleep(0.05)
 
 
-def workers(ancestor: int) -> list[int]:
-    """The processes with a model that a run started, through Ray."""
+def find_workers(ancestor: int) -> list[int]:
+    """Processes with a model that a run has started through Ray."""
     parents, models = {}, []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -70,47 +70,47 @@ def workers(ancestor: int) -> list[int]:
                 models.append(int(name))
         except OSError:
             pass
-    found = []
+    descendants = []
     for model in models:
         above = model
         while above in parents and above != ancestor:
             above = parents[above]
-        found += [model] if above == ancestor else []
-    return found
+        descendants += [model] if above == ancestor else []
+    return descendants
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--pictures", type=int, default=2000)
-    asked = parser.parse_args()
-    root = asked.folder
+    parser.add_argument("--images", type=int, default=2000)
+    args = parser.parse_args()
+    root = args.folder
     root.mkdir(parents=True)
-    make(root, asked.pictures)
+    make_inputs(root, args.images)
 
-    def end(what: str, process: subprocess.Popen[str], began: float) -> None:
-        said = process.communicate()[0].splitlines()
-        print(f"{what}: status {process.returncode}, {time.perf_counter() - began:.1f} s, {said[-2:]}", flush=True)
+    def finish(what: str, process: subprocess.Popen[str], began: float) -> None:
+        lines = process.communicate()[0].splitlines()
+        print(f"{what}: status {process.returncode}, {time.perf_counter() - began:.1f} s, {lines[-2:]}", flush=True)
 
     began = time.perf_counter()
-    end("plain", start(root, "plain.parquet"), began)
+    finish("plain", start_embed(root, "plain.parquet"), began)
     began = time.perf_counter()
-    end("ray", start(root, "ray", "--engine", "ray"), began)
+    finish("ray", start_embed(root, "ray", "--engine", "ray"), began)
 
-    out, began = root / "hurt", time.perf_counter()
-    process = start(root, "hurt", "--engine", "ray")
-    wait(process, out, 3)
+    out, began = root / "interrupted", time.perf_counter()
+    process = start_embed(root, "interrupted", "--engine", "ray")
+    wait_for_partitions(process, out, 3)
     process.send_signal(signal.SIGINT)
-    end(f"ray, interrupted with {partitions(out)} partitions done", process, began)
-    began, before = time.perf_counter(), partitions(out)
-    process = start(root, "hurt", "--engine", "ray")
-    wait(process, out, before + 2)
-    killed = workers(process.pid)[0]
+    finish(f"ray, interrupted with {count_partitions(out)} partitions done", process, began)
+    began, before = time.perf_counter(), count_partitions(out)
+    process = start_embed(root, "interrupted", "--engine", "ray")
+    wait_for_partitions(process, out, before + 2)
+    killed = find_workers(process.pid)[0]
     os.kill(killed, signal.SIGKILL)
-    end(f"ray, continued, worker {killed} killed with {partitions(out)} partitions done", process, began)
+    finish(f"ray, continued, worker {killed} killed with {count_partitions(out)} partitions done", process, began)
 
     plain, failed = pq.read_table(root / "plain.parquet"), (root / "plain.parquet.failures.csv").read_text()
-    for name in ("ray", "hurt"):
+    for name in ("ray", "interrupted"):
         table = pq.read_table(root / name)
         same = table == plain and table.schema.equals(plain.schema, check_metadata=True)
         same &= (root / f"{name}.failures.csv").read_text() == failed

@@ -26,9 +26,9 @@ import veca
 import veca.hub.timm
 from veca.cli.main import app
 from veca.data.datasets import DatasetError, load_dataset
+from veca.data.datasets.batches import UnreadableImageError
 from veca.hub.transformers import VecaForImageClassification, VecaModel
 from veca.probe.backbones import load_backbone
-from veca.probe.features import PictureError
 from veca.probe.run import ClassifySettings as ProbeSettings
 from veca.probe.run import classify as probe_classify
 from veca.train.checkpoints import write_checkpoint
@@ -292,11 +292,11 @@ def test_batches_without_a_picture_that_can_be_read(place: Path, tmp_path: Path)
     result = tune(tmp_path, tmp_path / "out", asked)
     assert ["6 of val cannot be read" in problem for problem in result["problems"]] == [True]
     tear("val/*/*")
-    with pytest.raises(PictureError, match="no picture of classes val can be read; mend them"):
+    with pytest.raises(UnreadableImageError, match="no picture of classes val can be read; mend them"):
         tune(tmp_path, tmp_path / "none", asked)
     shutil.copytree(place / "classes/val", data / "val", dirs_exist_ok=True)
     tear("train/*/*")
-    with pytest.raises(PictureError, match="a whole batch of classes train cannot be read: ") as failed:
+    with pytest.raises(UnreadableImageError, match="a whole batch of classes train cannot be read: ") as failed:
         tune(tmp_path, tmp_path / "batch", asked)
     assert "--skip-bad" not in str(failed.value)
     assert "larger --batch-size" in str(failed.value)

@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 import veca
 import veca.cli.main
 from veca.data import loader
+from veca.data.datasets import batches
 from veca.data.sources import iter_items
-from veca.probe import features
 from veca.train.checkpoints import list_checkpoints
 from veca.utils.signals import Terminated, deferred_signals, terminable
 
@@ -113,7 +113,7 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module in (loader, features):
+        for module in (loader, batches):
             real: Any = module.open_image
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def test_workers_end_with_a_process_that_is_killed(
 def saved(command: str, out: Path) -> bool:
     """Whether some of the work is done, and kept."""
     if command == "embed":
-        return (out.with_name(f"{out.name}.parts") / "job.json").exists()
+        return (out.with_name(f"{out.name}.parts") / "_job.json").exists()
     if command == "probe":
         return any((out / "rows").glob("*.json"))
     return reached(out) >= 4

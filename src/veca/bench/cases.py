@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from veca.config import SIZES, VecaConfig, did_you_mean, is_budget
+from veca.config import SIZES, VecaConfig, is_budget
 from veca.errors import ArgumentError
+from veca.utils.text import did_you_mean
 
 Bench: TypeAlias = Literal["attention", "model", "train"]
 

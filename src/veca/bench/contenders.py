@@ -21,12 +21,12 @@ import veca
 from veca.attention import Kernel, core_attention, use_kernel
 from veca.bench.cases import Case
 from veca.checkpoint import create_model
-from veca.config import did_you_mean
 from veca.errors import ArgumentError
 from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary, make_rotary, rotate
 from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
+from veca.utils.text import did_you_mean
 from veca.utils.timing import Call
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,16 +194,11 @@ def parse_transformers(path: Path, tensors: Mapping[str, Tensor]) -> Contents:
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor | Unsupported], expected: Mapping[str, Tensor]) -> None:
     """Raise unless a file has exactly the tensors `expected`, dense and floating point, in their shapes."""
-
-    def listed(names: list[str]) -> str:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return ", ".join(excerpt(name, 100) for name in names[:4]) + more
-
     problems = []
     if missing := [name for name in expected if name not in tensors]:
-        problems.append(f"missing {listed(missing)}")
+        problems.append(f"missing {join_names(missing)}")
     if foreign := [name for name in tensors if name not in expected]:
-        problems.append(f"unknown {listed(foreign)}")
+        problems.append(f"unknown {join_names(foreign)}")
     for name, wanted in expected.items():
         tensor = tensors.get(name)
         if tensor is None or (isinstance(tensor, Tensor) and _is_dense(tensor) and tensor.shape == wanted.shape):
@@ -212,6 +207,12 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor | Unsupported], expec
         problems.append(f"{name} is {kind}, expected {tuple(wanted.shape)}, floating point, dense")
     if problems:
         raise CheckpointError(f"{path}: its tensors do not fit its configuration: {'; '.join(problems[:4])}")
+
+
+def join_names(names: Sequence[str]) -> str:
+    """The first four names of a file's tensors, for a message."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(excerpt(name, 100) for name in names[:4]) + more
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -19,10 +19,10 @@ from veca.checkpoint.format import (
 )
 from veca.checkpoint.pretrained import find_pretrained, list_models
 from veca.checkpoint.released import parse_released, read_released
-from veca.config import SIZES, ConfigError, did_you_mean, get_config
+from veca.config import SIZES, ConfigError, get_config
 from veca.errors import warn_caller
 from veca.model import Veca
-from veca.utils.text import excerpt
+from veca.utils.text import did_you_mean, excerpt
 
 _MANY_LAYERS = 100
 """More layers than this take a noticeable time to build: they are built only if the file has tensors for them."""

@@ -14,13 +14,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from veca.checkpoint import load_or_random
 from veca.checkpoint.pretrained import pretrained_name
-from veca.config import SIZES, did_you_mean
+from veca.config import SIZES
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.device import choose_device
 from veca.utils.signals import Interrupted, exit_status
-from veca.utils.text import origin
+from veca.utils.text import did_you_mean, origin
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
 

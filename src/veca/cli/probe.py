@@ -40,12 +40,13 @@ from veca.cli.options import (
     parse_ints,
     parse_words,
 )
-from veca.data.datasets import ProbeData, load_dataset
-from veca.probe.backbones import Backbone as ProbedBackbone
-from veca.probe.backbones import Kind, Precision, load_backbone
+from veca.data.datasets import ProbeData, limit_splits, load_dataset
+from veca.heads.frozen import FeatureKind, FrozenBackbone, FrozenPrecision
+from veca.heads.linear import DECAYS, RATES
+from veca.probe.backbones import load_backbone
 from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, depth, segment
 from veca.probe.rows import Row
-from veca.probe.run import DECAYS, RATES, ClassifySettings, KnnSettings, classify, knn, limited
+from veca.probe.run import ClassifySettings, KnnSettings, classify, knn
 
 probe_app = make_group(
     "Measure what the features of a frozen model are worth, at all budgets and sizes; rows are added to a folder.\n\n"
@@ -56,7 +57,7 @@ INTERRUPTED = "Interrupted. The same command continues after the rows and the pa
 
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; it may hold those of other runs.")]
 PrecisionOption = Annotated[
-    Precision | None,
+    FrozenPrecision | None,
     typer.Option("--precision", help="Precision of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
 ]
 Compile = Annotated[
@@ -64,7 +65,8 @@ Compile = Annotated[
     typer.Option("--compile", help="Compile a VECA first, in a minute or less: for long runs without fused kernels."),
 ]
 Feature = Annotated[
-    Kind, typer.Option("--feature", help="cls: the global feature, as in the paper; or with the mean of the patches.")
+    FeatureKind,
+    typer.Option("--feature", help="cls: the global feature, as in the paper; or with the mean of the patches."),
 ]
 Rates = Annotated[
     Floats, typer.Option(parser=parse_floats, metavar="LR,…", help="Learning rates; a head is trained for each.")
@@ -190,12 +192,12 @@ def depth_command(
         _print_rows(depth(backbone, dataset, to, settings, warn), to)
 
 
-def _worker_count(workers: int | None, backbone: ProbedBackbone) -> int:
+def _worker_count(workers: int | None, backbone: FrozenBackbone) -> int:
     # On a CPU each worker also runs the model on one core: use them all.
     return count_workers(workers, limit=None if backbone.forks else 8)
 
 
-def _load(model: str, device: str, precision: Precision | None, compile: bool) -> ProbedBackbone:
+def _load(model: str, device: str, precision: FrozenPrecision | None, compile: bool) -> FrozenBackbone:
     register_timm_models(model)
     backbone = load_backbone(model, device, precision, compile)
     warn_if_random(backbone.about.get("provenance", {}), model)
@@ -205,10 +207,10 @@ def _load(model: str, device: str, precision: Precision | None, compile: bool) -
 def _load_data(
     data: str, root: Path | None, task: Literal["classify", "segment", "depth"], limit: int | None
 ) -> ProbeData:
-    return limited(load_dataset(data, root, task), limit)
+    return limit_splits(load_dataset(data, root, task), limit)
 
 
-def _budgets(budgets: Ints | None, backbone: ProbedBackbone) -> tuple[int, ...] | None:
+def _budgets(budgets: Ints | None, backbone: FrozenBackbone) -> tuple[int, ...] | None:
     return budgets if budgets or budgets is None else backbone.budgets
 
 

@@ -1,6 +1,6 @@
-"""Features of many images: `embed` writes them to a file, in one process or on Ray."""
+"""Features of many images: `embed` writes them to a file or a folder, in one process or on Ray."""
 
-from veca.embed.partitions import EmbedError, EmbedSettings, Precision, SaveDtype
-from veca.embed.run import EmbedReport, embed
+from veca.embed.run import embed
+from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings, Precision, SaveDtype
 
 __all__ = ["EmbedError", "EmbedReport", "EmbedSettings", "Precision", "SaveDtype", "embed"]

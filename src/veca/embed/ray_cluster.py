@@ -1,4 +1,4 @@
-"""Ray itself: a connection to a cluster, what it has for models, and quiet while it works."""
+"""Connection to a Ray cluster, and the slots it has for models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from veca.embed.partitions import EmbedError
+from veca.embed.settings import EmbedError
 
-REPORTS = "RAY_USAGE_STATS_ENABLED"
+_USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"
 
 
 @contextmanager
-def session(address: str | None) -> Iterator[None]:
-    """A connection to Ray; one that is there is used, and left."""
+def connect_ray(address: str | None) -> Iterator[None]:
+    """Connect to Ray while the block runs; an existing connection is used, and stays."""
     try:
         import ray
         import ray.data
@@ -32,28 +32,28 @@ def session(address: str | None) -> Iterator[None]:
         yield
         return
     if address is not None:
-        _reach(address)
-    before, wish = signal.getsignal(signal.SIGTERM), os.environ.get(REPORTS)
-    os.environ.setdefault(REPORTS, "0")  # else Ray reports to its makers, and a thread stays for it
+        _check_address(address)
+    handler, reports = signal.getsignal(signal.SIGTERM), os.environ.get(_USAGE_REPORTS)
+    os.environ.setdefault(_USAGE_REPORTS, "0")  # else Ray reports to its makers, from a thread that stays
     try:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = str(error).splitlines()[0]
-            raise EmbedError(f"Ray cannot be had at {address or 'this machine'}: {reason}") from error
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # of the command line, which says how to continue; Ray's does not
+            raise EmbedError(f"Ray cannot be started or reached at {address or 'this machine'}: {reason}") from error
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's does not say how to continue
         yield
     finally:
         ray.shutdown()
-        if wish is None:
-            os.environ.pop(REPORTS, None)
-        if threading.current_thread() is threading.main_thread():  # Ray put its own there, and leaves it
-            signal.signal(signal.SIGTERM, before)
+        if reports is None:
+            os.environ.pop(_USAGE_REPORTS, None)
+        if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler
+            signal.signal(signal.SIGTERM, handler)
 
 
-def _reach(address: str) -> None:
-    """Ray itself would try for a minute."""
+def _check_address(address: str) -> None:
+    """Raise EmbedError if nothing answers at the address. Ray itself would try for a minute."""
     if address.startswith("ray://"):
         raise EmbedError(
             f"--address {address}: Ray Data does not run through a Ray Client. Start this on a machine of the cluster "
@@ -73,20 +73,20 @@ def _reach(address: str) -> None:
         ) from error
 
 
-class Slots(NamedTuple):
-    """Where models run: how many, on what, with how many decoding processes each."""
+class RaySlots(NamedTuple):
+    """How many models run on a cluster, on which kind of device, with how many decoding processes each."""
 
     models: int
     device: str
     workers: int
 
 
-def find_slots(device: str | torch.device | None, workers: int | None) -> Slots:
-    """What the cluster has for `device` and `workers`, as `veca.embed.ray_engine.embed_on_ray` takes them."""
+def find_slots(device: str | torch.device | None, workers: int | None) -> RaySlots:
+    """Slots of the cluster for `device` and `workers`, as `veca.embed.ray_engine.embed_on_ray` takes them."""
     import ray
 
-    have = ray.cluster_resources()
-    cpus, gpus = int(have.get("CPU", 0)), int(have.get("GPU", 0))
+    resources = ray.cluster_resources()
+    cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     kind = torch.device(device).type if device is not None else "cuda" if gpus else "cpu"
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not gpus):
         raise EmbedError(f"device {str(device)!r}: the cluster has {cpus} CPUs and {gpus} GPUs; choose cpu or cuda")
@@ -95,12 +95,12 @@ def find_slots(device: str | torch.device | None, workers: int | None) -> Slots:
     count = gpus if kind == "cuda" else cpus // max(1, workers)
     if not count or cpus < workers:
         raise EmbedError(f"workers={workers}: the cluster has {cpus} CPUs; ask for no more, or wait for its machines")
-    return Slots(count, kind, workers)
+    return RaySlots(count, kind, workers)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Ray Data without its bars and messages."""
+def silence_ray_data() -> Iterator[None]:
+    """Turn off the progress bars and messages of Ray Data while the block runs."""
     import ray
 
     context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")

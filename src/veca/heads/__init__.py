@@ -1,1 +1,1 @@
-"""Linear and dense heads over features, their losses and their metrics."""
+"""Linear and dense heads on frozen backbones: features, training, losses and metrics."""

@@ -1,9 +1,9 @@
-"""Linear heads over maps of features, for segmentation and depth, and their losses. `fit_dense` trains them.
+"""Linear heads over feature maps for segmentation and depth, and their losses. `fit_dense` trains them.
 
-A head sees each patch with the global feature appended. Heads that see the same are stacked to be computed together.
+A head sees each patch with the global feature appended. Heads with the same inputs are stacked and computed together.
 
-Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, C classes, n bins of depth; `...`
-is the K heads of a stack, and nothing for a head alone.
+Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, C classes, n depth bins; `...` is
+the K heads of a stack, and nothing for a single head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,12 @@ from veca.heads.metrics import ALL, Confusion, DepthErrors
 from veca.images.resize import resize_maps
 
 Norm: TypeAlias = Literal["none", "batchnorm", "standardize"]
-"""What comes before the Linear; the last is by statistics of the training features, taken once."""
-AT_ONCE = 2**27
-"""At most so many numbers are one output of a stack, half a GB; to learn takes three times that."""
+"""What comes before the Linear; `standardize` uses statistics of the training features, computed once."""
+DepthLoss: TypeAlias = Literal["sig", "l1", "l2"]
+MAX_OUTPUTS = 2**27
+"""Numbers in one output of a stack, half a GB; training takes three times that."""
 PIXELS = (-3, -2, -1)
-"""The dimensions of a batch of maps."""
+"""The dimensions B, H, W of a batch of maps."""
 
 
 class DenseBatch(NamedTuple):
@@ -38,25 +39,27 @@ class DenseBatch(NamedTuple):
     """(B, H, W): class numbers, or metres."""
 
 
-class Meter(Protocol):
+class DenseMetrics(Protocol):
+    """Accumulates predictions of heads, then computes scores by name."""
+
     def update(self, predicted: Tensor, labels: Tensor, heads: slice = ALL) -> None: ...
     def compute(self) -> dict[str, float]: ...
-    def each(self) -> Sequence[Meter]: ...
+    def each(self) -> Sequence[DenseMetrics]: ...
 
 
 class DenseHead(nn.Module, ABC):
-    """Norm and Linear over [patch, global feature]; what the outputs mean is up to those who inherit.
+    """Norm and Linear over [patch, global feature]; subclasses say what the outputs mean.
 
-    A stack of K heads (`stack`) is one whose parameters have a dimension more, before the others; the norm is shared.
+    A stack of K heads (`stack`) has parameters with one more leading dimension; the norm's statistics are shared.
     """
 
     metric: str
-    """The one of the meter's scores to choose by."""
+    """The score by which heads are selected."""
     higher_is_better: bool
 
     def __init__(self, width: int, channels: int, norm: Norm, seed: int) -> None:
         super().__init__()
-        if norm not in ("none", "batchnorm", "standardize"):
+        if norm not in get_args(Norm):
             raise ArgumentError(f"norm is {norm!r}; choose none, batchnorm or standardize")
         self.width, self.norm, inputs = width, norm, 2 * width
         self.batchnorm, self.gain, self.shift = None, None, None
@@ -67,26 +70,26 @@ class DenseHead(nn.Module, ABC):
         self.deviation: Tensor
         self.register_buffer("mean", torch.zeros(inputs))
         self.register_buffer("deviation", torch.ones(inputs))
-        draw = torch.Generator().manual_seed(seed)  # nn.Linear would draw from the global one
-        self.weight = nn.Parameter(torch.randn(channels, inputs, generator=draw) * 0.01)
+        generator = torch.Generator().manual_seed(seed)  # nn.Linear would draw from the global generator
+        self.weight = nn.Parameter(torch.randn(channels, inputs, generator=generator) * 0.01)
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def stack(self, count: int) -> Self:
-        """So many copies of a head as one."""
-        many = copy.deepcopy(self)
-        for parameter in many.parameters():
+        """Return `count` copies of this head as one stack."""
+        stacked = copy.deepcopy(self)  # the copies are equal at first; the learning rates make them differ
+        for parameter in stacked.parameters():
             parameter.data = parameter.data.expand(count, *parameter.shape).clone()
-        return many
+        return stacked
 
     def part(self, k: int) -> Self:
-        """A copy of one head of a stack."""
-        one = copy.deepcopy(self)
-        for parameter in one.parameters():
+        """Return a copy of head `k` of this stack."""
+        single = copy.deepcopy(self)
+        for parameter in single.parameters():
             parameter.data = parameter.data[k].clone()
-        return one
+        return single
 
     def inputs(self, patches: Tensor, cls: Tensor) -> Tensor:
-        """What the norm gets to see: (B, h, w, 2 D)."""
+        """Return the input of the norm (B, h, w, 2 D)."""
         if patches.shape[1] != self.width or tuple(cls.shape) != tuple(patches.shape[:2]):
             raise ArgumentError(
                 f"patches are {tuple(patches.shape)}, the global feature {tuple(cls.shape)}; this head takes "
@@ -96,81 +99,79 @@ class DenseHead(nn.Module, ABC):
         return torch.cat([patches, cls.float()[:, None, None].expand_as(patches)], 3)
 
     def normed(self, patches: Tensor, cls: Tensor) -> Tensor:
-        """What the Linear gets to see, but for the gain and shift of a batch norm: (B, h, w, 2 D)."""
+        """Return the input of the Linear (B, h, w, 2 D), except for gain and shift of a batch norm (see `scores`)."""
         x = self.inputs(patches, cls)
         if self.batchnorm is not None:
             return self.batchnorm(x.flatten(0, 2)).view_as(x)
         return (x - self.mean) / self.deviation if self.norm == "standardize" else x
 
     def scores(self, x: Tensor, heads: slice) -> Tensor:
-        """Of the Linear: (..., B, channels, h, w)."""
+        """Apply the Linear: (..., B, channels, h, w)."""
         weight, bias = self.weight[heads], self.bias[heads]
-        if self.gain is not None and self.shift is not None:  # W (gain x + shift) + b = (W gain) x + (W shift + b)
+        # Gain and shift differ between the heads of a stack, so they are folded into its weights:
+        # W (gain x + shift) + b = (W gain) x + (W shift + b)
+        if self.gain is not None and self.shift is not None:
             bias = bias + (weight @ self.shift[heads][..., None])[..., 0]
             weight = weight * self.gain[heads][..., None, :]
-        # A matrix product, not a convolution, which cuDNN would round to TF32 unless told otherwise.
+        # A matrix product, not a convolution, which cuDNN would round to TF32 by default.
         scores = F.linear(x, weight.flatten(0, -2), bias.flatten())
         return scores.unflatten(3, bias.shape).movedim((0, 1, 2), (-4, -2, -1))
 
     @torch.no_grad()
     def moments(self, batch: DenseBatch) -> Tensor:
-        """Of a batch of features: (3, 2 D) the number of cells, their sums and the sums of their squares."""
+        """Return of a batch of features (3, 2 D): the number of patches, their sums and sums of squares."""
         x = self.inputs(batch.patches.to(self.mean.device), batch.cls.to(self.mean.device)).double()
         sums = x.sum((0, 1, 2))
         return torch.stack([torch.full_like(sums, x.numel() // x.shape[3]), sums, x.square().sum((0, 1, 2))])
 
-    def take_statistics(self, batches: Iterable[DenseBatch]) -> None:
-        """Those of `standardize`, over batches of features."""
-        self.use_moments(self.moments(batch) for batch in batches)
-
     @torch.no_grad()
     def use_moments(self, moments: Iterable[Tensor]) -> None:
-        """`take_statistics` from the moments of the batches."""
+        """Set the statistics of `standardize` from the `moments` of several batches."""
         count, total, squares = sum(moments, torch.zeros(3, len(self.mean), device=self.mean.device)).double()
         if not count.all():
             raise ArgumentError("no batches to take the statistics of the features from")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
         self.mean.copy_(mean)
-        self.deviation.copy_(torch.where(deviation > 1e-5 * mean.abs(), deviation, 1.0))  # 1 where nothing varies
+        self.deviation.copy_(torch.where(deviation > 1e-5 * mean.abs(), deviation, 1.0))  # 1 for constant channels
 
     def forward(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
         return self.output(self.normed(patches, cls), size)
 
     @abstractmethod
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
-        """At `size` = (H, W), from what `normed` gave, for `loss` and `predict`; of some heads of a stack."""
+        """Return the output at `size` = (H, W) for `loss` and `predict`, from what `normed` gave."""
 
     @abstractmethod
-    def numbers(self, x: Tensor, size: tuple[int, int]) -> int:
-        """The most that the output of one head takes at once."""
+    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
+        """Return the numbers in the largest intermediate output of one head."""
 
     def groups(self, x: Tensor, size: tuple[int, int]) -> list[slice]:
-        """All heads, in parts whose outputs are `AT_ONCE` at most, or of one head."""
+        """Split the heads of a stack into groups with at most `MAX_OUTPUTS` numbers each, but at least one head."""
         if self.weight.ndim == 2:
             return [ALL]
-        count, step = len(self.weight), max(1, AT_ONCE // max(1, self.numbers(x, size)))
+        count, step = len(self.weight), max(1, MAX_OUTPUTS // max(1, self.output_numel(x, size)))
         return [slice(k, min(k + step, count)) for k in range(0, count, step)]
 
     @abstractmethod
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Of each head (...)."""
+        """Return the loss of each head (...)."""
 
     def check(self, labels: Tensor) -> None:
-        """Refuse labels that the loss could not take."""
+        """Refuse labels that the loss cannot take."""
 
     def predict(self, output: Tensor) -> Tensor:
-        """(..., B, H, W), as a meter takes it."""
+        """Return predictions (..., B, H, W) as the metrics take them."""
         return output
 
     def predictions(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Iterator[tuple[Tensor, slice]]:
-        """Of all heads, some at a time: (..., B, H, W), and whose."""
+        """Yield the predictions (..., B, H, W) of some heads at a time, and which heads they are."""
         x = self.normed(patches, cls)
         return ((self.predict(self.output(x, size, heads)), heads) for heads in self.groups(x, size))
 
     @abstractmethod
-    def meter(self, device: torch.device | str = "cpu") -> Meter:
-        """A fresh one for this task and these heads."""
+    def metrics(self, device: torch.device | str = "cpu") -> DenseMetrics:
+        """Return empty metrics for this task and these heads."""
 
 
 class SegmentationHead(DenseHead):
@@ -185,20 +186,24 @@ class SegmentationHead(DenseHead):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         return resize_maps(self.scores(x, heads), size)
 
-    def numbers(self, x: Tensor, size: tuple[int, int]) -> int:
+    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
         return len(x) * self.classes * size[0] * size[1]
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy, the mean over the pixels that count; 0 where none does."""
+        """Return the mean cross-entropy over the pixels that are not ignored; 0 if there are none."""
         labels = labels.long()
-        own = labels.expand(*output.shape[:-4], *labels.shape)
-        each = F.cross_entropy(output.flatten(0, -4), own.flatten(0, -3), ignore_index=self.ignore, reduction="none")
-        return each.view_as(own).sum(PIXELS) / (labels != self.ignore).sum().clamp_min(1)
+        expanded = labels.expand(*output.shape[:-4], *labels.shape)
+        losses = F.cross_entropy(
+            output.flatten(0, -4), expanded.flatten(0, -3), ignore_index=self.ignore, reduction="none"
+        )
+        return losses.view_as(expanded).sum(PIXELS) / (labels != self.ignore).sum().clamp_min(1)
 
     def check(self, labels: Tensor) -> None:
-        values = labels.cpu().numpy()  # not by torch's threads: they would wait for cores that decode
+        # On the CPU, before the batch goes to the device, and by NumPy: threads of PyTorch would compete with decoding
+        # workers for cores.
+        values = labels.cpu().numpy()
         wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignore)]
-        if len(wrong):  # on a GPU the loss would end the process
+        if len(wrong):  # on a GPU the loss would abort the process
             raise ArgumentError(
                 f"a label is {int(wrong[0])}; this head takes 0…{self.classes - 1} and {self.ignore} for what does not "
                 "count: give it the number of classes the labels have, or the label to ignore"
@@ -207,22 +212,22 @@ class SegmentationHead(DenseHead):
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-3)
 
-    def meter(self, device: torch.device | str = "cpu") -> Confusion:
+    def metrics(self, device: torch.device | str = "cpu") -> Confusion:
         return Confusion(self.classes, self.ignore, device, self.weight.shape[:-2])
 
 
 class DepthHead(DenseHead):
-    """Metres at each pixel (..., B, H, W), of readings between `low` and `high`; what is outside does not count.
+    """Metres at each pixel (..., B, H, W), from labels between `low` and `high`; others do not count.
 
     bins:
-        As in the DINO protocol (and AdaBins before it), the Linear weighs so many depths from `low` to `high`, evenly
-        spaced; the weights are its outputs above 0, plus 0.1, over their sum. 0: the Linear gives the depth itself, as
-        a share of the way from `low` to `high`.
+        As in the DINO protocol (and AdaBins before it), the Linear weighs this many depths evenly spaced from `low`
+        to `high`; the weights are its outputs above 0, plus 0.1, normalised to sum 1. 0: the Linear gives the depth
+        itself, as a share of the range.
     loss:
-        `sig`, the scale-invariant one in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
+        `sig`, scale-invariant in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
     upsample:
-        The grid of patches is refined by this factor before bins are weighed, and then to the labels' size; all the
-        way would take hundreds of numbers per pixel.
+        The grid of patches is upsampled by this factor before the bins are weighed, and the depths from there to the
+        labels' size: weighing at full size would take hundreds of numbers per pixel.
     """
 
     metric, higher_is_better = "rmse", False
@@ -234,7 +239,7 @@ class DepthHead(DenseHead):
         high: float,
         *,
         bins: int = 256,
-        loss: Literal["sig", "l1", "l2"] = "sig",
+        loss: DepthLoss = "sig",
         gradient_weight: float = 0.5,
         upsample: int = 4,
         norm: Norm = "none",
@@ -246,14 +251,15 @@ class DepthHead(DenseHead):
                 f"low is {low}, high {high}, bins {bins}; depths need 0 < low < high, in metres, and two bins or more; "
                 "bins=0 is plain regression"
             )
-        if loss not in ("sig", "l1", "l2"):
+        if loss not in get_args(DepthLoss):
             raise ArgumentError(f"loss is {loss!r}; choose sig, l1 or l2")
         self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
         self.gradient_weight, self.upsample = gradient_weight, upsample
         self.depths: Tensor
         self.register_buffer("depths", torch.linspace(low, high, bins))
         if not bins:
-            nn.init.zeros_(self.weight)  # metres away from anything, where thousands of channels have random weights
+            # Start at the middle of the range: random weights over thousands of channels would be metres off.
+            nn.init.zeros_(self.weight)
             nn.init.constant_(self.bias, 0.5)
 
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
@@ -261,13 +267,14 @@ class DepthHead(DenseHead):
         if not self.bins:
             return resize_maps(self.low + (self.high - self.low) * scores[..., 0, :, :], size)
         rows, columns = scores.shape[-2:]
-        above = resize_maps(scores, (rows * self.upsample, columns * self.upsample)).relu()
-        both = torch.stack([self.depths, torch.ones_like(self.depths)])  # (2, n)
-        sums = both.expand(*above.shape[:-3], *both.shape) @ above.flatten(-2) + 0.1 * both.sum(1, keepdim=True)
+        weights = resize_maps(scores, (rows * self.upsample, columns * self.upsample)).relu()
+        # One product gives numerator and denominator of the weighted mean; 0.1 is added to all weights afterwards.
+        terms = torch.stack([self.depths, torch.ones_like(self.depths)])  # (2, n)
+        sums = terms.expand(*weights.shape[:-3], *terms.shape) @ weights.flatten(-2) + 0.1 * terms.sum(1, keepdim=True)
         depth = sums[..., 0, :] / sums[..., 1, :]
-        return resize_maps(depth.unflatten(-1, above.shape[-2:]), size)
+        return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
-    def numbers(self, x: Tensor, size: tuple[int, int]) -> int:
+    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
         rows, columns = x.shape[1:3]
         return len(x) * max(self.bins * self.upsample**2 * rows * columns, size[0] * size[1])
 
@@ -281,32 +288,33 @@ class DepthHead(DenseHead):
         error = error.abs() if self.loss_name == "l1" else error.square()
         return error.sum(PIXELS) / valid.sum().clamp_min(1)
 
-    def meter(self, device: torch.device | str = "cpu") -> DepthErrors:
+    def metrics(self, device: torch.device | str = "cpu") -> DepthErrors:
         return DepthErrors(self.low, self.high, device, self.weight.shape[:-2])
 
 
 def log_error(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:
-    """Of logarithms (..., B, H, W), 0 where not valid. Depths are floored at a millimetre."""
+    """Return the difference of logarithms (..., B, H, W), 0 where not valid. Depths are floored at a millimetre."""
     return torch.where(valid, predicted.clamp_min(1e-3).log() - depth.clamp_min(1e-3).log(), 0)
 
 
 def scale_invariant_loss(error: Tensor, valid: Tensor) -> Tensor:
-    """√(variance + 0.15 mean²) of the error of logarithms over all valid pixels (after Eigen et al. 2014).
+    """Return √(variance + 0.15 mean²) of a `log_error` over all valid pixels (after Eigen et al. 2014).
 
     Where there are none it is a constant, 1e-6.
     """
     count = valid.sum().clamp_min(1)
     mean = error.sum(PIXELS, keepdim=True) / count
     variance = torch.where(valid, error - mean, 0).square().sum(PIXELS) / count
-    return (variance + 0.15 * mean[..., 0, 0, 0].square()).clamp_min(1e-12).sqrt()  # a root has no gradient at 0
+    # The gradient of a square root is infinite at 0: clamp first.
+    return (variance + 0.15 * mean[..., 0, 0, 0].square()).clamp_min(1e-12).sqrt()
 
 
 def gradient_loss(error: Tensor, valid: Tensor) -> Tensor:
-    """How much the error of logarithms changes from pixel to pixel, at four scales (Li & Snavely's MegaDepth)."""
+    """Return how much a `log_error` changes from pixel to pixel, at four scales (MegaDepth, Li & Snavely 2018)."""
     total = error.new_zeros(())
     for step in (1, 2, 4, 8):
-        some, counted = error[..., ::step, ::step], valid[..., ::step, ::step]
-        down = (some[..., 2:, :] - some[..., :-2, :]).abs() * (counted[..., 2:, :] & counted[..., :-2, :])
-        across = (some[..., 2:] - some[..., :-2]).abs() * (counted[..., 2:] & counted[..., :-2])
-        total = total + (down.sum(PIXELS) + across.sum(PIXELS)) / counted.sum().clamp_min(1)
+        e, v = error[..., ::step, ::step], valid[..., ::step, ::step]
+        down = (e[..., 2:, :] - e[..., :-2, :]).abs() * (v[..., 2:, :] & v[..., :-2, :])
+        across = (e[..., 2:] - e[..., :-2]).abs() * (v[..., 2:] & v[..., :-2])
+        total = total + (down.sum(PIXELS) + across.sum(PIXELS)) / v.sum().clamp_min(1)
     return total

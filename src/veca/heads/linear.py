@@ -1,6 +1,6 @@
-"""Linear classifiers on features: every pair of learning rate and weight decay trained at once, the best one kept.
+"""Linear classifiers on features: all pairs of learning rate and weight decay trained at once, the best kept.
 
-The heads of a sweep are one parameter, and see the same batches: a step costs one matrix product forward and one back
+The heads of a sweep are one parameter and see the same batches: a step costs one matrix product forward and one back
 for all of them. Each ends where `torch.optim.SGD` with a cosine schedule would have brought it alone.
 
 Shapes: N examples, D width, C classes, K heads (rates × decays), B examples in a batch.
@@ -20,10 +20,15 @@ from torch import Tensor
 from veca.errors import ArgumentError
 from veca.heads.metrics import average_precision, mean_average_precision, top_k_hits, valid_label_accuracy
 
-PIECE = 2**24
-"""At most so many scores, or numbers of features, at once."""
+MAX_CHUNK = 2**24
+"""Scores, or numbers of features, that are computed at a time."""
 INITIAL_DEVIATION = 0.01
-"""Of the weights at the start; biases start at 0."""
+"""Standard deviation of the initial weights; biases start at 0."""
+
+
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+DECAYS = (0.0, 1e-5, 1e-4)
+"""Default learning rates and weight decays of a sweep."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +48,36 @@ class LinearHead:
         features = features.to(self.weight.device).float()
         return F.linear((features - self.mean) / self.deviation, self.weight, self.bias)
 
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the scores of any number of features, which may be on another device, computed in chunks."""
+        return torch.cat([self(chunk) for chunk in features.split(_chunk_rows(features, len(self.bias)))])
+
 
 @dataclass(frozen=True)
-class Sweep:
-    """K trained heads, and how they came along."""
+class LinearSweep:
+    """K trained heads and their training history."""
 
     pairs: tuple[tuple[float, float], ...]
     """(rate, decay) of each head."""
     weights: Tensor
-    """(K, C, D), of each head after the epoch that was its best on validation."""
+    """(K, C, D): each head after its best epoch on validation."""
     biases: Tensor
     """(K, C)"""
     mean: Tensor
     deviation: Tensor
     losses: Tensor
-    """(epochs, K): the mean of the training loss over each epoch."""
+    """(epochs, K): mean training loss of each epoch."""
     scores: Tensor
-    """(epochs, K): on validation after each epoch."""
-    metric: Literal["top1", "map"]
-    """What the scores are."""
+    """(epochs, K): validation score after each epoch, top-1 or mean average precision."""
 
     @property
     def best_scores(self) -> Tensor:
-        """(K): the best score of each head, over the epochs."""
+        """(K): best score of each head over the epochs."""
         return self.scores.amax(0)
 
     @property
     def best(self) -> int:
-        """The head with the highest score after any epoch; of equal ones the first."""
+        """The head with the highest score after any epoch; the first of equals."""
         return int(self.best_scores.argmax())
 
     @property
@@ -102,170 +109,167 @@ def train_linear(
     standardize: bool = False,
     device: torch.device | str | None = None,
     progress: Callable[[int, int], object] | None = None,
-) -> Sweep:
+) -> LinearSweep:
     """Train a head for each rate × decay on features (N, D) and score all of them on validation after every epoch.
 
     Labels are class numbers (N), or with `multilabel` (N, C) of 1, 0 and, for what does not count, -1; the loss is
-    softmax or sigmoid cross-entropy, the score top-1 or mean average precision. The rate falls along a half cosine,
-    step by step, to 0 at the end. Decay is the plain L2 of SGD, on weights and biases. The features may be anywhere and
-    of any float type: a batch at a time comes to `device` (or stays where it is) as float32.
+    softmax or sigmoid cross-entropy, the score top-1 or mean average precision. The rate follows a half cosine, step by
+    step, to 0. Decay is the L2 of SGD, on weights and biases. Features may be on any device and of any float type: a
+    batch at a time is moved to `device` (None: that of the features) as float32.
 
     seed:
-        Of the first weights, alike for all heads, and of the order of the examples.
+        Of the initial weights, equal for all heads, and of the order of the examples.
     standardize:
-        Bring each channel to mean 0 and deviation 1 by the statistics of the training features.
+        Bring each channel to mean 0 and deviation 1 by statistics of the training features.
     progress:
-        Called with the epochs done and all of them.
+        Called with the number of epochs done and of all epochs.
     """
     if not rates or not decays or min(epochs, batch) < 1:
         raise ArgumentError(
-            f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}: one at least of each"
+            f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}: at least one of each is needed"
         )
-    _check("training", features, labels, classes, multilabel)
-    _check("validation", validation_features, validation_labels, classes, multilabel)
-    if features.shape[1] != validation_features.shape[1]:
-        raise ArgumentError(
-            f"training features are {features.shape[1]} wide, validation ones {validation_features.shape[1]}: "
-            "extract them with the same model"
-        )
-    if multilabel and not (validation_labels > 0).any():
-        raise ArgumentError("no validation example has any class: there is no average precision to choose by")
-    device = torch.device(device) if device is not None else features.device
+    _check_labels("training", features, labels, classes, multilabel)
+    _check_labels("validation", validation_features, validation_labels, classes, multilabel)
     width = features.shape[1]
-    mean, deviation = _statistics(features, device) if standardize else (torch.zeros(width), torch.ones(width))
-    mean, deviation = mean.to(device), deviation.to(device)
-    draw = torch.Generator().manual_seed(seed)  # on the CPU, so that a seed means the same on every device
+    if width != validation_features.shape[1]:
+        widths = f"training features are {width} wide, validation ones {validation_features.shape[1]}"
+        raise ArgumentError(f"{widths}: extract them with the same model")
+    if multilabel and not (validation_labels > 0).any():
+        raise ArgumentError("no validation example has any class: there is no average precision to select by")
+    device = torch.device(device) if device is not None else features.device
+    mean, deviation = torch.zeros(width, device=device), torch.ones(width, device=device)
+    if standardize:
+        mean, deviation = _channel_statistics(features, device)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
     pairs = tuple((float(rate), float(decay)) for rate in rates for decay in decays)
-    heads = _Heads(pairs, torch.randn(classes, width, generator=draw).to(device) * INITIAL_DEVIATION)
-    best_weight, best_bias = heads.weight.clone(), heads.bias.clone()
-    best_score = torch.full((len(pairs),), -1.0, dtype=torch.float64, device=device)
+    heads = _SgdHeads(pairs, torch.randn(classes, width, generator=generator).to(device) * INITIAL_DEVIATION)
     losses, scores = [], []
     batch = min(batch, len(features))
     step, steps = 0, epochs * math.ceil(len(features) / batch)
     for epoch in range(epochs):
         loss = torch.zeros(len(pairs), device=device)
-        for rows in torch.randperm(len(features), generator=draw).split(batch):
-            x, y = _rows(features, rows, device).float(), _rows(labels, rows, device)
-            share = (1 + math.cos(math.pi * step / steps)) / 2
-            loss += heads.step((x - mean) / deviation, y, share, momentum) * len(rows)
+        for rows in torch.randperm(len(features), generator=generator).split(batch):
+            x, y = (tensor.index_select(0, rows.to(tensor.device)).to(device) for tensor in (features, labels))
+            schedule = (1 + math.cos(math.pi * step / steps)) / 2
+            loss += heads.step((x.float() - mean) / deviation, y, schedule, momentum) * len(rows)
             step += 1
         losses.append(loss / len(features))
         scores.append(_validate(heads, mean, deviation, validation_features, validation_labels))
-        better = scores[-1] > best_score
-        best_score = torch.where(better, scores[-1], best_score)
-        best_weight = torch.where(better[:, None, None], heads.weight, best_weight)
-        best_bias = torch.where(better[:, None], heads.bias, best_bias)
+        heads.keep_best(scores[-1])
         if progress is not None:
             progress(epoch + 1, epochs)
     curves = torch.stack(losses).cpu(), torch.stack(scores).cpu()
-    return Sweep(pairs, best_weight, best_bias, mean, deviation, *curves, "map" if multilabel else "top1")
+    return LinearSweep(pairs, heads.best_weight, heads.best_bias, mean, deviation, *curves)
 
 
 @torch.no_grad()
 def score(head: LinearHead, features: Tensor, labels: Tensor, points: Literal["all", "11"] = "all") -> dict[str, float]:
-    """`top1` and `top5` of a head on features with labels (N), or `map` on those with labels (N, C).
+    """Return `top1` and `top5` of a head for labels (N), or `map` for labels (N, C).
 
-    Another test set with the same classes, as ImageNetV2 for ImageNet, is scored by the same call. For `points` see
-    `average_precision`.
+    For `points` see `average_precision`.
     """
     classes, multilabel = len(head.bias), labels.ndim == 2
-    _check("these", features, labels, classes, multilabel)
-    labels = labels.to(head.bias.device)
-    scores = torch.cat([head(piece) for piece in features.split(_rows_at_once(features, classes))])
+    _check_labels("these", features, labels, classes, multilabel)
+    scores, labels = head.scores(features), labels.to(head.bias.device)
     if multilabel:
         return {"map": float(mean_average_precision(scores, labels, points))}
     return {f"top{k}": float(top_k_hits(scores, labels, k).double().mean()) for k in (1, 5)}
 
 
 @torch.no_grad()
-def score_valid_labels(head: LinearHead, features: Tensor, valid: Sequence[Sequence[int]]) -> float:
-    """Top-1 where each example has a set of right labels, as in ImageNet-ReaL; those with an empty one are skipped."""
-    classes = len(head.bias)
-    if len(valid) != len(features) or not any(valid):
+def score_valid_labels(head: LinearHead, features: Tensor, valid: Tensor) -> float:
+    """Return top-1 where examples have any number of valid labels, as in ImageNet-ReaL; those without do not count.
+
+    `valid` (N, C) is true for each valid label.
+    """
+    if tuple(valid.shape) != (len(features), len(head.bias)) or not valid.any():
         raise ArgumentError(
-            f"{len(features)} features and {len(valid)} sets of labels, {sum(map(bool, valid))} of them not empty: "
-            "give one set for each feature, in the same order, and a label in some"
+            f"valid labels are {tuple(valid.shape)}, {int(valid.sum())} of them true; {len(features)} features and "
+            f"{len(head.bias)} classes need ({len(features)}, {len(head.bias)}) and a true one"
         )
-    allowed = torch.zeros(len(features), classes, dtype=torch.bool)
-    for row, numbers in enumerate(valid):
-        if not all(0 <= number < classes for number in numbers):
-            raise ArgumentError(f"example {row} may be {list(numbers)}; the head knows classes 0…{classes - 1}")
-        allowed[row, list(numbers)] = True
-    scores = torch.cat([head(piece) for piece in features.split(_rows_at_once(features, classes))])
-    return float(valid_label_accuracy(scores, allowed.to(scores.device)))
+    scores = head.scores(features)
+    return float(valid_label_accuracy(scores, valid.to(scores.device)))
 
 
-class _Heads:
-    """K heads that begin alike, and their momenta."""
+class _SgdHeads:
+    """K heads with equal initial weights, and their momentum buffers."""
 
     def __init__(self, pairs: Sequence[tuple[float, float]], start: Tensor) -> None:
         self.rate, self.decay = torch.tensor(pairs, device=start.device).T[:, :, None]  # (K, 1) each
         self.weight = start.repeat(len(pairs), 1, 1)  # (K, C, D)
         self.bias = start.new_zeros(len(pairs), len(start))
         self.weight_momentum, self.bias_momentum = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
+        self.best_weight, self.best_bias = self.weight.clone(), self.bias.clone()
+        self.best_scores = self.weight.new_full((len(pairs),), -1.0, dtype=torch.float64)
 
-    def step(self, x: Tensor, labels: Tensor, share: float, momentum: float) -> Tensor:
-        """One of SGD on a batch (B, D), at a share of each head's rate; the losses before it (K)."""
+    def step(self, x: Tensor, labels: Tensor, schedule: float, momentum: float) -> Tensor:
+        """Take an SGD step on a batch (B, D) at `schedule` × each head's rate; return the losses before it (K)."""
+        # Gradients by hand: autograd would hold the logits of all heads, and each momentum update is then one product.
         logits = torch.addmm(self.bias.flatten(), x, self.weight.flatten(0, 1).T)
-        loss, gradient = _loss(logits.unflatten(1, self.bias.shape), labels)
+        loss, gradient = _loss_and_gradient(logits.unflatten(1, self.bias.shape), labels)
         self.weight_momentum.flatten(0, 1).addmm_(gradient.flatten(1).T, x, beta=momentum)
         self.weight_momentum.addcmul_(self.weight, self.decay[:, :, None])
         self.bias_momentum.mul_(momentum).add_(gradient.sum(0)).addcmul_(self.bias, self.decay)
-        self.weight.addcmul_(self.weight_momentum, self.rate[:, :, None], value=-share)
-        self.bias.addcmul_(self.bias_momentum, self.rate, value=-share)
+        self.weight.addcmul_(self.weight_momentum, self.rate[:, :, None], value=-schedule)
+        self.bias.addcmul_(self.bias_momentum, self.rate, value=-schedule)
         return loss
 
+    def keep_best(self, scores: Tensor) -> None:
+        """Keep the heads (K) that score higher than ever before."""
+        better = scores > self.best_scores
+        self.best_scores = torch.where(better, scores, self.best_scores)
+        self.best_weight = torch.where(better[:, None, None], self.weight, self.best_weight)
+        self.best_bias = torch.where(better[:, None], self.bias, self.best_bias)
 
-def _loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each head (K) and its gradient (B, K, C), from logits (B, K, C) and labels (B) or (B, C)."""
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of each head (K) and its gradient (B, K, C), from logits (B, K, C) and labels (B) or (B, C)."""
     if labels.ndim == 1:
-        log = logits.log_softmax(-1)
+        log_probabilities = logits.log_softmax(-1)
         target = (labels[:, None] == torch.arange(logits.shape[-1], device=logits.device)).float()[:, None]
         own = labels[:, None, None].expand(-1, logits.shape[1], 1)
-        return -log.gather(-1, own)[..., 0].mean(0), (log.exp() - target) / len(logits)
+        loss = -log_probabilities.gather(-1, own)[..., 0].mean(0)
+        return loss, (log_probabilities.exp() - target) / len(logits)
     counted = (labels >= 0).float()[:, None]
     number = counted.sum().clamp_min(1)
-    target = labels.clamp_min(0).float()[:, None]
+    target = labels.clamp_min(0).float()[:, None]  # -1, which does not count, is masked anyway
     loss = ((F.softplus(logits) - logits * target) * counted).sum((0, 2)) / number
     return loss, (logits.sigmoid() - target) * counted / number
 
 
-def _validate(all_heads: _Heads, mean: Tensor, deviation: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-    """Top-1 or mean average precision of each head (K)."""
+def _validate(all_heads: _SgdHeads, mean: Tensor, deviation: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+    """Return top-1 or mean average precision of each head (K)."""
     heads, classes = all_heads.bias.shape
-    together = LinearHead(all_heads.weight.flatten(0, 1), all_heads.bias.flatten(), mean, deviation)
+    stacked = LinearHead(all_heads.weight.flatten(0, 1), all_heads.bias.flatten(), mean, deviation)
     labels = labels.to(mean.device)
-    at_once = _rows_at_once(features, heads * classes)
-    pieces = (together(piece).unflatten(1, (heads, classes)) for piece in features.split(at_once))
+    rows = _chunk_rows(features, heads * classes)
+    chunks = (stacked(chunk).unflatten(1, (heads, classes)) for chunk in features.split(rows))
     if labels.ndim == 2:
-        scores = torch.cat(list(pieces)).flatten(1)
+        scores = torch.cat(list(chunks)).flatten(1)
         return average_precision(scores, labels.repeat(1, heads)).unflatten(0, (heads, classes)).nanmean(1)
     hits = torch.zeros(heads, dtype=torch.int64, device=mean.device)
-    for scores, own in zip(pieces, labels.split(at_once), strict=True):
-        highest, found = scores.max(-1)
-        hits += ((found == own[:, None]) & ~highest.isnan()).sum(0)  # what is not a number is the highest, to torch
+    for scores, own in zip(chunks, labels.split(rows), strict=True):
+        # argmax alone would not do: a NaN would count as a hit of its class.
+        highest, predicted = scores.max(-1)
+        hits += ((predicted == own[:, None]) & ~highest.isnan()).sum(0)
     return hits.double() / len(labels)
 
 
-def _statistics(features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel (D). A channel that does not vary, but for rounding, has deviation 1."""
-    at_once = _rows_at_once(features, 1)
-    mean = sum(piece.to(device).double().sum(0) for piece in features.split(at_once)) / len(features)
-    squares = sum((piece.to(device).double() - mean).square().sum(0) for piece in features.split(at_once))
+def _channel_statistics(features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of each channel (D); the deviation is 1 for a channel constant up to rounding."""
+    rows = _chunk_rows(features, 1)
+    mean = sum(chunk.to(device).double().sum(0) for chunk in features.split(rows)) / len(features)
+    squares = sum((chunk.to(device).double() - mean).square().sum(0) for chunk in features.split(rows))
     deviation = (squares / len(features)).sqrt()
     deviation = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)
     return mean.float(), deviation.float()
 
 
-def _rows(tensor: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    return tensor.index_select(0, rows.to(tensor.device)).to(device)
+def _chunk_rows(features: Tensor, scores: int) -> int:
+    return max(1, MAX_CHUNK // max(scores, features.shape[1]))
 
 
-def _rows_at_once(features: Tensor, scores: int) -> int:
-    return max(1, PIECE // max(scores, features.shape[1]))
-
-
-def _check(name: str, features: Tensor, labels: Tensor, classes: int, multilabel: bool) -> None:
+def _check_labels(name: str, features: Tensor, labels: Tensor, classes: int, multilabel: bool) -> None:
     shape = (len(features), classes) if multilabel else (len(features),)
     if features.ndim != 2 or not len(features) or tuple(labels.shape) != shape:
         raise ArgumentError(
@@ -276,5 +280,5 @@ def _check(name: str, features: Tensor, labels: Tensor, classes: int, multilabel
     allowed = (-1, 1) if multilabel else (0, classes - 1)
     if low < allowed[0] or high > allowed[1]:
         raise ArgumentError(f"{name} labels go from {low} to {high}; they must be within {allowed[0]}…{allowed[1]}")
-    if not all(piece.isfinite().all() for piece in features.split(_rows_at_once(features, 1))):
-        raise ArgumentError(f"some {name} features are not finite: look at the model that gave them")
+    if not all(chunk.isfinite().all() for chunk in features.split(_chunk_rows(features, 1))):
+        raise ArgumentError(f"some {name} features are not finite: check the model that computed them")

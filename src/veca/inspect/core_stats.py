@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.progress import MofNCompleteColumn
 from torch import Tensor
 
 from veca.checkpoint import weights_hash
@@ -31,7 +30,6 @@ from veca.config import size_name
 from veca.data.loader import Record, decode_items
 from veca.data.remote import SourceError
 from veca.data.sources import Item, count_images, iter_items
-from veca.embed.run import listed, progress_line, reading_line
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import collect_unsupported
@@ -41,6 +39,8 @@ from veca.inspect.map_measures import Alignment, Moments
 from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
+from veca.utils.files import list_paths
+from veca.utils.progress import bar, reading_line
 from veca.version import __version__
 
 BATCH_PIXELS, BATCH_PIXELS_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
@@ -191,7 +191,7 @@ def measure_cores(
     """
     began = time.perf_counter()
     chosen = choose_budgets(model, budgets, evenly_spaced(model.config.budgets, 4))
-    sources = listed(images)
+    sources = list_paths(images)
     _check_arguments(sources, size, limit, batch, model.config.patch_size)
     device = model.norm.weight.device
     batch = batch or max(1, (BATCH_PIXELS_ON_CPU if device.type == "cpu" else BATCH_PIXELS) // size**2)
@@ -208,10 +208,9 @@ def measure_cores(
     with (
         collect_unsupported() as unsupported,
         decode_items(items, size, "crop", MAX_PIXELS, workers) as records,
-        progress_line(MofNCompleteColumn(), shown=progress) as bar,
+        bar("measuring", total, "images", progress, failures=True) as advance,
         inspecting(model),
     ):
-        task = bar.add_task("measuring", total=total, rate="", failed=0)
         for group in _batches(records, batch):
             bad = [(record.name, record.error) for record in group if record.pixels is None]
             failures, failed = (failures + bad)[:MAX_NAMED_FAILURES], failed + len(bad)
@@ -223,8 +222,7 @@ def measure_cores(
                     raise ArgumentError(
                         f"no memory on {device} for {batch} pictures at once: lower --batch-size"
                     ) from error
-            rate = f"{stats.images / (time.perf_counter() - began):.1f} pictures/s"
-            bar.update(task, advance=len(group), rate=rate, failed=failed)
+            advance(len(group), failed=failed)
     unsupported.warn()
     if not stats.images:
         why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])

@@ -1,1 +1,1 @@
-"""What the features are worth: frozen backbone, small heads, public benchmarks."""
+"""Evaluation of frozen backbones on public benchmarks: linear and k-NN classification, segmentation, depth."""

@@ -1,6 +1,6 @@
-"""Probes of the map: linear heads for segmentation and depth, at every size and budget asked for.
+"""Segmentation and depth probes: linear heads over the feature map.
 
-The pictures are decoded once for all budgets and learning rates of a size; features are too many to be kept.
+Images are decoded once for all budgets and learning rates of a size; the features are too many to be cached.
 
 Shapes: B images of H × W pixels, K heads, C classes.
 """
@@ -19,31 +19,29 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.datasets.base import ProbeData
+from veca.data.datasets.dense_batches import DenseLoader, open_pair
 from veca.data.transforms import slide_windows
-from veca.heads.dense import DenseBatch, DenseHead, DepthHead, Meter, Norm, SegmentationHead
+from veca.heads.dense import DenseBatch, DenseHead, DenseMetrics, DepthHead, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many
-from veca.heads.metrics import Confusion, by_class
+from veca.heads.frozen import FrozenBackbone
+from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
-from veca.probe.backbones import Backbone
-from veca.probe.dense_data import DenseData, opened
-from veca.probe.features import as_plain, content, listed
 from veca.probe.rows import Job, ProbeTask, Row
-from veca.probe.run import Asked, Say, check_data
+from veca.probe.run import ProbeResult, ProbeSettings, Warn, check_probe_data, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
-from veca.utils.files import check_utf8, check_writable
 from veca.utils.progress import bar
 
 NormName: TypeAlias = Literal["none", "batch", "standard"]
 _NORMS: dict[NormName, Norm] = {"none": "none", "batch": "batchnorm", "standard": "standardize"}
 GALLERY = 8
-"""So many pictures are shown."""
+"""Number of images shown with their predictions."""
 STRIDE = 2 / 3
-"""Of windows that slide, in windows: 341 for 512, as in mmsegmentation."""
+"""Stride of sliding windows, in windows: 341 for 512, as in mmsegmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseSettings(Asked):
-    """Of linear heads over maps: AdamW with a polynomial schedule, a head for every rate."""
+class DenseSettings(ProbeSettings):
+    """Linear heads over the map: AdamW with a polynomial schedule, one head for every rate."""
 
     sizes: tuple[int, ...] = (512,)
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
@@ -56,7 +54,11 @@ class DenseSettings(Asked):
     warmup: int = 0
     norm: NormName = "none"
     slide: bool = False
-    """Score by square windows that slide over the picture, instead of the whole of it at once."""
+    """Score by square windows that slide over the image, instead of the whole of it at once."""
+
+    @property
+    def eval_every(self) -> int:
+        return self.every or max(1, self.steps // 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,207 +68,189 @@ class DepthSettings(DenseSettings):
     loss: Literal["sig", "l1", "l2"] = "sig"
 
 
-def segment(backbone: Backbone, data: ProbeData, out: Path, settings: DenseSettings, say: Say = print) -> list[Row]:
-    """Linear segmentation: the best on val is scored on test, or on val where there is no test."""
-    check_data(data, ("segment",), say)
+def segment(
+    backbone: FrozenBackbone, data: ProbeData, out: Path, settings: DenseSettings, warn: Warn = print
+) -> list[Row]:
+    """Train linear segmentation heads; score the best on val on test, or on val without a test."""
+    check_probe_data(data, ("segment",), warn)
+    ignore = DenseLoader(data, 0, 0, 0).ignore
     head = SegmentationHead(
-        backbone.width, len(data.classes), norm=_NORMS[settings.norm], ignore=_ignore(data), seed=settings.seed
+        backbone.width, len(data.classes), norm=_NORMS[settings.norm], ignore=ignore, seed=settings.seed
     )
-    return _probe("segment", backbone, data, out, settings, head, say)
+    return _probe_dense("segment", backbone, data, out, settings, head, {"ignore": ignore}, warn)
 
 
-def depth(backbone: Backbone, data: ProbeData, out: Path, settings: DepthSettings, say: Say = print) -> list[Row]:
-    """Linear depth: the best on val is scored on test, or on val where there is no test."""
-    check_data(data, ("depth",), say)
-    assert data.depth is not None
+def depth(
+    backbone: FrozenBackbone, data: ProbeData, out: Path, settings: DepthSettings, warn: Warn = print
+) -> list[Row]:
+    """Train linear depth heads; score the best on val on test, or on val without a test."""
+    check_probe_data(data, ("depth",), warn)
+    rules = data.depth
+    assert rules is not None
     head = DepthHead(
-        backbone.width, data.depth.min_depth, data.depth.max_depth, norm=_NORMS[settings.norm], seed=settings.seed,
+        backbone.width, rules.min_depth, rules.max_depth, norm=_NORMS[settings.norm], seed=settings.seed,
         bins=settings.bins if settings.head == "bins" else 0, loss=settings.loss,
     )  # fmt: skip
-    return _probe("depth", backbone, data, out, settings, head, say)
+    about = {
+        "low": head.low, "high": head.high, "gradient_weight": head.gradient_weight, "upsample": head.upsample,
+        "average": "image", "eval_crop": rules.crop, "input_crop": rules.input_crop,
+    }  # fmt: skip
+    return _probe_dense("depth", backbone, data, out, settings, head, about, warn)
 
 
-def _ignore(data: ProbeData) -> int:
-    return DenseData(data, 0, 0, 0).ignore
-
-
-def _probe(
-    task: ProbeTask, backbone: Backbone, data: ProbeData, out: Path, settings: DenseSettings, head: DenseHead, say: Say
+def _probe_dense(
+    task: ProbeTask,
+    backbone: FrozenBackbone,
+    data: ProbeData,
+    out: Path,
+    settings: DenseSettings,
+    head: DenseHead,
+    about_head: dict[str, Any],
+    warn: Warn,
 ) -> list[Row]:
     def protocol(side: int) -> dict[str, Any]:
-        seen = {"train": f"short side {side}, random crop of {side}×{side}, flip", "resize": "bicubic, antialiased"}
         windows = f"windows of {side}×{side}, stride {_stride(side)}" if settings.slide else "whole picture"
-        seen["score"] = f"short side {side}, the other to a multiple of {backbone.patch}, {windows}, labels as they are"
-        asked = as_plain(settings, "cores", "sizes", "seed", "workers", "progress", "at_once")
-        asked |= {"every": _every(settings), "optimizer": "AdamW", "schedule": "polynomial", "chosen_on": "val"}
-        about = {"input": "each patch with the global feature", "preprocessing": seen, **asked}
-        if isinstance(head, DepthHead):
-            about |= {"low": head.low, "high": head.high, "gradient_weight": head.gradient_weight}
-            about |= {"upsample": head.upsample, "average": "image"}
-            about |= {"eval_crop": data.depth.crop, "input_crop": data.depth.input_crop} if data.depth else {}
-        else:
-            about["ignore"] = _ignore(data)
-        return about
+        preprocessing = {
+            "train": f"short side {side}, random crop of {side}×{side}, flip",
+            "resize": "bicubic, antialiased",
+            "score": f"short side {side}, the other to a multiple of {backbone.patch}, {windows}, labels as they are",
+        }
+        fit = {"every": settings.eval_every, "optimizer": "AdamW", "schedule": "polynomial", "chosen_on": "val"}
+        inputs = {"input": "each patch with the global feature", "preprocessing": preprocessing}
+        return {**inputs, **settings.describe("at_once"), **fit, **about_head}
 
-    check_utf8(out)
-    check_writable(out, folder=True)
-    rows: list[Row] = []
-    for jobs in settings.jobs(task, backbone, data, protocol, (), say):
-        found = {job.cores: job.done(out) for job in jobs}
-        todo = [job for job in jobs if found[job.cores] is None]
-        if todo:
-            for job, row in zip(todo, _Size(todo, settings, head, out).rows(say), strict=True):
-                found[job.cores] = row
-        rows += [row for row in found.values() if row is not None]
-    return rows
+    def compute(jobs: Sequence[Job], side: int) -> Iterator[ProbeResult]:
+        return _DenseSize(jobs, side, settings, head, out).run()
+
+    return run_probe(task, backbone, data, out, settings, protocol, compute, warn)
 
 
-class _Size:
-    """The rows of one size, all budgets in one pass."""
+class _DenseSize:
+    """Trains and scores the heads of all budgets at one size, in one pass over the images."""
 
-    def __init__(self, jobs: Sequence[Job], settings: DenseSettings, head: DenseHead, out: Path) -> None:
-        self.jobs, self.settings, self.head, self.out = jobs, settings, head, out
-        job = jobs[0]
-        self.backbone, self.data, self.size = job.backbone, job.data, job.size
-        self.side = self.backbone.side(job.size)
-        self.pictures = DenseData(
-            job.data, self.side, self.backbone.patch, settings.batch, job.seed, settings.workers, settings.skip_bad
+    def __init__(self, jobs: Sequence[Job], side: int, settings: DenseSettings, head: DenseHead, out: Path) -> None:
+        self.jobs, self.side, self.settings, self.head, self.out = jobs, side, settings, head, out
+        self.backbone, self.data = jobs[0].backbone, jobs[0].data
+        self.loader = DenseLoader(
+            self.data, side, self.backbone.patch, settings.batch, settings.seed, settings.workers, settings.skip_bad
         )
 
-    def rows(self, say: Say) -> list[Row]:
+    def run(self) -> Iterator[ProbeResult]:
         settings, began = self.settings, time.perf_counter()
-        what = f"{self.backbone.name} {self.data.name} {self.size} px"
-        with bar(what, settings.steps, "steps", settings.progress) as advance:
+        title = f"{self.backbone.name} {self.data.name} {self.jobs[0].size} px"
+        with bar(title, settings.steps, "steps", settings.progress) as advance:
             sweeps = fit_many(
-                [self.head] * len(self.jobs), self.training,
-                lambda stacks: [[each.compute() for each in meter.each()] for meter in self.meters(stacks, "val")],
-                rates=settings.rates, steps=settings.steps, every=_every(settings), decay=settings.decay,
+                [self.head] * len(self.jobs), self.training_batches,
+                lambda stacks: [[each.compute() for each in m.each()] for m in self.evaluate(stacks, "val")],
+                rates=settings.rates, steps=settings.steps, every=settings.eval_every, decay=settings.decay,
                 power=settings.power, warmup=settings.warmup, device=self.backbone.device, checked=True,
                 progress=lambda done, steps: advance(1),
             )  # fmt: skip
-        meters = self.meters([sweep.head for sweep in sweeps], self.data.report)
-        took = (time.perf_counter() - began) / len(self.jobs)
-        skipped = {where: sorted(bad) for where, bad in self.pictures.skipped.items()}
-        for where, bad in skipped.items():
-            say(f"{len(bad):,} pictures of {where} cannot be read and were left out: {listed(bad)}")
-        more = {"skipped": skipped} if skipped else {}
-        return [
-            job.finish(
-                self.out,
-                grid=(self.side // self.backbone.patch,) * 2,
-                gallery=self.gallery(job, sweep),
-                seconds={"features": 0.0, "head": took},
-                found=more,
-                **self.said(sweep, meter),
-            )
-            for job, sweep, meter in zip(self.jobs, sweeps, meters, strict=True)
-        ]
+        metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
+        seconds = {"features": 0.0, "head": (time.perf_counter() - began) / len(self.jobs)}
+        skipped = {where: sorted(names) for where, names in self.loader.skipped.items()}
+        # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
+        grid = (self.side // self.backbone.patch,) * 2
+        for job, sweep, scored in zip(self.jobs, sweeps, metrics, strict=True):
+            gallery = self.make_gallery(job, sweep.head)
+            values = {"grid": grid, "gallery": gallery, "seconds": seconds, **self.summarize(sweep, scored)}
+            yield ProbeResult(job, values, skipped)
 
-    def training(self) -> Iterator[list[DenseBatch]]:
-        for pixels, labels in self.pictures.training(self.settings.steps):
+    def training_batches(self) -> Iterator[list[DenseBatch]]:
+        """Yield for each step the features of one batch of images at the budget of each job."""
+        for pixels, labels in self.loader.training(self.settings.steps):
             self.head.check(labels)
             images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device, non_blocking=True)
-            yield [DenseBatch(*self.features(images, job.cores), labels) for job in self.jobs]
-
-    def features(self, images: Tensor, cores: int | None) -> tuple[Tensor, Tensor]:
-        cls, patches = self.backbone.features(images, cores)
-        assert patches is not None
-        return patches, cls
+            yield [DenseBatch(*self.backbone.dense_features(images, job.cores), labels) for job in self.jobs]
 
     @torch.no_grad()
-    def meters(self, heads: Sequence[DenseHead], split: str) -> list[Meter]:
-        """What the heads, or stacks of them, for the budget of each job say of a split, added up."""
+    def evaluate(self, heads: Sequence[DenseHead], split: str) -> list[DenseMetrics]:
+        """Score the heads, or stacks of them, that belong to each job on a split."""
         device = self.backbone.device
-        meters, modes = [head.meter(device) for head in heads], [head.training for head in heads]
+        metrics, modes = [head.metrics(device) for head in heads], [head.training for head in heads]
         for head in heads:
             head.eval()
-        for batch in self.pictures.scoring(split):
-            images, labels = self.backbone.prepare(batch.pixels), batch.labels.to(device)
-            for job, head, meter in zip(self.jobs, heads, meters, strict=True):
-                for said, those in self.predictions(images, labels, job.cores, head):
-                    meter.update(said, labels, those)
+        for pixels, labels in self.loader.scoring(split):
+            images, labels = self.backbone.prepare(pixels), labels.to(device)
+            for job, head, scored in zip(self.jobs, heads, metrics, strict=True):
+                for predicted, part in self.predictions(images, labels, job.cores, head):
+                    scored.update(predicted, labels, part)
         for head, mode in zip(heads, modes, strict=True):
             head.train(mode)
-        return meters
+        return metrics
 
     def predictions(
         self, images: Tensor, labels: Tensor, cores: int | None, heads: DenseHead
     ) -> Iterator[tuple[Tensor, slice]]:
-        """`DenseHead.predictions` at the size of the labels."""
+        """`DenseHead.predictions` at the size of the labels, by sliding windows where asked for."""
         size = labels.shape[-2], labels.shape[-1]
         if not self.settings.slide:
-            return heads.predictions(*self.features(images, cores), size)
-        together = slide_windows(
-            lambda part: heads(*self.features(part, cores), (part.shape[-2], part.shape[-1])),
+            return heads.predictions(*self.backbone.dense_features(images, cores), size)
+        outputs = slide_windows(
+            lambda part: heads(*self.backbone.dense_features(part, cores), (part.shape[-2], part.shape[-1])),
             images, (self.side, self.side), (_stride(self.side),) * 2,
         )  # fmt: skip
         groups = heads.groups(images.movedim(1, -1), size)
-        return ((heads.predict(resize_maps(together[those], size)), those) for those in groups)
+        return ((heads.predict(resize_maps(outputs[part], size)), part) for part in groups)
 
-    def said(self, sweep: DenseSweep, meter: Meter) -> dict[str, Any]:
-        """What `Job.finish` takes of a head's training and its score."""
-        metric = "mIoU" if isinstance(meter, Confusion) else "rmse"
+    def summarize(self, sweep: DenseSweep, scored: DenseMetrics) -> dict[str, Any]:
+        """Return what a row says of a sweep and of its best head's score."""
+        segments, per_class = isinstance(scored, Confusion), None
+        if isinstance(scored, Confusion):
+            per_class = percent_by_class(self.data.classes, scored.iou().tolist())
 
-        def value(scored: dict[str, float]) -> float:
-            return round(scored[sweep.head.metric] * (100 if metric == "mIoU" else 1), 4)
+        def value(scores: dict[str, float]) -> float:
+            return round(scores[sweep.head.metric] * (100 if segments else 1), 4)
 
-        pick = max if sweep.head.higher_is_better else min
+        def shown(name: str, number: float) -> float:
+            # Shares in percent; errors as they are, in metres or logarithms.
+            return round(100 * number, 4) if segments or name.startswith("delta") else round(number, 6)
+
+        best_of = max if sweep.head.higher_is_better else min
         decay = self.settings.decay
-        reached = [
-            {"rate": rate, "decay": decay, "val": pick(value(at[k]) for at in sweep.scores)}
-            for k, rate in enumerate(sweep.rates)
-        ]
-        scored = meter.compute()
-        if metric == "mIoU":
-            metrics = {name.replace("miou", "mIoU"): round(100 * each, 4) for name, each in scored.items()}
-        else:
-            metrics = {
-                name: round(100 * each, 4) if name.startswith("delta") else round(each, 6)
-                for name, each in scored.items()
-            }
         return {
-            "metric": metric,
-            "metrics": metrics,
-            "per_class": by_class(self.data.classes, meter.iou().tolist()) if isinstance(meter, Confusion) else None,
+            "metric": "mIoU" if segments else "rmse",
+            "metrics": {name.replace("miou", "mIoU"): shown(name, number) for name, number in scored.compute().items()},
+            "per_class": per_class,
             "best": {"rate": sweep.rates[sweep.best], "decay": decay, "step": sweep.best_step},
-            "sweep": reached,
-            "curve": {"val": [value(at[sweep.best]) for at in sweep.scores]},
+            "sweep": [
+                {"rate": rate, "decay": decay, "val": best_of(value(scores[k]) for scores in sweep.scores)}
+                for k, rate in enumerate(sweep.rates)
+            ],
+            "curve": {"val": [value(scores[sweep.best]) for scores in sweep.scores]},
         }
 
     @torch.no_grad()
-    def gallery(self, job: Job, sweep: DenseSweep) -> list[dict[str, str]]:
-        """The first pictures of the split that is scored, with what is right and what the head says."""
-        split, shown = self.data.splits[self.data.report], []
-        stem = f"{job.task}-{content(split)[:12]}"
+    def make_gallery(self, job: Job, head: DenseHead) -> list[dict[str, str]]:
+        """Save the first images of the scored split with their labels and predictions; return the files."""
+        split, gallery = self.data.splits[self.data.report], []
+        stem = f"{job.task}-{split.content_hash[:12]}"
         for i in range(min(GALLERY, len(split))):
-            batch = self.pictures.one(self.data.report, i)
+            batch = self.loader.one(self.data.report, i)
             if batch is None:
                 continue
             images = self.backbone.prepare(batch.pixels)
-            ((said, _),) = self.predictions(images, batch.labels, job.cores, sweep.head)
-            image, _ = opened(split, i, self.data.depth, scored=True)
-            label, prediction = self.coloured(batch.labels[0]), self.coloured(said[0].cpu(), batch.labels[0])
-            shown.append(
+            ((predicted, _),) = self.predictions(images, batch.labels, job.cores, head)
+            # The cropped original, at the size of its label, beside which it is shown.
+            image, _ = open_pair(split, i, self.data.depth, scored=True)
+            label, prediction = self.colour(batch.labels[0]), self.colour(predicted[0].cpu(), batch.labels[0])
+            gallery.append(
                 {
                     "image": save_picture(image, self.out, f"{stem}-{i}.webp"),
                     "label": save_picture(label, self.out, f"{stem}-{i}-label.png"),
                     "prediction": save_picture(prediction, self.out, f"{job.name}-{i}.png"),
                 }
             )
-        return shown
+        return gallery
 
-    def coloured(self, values: Tensor, beside: Tensor | None = None) -> Image.Image:
-        """Depths in the range of most of those in the label `beside` them."""
+    def colour(self, values: Tensor, reference: Tensor | None = None) -> Image.Image:
+        """Colour a map; depths over the range of the `reference` label, without its outliers."""
         if self.data.depth is None:
             return colour_classes(values.numpy(), len(self.data.classes))
-        known = values if beside is None else beside
+        known = values if reference is None else reference
         known = known[known > 0]
         low, high = np.quantile(known.numpy(), (0.02, 0.98)) if len(known) else (0.0, self.data.depth.max_depth)
         return colour_depth(values.numpy(), low, high)
-
-
-def _every(settings: DenseSettings) -> int:
-    return settings.every or max(1, settings.steps // 10)
 
 
 def _stride(side: int) -> int:

@@ -1,6 +1,6 @@
-"""Classification by the nearest neighbours among the training features, as in DINO: cosine, weighted by nearness.
+"""k-nearest-neighbour classification by weighted cosine similarity, as in DINO.
 
-Exact, in pieces that bound the memory, and the same every time: of neighbours equally near the first is the nearer.
+Exact, in chunks that bound the memory, and deterministic: of equally similar neighbours the first ranks higher.
 
 Shapes: N training features, Q queries, D width, C classes, k neighbours.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 from veca.errors import ArgumentError
 from veca.heads.metrics import top_k_accuracy
 
-PIECE = 2**24
-"""At most so many similarities at once; they take 20 bytes each."""
+MAX_SIMILARITIES = 2**24
+"""Similarities computed at a time; they take 20 bytes each."""
 
 
 def neighbours(
     train: Tensor, queries: Tensor, k: int, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k training features (N, D) of highest cosine with each query (Q, D): cosines and numbers, both (Q, k).
+    """Return cosines and indices (Q, k) of the k training features (N, D) most similar to each query (Q, D).
 
-    The features may be anywhere and of any float type; a piece at a time comes to `device`, or stays where they are.
+    Features may be on any device and of any float type; a chunk at a time is moved to `device` (None: the queries').
     """
     if train.ndim != 2 or queries.ndim != 2 or train.shape[1] != queries.shape[1]:
         raise ArgumentError(
@@ -38,29 +38,30 @@ def neighbours(
         )
     device = torch.device(device) if device is not None else queries.device
     rows = min(4096, len(train))
-    cosines, numbers = [], []
-    for some in queries.split(max(1, PIECE // rows)):
-        directions = _directions(some, device)
-        best = torch.empty(len(some), 0, dtype=torch.int64, device=device)
+    cosines, indices = [], []
+    for chunk in queries.split(max(1, MAX_SIMILARITIES // rows)):
+        directions = _unit_vectors(chunk, device)
+        best = torch.empty(len(chunk), 0, dtype=torch.int64, device=device)
+        # Keep the k best so far and merge each chunk of training features into them.
         for start in range(0, len(train), rows):
-            similarity = directions @ _directions(train[start : start + rows], device).T
-            keys = _keys(similarity, start)
+            similarity = directions @ _unit_vectors(train[start : start + rows], device).T
+            keys = _sort_keys(similarity, start)
             best = torch.cat([best, keys.topk(min(k, keys.shape[1])).values], 1)
             best = best.topk(min(k, best.shape[1])).values
-        cosines.append(_similarity(best))
-        numbers.append(~best & 0xFFFFFFFF)
-    return torch.cat(cosines), torch.cat(numbers)
+        cosines.append(_key_similarity(best))
+        indices.append(~best & 0xFFFFFFFF)
+    return torch.cat(cosines), torch.cat(indices)
 
 
 def knn_scores(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.07) -> Tensor:
-    """Votes for each class (Q, C) from neighbours' cosines and labels (Q, k).
+    """Return votes for each class (Q, C) from neighbours' cosines and labels (Q, k).
 
-    A vote weighs exp(cosine / temperature). The weights of a query are scaled to a sum of 1, which changes no order
-    and cannot overflow.
+    A vote weighs exp(cosine / temperature). The weights of a query are normalised to sum 1 by a softmax, which changes
+    no order and cannot overflow.
     """
     weights = (cosines / temperature).softmax(1)
     scores = weights.new_zeros(len(weights), classes)
-    for i in range(weights.shape[1]):  # one vote at a time adds in the same order every time, on a GPU too
+    for i in range(weights.shape[1]):  # one vote at a time: a fixed order of additions, on a GPU too
         scores.scatter_add_(1, labels[:, i : i + 1], weights[:, i : i + 1])
     return scores
 
@@ -75,31 +76,31 @@ def knn_accuracy(
     temperature: float = 0.07,
     device: torch.device | str | None = None,
 ) -> dict[int, float]:
-    """Top-1 of the queries (Q, D) for each k, from training features (N, D) with labels (N)."""
-    for name, features, of in (("training features", train, labels), ("queries", queries, query_labels)):
-        if of.shape != features.shape[:1]:
+    """Return top-1 of the queries (Q, D) for each k, from training features (N, D) with labels (N)."""
+    for name, features, own in (("training features", train, labels), ("queries", queries, query_labels)):
+        if own.shape != features.shape[:1]:
             raise ArgumentError(
-                f"{len(features)} {name} have labels of shape {tuple(of.shape)}; give one label for each"
+                f"{len(features)} {name} have labels of shape {tuple(own.shape)}; give one label for each"
             )
-    cosines, numbers = neighbours(train, queries, max(ks), device)
+    cosines, indices = neighbours(train, queries, max(ks), device)
     classes = 1 + int(max(labels.max(), query_labels.max()))
-    found, query_labels = labels.to(numbers.device)[numbers], query_labels.to(numbers.device)
-    scores = {k: knn_scores(cosines[:, :k], found[:, :k], classes, temperature) for k in ks}
+    neighbour_labels, query_labels = labels.to(indices.device)[indices], query_labels.to(indices.device)
+    scores = {k: knn_scores(cosines[:, :k], neighbour_labels[:, :k], classes, temperature) for k in ks}
     return {k: float(top_k_accuracy(scores[k], query_labels)) for k in ks}
 
 
-def _directions(features: Tensor, device: torch.device) -> Tensor:
+def _unit_vectors(features: Tensor, device: torch.device) -> Tensor:
     features = features.to(device).float()
     if not features.isfinite().all():
-        raise ArgumentError("some features are not finite: they cannot be compared; look at the model that gave them")
+        raise ArgumentError("some features are not finite: check the model that computed them")
     return F.normalize(features, dim=1)
 
 
-def _keys(similarity: Tensor, start: int) -> Tensor:
-    """One whole number for each similarity (q, n), ordered by it and then by who comes first.
+def _sort_keys(similarity: Tensor, start: int) -> Tensor:
+    """Return an integer for each similarity (q, n) that sorts by similarity, then by the lower index.
 
-    The upper 32 bits are those of the float, the negative ones turned over so that they sort as whole numbers; the
-    lower 32 bits are the complement of the number of the training feature.
+    The upper 32 bits are those of the float, inverted where negative so that they sort as integers; the lower 32 bits
+    are the complement of the index of the training feature.
     """
     bits = (similarity + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -107,6 +108,6 @@ def _keys(similarity: Tensor, start: int) -> Tensor:
     return ordered * 2**32 + (0xFFFFFFFF - first)
 
 
-def _similarity(keys: Tensor) -> Tensor:
+def _key_similarity(keys: Tensor) -> Tensor:
     ordered = (keys >> 32).int()
     return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)

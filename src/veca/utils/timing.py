@@ -1,6 +1,6 @@
-"""Time of calls that take turns.
+"""Timing of calls, interleaved so that other load on the machine affects all of them alike.
 
-On CUDA a sample is taken between two events on the stream, by the device's own clock; elsewhere by the wall clock.
+On CUDA a sample is the time between two events on the stream; elsewhere it is wall-clock time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 
 Call: TypeAlias = Callable[[], object]
 
-SHORT = 1e-3
-"""Seconds; a shorter call can be made many times in one sample, so that the gaps around it do not count."""
-SAMPLE = 5e-3
-"""Seconds such a sample takes, about."""
-MOST_CALLS = 100
+# Calls shorter than this many seconds are repeated within a sample, so that launch gaps do not count.
+_SHORT_CALL = 1e-3
+_SAMPLE_SECONDS = 5e-3
+_MAX_CALLS = 100
 
 
 def measure(
@@ -30,32 +29,32 @@ def measure(
     repeat_short: bool = False,
     failed: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, round after round, so that whatever else the machine does falls on all of them.
+    """Seconds of each call in `repeats` rounds; every round makes each call once.
 
-    The first `warmup` rounds are dropped. Calls found short there are made many times in each sample that follows, if
-    `repeat_short`. With `failed` a call that raises takes no further part and stands there with the reason.
+    The first `warmup` rounds are dropped. With `repeat_short`, calls that were short in them are repeated within each
+    sample. With `failed`, a call that raises is left out from then on, and its error is added there.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     count = dict.fromkeys(calls, 1)
     for round_ in range(warmup + repeats):
         for name in list(seconds):
             try:
-                took = timed(calls[name], device, count[name])
-            except Exception as error:  # whatever it is, the others go on
+                sample = timed(calls[name], device, count[name])
+            except Exception as error:
                 if failed is None:
                     raise
                 failed[name] = describe(error)
                 del seconds[name]
                 continue
             if round_ >= warmup:
-                seconds[name].append(took)
+                seconds[name].append(sample)
             elif repeat_short:
-                count[name] = calls_per_sample(took)
+                count[name] = calls_per_sample(sample)
     return seconds
 
 
 def timed(call: Call, device: torch.device, count: int = 1) -> float:
-    """Seconds of one call, the mean of `count` of them back to back."""
+    """Mean seconds of `count` calls, one after another."""
     synchronize(device)
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -73,12 +72,12 @@ def timed(call: Call, device: torch.device, count: int = 1) -> float:
 
 
 def calls_per_sample(seconds: float) -> int:
-    """How often a call that takes `seconds` is made in one sample.
+    """How often a call that takes `seconds` is repeated in one sample.
 
     >>> calls_per_sample(0.02), calls_per_sample(0.0005), calls_per_sample(0.0)
     (1, 10, 100)
     """
-    return 1 if seconds >= SHORT else min(MOST_CALLS, math.ceil(SAMPLE / max(seconds, 1e-9)))
+    return 1 if seconds >= _SHORT_CALL else min(_MAX_CALLS, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9)))
 
 
 def synchronize(device: torch.device) -> None:
@@ -87,7 +86,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def describe(error: Exception) -> str:
-    """An error in one short line, to stand in a table."""
+    """An error as one short line, for a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 

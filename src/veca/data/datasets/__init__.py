@@ -1,18 +1,19 @@
-"""Labelled pictures for the probes: the published benchmarks by name, and one's own by path."""
+"""Labelled datasets: the published benchmarks by name, and your own folders and shards by path."""
 
-from veca.data.datasets.base import DatasetError, DepthRules, Maps, Places, ProbeData, Split, Task
-from veca.data.datasets.layout import Spec
-from veca.data.datasets.load import SPECS, load_dataset
+from veca.data.datasets.base import DatasetError, DepthRules, FileList, LabelMaps, LabelTask, ProbeData, Split
+from veca.data.datasets.load import limit_splits, load_dataset
+from veca.data.datasets.specs import SPECS, Spec
 
 __all__ = [
     "SPECS",
     "DatasetError",
     "DepthRules",
-    "Maps",
-    "Places",
+    "FileList",
+    "LabelMaps",
+    "LabelTask",
     "ProbeData",
     "Spec",
     "Split",
-    "Task",
+    "limit_splits",
     "load_dataset",
 ]

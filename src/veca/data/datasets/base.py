@@ -1,7 +1,7 @@
-"""What a dataset is to the probes: pictures by number, and a label, mask or depth for each.
+"""The in-memory form of a labelled dataset: lists of files, splits with labels, masks or depths.
 
-Names are kept as one run of bytes and labels as one array, so that a million pictures cost little memory and go to
-worker processes in one piece. Nothing is opened before it is asked for.
+Names are one run of bytes and labels one array, so that a million images take little memory and are sent to worker
+processes in one piece. Nothing is opened before it is asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,24 +22,28 @@ from veca.data.remote import as_text, read_span
 from veca.errors import VecaError
 from veca.images import ImageError, open_values
 
-Task = Literal["classify", "multilabel", "segment", "depth"]
+LabelTask = Literal["classify", "multilabel", "segment", "depth"]
 
 IGNORE = 255
-"""The value of pixels that count neither in training nor in the score."""
+"""The value of pixels that count neither in training nor in scoring."""
 HELD_OUT = 0.1
 """The share of train that becomes val where a benchmark has none."""
+HASHED_FILES = 64
+"""At most this many files of a split have their bytes hashed."""
 
 
 class DatasetError(VecaError, ValueError):
-    """A dataset that cannot be had; the message says what is missing, and the layout that is expected."""
+    """A dataset cannot be read; the message says what is missing and which layout is expected."""
 
 
-class Places:
-    """Where things lie: files under `root`, or spans of such files, named `file\\0member`."""
+class FileList:
+    """Files under `root`, or spans of such files, named `file\\0member`."""
 
     def __init__(self, root: str | os.PathLike[str], names: Sequence[str], spans: NDArray[np.int64] | None = None):
+        # Names come from lists in downloaded archives: they must not lead out of the folder.
         if outside := next((name for name in names if ".." in name and ".." in name.split("/")), None):
             raise DatasetError(f"the lists name {outside!r}, which is outside the dataset's folder")
+        # fsencode: a file name need not be valid UTF-8.
         parts = [os.fsencode(name) for name in names]
         self.root, self._spans = os.fspath(root), spans
         self._ends = np.cumsum([0, *map(len, parts)])
@@ -48,7 +53,7 @@ class Places:
         return len(self._ends) - 1
 
     def text(self, i: int) -> str:
-        """The name as it was given."""
+        """Return the name as it was given."""
         if not 0 <= i < len(self):
             raise IndexError(f"item {i}; there are {len(self):,}")
         return os.fsdecode(self._names[self._ends[i] : self._ends[i + 1]])
@@ -57,99 +62,118 @@ class Places:
         return as_text(self.text(i).replace("\0", "/"))
 
     def path(self, i: int) -> str:
-        """The file that holds item `i`."""
+        """Return the path of the file that holds item `i`."""
         return os.path.join(self.root, self.text(i).partition("\0")[0])
 
     def read(self, i: int) -> str | bytes:
-        """Item `i` as `veca.images.open_image` takes it: the path of a file, or bytes."""
+        """Return item `i` as `veca.images.open_image` takes it: the path of a file, or bytes."""
         if self._spans is None:
             return self.path(i)
         offset, size = self._spans[i].tolist()
         return read_span(self.path(i), offset, size)
 
-    def take(self, which: Iterable[int]) -> Places:
-        which = list(which)
-        spans = None if self._spans is None else self._spans[which]
-        return type(self)(self.root, [self.text(i) for i in which], spans)
+    def read_bytes(self, i: int) -> bytes:
+        """Return the bytes of item `i`; none where it cannot be read, which is reported when it is decoded."""
+        try:
+            data = self.read(i)
+            return data if isinstance(data, bytes) else Path(data).read_bytes()
+        except (OSError, ImageError):
+            return b""
+
+    def take(self, indices: Iterable[int]) -> FileList:
+        indices = list(indices)
+        spans = None if self._spans is None else self._spans[indices]
+        return type(self)(self.root, [self.text(i) for i in indices], spans)
 
     def sizes(self) -> NDArray[np.int64]:
-        """In bytes, of each item; -1 where it is not to be found."""
+        """Return the size of each item in bytes; -1 where it is missing."""
         if self._spans is not None:
             return self._spans[:, 1]
-        return np.array([_size(self.path(i)) for i in range(len(self))], np.int64)
+        return np.array([_file_size(self.path(i)) for i in range(len(self))], np.int64)
 
     def digest(self) -> bytes:
-        """A hash of the names, not of where the folder lies."""
-        blob = hashlib.sha256(np.ascontiguousarray(self._ends, "<i8").data)
-        blob.update(self._names)
-        return blob.digest()
+        """Return a hash of the names, but not of the folder's path."""
+        digest = hashlib.sha256(np.ascontiguousarray(self._ends, "<i8").data)
+        digest.update(self._names)
+        return digest.digest()
 
 
-def _size(path: str) -> int:
+def evenly_spaced(count: int, limit: int) -> list[int]:
+    """Return up to `limit` numbers below `count`, evenly spaced and always the same."""
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)).tolist() if count else []
+
+
+def _file_size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError:
         return -1
 
 
-class Maps:
-    """Masks or depths beside pictures, decoded when asked for.
+class LabelMaps:
+    """Masks or depth maps, decoded when asked for.
 
-    A mask's values become train ids by `table`, in which -1 stands at values that must not occur. With `per_metre`
-    the maps are depths, so many units to the metre. With `variable` the files are MATLAB's and the map has that name.
+    The values of masks become train ids by `train_ids`, which has -1 for values that must not occur. With
+    `units_per_metre` the maps are depths. With `variable` the files are MATLAB's and the map is the variable so named.
     """
 
     def __init__(
-        self, places: Places, table: NDArray[np.int16] | None = None, per_metre: float = 0, variable: str = ""
+        self,
+        files: FileList,
+        train_ids: NDArray[np.int16] | None = None,
+        units_per_metre: float = 0,
+        variable: str = "",
     ) -> None:
-        self.places, self.table, self.per_metre, self.variable = places, table, per_metre, variable
+        self.files, self.train_ids, self.units_per_metre, self.variable = files, train_ids, units_per_metre, variable
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.files)
 
     def __getitem__(self, i: int) -> NDArray[Any]:
         try:
-            return self._decoded(self.places.read(i))
+            return self._decode(self.files.read(i))
         except (ImageError, MatError, OSError) as error:
-            reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.places.path(i)}: ")
-            raise ImageError(f"{self.places.name(i)}: {reason}") from error
+            reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.files.path(i)}: ")
+            raise ImageError(f"{self.files.name(i)}: {reason}") from error
 
-    def _decoded(self, source: str | bytes) -> NDArray[Any]:
+    def _decode(self, source: str | bytes) -> NDArray[Any]:
         values = self.values(source)
-        if self.per_metre:
-            return values.astype(np.float32) / np.float32(self.per_metre)
-        if self.table is None:
+        if self.units_per_metre:
+            return values.astype(np.float32) / np.float32(self.units_per_metre)
+        if self.train_ids is None:
             return values
-        ids = self.table[np.minimum(values, len(self.table) - 1)]
-        bad = (ids < 0) | (values >= len(self.table))
+        # Clamped first, as a value beyond the table would be an IndexError that names neither value nor file.
+        ids = self.train_ids[np.minimum(values, len(self.train_ids) - 1)]
+        bad = (ids < 0) | (values >= len(self.train_ids))
         if bad.any():
-            raise ImageError(f"the mask has value {values[bad][0]}, which is no class here. Is it of another dataset?")
-        return ids.astype(np.uint8 if self.table.max() < 256 else np.uint16)
+            value = values[bad][0]
+            raise ImageError(f"the mask has value {value}, which is not a class of this dataset. Is it from another?")
+        return ids.astype(np.uint8 if self.train_ids.max() < 256 else np.uint16)
 
     def values(self, source: str | bytes) -> NDArray[Any]:
-        """The numbers in the file, before `table`."""
+        """Return the values in the file, before `train_ids`."""
         if not self.variable:
             return open_values(source)
         values = np.asarray(load_mat(str(source), self.variable)[self.variable])
         if values.ndim != 2 or values.dtype not in (np.uint8, np.uint16):
-            about = f"{self.variable} is {values.dtype} of shape {values.shape}"
-            raise ImageError(f"{about}; masks are uint8 or uint16 of two dimensions")
+            actual = f"{self.variable} is {values.dtype} of shape {values.shape}"
+            raise ImageError(f"{actual}; masks are uint8 or uint16 of two dimensions")
         return values
 
-    def take(self, which: Iterable[int]) -> Maps:
-        return Maps(self.places.take(which), self.table, self.per_metre, self.variable)
+    def take(self, indices: Iterable[int]) -> LabelMaps:
+        return LabelMaps(self.files.take(indices), self.train_ids, self.units_per_metre, self.variable)
 
     def digest(self) -> bytes:
-        blob = hashlib.sha256(self.places.digest())
-        blob.update(f"{self.per_metre} {self.variable}".encode())
-        blob.update(b"" if self.table is None else np.ascontiguousarray(self.table, "<i2").data)
-        return blob.digest()
+        digest = hashlib.sha256(self.files.digest())
+        digest.update(f"{self.units_per_metre} {self.variable}".encode())
+        digest.update(b"" if self.train_ids is None else np.ascontiguousarray(self.train_ids, "<i2").data)
+        return digest.digest()
 
 
 class Split:
-    """Pictures with their labels: class numbers (N,), rows of 1, 0 and -1 = ignored (N, classes), or maps."""
+    """Images with labels: class numbers (N,), rows of 1, 0 and -1 = ignored (N, classes), or maps."""
 
-    def __init__(self, images: Places, targets: NDArray[Any] | Maps) -> None:
+    def __init__(self, images: FileList, targets: NDArray[Any] | LabelMaps) -> None:
         if len(images) != len(targets):
             raise DatasetError(f"{len(images):,} pictures but {len(targets):,} labels")
         self.images, self._targets = images, targets
@@ -161,36 +185,49 @@ class Split:
         return self.images.name(i)
 
     def image(self, i: int) -> str | bytes:
-        """Picture `i` as `veca.images.open_image` takes it."""
+        """Return image `i` as `veca.images.open_image` takes it."""
         return self.images.read(i)
 
     def label(self, i: int) -> Any:
-        """A class number; a row of 1, 0 and -1; a mask (height, width) in train ids; or float32 metres, 0 = invalid."""
+        """Return a class number, a row of 1, 0 and -1, or a map (height, width): train ids, or metres with 0 = none."""
         if not 0 <= i < len(self):
             raise IndexError(f"item {i}; there are {len(self):,}")
-        found = self._targets[i]
-        return int(found) if np.ndim(found) == 0 else found
+        label = self._targets[i]
+        return int(label) if np.ndim(label) == 0 else label
 
     @property
-    def maps(self) -> Maps | None:
-        """Where masks or depths come from; None in classification."""
-        return self._targets if isinstance(self._targets, Maps) else None
+    def maps(self) -> LabelMaps | None:
+        """The masks or depths; None in classification."""
+        return self._targets if isinstance(self._targets, LabelMaps) else None
 
     @property
     def labels(self) -> NDArray[Any]:
         """All labels of a classification split at once."""
-        if isinstance(self._targets, Maps):
+        if isinstance(self._targets, LabelMaps):
             raise TypeError("masks and depths are read one by one: label(i)")
         return self._targets
 
-    def take(self, which: Iterable[int]) -> Split:
-        which = [int(i) for i in which]
+    def take(self, indices: Iterable[int]) -> Split:
+        indices = [int(i) for i in indices]
         maps = self.maps
-        return Split(self.images.take(which), self.labels[which] if maps is None else maps.take(which))
+        return Split(self.images.take(indices), self.labels[indices] if maps is None else maps.take(indices))
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of names and file sizes of images (and label maps), and of the bytes of a sample of them.
+
+        So files that were replaced under the same names are noticed without reading all of them.
+        """
+        digest = hashlib.sha256(self.digest())
+        for files in (self.images, *([self.maps.files] if self.maps else [])):
+            digest.update(np.ascontiguousarray(files.sizes(), "<i8").data)
+            for i in evenly_spaced(len(files), HASHED_FILES):
+                digest.update(hashlib.sha256(files.read_bytes(i)).digest())
+        return digest.hexdigest()
 
     def digest(self) -> bytes:
         digest = hashlib.sha256(self.images.digest())
-        if isinstance(self._targets, Maps):
+        if isinstance(self._targets, LabelMaps):
             digest.update(self._targets.digest())
         else:
             digest.update(np.ascontiguousarray(self._targets, self._targets.dtype.newbyteorder("<")).data)
@@ -199,9 +236,9 @@ class Split:
 
 @dataclass(frozen=True)
 class DepthRules:
-    """How a depth benchmark is scored: pixels whose true depth lies between the two, within `crop`, in metres.
+    """How a depth benchmark is scored: pixels with true depths in metres between the two limits, within `crop`.
 
-    `input_crop` (height, width) is what the literature keeps of every picture, at the bottom centre.
+    `input_crop` (height, width) is the part of every image that the literature uses, at the bottom centre.
     """
 
     min_depth: float = 1e-3
@@ -210,7 +247,7 @@ class DepthRules:
     input_crop: tuple[int, int] | None = None
 
     def box(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """The scored part of a picture as (top, bottom, left, right).
+        """Return the scored region of an image as (top, bottom, left, right).
 
         >>> DepthRules(crop="eigen").box(480, 640), DepthRules(crop="garg").box(375, 1242)
         ((45, 471, 41, 601), (153, 371, 44, 1197))
@@ -225,14 +262,14 @@ class DepthRules:
 
 @dataclass(frozen=True)
 class ProbeData:
-    """A dataset as the probes take it.
+    """A labelled dataset for probes and fine-tuning.
 
-    `splits` are train, val and test as far as there are any; the score is that of `report`. `protocol` is plain data
-    for reports, among it how splits came about. `problems` tells where this copy is not what was published.
+    `splits` are those of train, val and test that exist; the score is that of `report`. `protocol` is plain data for
+    reports, such as how splits were made. `problems` says where this copy is not what was published.
     """
 
     name: str
-    task: Task
+    task: LabelTask
     classes: list[str]
     splits: dict[str, Split]
     ignore: int | None = None
@@ -247,7 +284,7 @@ class ProbeData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of names, labels and splits, wherever the folder lies; of masks, their names and class mapping."""
+        """A hash of names, labels and splits, but not of the folder's path; of masks, their names and class mapping."""
         digest = hashlib.sha256(f"veca dataset 1 {self.task} {self.ignore} {self.classes}".encode())
         for name, split in sorted(self.splits.items()):
             digest.update(name.encode() + split.digest())
@@ -255,36 +292,36 @@ class ProbeData:
 
 
 def held_out(split: Split, share: float = HELD_OUT, groups: Sequence[Any] | None = None) -> tuple[Split, Split]:
-    """A split in two, the second with `share` of the pictures; the same ones for ever.
+    """Divide a split in two, the second with `share` of the images; always the same ones.
 
-    Of every class the pictures whose names have the lowest hashes are taken: `share` of them, rounded, at least one of
-    two. With `groups` whole groups go instead, as frames of one scene would give the other half away.
+    Of every class those with the lowest hashes of their names are taken: `share` of them, rounded, but at least one if
+    there are two. With `groups` whole groups are taken instead: frames of one scene would give the other half away.
     """
     if groups is None:
-        second = lowest(split, lambda count: min(max(1, int(count * share + 0.5)), count - 1))
+        second = lowest_hashes(split, lambda count: min(max(1, int(count * share + 0.5)), count - 1))
     else:
-        names, which = np.unique(np.asarray(groups, str), return_inverse=True)
+        names, group_of = np.unique(np.asarray(groups, str), return_inverse=True)
         taken: list[int] = []
         # At least one group, and never all.
-        for group in sorted(range(len(names)), key=lambda group: _hash(str(names[group])))[:-1]:
-            if taken and np.isin(which, taken).sum() >= share * len(split):
+        for group in sorted(range(len(names)), key=lambda group: _hash_name(str(names[group])))[:-1]:
+            if taken and np.isin(group_of, taken).sum() >= share * len(split):
                 break
             taken.append(group)
-        second = np.isin(which, taken)
+        second = np.isin(group_of, taken)
     return split.take(np.flatnonzero(~second)), split.take(np.flatnonzero(second))
 
 
-def lowest(split: Split, how_many: Callable[[int], int]) -> NDArray[np.bool_]:
-    """Which pictures have the lowest hashes of their names in their class, `how_many` of so many in it."""
-    plain = split.maps is None and split.labels.ndim == 1
+def lowest_hashes(split: Split, how_many: Callable[[int], int]) -> NDArray[np.bool_]:
+    """Return a mask of the images with the lowest hashes of names in each class; `how_many` gives their number."""
+    has_classes = split.maps is None and split.labels.ndim == 1
     members: dict[int, list[int]] = {}
-    for i, key in enumerate(split.labels.tolist() if plain else [0] * len(split)):
-        members.setdefault(key, []).append(i)
+    for i, label in enumerate(split.labels.tolist() if has_classes else [0] * len(split)):
+        members.setdefault(label, []).append(i)
     chosen = np.zeros(len(split), bool)
-    for rows in members.values():
-        chosen[sorted(rows, key=lambda i: _hash(split.name(i)))[: how_many(len(rows))]] = True
+    for images in members.values():
+        chosen[sorted(images, key=lambda i: _hash_name(split.name(i)))[: how_many(len(images))]] = True
     return chosen
 
 
-def _hash(name: str) -> bytes:
+def _hash_name(name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Tar shards with labels: members that share the name before the first dot are one sample.
+"""Reader of tar shards with labels: members that share the name before the first dot are one sample.
 
     7.webp (any picture)    7.cls (class number as text), 7.seg.png (mask) or 7.depth.png (16-bit millimetres)
 
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from veca.data.datasets.base import DatasetError, Maps, Places, Split
+from veca.data.datasets.base import DatasetError, FileList, LabelMaps, Split
+from veca.data.datasets.folders import SPLIT_FOLDERS
 from veca.data.datasets.layout import warn_unlabelled
 from veca.data.remote import as_text
 from veca.data.sources import is_image_name, shard_items
 
-SUFFIXES = {"classify": "cls", "segment": "seg.png", "depth": "depth.png"}
-_NAME = re.compile(r"(?P<name>.+?)[-_.](?P<split>trainval|train|validation|valid|val|test)([-_.]\d+)?\.tar")
-_SPLITS = {"trainval": "train", "validation": "val", "valid": "val"}
-_LABEL_BYTES = 64
+LABEL_SUFFIXES = {"classify": "cls", "segment": "seg.png", "depth": "depth.png"}
+_SHARD_NAME = re.compile(r"(?P<name>.+?)[-_.](?P<split>trainval|train|validation|valid|val|test)([-_.]\d+)?\.tar")
+_MAX_LABEL_BYTES = 64
 _LAYOUT = """
     NAME-train.tar, NAME-val.tar, NAME-test.tar    val or test may be missing; trainval is train
     ├── 7.webp                                     any picture
@@ -32,28 +32,28 @@ _LAYOUT = """
 
 
 def find_shards(source: str) -> list[str]:
-    """The shards of a list with commas, a folder, a glob or the start of a name; none when it is something else."""
-    found: list[str] = []
+    """Return the shards of a comma-separated list, a folder, a glob or a name's prefix; none if it is neither."""
+    shards: list[str] = []
     for part in source.split(","):
         if os.path.isdir(part):
-            found += sorted(glob.glob(os.path.join(glob.escape(part), "*.tar")))
+            shards += sorted(glob.glob(os.path.join(glob.escape(part), "*.tar")))
         elif glob.has_magic(part):
-            found += sorted(path for path in glob.glob(part) if path.endswith(".tar"))
+            shards += sorted(path for path in glob.glob(part) if path.endswith(".tar"))
         elif part.lower().endswith((".tar", ".tar.gz", ".tgz")):
-            found.append(part)
+            shards.append(part)
         else:
             beside = sorted(glob.glob(f"{glob.escape(part)}[-_.]*.tar"))
-            found += [path for path in beside if (m := _parsed(path)) and m["name"] == os.path.basename(part)]
-    return found
+            shards += [path for path in beside if (m := _parse_name(path)) and m["name"] == os.path.basename(part)]
+    return shards
 
 
-def _parsed(path: str) -> re.Match[str] | None:
-    return _NAME.fullmatch(os.path.basename(path))
+def _parse_name(path: str) -> re.Match[str] | None:
+    return _SHARD_NAME.fullmatch(os.path.basename(path))
 
 
-def name_of(paths: Sequence[str]) -> str:
-    """What the shards have in common; several datasets in one folder are an error."""
-    names = sorted({m["name"] if (m := _parsed(path)) else Path(path).stem for path in paths})
+def dataset_name(paths: Sequence[str]) -> str:
+    """Return the name that the shards have in common; several datasets in one folder are an error."""
+    names = sorted({m["name"] if (m := _parse_name(path)) else Path(path).stem for path in paths})
     if len(names) > 1:
         folder = os.path.dirname(paths[0])
         way = f"name one of them, such as {os.path.join(folder, names[0])}, or its shards with commas between"
@@ -62,39 +62,45 @@ def name_of(paths: Sequence[str]) -> str:
 
 
 def read_shards(paths: Sequence[str], task: str | None) -> tuple[str, dict[str, Split]]:
-    """The task, which may be left to the labels there are, and the splits; "all" where the names tell none."""
+    """Return the task (None: that of the labels there are) and the splits; "all" where the names tell none."""
     groups: dict[str, list[str]] = {}
     for path in paths:
-        match = _parsed(path)
+        match = _parse_name(path)
         split = match["split"] if match else "all"
-        groups.setdefault(_SPLITS.get(split, split), []).append(path)
-    # Names from here on, so that they are the same wherever the shards lie.
+        groups.setdefault({"trainval": "train", **SPLIT_FOLDERS}.get(split, split), []).append(path)
+    # Names are relative to this folder, so that fingerprints do not depend on where the shards lie.
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
-    indexed = {split: _index(shards, root) for split, shards in groups.items()}
-    there = [t for t, end in SUFFIXES.items() if any(end in row for rows in indexed.values() for row in rows.values())]
-    if not there:
+    indexed = {split: _index_members(shards, root) for split, shards in groups.items()}
+    samples = [sample for split in indexed.values() for sample in split.values()]
+    kinds = {kind for sample in samples for kind in sample}
+    present = [name for name, suffix in LABEL_SUFFIXES.items() if suffix in kinds]
+    if not present:
         raise DatasetError(f"{paths[0]}: has no labels beside its pictures. Expected:{_LAYOUT}")
-    if task is None and len(there) > 1:
-        raise DatasetError(f"{paths[0]}: has labels to {' and to '.join(there)}; say which with task=")
-    task = task or there[0]
-    if task not in there:
-        raise DatasetError(f"{paths[0]}: has labels to {' and to '.join(there)}, not to {task}. Expected:{_LAYOUT}")
-    end, samples = SUFFIXES[task], (row for rows in indexed.values() for row in rows.values())
-    unlabelled = [row["image"][0].replace("\0", "/") for row in samples if "image" in row and end not in row]
-    warn_unlabelled(unlabelled, f"a picture 7.jpg has its label in 7.{end}")
-    return task, {split: _split(root, rows, task) for split, rows in indexed.items()}
+    if task is None and len(present) > 1:
+        raise DatasetError(f"{paths[0]}: has labels to {' and to '.join(present)}; say which with task=")
+    task = task or present[0]
+    if task not in present:
+        raise DatasetError(f"{paths[0]}: has labels to {' and to '.join(present)}, not to {task}. Expected:{_LAYOUT}")
+    suffix = LABEL_SUFFIXES[task]
+    unlabelled = [s["image"][0].replace("\0", "/") for s in samples if "image" in s and suffix not in s]
+    warn_unlabelled(unlabelled, f"a picture 7.jpg has its label in 7.{suffix}")
+    return task, {split: _make_split(root, samples, task) for split, samples in indexed.items()}
 
 
-_Rows = dict[str, dict[str, tuple[str, tuple[int, int]]]]
-"""Sample → "image" or the end of a label's name → (shard and member, span)."""
+# Spans point into the shard, so that any sample can be read without unpacking it.
+_Samples = dict[str, dict[str, tuple[str, tuple[int, int]]]]
+"""Sample → "image" or the suffix of a label → (shard and member, span)."""
 
 
-def _index(shards: Sequence[str], root: str) -> _Rows:
-    rows: _Rows = {}
+def _index_members(shards: Sequence[str], root: str) -> _Samples:
+    samples: _Samples = {}
     for path in shards:
         if not path.endswith(".tar"):
-            raise DatasetError(f"{path}: a packed archive cannot be read in any order. Unpack it to .tar with gunzip")
+            raise DatasetError(
+                f"{path}: a compressed archive allows no random access; decompress it to .tar with gunzip"
+            )
         prefix, shard = len(as_text(path)) + 1, os.path.relpath(path, root)
+        # All members: the walk for images alone would leave out labels such as 7.seg.png.
         for item in shard_items(path, wanted=lambda name: True):
             member = item.name[prefix:]
             folder, _, file = member.rpartition("/")
@@ -102,36 +108,36 @@ def _index(shards: Sequence[str], root: str) -> _Rows:
             kind = "image" if is_image_name(member) else end.lower()
             if item.error and not member:
                 raise DatasetError(f"{path}: {item.error}")
-            if not key or (kind != "image" and kind not in SUFFIXES.values()):
+            if not key or (kind != "image" and kind not in LABEL_SUFFIXES.values()):
                 continue
             if item.span is None:
                 raise DatasetError(f"{item.name}: {item.error}")
-            sample = rows.setdefault(f"{shard}\0{folder}/{key}", {})
+            # Keys repeat from shard to shard (0.jpg, 1.jpg …), so the shard is a part of them.
+            sample = samples.setdefault(f"{shard}\0{folder}/{key}", {})
             if kind in sample:
                 raise DatasetError(f"{item.name}: sample {key} has this twice")
             sample[kind] = f"{shard}\0{member}", item.span
-    return rows
+    return samples
 
 
-def _split(root: str, rows: _Rows, task: str) -> Split:
-    """Samples that have both, in the order of the shards."""
-    end = SUFFIXES[task]
-    whole = [row for row in rows.values() if "image" in row and end in row]
-    if not whole:
-        raise DatasetError(f"{root}: a shard has no pictures with .{end}. Expected:{_LAYOUT}")
+def _make_split(root: str, samples: _Samples, task: str) -> Split:
+    """Return the samples that have image and label, in the order of the shards."""
+    suffix = LABEL_SUFFIXES[task]
+    complete = [sample for sample in samples.values() if {"image", suffix} <= sample.keys()]
+    if not complete:
+        raise DatasetError(f"{root}: a shard has no pictures with .{suffix}. Expected:{_LAYOUT}")
     images, labels = (
-        Places(root, [row[key][0] for row in whole], np.array([row[key][1] for row in whole], np.int64))
-        for key in ("image", end)
+        FileList(root, [sample[kind][0] for sample in complete], np.array([s[kind][1] for s in complete], np.int64))
+        for kind in ("image", suffix)
     )
-    if task == "depth":
-        return Split(images, Maps(labels, per_metre=1000))
-    if task == "segment":
-        return Split(images, Maps(labels))
-    return Split(images, np.array([_number(labels, row[end][1][1], i) for i, row in enumerate(whole)]))
+    if task == "classify":
+        return Split(images, np.array([_read_class(labels, i) for i in range(len(labels))]))
+    return Split(images, LabelMaps(labels, units_per_metre=1000 if task == "depth" else 0))
 
 
-def _number(labels: Places, size: int, i: int) -> int:
-    text = bytes(labels.read(i)).strip() if size <= _LABEL_BYTES else b""  # type: ignore[arg-type]
+def _read_class(labels: FileList, i: int) -> int:
+    text = labels.read_bytes(i).strip() if labels.sizes()[i] <= _MAX_LABEL_BYTES else b""
+    # At most 65535: the classes are numbered up to the highest that occurs, which must not fill the memory.
     if not text.isdigit() or int(text) >= 1 << 16:
         raise DatasetError(f"{labels.name(i)}: must hold a class number, 0 to 65535, as text")
     return int(text)

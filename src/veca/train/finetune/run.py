@@ -22,14 +22,13 @@ from torch import Tensor
 from veca.checkpoint import load_or_random, weights_hash
 from veca.checkpoint.pretrained import find_pretrained
 from veca.config import VecaConfig
-from veca.data.datasets import DatasetError, ProbeData, load_dataset
+from veca.data.datasets import DatasetError, ProbeData, limit_splits, load_dataset
+from veca.data.datasets.base import evenly_spaced
+from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, join_some
 from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
-from veca.heads.metrics import Confusion, by_class
+from veca.heads.metrics import Confusion, percent_by_class
 from veca.images import normalize
-from veca.probe.dense_data import Labelled
-from veca.probe.features import PictureError, listed, spread
-from veca.probe.run import limited
 from veca.report.gallery import save_picture
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.ema import Ema
@@ -51,7 +50,7 @@ from veca.train.parallel import (
     summed,
 )
 from veca.train.schedule import draw, learning_rate, step_seed
-from veca.utils.device import choose_device, versions_on
+from veca.utils.device import choose_device, describe_versions
 from veca.utils.signals import Interrupted
 
 WARMUP, MAX_NORM = 0.1, 1.0
@@ -90,7 +89,7 @@ def finetune(
         with warnings.catch_warnings():
             if not world.first:  # the first process speaks for all
                 warnings.simplefilter("ignore")
-            dataset = limited(load_dataset(data, root, settings.task), limit)
+            dataset = limit_splits(load_dataset(data, root, settings.task), limit)
         with run_folder(folder := Path(folder), world):
             return Finetuning(model, dataset, folder, settings, world, restart=restart, say=say).run()
 
@@ -99,7 +98,7 @@ class Finetuning(RunEngine):
     """One process of a fine-tuning run."""
 
     log_every, save_every, keep = 10, 500, 2
-    data_errors = (PictureError,)
+    data_errors = (UnreadableImageError,)
     nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
     save_with_validation = True
     stop_check_steps = 1  # each step synchronises the processes anyway
@@ -170,7 +169,7 @@ class Finetuning(RunEngine):
     def batches(self) -> contextlib.closing[Any]:
         return contextlib.closing(self.task.training(self.step, self.steps, self.world.rank, self.world.size))
 
-    def train_step(self, batches: Iterator[Labelled]) -> None:
+    def train_step(self, batches: Iterator[LabelledBatch]) -> None:
         """The loss is a mean over what counts in the batch of all processes, images or labelled pixels: the mean over
         the own part is weighted by its share.
         """
@@ -185,7 +184,7 @@ class Finetuning(RunEngine):
         own_counts = len(batch.labels), int((batch.labels != self.task.ignore).sum())
         counts, valid = zip(*gathered(own_counts, world), strict=True)
         if not sum(counts):
-            raise PictureError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
+            raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
         # Rows of this process in the batch of all.
         own = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
@@ -274,9 +273,9 @@ class Finetuning(RunEngine):
         self.model.train()
         scored, *totals = sum_of([count, *losses.values()], self.world)
         if not scored:
-            raise PictureError(f"no picture of {self.data.name} {split} can be read; mend them")
+            raise UnreadableImageError(f"no picture of {self.data.name} {split} can be read; mend them")
         for confusion in confusions.values():
-            summed(confusion.bins, self.world)
+            summed(confusion.totals, self.world)
         return {cores: (confusions[cores], total / scored) for cores, total in zip(confusions, totals, strict=True)}
 
     def validate(self) -> None:
@@ -349,7 +348,7 @@ class Finetuning(RunEngine):
             return
         unreadable = {name: sorted(images) for name, images in task.skipped.items() if images}
         problems = [
-            f"{len(images):,} of {name} cannot be read: {listed(images)}" for name, images in unreadable.items()
+            f"{len(images):,} of {name} cannot be read: {join_some(images)}" for name, images in unreadable.items()
         ]
         for problem in problems:
             self.log.event(self.step, f"skipped: {problem}")
@@ -359,12 +358,12 @@ class Finetuning(RunEngine):
             "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
             "best": {"score": self.best[0], "step": self.best[2]},
             "before": self.before, "after": {cores: task.metrics(each) for cores, (each, _) in scores.items()},
-            "per_class": by_class(self.data.classes, task.per_class(confusion).tolist()),
+            "per_class": percent_by_class(self.data.classes, task.per_class(confusion).tolist()),
             "confusions": _confused_pairs(confusion.counts),
             "matrix": confusion.counts.tolist() if len(self.data.classes) <= MAX_MATRIX else None,
             "gallery": self._save_gallery(split, largest),
             "images": self.meter.images, "seconds": self.meter.seconds,
-            "scoring_seconds": time.perf_counter() - began, "versions": versions_on(self.device),
+            "scoring_seconds": time.perf_counter() - began, "versions": describe_versions(self.device),
         })  # fmt: skip
 
     @torch.no_grad()
@@ -372,7 +371,7 @@ class Finetuning(RunEngine):
         """Predictions for a few images, spread over the split, as image files and captions."""
         self.model.eval()
         gallery = []
-        for i in spread(len(self.data.splits[split]), GALLERY_IMAGES):
+        for i in evenly_spaced(len(self.data.splits[split]), GALLERY_IMAGES):
             batch = self.task.load_one(split, i)
             if batch is None:
                 continue

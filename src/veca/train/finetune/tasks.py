@@ -20,16 +20,24 @@ from torch.utils.data import Dataset
 import veca
 from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets.base import ProbeData
+from veca.data.datasets.batches import (
+    CroppedImages,
+    CropTransform,
+    LabelledBatch,
+    UnreadableImageError,
+    decode_batches,
+    join_some,
+    shuffled_batches,
+)
+from veca.data.datasets.dense_batches import DenseLoader
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import fit_dense
-from veca.heads.linear import train_linear
+from veca.heads.features import Extraction, drop_unreadable
+from veca.heads.frozen import FrozenVeca
+from veca.heads.linear import DECAYS, RATES, train_linear
 from veca.heads.metrics import Confusion
 from veca.images import MEAN, STD, open_image
 from veca.model import Veca
-from veca.probe.backbones import VecaBackbone
-from veca.probe.dense_data import DenseData, Labelled
-from veca.probe.features import Extraction, PictureError, Pictures, View, decoding, listed, shuffled, without_bad
-from veca.probe.run import DECAYS, RATES
 from veca.report.gallery import colour_classes
 from veca.train.checkpoints import module_tensors
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, FinetuneSettings
@@ -128,59 +136,61 @@ class ClassifyTask(_FinetuneTask):
             backbone.reset_classifier(len(data.classes))
         self.network = Classifier(backbone)
 
-    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """Batches of the steps from `start`; each follows from the seed and its step alone.
 
         Each of `size` processes gets its share of a batch, in which there may be no readable image.
         """
         split, settings = self.data.splits["train"], self.settings
-        order = shuffled(len(split), settings.batch, range(start, steps), settings.seed, rank, size)
+        order = shuffled_batches(len(split), settings.batch, range(start, steps), settings.seed, rank, size)
         return self._batches("train", _RandomCrops(self.data, settings), order, allow_empty=size > 1)
 
-    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """All images of a split once; the batches are distributed over `size` processes."""
         count, batch = len(self.data.splits[split]), 2 * self.settings.batch
         order = [range(first, min(first + batch, count)) for first in range(0, count, batch)][rank::size]
-        images = Pictures(self.data.splits[split], View(self.settings.size))
+        images = CroppedImages(self.data.splits[split], CropTransform(self.settings.size))
         return (each for each in self._batches(split, images, order, allow_empty=True) if len(each.labels))
 
     def _batches(
         self, split: str, images: Dataset[Any], order: Iterable[Sequence[Any]], allow_empty: bool
-    ) -> Iterator[Labelled]:
+    ) -> Iterator[LabelledBatch]:
         """Decoded batches; `allow_empty`: also those in which no image can be read."""
         side = self.settings.size
         labels = torch.from_numpy(self.data.splits[split].labels).long()
-        with decoding(images, order, self.settings.workers) as batches:
+        with decode_batches(images, order, self.settings.workers) as batches:
             for batch in batches:
                 bad = [pixels for _, pixels in batch if isinstance(pixels, str)]
                 good = [(i, pixels) for i, pixels in batch if not isinstance(pixels, str)]
                 if bad and not self.settings.skip_bad:
-                    raise PictureError(
-                        f"pictures of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or leave such "
-                        "out with --skip-bad"
+                    raise UnreadableImageError(
+                        f"pictures of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or leave "
+                        "such out with --skip-bad"
                     )
                 if not (good or allow_empty):
-                    raise PictureError(
-                        f"a whole batch of {self.data.name} {split} cannot be read: {listed(bad)}. Mend them, or take "
-                        "a larger --batch-size"
+                    raise UnreadableImageError(
+                        f"a whole batch of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or "
+                        "take a larger --batch-size"
                     )
                 self.skipped.setdefault(split, set()).update(bad)
                 pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
-                yield Labelled(torch.from_numpy(pixels), labels[[i for i, _ in good]])
+                yield LabelledBatch(torch.from_numpy(pixels), labels[[i for i, _ in good]])
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores, labels, label_smoothing=self.settings.smoothing)
 
-    def probe(self, frozen: VecaBackbone, cores: int, folder: Path) -> None:
+    def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
         """Start the head from a linear probe of the frozen features, the one `veca probe classify` would fit."""
-        settings, data, view = self.settings, self.data, View(self.settings.size)
+        settings, data, view = self.settings, self.data, CropTransform(self.settings.size)
         extraction = Extraction(frozen, folder, workers=settings.workers, progress=settings.progress)
         sets: list[Tensor] = []
         for name in ("train", "val"):
             split = data.splits[name]
             extraction.run(split, view, [cores], f"features of {name}")
             labels = torch.from_numpy(split.labels).long()
-            sets += without_bad(extraction.load(split, view, cores), labels, settings.skip_bad, f"{data.name} {name}")
+            sets += drop_unreadable(
+                extraction.load(split, view, cores), labels, settings.skip_bad, f"{data.name} {name}"
+            )
         with bar("linear probe", settings.head_epochs, "epochs", settings.progress) as advance:
             head = train_linear(
                 sets[0], sets[1], sets[2], sets[3], classes=len(data.classes), rates=RATES, decays=DECAYS,
@@ -188,12 +198,12 @@ class ClassifyTask(_FinetuneTask):
             ).head  # fmt: skip
         self.network.backbone.head.load_state_dict({"weight": head.weight, "bias": head.bias})
 
-    def load_one(self, split: str, i: int) -> Labelled | None:
+    def load_one(self, split: str, i: int) -> LabelledBatch | None:
         """Image `i` as `scoring` has it; None where it cannot be read."""
-        _, pixels = Pictures(self.data.splits[split], View(self.settings.size))[i]
+        _, pixels = CroppedImages(self.data.splits[split], CropTransform(self.settings.size))[i]
         if isinstance(pixels, str):
             return None
-        return Labelled(torch.from_numpy(pixels)[None], torch.tensor([self.data.splits[split].label(i)]))
+        return LabelledBatch(torch.from_numpy(pixels)[None], torch.tensor([self.data.splits[split].label(i)]))
 
     def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
         """Images and a caption that show the prediction for one image and its label."""
@@ -228,8 +238,8 @@ class _RandomCrops(Dataset[Any]):
     def __getitem__(self, position_and_index: tuple[int, int]) -> Any:
         position, i = position_and_index
         settings, epoch = self.settings, position // len(self.split)
-        view = View(settings.size, epoch, settings.seed, (settings.least_area, 1.0))
-        return Pictures(self.split, view)[i]
+        view = CropTransform(settings.size, epoch, settings.seed, (settings.least_area, 1.0))
+        return CroppedImages(self.split, view)[i]
 
 
 class SegmentTask(_FinetuneTask):
@@ -240,7 +250,7 @@ class SegmentTask(_FinetuneTask):
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings) -> None:
         super().__init__(data, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
         self.settings = settings
-        self.dense_data = DenseData(
+        self.dense_data = DenseLoader(
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
             settings.skip_bad, settings.scales, self.skipped,
         )  # fmt: skip
@@ -248,20 +258,20 @@ class SegmentTask(_FinetuneTask):
         backbone.reset_classifier(0)
         self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
 
-    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         return self.dense_data.training(steps, start, rank, size)
 
-    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[Labelled]:
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         return self.dense_data.scoring(split, rank, size)
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return self.network.head.loss(scores, labels)
 
-    def probe(self, frozen: VecaBackbone, cores: int, folder: Path) -> None:
+    def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
         settings = self.settings
         steps = max(1, round(settings.head_epochs * len(self.data.splits["train"]) / settings.batch))
 
-        def features(batches: Iterator[Labelled]) -> Iterator[DenseBatch]:
+        def features(batches: Iterator[LabelledBatch]) -> Iterator[DenseBatch]:
             for pixels, labels in batches:
                 cls, patches = frozen.features(frozen.prepare(pixels), cores)
                 assert patches is not None
@@ -274,7 +284,7 @@ class SegmentTask(_FinetuneTask):
             )  # fmt: skip
         self.network.head.load_state_dict(sweep.head.state_dict())
 
-    def load_one(self, split: str, i: int) -> Labelled | None:
+    def load_one(self, split: str, i: int) -> LabelledBatch | None:
         return self.dense_data.one(split, i)
 
     def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
@@ -300,11 +310,11 @@ class SegmentTask(_FinetuneTask):
         self.network.load_state_dict(load_segmenter(folder).state_dict())
 
 
-def frozen_backbone(backbone: Veca, name: str, device: torch.device, precision: Any) -> VecaBackbone:
+def frozen_backbone(backbone: Veca, name: str, device: torch.device, precision: Any) -> FrozenVeca:
     """A copy of the backbone for the probe, without a head."""
     frozen = copy.deepcopy(backbone)
     frozen.reset_classifier(0)
-    return VecaBackbone(frozen, name, device, precision)
+    return FrozenVeca(frozen, name, device, precision)
 
 
 def make_task(backbone: Veca, data: ProbeData, settings: FinetuneSettings) -> ClassifyTask | SegmentTask:

@@ -74,7 +74,7 @@ def test_norms_undo_scale_and_shift(norm: str) -> None:
     for source in (train, shifted):
         head = SegmentationHead(WIDTH, 3, norm=norm)  # type: ignore[arg-type]
         if norm == "standardize":
-            head.take_statistics(source())
+            head.use_moments(head.moments(batch) for batch in source())
         patches, cls, _ = next(iter(source()))
         outputs.append(head(patches, cls, (4, 5)).detach())
     assert torch.allclose(outputs[0], outputs[1], atol=1e-3 * float(outputs[0].abs().max()))
@@ -171,7 +171,7 @@ def alone(head: DenseHead, rate: float, steps: int, depth: bool) -> tuple[DenseH
     """Trained as `fit_dense` trains, by itself."""
     head = copy.deepcopy(head)
     if head.norm == "standardize":
-        head.take_statistics(scenes(1, steps, depth)())
+        head.use_moments(head.moments(batch) for batch in scenes(1, steps, depth)())
     optimizer, losses = torch.optim.AdamW(head.parameters(), weight_decay=0.01), []
     for step, (patches, cls, labels) in enumerate(scenes(1, steps, depth)()):
         optimizer.param_groups[0]["lr"] = rate * polynomial(step, steps, 0.9)
@@ -180,7 +180,7 @@ def alone(head: DenseHead, rate: float, steps: int, depth: bool) -> tuple[DenseH
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    meter = head.eval().meter()
+    meter = head.eval().metrics()
     for patches, cls, labels in scenes(2, 3, depth)():
         meter.update(head.predict(head(patches, cls, (16, 20))), labels)
     return head, losses, meter.compute()
@@ -192,7 +192,7 @@ def alone(head: DenseHead, rate: float, steps: int, depth: bool) -> tuple[DenseH
 def test_heads_learn_together_as_each_would_alone(
     task: str, norm: Norm, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "AT_ONCE", at_once if task != "regression" else at_once // 12)
+    monkeypatch.setattr(dense, "MAX_OUTPUTS", at_once if task != "regression" else at_once // 12)
     depth, rates, before = task != "segment", (0.001, 0.003, 0.01), torch.get_rng_state()
     head: DenseHead = SegmentationHead(WIDTH, 12, norm=norm, seed=4)
     if depth:

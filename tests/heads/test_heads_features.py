@@ -6,19 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
 from PIL import Image
+from tiny_datasets import make_folder
 
 import veca
-from veca.data.datasets import ProbeData, load_dataset
-from veca.probe import features
-from veca.probe.backbones import Backbone, VecaBackbone
-from veca.probe.features import Extraction, PictureError, View, content, without_bad
+from veca.data.datasets import ProbeData, base, load_dataset
+from veca.data.datasets.batches import CropTransform, UnreadableImageError
+from veca.heads import features
+from veca.heads.features import Extraction, drop_unreadable
+from veca.heads.frozen import FrozenBackbone, FrozenVeca
 
-VIEW = View(32)
+VIEW = CropTransform(32)
 
 
 @pytest.fixture
@@ -26,24 +27,11 @@ def data(tmp_path: Path) -> ProbeData:
     return load_dataset(str(make_folder(tmp_path / "mine", 7)))
 
 
-def make_folder(root: Path, count: int) -> Path:
-    """Two classes, red and blue, in noise."""
-    draw = np.random.default_rng(0)
-    for split in ("train", "val", "test"):
-        for name, colour in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                noise = draw.integers(-10, 10, (40, 60, 3))
-                pixels = (np.array(colour) + noise).clip(0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return root
+def backbone() -> FrozenVeca:
+    return FrozenVeca(make_tiny(), "tiny", torch.device("cpu"), "float32")
 
 
-def backbone() -> VecaBackbone:
-    return VecaBackbone(make_tiny(), "tiny", torch.device("cpu"), "float32")
-
-
-class Counted(VecaBackbone):
+class Counted(FrozenVeca):
     """Counts pictures that are not black, in all processes, and fails after some."""
 
     fail_after = 10**9
@@ -68,7 +56,7 @@ def counted() -> Counted:
     return Counted(make_tiny(), "tiny", torch.device("cpu"), "float32")
 
 
-def extraction(model: Backbone, folder: Path, **options: Any) -> Extraction:
+def extraction(model: FrozenBackbone, folder: Path, **options: Any) -> Extraction:
     return Extraction(model, folder, at_once=4, progress=False, **options)
 
 
@@ -91,7 +79,7 @@ def test_all_budgets_come_from_one_pass(data: ProbeData, tmp_path: Path, workers
     assert model.seen == 28
 
 
-class Where(VecaBackbone):
+class Where(FrozenVeca):
     """Its features are the number of the process that computes them."""
 
     def _run(self, images: torch.Tensor, cores: int | None, dense: bool) -> tuple[torch.Tensor, None]:
@@ -99,7 +87,7 @@ class Where(VecaBackbone):
         return torch.full((len(images), self.width), float(os.getpid())), None
 
 
-class Broken(VecaBackbone):
+class Broken(FrozenVeca):
     def _run(self, images: torch.Tensor, cores: int | None, dense: bool) -> Any:
         if images.std() > 1e-3:
             raise RuntimeError("two shapes that do not fit")
@@ -133,7 +121,7 @@ def test_processes_have_what_was_compiled(data: ProbeData, tmp_path: Path, monke
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no machine code
     split = data.splits["train"]  # 14: of the last batch of 4, 2 are there
-    model = VecaBackbone(make_tiny(depth=2), "tiny", torch.device("cpu"), "float32", compile=True)
+    model = FrozenVeca(make_tiny(depth=2), "tiny", torch.device("cpu"), "float32", compile=True)
     run, alone = (extraction(model, tmp_path / str(workers), workers=workers) for workers in (2, 0))
     run.run(split, VIEW, (8, 64), "")
     frames = torch._dynamo.utils.counters["frames"]
@@ -195,9 +183,9 @@ def test_bad_pictures_are_named(tmp_path: Path, workers: int) -> None:
     found, labels = run.load(split, VIEW, 8), torch.from_numpy(split.labels)
     assert sorted(found.bad) == [0, 1, 2, 3, 10]
     assert found.bad[10].startswith("val/red/3.png: ")
-    with pytest.raises(PictureError, match="5 of 14 pictures of mine val.*val/blue/0.png.*--skip-bad"):
-        without_bad(found, labels, False, "mine val")
-    values, kept = without_bad(found, labels, True, "mine val")
+    with pytest.raises(UnreadableImageError, match="5 of 14 pictures of mine val.*val/blue/0.png.*--skip-bad"):
+        drop_unreadable(found, labels, False, "mine val")
+    values, kept = drop_unreadable(found, labels, True, "mine val")
     assert kept.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     assert torch.equal(values, found.values[[4, 5, 6, 7, 8, 9, 11, 12, 13]])
     assert values.norm(dim=1).min() > 0
@@ -205,7 +193,7 @@ def test_bad_pictures_are_named(tmp_path: Path, workers: int) -> None:
 
 def test_a_picture_that_was_mended_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not it is among those whose bytes are part of the key."""
-    monkeypatch.setattr(features, "_SAMPLED", 2)
+    monkeypatch.setattr(base, "HASHED_FILES", 2)
     folder = make_folder(tmp_path / "mine", 7)
     whole = (folder / "val/red/3.png").read_bytes()
     run = extraction(backbone(), tmp_path / "f")
@@ -223,33 +211,33 @@ def test_keys_differ_where_features_do(data: ProbeData, tmp_path: Path) -> None:
     keys = [
         run.key(split, VIEW, 8),
         run.key(split, VIEW, 16),
-        run.key(split, View(48), 8),
-        run.key(split, View(32, 0), 8),
-        run.key(split, View(32, 1), 8),
-        run.key(split, View(32, 0, seed=1), 8),
+        run.key(split, CropTransform(48), 8),
+        run.key(split, CropTransform(32, 0), 8),
+        run.key(split, CropTransform(32, 1), 8),
+        run.key(split, CropTransform(32, 0, seed=1), 8),
         run.key(data.splits["val"], VIEW, 8),
         extraction(backbone(), tmp_path, kind="cls+mean").key(split, VIEW, 8),
-        extraction(VecaBackbone(other, "tiny", torch.device("cpu"), "float32"), tmp_path).key(split, VIEW, 8),
-        extraction(VecaBackbone(make_tiny(), "tiny", torch.device("cpu"), "bfloat16"), tmp_path).key(split, VIEW, 8),
+        extraction(FrozenVeca(other, "tiny", torch.device("cpu"), "float32"), tmp_path).key(split, VIEW, 8),
+        extraction(FrozenVeca(make_tiny(), "tiny", torch.device("cpu"), "bfloat16"), tmp_path).key(split, VIEW, 8),
     ]
     assert len(set(keys)) == len(keys)
-    again = extraction(VecaBackbone(make_tiny(), "another name", torch.device("cpu"), "float32"), tmp_path / "else")
+    again = extraction(FrozenVeca(make_tiny(), "another name", torch.device("cpu"), "float32"), tmp_path / "else")
     assert again.key(split, VIEW, 8) == keys[0]
 
 
 def test_pictures_replaced_under_their_names_are_noticed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "mine", 3)
     before = load_dataset(str(folder))
-    first = content(before.splits["train"])
-    assert content(load_dataset(str(folder)).splits["train"]) == first
+    first = before.splits["train"].content_hash
+    assert load_dataset(str(folder)).splits["train"].content_hash == first
     Image.new("RGB", (60, 40)).save(folder / "train/red/1.png")
     after = load_dataset(str(folder))
     assert after.fingerprint == before.fingerprint
-    assert content(after.splits["train"]) != first
+    assert after.splits["train"].content_hash != first
 
 
 def test_random_parts_do_not_depend_on_batches(data: ProbeData, tmp_path: Path) -> None:
-    split, view = data.splits["train"], View(32, 2, seed=5)
+    split, view = data.splits["train"], CropTransform(32, 2, seed=5)
     small, large = extraction(backbone(), tmp_path), Extraction(backbone(), tmp_path, at_once=14, progress=False)
     for run in (small, large):
         run.run(split, view, (8,), "")
