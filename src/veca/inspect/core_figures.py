@@ -42,9 +42,9 @@ def draw_layers(
     Defaults: four of the model's budgets, and six layers without the first.
     """
     check_method(method)
-    budgets = inputs.choose_budgets(model, budgets, inputs.evenly_spaced(model.config.budgets, 4))
+    budgets = inputs.choose_budgets(model, budgets, inputs.pick_evenly(model.config.budgets, 4))
     all_but_first = range(2, len(model.blocks) + 1) or [1]
-    layers = inputs.choose_layers(model, layers, inputs.evenly_spaced(all_but_first, 6))
+    layers = inputs.choose_layers(model, layers, inputs.pick_evenly(all_but_first, 6))
     photos = inputs.open_photos(images, size, fit)
     layout.check_panels(len(photos) * len(budgets), 1 + len(layers))
     colours: list[list[Tensor]] = []  # [budget][photo]: (layers, rows, columns, 3)
@@ -93,7 +93,7 @@ def draw_cores(
     """
     budget = inputs.choose_budget(model, cores)
     which = inputs.choose_cores(which, budget)
-    later_layers = inputs.evenly_spaced(range(1, len(model.blocks) + 1), 4)[1:] or [1]
+    later_layers = inputs.pick_evenly(range(1, len(model.blocks) + 1), 4)[1:] or [1]
     layers = inputs.choose_layers(model, layers, later_layers)
     photos = inputs.open_photos(images, size, fit)
     layout.check_panels(len(photos) * len(layers), 1 + len(which))
@@ -214,7 +214,7 @@ def draw_states(
     """
     check_method(method)
     budget = inputs.choose_budget(model, cores)
-    layers = inputs.choose_layers(model, layers, inputs.evenly_spaced(range(1, len(model.blocks) + 1), 4))
+    layers = inputs.choose_layers(model, layers, inputs.pick_evenly(range(1, len(model.blocks) + 1), 4))
     photos = inputs.open_photos(images, size, fit)
     several = len(photos) > 1
     layout.check_panels(1 + several, len(layers))
@@ -268,5 +268,5 @@ def _layer_labels(model: Veca, layers: Sequence[int]) -> list[str]:
 
 
 def _add_core_bar(figure: Figure, axes: Sequence[Axes], num_cores: int) -> None:
-    ticks = {float(core): str(core) for core in inputs.evenly_spaced(range(1, num_cores + 1), 5)}
+    ticks = {float(core): str(core) for core in inputs.pick_evenly(range(1, num_cores + 1), 5)}
     layout.add_colour_bar(figure, axes, layout.core_colours(), (1, max(2, num_cores)), "core", ticks)

@@ -34,7 +34,7 @@ from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import collect_unsupported
 from veca.inspect import map_measures as measures
-from veca.inspect.figure_inputs import choose_budgets, evenly_spaced, inspecting
+from veca.inspect.figure_inputs import choose_budgets, inspecting, pick_evenly
 from veca.inspect.map_measures import Alignment, Moments
 from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
 from veca.model import Veca, VecaOutput
@@ -190,7 +190,7 @@ def measure_cores(
     that cannot be read is left out and counted.
     """
     began = time.perf_counter()
-    chosen = choose_budgets(model, budgets, evenly_spaced(model.config.budgets, 4))
+    chosen = choose_budgets(model, budgets, pick_evenly(model.config.budgets, 4))
     sources = list_paths(images)
     _check_arguments(sources, size, limit, batch, model.config.patch_size)
     device = model.norm.weight.device

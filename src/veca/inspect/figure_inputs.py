@@ -168,10 +168,10 @@ def choose_patch(patch: tuple[int, int], grid: tuple[int, int], name: str) -> tu
     return patch
 
 
-def evenly_spaced(values: Sequence[int], count: int) -> list[int]:
+def pick_evenly(values: Sequence[int], count: int) -> list[int]:
     """`count` of the values, evenly spaced from the first to the last; all if there are no more.
 
-    >>> evenly_spaced(range(2, 13), 6), evenly_spaced([8, 16], 4)
+    >>> pick_evenly(range(2, 13), 6), pick_evenly([8, 16], 4)
     ([2, 4, 6, 8, 10, 12], [8, 16])
     """
     if len(values) <= count:

@@ -46,7 +46,7 @@ PAGE_WIDTH = 8.5
 MIN_PANEL, MAX_PANEL = 1.35, 2.8
 MARGIN = 0.15
 LINE_HEIGHT = 0.165
-LETTER_WIDTH = 0.068
+INCHES_PER_LETTER = 0.068
 GAP = 0.08
 
 
@@ -79,12 +79,12 @@ def create_panels(
     """
     check_panels(len(rows), len(columns))
     rows = [_wrap_label(row, 18) for row in rows]
-    left = MARGIN + max(len(line) for row in rows for line in row.split("\n")) * LETTER_WIDTH + 0.1
+    left = MARGIN + max(len(line) for row in rows for line in row.split("\n")) * INCHES_PER_LETTER + 0.1
     right = MARGIN + 0.75 * colour_bar
     below_panel = GAP + 0.2 * captions
     panel = min(max((PAGE_WIDTH - left - right) / len(columns) - GAP, MIN_PANEL), MAX_PANEL)
     width = max(left + len(columns) * (panel + GAP) + right, 6.0)
-    columns = [_wrap_label(column, int(panel / LETTER_WIDTH)) for column in columns]
+    columns = [_wrap_label(column, int(panel / INCHES_PER_LETTER)) for column in columns]
     headings = 0.15 + LINE_HEIGHT * max(column.count("\n") + 1 for column in columns)
     body = headings + sum(panel * aspect + below_panel for aspect in aspects) + legend_lines * 0.2 + MARGIN
     figure, top = create_headed_figure(title, text, notice, width, body)
@@ -134,7 +134,7 @@ def create_photo_panels(
 
 def create_headed_figure(title: str, text: str, notice: str, width: float, body: float) -> tuple[Figure, float]:
     """A figure with title, notice and text, and `body` inches under them; also returns where that begins."""
-    letters = int((width - 2 * MARGIN) / LETTER_WIDTH)
+    letters = int((width - 2 * MARGIN) / INCHES_PER_LETTER)
     # Text, font, and relative to body text how many letters fit into a line and how tall a line is.
     parts: list[tuple[str, dict[str, Any], float, float]] = [
         (title, {"fontsize": 12, "fontweight": "bold"}, 0.72, 1.4),
