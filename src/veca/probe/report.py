@@ -24,7 +24,7 @@ from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_na
 from veca.probe.tables import Group, ResultTable, Series
 from veca.report.chart_files import write_chart
 from veca.report.charts import Line, line_chart
-from veca.report.page import data_uri, levels, write_page, write_text
+from veca.report.page import data_uri, heat_rows, levels, write_page, write_text
 from veca.utils.text import duration, number, printable
 
 SHOWN_ROWS = 24  # of a dataset; with more, the best are shown and all are folded away
@@ -202,21 +202,18 @@ def _row_context(row: ProbeResult) -> dict[str, Any]:
 
 
 def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
-    """Rates × decays of a sweep, each with its best score on val."""
+    """Decays × rates of a sweep, each with its best score on val."""
     values = {
-        (head["rate"], head["decay"]): head.get("val", math.nan)
+        (head["decay"], head["rate"]): head.get("val", math.nan)
         for head in row.sweep
         if {"rate", "decay"} <= head.keys()
     }
     if len(values) < 2:
         return None
+    rates, decays = (sorted({pair[i] for pair in values}) for i in (1, 0))
     scaled = levels(values, lower_is_better(row.metric))
-    rates, decays = (sorted({pair[i] for pair in values}) for i in (0, 1))
-    cells = {
-        f"{decay:g}": [(number(values.get((r, decay), math.nan)), scaled.get((r, decay), math.nan)) for r in rates]
-        for decay in decays
-    }
-    return {"rates": [f"{rate:g}" for rate in rates], "rows": cells}
+    rows = heat_rows(values, scaled, {decay: f"{decay:g}" for decay in decays}, rates)
+    return {"rates": [f"{rate:g}" for rate in rates], "rows": rows}
 
 
 def _row_table(rows: Sequence[ProbeResult]) -> tuple[ResultTable, list[str]]:

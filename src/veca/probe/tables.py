@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from veca.data.datasets import SPECS
 from veca.probe import paper
 from veca.probe.results import ProbeResult, as_mapping, flatten_settings, lower_is_better, metric_name, metric_text
-from veca.report.page import levels
+from veca.report.page import heat_rows, levels
 from veca.utils.text import printable
 
 TASK_ORDER = ("classify", "knn", "segment", "depth")
@@ -264,12 +265,9 @@ def heat_grid(group: Group, series: Series) -> HeatGrid | None:
     sizes = sorted({row.size for row in series.rows if row.cores is not None})
     if len(cores) < 2 or len(sizes) < 2:
         return None
-    values = {(c, s): series.mean(c, s) for c in cores for s in sizes}
+    values = {(s, c): series.mean(c, s) for s in sizes for c in cores}
     scaled = levels(values, lower_is_better(group.metric))
-    rows = {
-        f"{s} px": [(metric_text(group.metric, values[c, s]), scaled.get((c, s), math.nan)) for c in cores]
-        for s in sizes
-    }
+    rows = heat_rows(values, scaled, {s: f"{s} px" for s in sizes}, cores, partial(metric_text, group.metric))
     return HeatGrid(series.name, cores, rows)
 
 

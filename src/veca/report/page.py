@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from html import escape
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from veca.report.colours import CIVIDIS, DARK, LIGHT, ROLES, ramp_colours
 from veca.utils.files import atomic_path
-from veca.utils.text import printable
+from veca.utils.text import number, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -103,6 +103,17 @@ def levels(values: Mapping[Key, float], lower_is_better: bool = False, flat: flo
     signed = {key: -value if lower_is_better else value for key, value in values.items() if math.isfinite(value)}
     low, high = min(signed.values(), default=0.0), max(signed.values(), default=0.0)
     return {key: (value - low) / (high - low) if high > low else flat for key, value in signed.items()}
+
+
+def heat_rows(
+    values: Mapping[tuple[Key, Key], float], scaled: Mapping[tuple[Key, Key], float], names: Mapping[Key, str],
+    columns: Sequence[Key], text: Callable[[float], str] = number,
+) -> dict[str, list[tuple[str, float]]]:  # fmt: skip
+    """Rows of a heat table by name: text and level of the values at each (row, column), nan where there is none."""
+    return {
+        name: [(text(values.get((row, c), math.nan)), scaled.get((row, c), math.nan)) for c in columns]
+        for row, name in names.items()
+    }
 
 
 def data_uri(data: bytes, kind: str) -> str:

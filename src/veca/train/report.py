@@ -18,7 +18,7 @@ import yaml
 
 from veca.errors import ArgumentError
 from veca.report.charts import Line, Point, bar_chart, line_chart, smooth
-from veca.report.page import levels, write_page
+from veca.report.page import heat_rows, levels, write_page
 from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
@@ -207,10 +207,8 @@ def _validation_maps(run: _Run) -> dict[str, Any]:
     grids, lines = [], []
     for step, title in titles.items():
         sizes, budgets = (sorted({cell[i] for cell in losses[step]}) for i in (0, 1))
-        rows = {}
-        for size in sizes:
-            cells = [(losses[step].get((size, b), math.nan), scaled.get((step, (size, b)), math.nan)) for b in budgets]
-            rows[f"{size} px"] = [(number(loss), level) for loss, level in cells]
+        own_levels = {cell: level for (at, cell), level in scaled.items() if at == step}
+        rows = heat_rows(losses[step], own_levels, {size: f"{size} px" for size in sizes}, budgets)
         mean = number(_mean_loss(run.validation[step]))
         grids.append({"title": f"{title} validation, step {step:,}", "budgets": budgets, "rows": rows, "mean": mean})
     for i, size in enumerate(sizes):  # of the last validation
