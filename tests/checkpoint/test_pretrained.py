@@ -131,7 +131,7 @@ def test_commands_say_what_the_weights_are(folder: Path) -> None:
     assert demo.exit_code == 0, demo.output
     page = Path("r.html").read_text()
     assert "<dd>veca_tiny.birds_coco</dd>" in page
-    assert f"<dd>{phrase.replace(chr(39), '&#x27;')}</dd>" in page
+    assert f"<dd>{phrase.replace(chr(39), '&#39;')}</dd>" in page
     assert "random" not in page
     assert f"Weights: veca_tiny.birds_coco, {phrase}." in demo.stderr
     shown = RUN(app, ["info", "--model", "veca_tiny"]).stdout

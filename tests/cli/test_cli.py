@@ -191,7 +191,7 @@ def test_interrupt_and_continue(folder: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # as here: sums of several threads are others
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (folder / "broken.parquet.parts" / "job.json").exists():
+    while not (folder / "broken.parquet.parts" / "_job.json").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.001)

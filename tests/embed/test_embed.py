@@ -999,7 +999,7 @@ def test_the_command_counts_what_an_earlier_run_did(photos, tmp_path, monkeypatc
         with pytest.raises(Stop):
             CliRunner().invoke(app, command)
     said = CliRunner().invoke(app, command)
-    assert "11 pictures, 11 of them in an earlier run" in said.stdout.replace("\n", "")
+    assert "11 images, 11 of them in an earlier run" in said.stdout.replace("\n", "")
     assert said.exit_code == 3
 
 

@@ -217,7 +217,7 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
     assert killer.killed
     assert killer.there < 16, "the worker was killed too late to matter"
     assert "16/16 partitions" in said.stderr
-    assert "121 pictures, 25 of them in an earlier run" in said.stdout
+    assert "121 images, 25 of them in an earlier run" in said.stdout
     assert table(out) == table(plain)
     assert [path for path in whole if path.stat().st_mtime_ns != times[path]] == [whole[1]]
     assert sorted(name for name in os.listdir(out) if not name.endswith(".parquet")) == ["_done.json", "_job.json"]
