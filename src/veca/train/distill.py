@@ -26,13 +26,7 @@ from veca.data.sampler import TrainSampler
 from veca.model import Veca
 from veca.optimized import RECOMPILE_LIMIT
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
-from veca.train.checkpoints import (
-    TensorFiles,
-    module_tensors,
-    optimizer_tensors,
-    restore_module,
-    restore_optimizer,
-)
+from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_module, restore_optimizer
 from veca.train.csv_log import grid_means
 from veca.train.ema import Ema
 from veca.train.engine import RunEngine

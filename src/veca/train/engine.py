@@ -24,13 +24,7 @@ from torch import Tensor, nn
 
 from veca.data.index import DataError
 from veca.errors import ArgumentError, VecaError
-from veca.train.checkpoints import (
-    Checkpoint,
-    TensorFiles,
-    newest_checkpoint,
-    remove_old_checkpoints,
-    write_checkpoint,
-)
+from veca.train.checkpoints import Checkpoint, TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
 from veca.train.ema import Ema
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
 from veca.train.meter import TrainMeter

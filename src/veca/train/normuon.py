@@ -103,14 +103,7 @@ class NorMuon(Optimizer):
         return loss
 
     def _update(
-        self,
-        params: list[Tensor],
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        beta2: float,
-        parts: int,
-        **_: Any,
+        self, params: list[Tensor], lr: float, weight_decay: float, momentum: float, beta2: float, parts: int, **_: Any
     ) -> None:
         """One step for matrices of one shape, batched."""
         states = [self.state[p] for p in params]

@@ -303,8 +303,7 @@ def _run_table(plan: RunPlan) -> Table:
     student, teacher = PASSES * plan.flops(), plan.teacher_flops()
     share = f"teacher about {teacher / 1e9:,.2f} ({teacher / (student + teacher):.0%})" if teacher else "no teacher's"
     table.add_row(
-        "GFLOPs per image",
-        f"{(student + teacher) / 1e9:,.2f}: student {student / 1e9:,.2f} ({PASSES} passes), {share}",
+        "GFLOPs per image", f"{(student + teacher) / 1e9:,.2f}: student {student / 1e9:,.2f} ({PASSES} passes), {share}"
     )
     if plan.images_seen is not None:
         table.add_row("FLOPs in all", f"{plan.images_seen * (student + teacher):.3g}")
