@@ -169,7 +169,7 @@ class Distillation(RunEngine):
         norm = parallel.unshard(torch.nn.utils.get_total_norm(gradients))
         # Whether to skip the step is decided on the device: asking would make the host wait for every step.
         finite = torch.stack([norm, *(each.total.detach() for each in losses)]).isfinite().all()
-        skip = parallel.largest((~finite).float(), self.world)
+        skip = parallel.all_reduced((~finite).float(), self.world, torch.distributed.ReduceOp.MAX)
         schedule = recipe.schedule
         self.optimizers.step(learning_rate(self.step, self.steps, self.warmup, schedule.peak, schedule.low), skip)
         self.optimizers.zero_grad()

@@ -70,29 +70,21 @@ class NorMuon(Optimizer):
         params: Iterable[Any],
         lr: float,
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        beta2: float = 0.95,
-        parts: int = 1,
         dtype: torch.dtype = torch.bfloat16,
+        parts: int = 1,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "beta2": beta2, "parts": parts}
-        )
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95, "beta2": 0.95, "parts": parts}
+        super().__init__(params, defaults)
         self.dtype = dtype
         for group in self.param_groups:
             for p in group["params"]:
                 if p.ndim != 2 or len(p) % group["parts"]:
-                    raise ArgumentError(
-                        f"NorMuon got a parameter of shape {tuple(p.shape)} with parts={group['parts']}; "
-                        "it takes matrices whose rows fall into equal parts. Give the others to AdamW"
-                    )
+                    rule = "it takes matrices whose rows fall into equal parts. Give the others to AdamW"
+                    raise ArgumentError(f"NorMuon: shape {tuple(p.shape)} with parts={group['parts']}; {rule}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:

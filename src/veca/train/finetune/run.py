@@ -209,7 +209,7 @@ class Finetuning(RunEngine):
         self.skipped_steps.update(skip)
         self.optimizer.zero_grad()
         # The loss is scaled by the number of processes for DDP: undone, their sum is the mean over the whole batch.
-        total = parallel.summed(loss.detach() / world.size, world)
+        total = parallel.all_reduced(loss.detach() / world.size, world)
         self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
 
@@ -267,7 +267,7 @@ class Finetuning(RunEngine):
         if not scored:
             raise UnreadableImageError(f"no picture of {self.data.name} {split} can be read; mend them")
         for confusion in confusions.values():
-            parallel.summed(confusion.totals, self.world)
+            parallel.all_reduced(confusion.totals, self.world)
         return {cores: (confusions[cores], total / scored) for cores, total in zip(confusions, totals, strict=True)}
 
     def validate(self) -> None:
