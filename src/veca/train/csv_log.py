@@ -1,10 +1,11 @@
-"""CSV tables and events of a run: appended line by line, readable even if the run was killed."""
+"""Files of a run: CSV tables and events, appended line by line and readable even if the run was killed."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import io
+import json
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -135,6 +136,15 @@ def read_table(path: Path) -> list[dict[str, float]]:
                 if math.isfinite(row.get("step", math.nan)):
                     rows.append(row)
     return rows
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run; empty where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def grid_means(grid: Grid) -> dict[str, float]:

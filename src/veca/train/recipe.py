@@ -164,7 +164,7 @@ class ScheduleRecipe(RecipeSection):
         lengths = [length for length in (self.epochs, self.steps) if length is not None]
         if len(lengths) != 1 or lengths[0] <= 0:
             both = {"epochs": self.epochs, "steps": self.steps}
-            raise RecipeError(f"schedule={both}: must be one of the two, positive, the other null")
+            raise RecipeError(f"schedule={both}: must be one of the two, the other null, and positive")
         length = lengths[0]
         self.require("warmup", 0 <= self.warmup < length, f"from 0 to under {length}")
         self.require("low", 0 <= self.low <= self.peak, f"from 0 to peak = {self.peak}")
