@@ -255,7 +255,10 @@ class RunEngine(ABC):
         if validated:
             with self.meter.pause():
                 self.validate()
-        self._check_finite()
+        skipped, consecutive = self.skipped_steps.read()
+        if consecutive >= MAX_NONFINITE_STEPS:
+            what = f"{consecutive} steps in a row had no finite gradient, the last before step {self.step:,}"
+            raise TrainingError(f"{what} ({skipped} in all). {self.nonfinite_advice}")
         # After the last step the run ends anyway: a signal then must not keep it from its results.
         stop = self._should_stop() and not last
         due = self.step % self.save_every == 0 or (validated and self.save_with_validation)
@@ -270,14 +273,6 @@ class RunEngine(ABC):
         first, self.stop_signal = not self.stop_signal, number
         if self.preparing and first:  # decoding and compiling take minutes, and there is nothing to save yet
             raise Interrupted(number)
-
-    def _check_finite(self) -> None:
-        total, consecutive = self.skipped_steps.read()
-        if consecutive >= MAX_NONFINITE_STEPS:
-            raise TrainingError(
-                f"{consecutive} steps in a row had no finite gradient, the last before step {self.step:,} ({total} in "
-                f"all). {self.nonfinite_advice}"
-            )
 
     def _should_stop(self) -> bool:
         """Whether any process has received a signal; asked only now and then, since it synchronises all."""
@@ -349,11 +344,9 @@ class RunEngine(ABC):
             except OSError as error:
                 reason = error.strerror or error
                 if required:
-                    raise TrainingError(
-                        f"the checkpoint of step {self.step:,} cannot be written ({reason}); "
-                        f"{self.save_weights_only(tensors)}. Make room in {self.folder} and run it again: it continues "
-                        "from the last checkpoint, or begins anew where there is none"
-                    ) from error
+                    what = f"the checkpoint of step {self.step:,} cannot be written ({reason})"
+                    way_out = f"Make room in {self.folder} and run it again: it continues from the last checkpoint"
+                    raise TrainingError(f"{what}; {self.save_weights_only(tensors)}. {way_out}") from error
                 self.event(f"unsaved: checkpoint at step {self.step:,}: {reason}")
             else:
                 remove_old_checkpoints(folder, self.keep, self.step)
