@@ -230,15 +230,14 @@ class Distillation(RunEngine):
             self.progress.say(f"validation at step {self.step:,}: {mean:.4f} ({cells})")
         if mean >= self.best:
             return
-        failure = ""
-        with self.ema.swapped_in():
-            try:
-                self._save_weights(self.folder / "best", {"validation": mean})
-            except OSError as error:
-                failure = error.strerror or str(error)
-                self.event(f"unsaved: best weights, at step {self.step:,}: {failure}")
+        failed = False
+        try:
+            self._save_weights(self.folder / "best")
+        except OSError as error:
+            failed = True
+            self.event(f"unsaved: best weights, at step {self.step:,}: {error.strerror or error}")
         # All processes must agree on the best: a full disk is seen by the first alone.
-        if not parallel.any_of(bool(failure), self.world):
+        if not parallel.any_of(failed, self.world):
             self.best = mean
 
     # Checkpoints and results
@@ -255,8 +254,6 @@ class Distillation(RunEngine):
         restore_module(self.model, files["model"])
         for kind, optimizer in zip(Optimizers._fields, self.optimizers, strict=True):
             restore_optimizer(self.model, optimizer, files["optimizers"], f"{kind}/")
-        for name, average in self.ema.named():
-            parallel.copy_into(average, files["ema"][name])
         if isinstance(self.teacher, Standardized):
             for name in _STATISTICS:
                 getattr(self.teacher, name).copy_(files["teacher"][name])
@@ -297,24 +294,23 @@ class Distillation(RunEngine):
         }  # fmt: skip
         return provenance | ({"started_from": self.model.provenance} if self.model.provenance else {})
 
-    def _save_weights(self, folder: Path, more: Mapping[str, Any]) -> None:
-        tensors = module_tensors(self.model)
+    def _save_weights(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Save these tensors, or the (averaged) weights, which all processes must gather, as a model."""
+        if tensors is None:
+            with self.ema.swapped_in():
+                tensors = module_tensors(self.model)
         if self.world.first:
-            save_tensors(tensors, self.model.config.to_dict(), self._provenance(more), folder)
+            provenance = self._provenance({"validation": self.last_validation})
+            save_tensors(tensors, self.model.config.to_dict(), provenance, folder)
 
     def save_weights_only(self, tensors: TensorFiles) -> str:
-        # The averaged parameters replace the trained ones; buffers come from the model.
-        weights = {**tensors["model"], **tensors.get("ema", {})}
-        provenance = self._provenance({"validation": self.last_validation})
-        try:
-            save_tensors(weights, self.model.config.to_dict(), provenance, self.folder)
+        try:  # the averaged parameters replace the trained ones; buffers come from the model
+            self._save_weights(self.folder, {**tensors["model"], **tensors.get("ema", {})})
         except OSError:
             return "nor can its weights"
         return f"its weights are in {self.folder}"
 
     def write_settings(self) -> None:
-        if not self.world.first:
-            return
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.restart:
             self.remove(("checkpoints", "best", "model.safetensors", "config.json", "report.html"))
@@ -325,18 +321,14 @@ class Distillation(RunEngine):
         split = split_parameters(self.model)._asdict()
         self.write_json("split.json", split)
         counts = {kind: sum(self.model.get_parameter(name).numel() for name in names) for kind, names in split.items()}
-        self.say(
-            f"NorMuon moves {counts['normuon'] + counts['normuon_qkv']:,} parameters, AdamW {counts['adamw']:,}; "
-            f"which: {self.folder / 'split.json'}"
-        )
+        moved = f"NorMuon moves {counts['normuon'] + counts['normuon_qkv']:,} parameters, AdamW {counts['adamw']:,}"
+        self.say(f"{moved}; which: {self.folder / 'split.json'}")
 
     def finish(self) -> None:
-        with self.ema.swapped_in():
-            self._save_weights(self.folder, {"validation": self.last_validation})
+        self._save_weights(self.folder)
         if self.world.first:
-            counts = {"images": self.meter.images, "seconds": self.meter.seconds}
-            counts |= {"skipped": self.skipped_steps.read()[0], "total_steps": self.steps}
-            self.write_json("summary.json", self.checkpoint_facts() | counts | {"model": self.recipe.model.size})
+            more = {"total_steps": self.steps, "model": self.recipe.model.size}
+            self.write_json("summary.json", self.checkpoint_facts() | self.totals() | more)
 
 
 def make_teacher(recipe: Recipe) -> Teacher | Standardized:

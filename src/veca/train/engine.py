@@ -28,7 +28,7 @@ from veca.train.checkpoints import Checkpoint, TensorFiles, newest_checkpoint, r
 from veca.train.ema import Ema
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
 from veca.train.meter import TrainMeter
-from veca.train.parallel import World, gathered, sum_of, to_host
+from veca.train.parallel import World, copy_into, gathered, sum_of, to_host
 from veca.utils.files import atomic_path
 from veca.utils.signals import Interrupted, deferred_signals
 
@@ -116,15 +116,18 @@ class RunEngine(ABC):
         self._last_check, self._next_check = (self.step, time.monotonic()), self.step + 1
 
     def resume_counts(self, budgets: Iterable[int], resolutions: Iterable[int] = ()) -> None:
-        """Start the meter and the counters, from the checkpoint where there is one."""
-        facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {"images": 0, "seconds": 0.0}
+        """Start the meter and the counters, from the checkpoint where there is one; the EMA too."""
+        facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
+        totals = {"images": facts.get("images", 0), "seconds": facts.get("seconds", 0.0)}
         # Speed is measured anew: it may be another machine. Totals continue.
-        self.meter = TrainMeter(budgets, resolutions, images=facts["images"], seconds=facts["seconds"])
+        self.meter = TrainMeter(budgets, resolutions, **totals)
         self.skipped_steps = SkippedSteps(self.device, facts.get("skipped", 0))
         if self.checkpoint:
             states = facts["under_way"]
             states = states if isinstance(states, list) else [states]  # a single one in older fine-tuning checkpoints
             self.meter.restore(states, self.world.rank, self.world.size, self.device)
+            for name, average in self.ema.named():
+                copy_into(average, self.checkpoint.tensors["ema"][name])
             self.notices.append(f"resumed: from step {self.step:,}")
         self.resumed = self.checkpoint is not None
         self.checkpoint = None  # its tensors have been copied
@@ -137,7 +140,7 @@ class RunEngine(ABC):
 
     @abstractmethod
     def write_settings(self) -> None:
-        """Write the settings to the folder, in the first process, and with `restart` remove what the old run left."""
+        """Write the settings to the folder, and with `restart` remove what the old run left."""
 
     @abstractmethod
     def batches(self) -> AbstractContextManager[Any]:
@@ -195,7 +198,8 @@ class RunEngine(ABC):
         if self.is_finished():  # nothing is loaded or written again but the report
             self.say(f"{self.folder} is done; --overwrite begins anew in it.")
             return self._report()
-        self.write_settings()
+        if self.world.first:
+            self.write_settings()
         try:
             with self._make_logger() as self.log:
                 self.prepare()
@@ -318,6 +322,11 @@ class RunEngine(ABC):
 
     # Checkpoints
 
+    def totals(self) -> dict[str, float]:
+        """Images, seconds of training and skipped steps so far."""
+        skipped, _ = self.skipped_steps.read()
+        return {"images": self.meter.images, "seconds": self.meter.seconds, "skipped": skipped}
+
     def _save(self, required: bool) -> None:
         """Write a checkpoint. On a full disk the one before it stays and the run continues, unless it is `required`."""
         with self.meter.pause():
@@ -334,10 +343,7 @@ class RunEngine(ABC):
             if self.log:  # a run resumed from here does not write these rows again
                 with contextlib.suppress(OSError):  # the logger warns; the weights are worth more than its rows
                     self.log.flush()
-            facts = {
-                **self.checkpoint_facts(), "images": self.meter.images, "seconds": self.meter.seconds,
-                "skipped": self.skipped_steps.read()[0], "under_way": states,
-            }  # fmt: skip
+            facts = {**self.checkpoint_facts(), **self.totals(), "under_way": states}
             folder = self.folder / "checkpoints"
             try:
                 write_checkpoint(folder, self.step, facts, tensors, self.checkpoint_metadata())

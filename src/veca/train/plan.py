@@ -259,13 +259,8 @@ def plan_tables(plan: RunPlan) -> Group:
 
 
 def _run_table(plan: RunPlan) -> Table:
-    recipe, schedule, length, model, memory = (
-        plan.recipe,
-        plan.recipe.schedule,
-        plan.length,
-        plan.model(),
-        plan.memory(),
-    )
+    recipe, schedule, length = plan.recipe, plan.recipe.schedule, plan.length
+    model, memory = plan.model(), plan.memory()
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     split, (resolutions, budgets) = split_parameters(model), recipe.grid()
     student, teacher = PASSES * plan.flops(), plan.teacher_flops()

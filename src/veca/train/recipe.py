@@ -267,7 +267,7 @@ class Recipe(RecipeSection):
         """Targets cropped from resident maps need crops on whole cells."""
         setting, side = f"teacher.resident={self.teacher.resident!r}", self.data.resident
         if self.teacher.resident is None:
-            rule = "left out with data.resident, or teacher.resident be set: crops must lie on whole cells"
+            rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
             self.require("data.crops", side is None or self.data.crops is None, rule, self.data.crops)
         elif side is None or side % patch:
             raise RecipeError(f"{setting}: data.resident={side}, and must be a multiple of {patch}, the patch")

@@ -43,7 +43,7 @@ class TeacherRunner:
         setting = self.recipe.teacher.micro_batch
         if not isinstance(setting, int):
             fitting = [count for size, count in setting.items() if size >= resolution]
-            setting = max(fitting) if fitting else min(setting.values())
+            setting = max(fitting, default=min(setting.values()))
         return min(setting, self.pass_batch)
 
     @torch.no_grad()

@@ -77,14 +77,13 @@ def _scores(result: Mapping[str, Any]) -> dict[str, Any]:
     """Scores after fine-tuning and of the linear probe before it, by budget."""
     metric, after, before = result["metric"], result["after"], result["before"]
     names = list(next(iter(after.values())))
-    rows = [
-        [cores, number(before.get(cores, {}).get(metric, math.nan), ".2f"), *(f"{scores[name]:.2f}" for name in names)]
-        for cores, scores in after.items()
-    ]
-    lines = [
-        Line(name, [(float(cores), scores[metric]) for cores, scores in by_cores.items()], i, dots=True)
-        for i, (name, by_cores) in enumerate((("fine-tuned", after), ("linear probe", before)))
-    ]
+    rows, lines = [], []
+    for cores, scores in after.items():
+        probed = number(before.get(cores, {}).get(metric, math.nan), ".2f")
+        rows.append([cores, probed, *(f"{scores[name]:.2f}" for name in names)])
+    for i, (name, by_cores) in enumerate({"fine-tuned": after, "linear probe": before}.items()):
+        points = [(float(cores), scores[metric]) for cores, scores in by_cores.items()]
+        lines.append(Line(name, points, i, dots=True))
     label = f"{metric} against budget"
     chart = line_chart(lines, "budget, cores", f"{metric}, %", label, wide=True, ticks_at_points=True)
     heads = ["cores", f"linear probe, {metric}", *names]

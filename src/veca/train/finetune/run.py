@@ -31,7 +31,7 @@ from veca.heads.metrics import Confusion, percent_by_class
 from veca.images import normalize
 from veca.report.gallery import save_picture
 from veca.train import parallel
-from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
+from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.ema import Ema
 from veca.train.engine import RunEngine, Say
 from veca.train.finetune.report import is_finetune_run, write_finetune_report
@@ -95,38 +95,31 @@ class Finetuning(RunEngine):
     stop_check_steps = 1  # each step synchronises the processes anyway
 
     def __init__(
-        self,
-        model: str,
-        data: ProbeData,
-        folder: Path,
-        settings: FinetuneSettings,
-        world: World,
-        restart: bool,
-        say: Say,
+        self, name: str, data: ProbeData, folder: Path, options: FinetuneSettings, world: World, restart: bool, say: Say
     ) -> None:
-        _check_dataset(data, settings.task)
-        _check_folder(folder, model)
+        _check_dataset(data, options.task)
+        _check_folder(folder, name)
         super().__init__(folder, world, restart, say)
-        self.options, self.data, self.model_name = settings, data, model
+        self.options, self.data, self.model_name = options, data, name
         for problem in data.problems:
             self.say(f"{data.name}: {problem}. The score is not the benchmark's.")
-        self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
-        backbone = load_or_random(model)
-        self.budgets = settings.budgets(backbone.config)
+        self.precision = options.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
+        backbone = load_or_random(name)
+        self.budgets = options.budgets(backbone.config)
         if backbone.provenance.get("weights") == "random":
-            self.say(f"The weights are random: none ship for {model} yet. Name trained ones, or expect little.")
+            self.say(f"The weights are random: none ship for {name} yet. Name trained ones, or expect little.")
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
-        self.task, self.backbone = make_task(backbone, data, settings), backbone
+        self.task, self.backbone = make_task(backbone, data, options), backbone
         self.model = self.task.network.to(self.device).train()
-        head_rate = PROBED_HEAD_RATE if settings.head == "probe" else 1.0
-        groups = layer_decay_groups(self.model, backbone.config.depth, settings.layer_decay, settings.decay, head_rate)
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate)
-        self.ema = Ema(self.model, settings.ema)
-        epoch_steps = len(data.splits["train"]) / settings.batch
-        self.steps = max(1, round(settings.epochs * epoch_steps))
-        self.validate_every = settings.every or max(1, min(round(epoch_steps), math.ceil(self.steps / 4)))
+        head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
+        groups = layer_decay_groups(self.model, backbone.config.depth, options.layer_decay, options.decay, head_rate)
+        self.optimizer = torch.optim.AdamW(groups, lr=options.rate)
+        self.ema = Ema(self.model, options.ema)
+        epoch_steps = len(data.splits["train"]) / options.batch
+        self.steps = max(1, round(options.epochs * epoch_steps))
+        self.validate_every = options.every or max(1, min(round(epoch_steps), math.ceil(self.steps / 4)))
         self.best: list[float] = []
         """Score and negative loss on val of the best weights so far, and their step."""
         self.before: dict[int, dict[str, float]] = {}
@@ -134,7 +127,8 @@ class Finetuning(RunEngine):
         if self.checkpoint:
             facts = self.checkpoint.facts
             check_same_settings(facts.get("asked", {}), self.settings(), folder)
-            self._restore(self.checkpoint.tensors)
+            self.model.load_state_dict(self.checkpoint.tensors["network"])
+            restore_optimizer(self.model, self.optimizer, self.checkpoint.tensors["optimizer"])
             self.best, self.before = facts["best"], {int(cores): scores for cores, scores in facts["before"].items()}
         self.resume_counts(self.budgets)
         self.replica = parallel.replicate(self.model, world, "ddp")
@@ -143,12 +137,11 @@ class Finetuning(RunEngine):
         """Fit the head as a linear probe of the frozen features, in the first process, and score it."""
         if self.resumed or self.options.head == "new":
             return
-        folder = self.folder / "features"
         with parallel.first_alone(self.world):
             if self.world.first:
                 frozen = frozen_backbone(self.backbone, self.model_name, self.device, self.precision)
-                self.task.probe(frozen, max(self.budgets), folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                self.task.probe(frozen, max(self.budgets), self.folder / "features")
+                shutil.rmtree(self.folder / "features", ignore_errors=True)
         parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, self.options.ema)  # the average starts from the fitted head
         scores = self.score(self.data.report, self._validation_budgets())
@@ -186,9 +179,7 @@ class Finetuning(RunEngine):
         if mixup := settings.mixup if isinstance(settings, FinetuneClassifySettings) else 0.0:
             share = rng.betavariate(mixup, mixup)
             # Partners come from the batch of all processes, whatever their number.
-            partners, partner_labels = (
-                parallel.all_rows(rows, counts, world).flip(0)[own] for rows in (images, labels)
-            )
+            partners, partner_labels = (parallel.all_rows(x, counts, world).flip(0)[own] for x in (images, labels))
             images = share * images + (1 - share) * partners
             weighted_labels = [(share, labels), (1 - share, partner_labels)]
         torch.manual_seed(step_seed("model", settings.seed, step))
@@ -200,10 +191,11 @@ class Finetuning(RunEngine):
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         # Unlike in distillation the host waits here: this AdamW is not fused, and cannot skip a step on the device.
         finite = bool(norm.isfinite())
+        self.rate = learning_rate(step, self.steps, round(WARMUP * self.steps), settings.rate, 0.0)
         skip = torch.tensor(float(not finite), device=self.device)
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._rate_at(step) * group["scale"]
+                group["lr"] = self.rate * group["scale"]
             self.optimizer.step()
         self.ema.update(skip)
         self.skipped_steps.update(skip)
@@ -226,11 +218,8 @@ class Finetuning(RunEngine):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
-    def _rate_at(self, step: int) -> float:
-        return learning_rate(step, self.steps, round(WARMUP * self.steps), self.options.rate, 0.0)
-
     def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        return {"learning_rate": self._rate_at(self.step - 1)}
+        return {"learning_rate": self.rate}
 
     def memory_advice(self) -> str:
         size = self.options.batch // self.world.size
@@ -296,8 +285,6 @@ class Finetuning(RunEngine):
         return {"model": self.model_name, "weights": self.origin["sha256"], "data": about, **self.options.to_dict()}
 
     def write_settings(self) -> None:
-        if not self.world.first:
-            return
         if self.restart:
             # Without finetune.json the model files are not those of an old run.
             self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
@@ -313,12 +300,6 @@ class Finetuning(RunEngine):
 
     def checkpoint_facts(self) -> dict[str, Any]:
         return {"asked": self.settings(), "best": self.best, "before": self.before}
-
-    def _restore(self, files: TensorFiles) -> None:
-        self.model.load_state_dict(files["network"])
-        restore_optimizer(self.model, self.optimizer, files["optimizer"])
-        for name, average in self.ema.named():
-            average.copy_(files["ema"][name])
 
     def is_finished(self) -> bool:
         return self.step == self.steps and (self.folder / "result.json").is_file()
