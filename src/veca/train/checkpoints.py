@@ -28,6 +28,8 @@ from veca.train.parallel import copy_into, to_host
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 """Tensors by name, by file."""
+FileMetadata = Mapping[str, dict[str, str]]
+"""Metadata of safetensors files, by file."""
 
 
 class DamagedError(VecaError, ValueError):
@@ -43,11 +45,7 @@ class Checkpoint(NamedTuple):
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    facts: Mapping[str, Any],
-    tensors: TensorFiles,
-    metadata: Mapping[str, dict[str, str]] | None = None,
+    folder: Path, step: int, facts: Mapping[str, Any], tensors: TensorFiles, metadata: FileMetadata | None = None
 ) -> Path:
     """Write `folder/step-…`, replacing an older one. `tensors` and the `metadata` of their files go by file name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,8 +61,7 @@ def write_checkpoint(
             checksums[path.name] = _hash_file(path)
         # Through JSON once, as it will be read: keys become text there, and text sorts differently from numbers.
         body = json.loads(json.dumps({"step": step, "facts": facts, "files": checksums}))
-        text = json.dumps({**body, "sha256": _hash_json(body)}, indent=1)
-        (part / "state.json").write_text(f"{text}\n", encoding="utf-8")
+        _write_text(part / "state.json", json.dumps({**body, "sha256": _hash_json(body)}, indent=1))
         # On disk before the rename: after a power failure a complete name must mean complete files.
         for path in part.iterdir():
             _sync_to_disk(path)
@@ -167,6 +164,10 @@ def _hash_json(body: Mapping[str, Any]) -> str:
 def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _sync_to_disk(path: Path) -> None:

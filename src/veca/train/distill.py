@@ -147,7 +147,7 @@ class Distillation(RunEngine):
         maps = None
         if precision := recipe.teacher.resident:
             dtype = torch.bfloat16 if precision == "bfloat16" else torch.float8_e4m3fn
-            maps = TeacherMaps(cache, self.runner, dtype, data.short_side, progress)
+            maps = TeacherMaps(cache, self.runner, dtype, progress)
         return DeviceLoader(cache, sampler, maps)
 
     def train_step(self, batches: Iterator[Batch]) -> None:

@@ -28,6 +28,9 @@ from veca.utils.console import PlainColumn, PlainConsole, progress_bar
 from veca.utils.files import atomic_path
 from veca.utils.text import duration, printable, shorten
 
+LINE_SECONDS = 30.0
+"""Time between two lines of progress where there is no terminal."""
+
 
 class RunLogger:
     """Writes the log files of a run to its folder. For the first process only.
@@ -168,20 +171,14 @@ def _join_wandb(wandb: Any, project: str, folder: Path, config: dict[str, Any]) 
 class ProgressLine:
     """Progress of a run on stderr: `with ProgressLine(total) as progress: progress.update(step, values)`.
 
-    A terminal gets a bar. Anything else (a file, a job's log) gets a plain line every `every` seconds and at each 5 %,
+    A terminal gets a bar. Anything else (a file, a job's log) gets a plain line every half minute and at each 5 %,
     without control characters. `start` is the step a resumed run begins with.
     """
 
     def __init__(
-        self,
-        total: int,
-        *,
-        start: int = 0,
-        every: float = 30.0,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, total: int, *, start: int = 0, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.total, self.start, self.every, self._clock = total, start, every, clock
+        self.total, self._clock = total, clock
         self._stream = sys.stderr if stream is None else stream
         # Not `rich`'s own test, which FORCE_COLOR overrides.
         self._terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -202,7 +199,7 @@ class ProgressLine:
             return
         # At most one line per interval, but always at each 5 % and at the end.
         twentieth = 20 * step // max(1, self.total)
-        if now - self._printed[0] >= self.every or twentieth > self._printed[1] or step >= self.total:
+        if now - self._printed[0] >= LINE_SECONDS or twentieth > self._printed[1] or step >= self.total:
             self._printed = (now, twentieth)
             self._print(f"step {step:,} of {self.total:,} ({100 * step / max(1, self.total):.1f} %) · {facts}")
 

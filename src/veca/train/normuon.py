@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from veca.errors import ArgumentError
 from veca.train.parallel import local_part, own_shard, shard_like, unshard
@@ -66,12 +66,7 @@ class NorMuon(Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        weight_decay: float = 0.0,
-        dtype: torch.dtype = torch.bfloat16,
-        parts: int = 1,
+        self, params: ParamsT, lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16, parts: int = 1
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95, "beta2": 0.95, "parts": parts}
         super().__init__(params, defaults)

@@ -25,17 +25,13 @@ class TeacherMaps:
     """
 
     def __init__(
-        self,
-        cache: DeviceImageCache,
-        runner: TeacherRunner,
-        dtype: torch.dtype,
-        short_side: float = 1.125,
-        progress: bool = True,
+        self, cache: DeviceImageCache, runner: TeacherRunner, dtype: torch.dtype, progress: bool = True
     ) -> None:
         images, teacher = cache.images, runner.teacher
         count, self.patch, width = len(images), runner.patch_size, teacher.width
         self.cells = cache.side // self.patch
-        zoom = self.cells / max(1, round(self.cells / short_side))  # side of the whole over that of a crop
+        # Side of the whole over that of a crop.
+        zoom = self.cells / max(1, round(self.cells / runner.recipe.data.short_side))
         self.standardized = teacher if isinstance(teacher, Standardized) else None
         own = teacher.teacher if isinstance(teacher, Standardized) else teacher
         self.pooled, second = own.pooled, own.pooled and own.glance is not None
