@@ -125,10 +125,11 @@ def test_targets_of_a_crop_are_cells_of_the_whole(
         teacher = Standardized(teacher)
         teacher.means.copy_(torch.tensor([[0.1, 0.2, 0.3], [-0.3, 0.2, 0.1]]))
         teacher.deviations.copy_(torch.tensor([[1.1, 0.7, 1.3], [0.8, 1.2, 0.9]]))
-    runner = TeacherRunner(teacher, Recipe.from_dict(about), World(0, 1, CPU), 8)
+    recipe = Recipe.from_dict({**about, "data": {"short_side": 5 / 3}})
+    runner = TeacherRunner(teacher, recipe, World(0, 1, CPU), 8)
     pixels = cached(squares)
     dtype = torch.bfloat16 if kept == "bfloat16" else torch.float8_e4m3fn
-    taught = TeacherMaps(pixels, runner, dtype, short_side=5 / 3, progress=False)
+    taught = TeacherMaps(pixels, runner, dtype, progress=False)
     about["model"]["overrides"] = {"patch_size": 8}
     about |= {"data": {"resident": SIDE, "augment": "colour"}, "teacher": {"resident": kept}}
     recipe = Recipe.from_dict({**about, "resolutions": [{"odds": {24: 1}}]})
@@ -221,10 +222,10 @@ def test_a_second_look_loses_nothing_in_eight_bits_where_the_teacher_is_silent(s
 def test_a_teacher_with_a_global_feature_of_its_own_gives_that_of_the_whole(squares: ImageIndex) -> None:
     teacher = Blurry()
     teacher.pooled = False
-    about = {"precision": "float32", "compile": False}
+    about = {"precision": "float32", "compile": False, "data": {"short_side": 5 / 3}}
     runner = TeacherRunner(teacher, Recipe.from_dict(about), World(0, 1, CPU), 8)
     pixels = cached(squares)
-    taught = TeacherMaps(pixels, runner, torch.bfloat16, short_side=5 / 3, progress=False)
+    taught = TeacherMaps(pixels, runner, torch.bfloat16, progress=False)
     options: Any = {"resolution_of": lambda f: 24, "batch_size": 4, "short_side": 5 / 3, "augment": "flip"}
     batch = first_batch(pixels, taught, **options)
     assert batch.targets is not None

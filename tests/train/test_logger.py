@@ -305,7 +305,7 @@ VALUES = {"total": 0.81234, "cls": 0.3, "dense": 0.5, "images_per_s": 1234.4, "f
 def test_a_file_gets_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     clock, stream = Clock(), io.StringIO()
-    with ProgressLine(1000, stream=stream, clock=clock, every=30) as live:
+    with ProgressLine(1000, stream=stream, clock=clock) as live:
         for step in range(10, 1001, 10):
             clock.now += 1
             live.update(step, VALUES)
@@ -319,7 +319,7 @@ def test_a_file_gets_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     assert lines[-2].startswith("step 1,000 of 1,000 (100.0 %) · 0 s left")
     assert all(character.isprintable() for line in lines for character in line)
     slow = io.StringIO()
-    with ProgressLine(10**6, stream=slow, clock=clock, every=30) as live:
+    with ProgressLine(10**6, stream=slow, clock=clock) as live:
         for step in range(100):
             clock.now += 1
             live.update(step, {"total": math.nan, "images_per_s": math.nan})

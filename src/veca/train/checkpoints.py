@@ -28,6 +28,8 @@ from veca.train.parallel import copy_into, to_host
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 """Tensors by name, by file."""
+FileMetadata = Mapping[str, dict[str, str]]
+"""Metadata of safetensors files, by file."""
 
 
 class DamagedError(VecaError, ValueError):
@@ -43,11 +45,7 @@ class Checkpoint(NamedTuple):
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    facts: Mapping[str, Any],
-    tensors: TensorFiles,
-    metadata: Mapping[str, dict[str, str]] | None = None,
+    folder: Path, step: int, facts: Mapping[str, Any], tensors: TensorFiles, metadata: FileMetadata | None = None
 ) -> Path:
     """Write `folder/step-…`, replacing an older one. `tensors` and the `metadata` of their files go by file name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,17 +78,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify what `write_checkpoint` wrote; `DamagedError` if any byte differs."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if state.pop("sha256") != _hash_json(state):
-            raise DamagedError("state.json is not as it was written")
-        for name, checksum in state["files"].items():
-            if _hash_file(path / name) != checksum:
-                raise DamagedError(f"{name} is not as it was written")
-        tensors = {Path(name).stem: load_file(path / name) for name in state["files"]}
-        return Checkpoint(state["step"], state["facts"], tensors)
-    except DamagedError as error:
-        raise DamagedError(f"{path.name}: {error}") from None
+        damaged = ["state.json"] if state.pop("sha256") != _hash_json(state) else []
+        damaged += [name for name, checksum in state["files"].items() if _hash_file(path / name) != checksum]
+        if not damaged:
+            tensors = {Path(name).stem: load_file(path / name) for name in state["files"]}
+            return Checkpoint(state["step"], state["facts"], tensors)
     except Exception as error:  # damaged files make parsers raise almost anything
         raise DamagedError(f"{path.name}: {type(error).__name__}: {error}") from error
+    raise DamagedError(f"{path.name}: {damaged[0]} is not as it was written")
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint | None:
@@ -102,18 +97,15 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint
         except DamagedError as error:
             warn(f"damaged: checkpoint {error}; trying the one before it")
     if paths:
-        raise DamagedError(
-            f"none of the {len(paths)} checkpoints in {folder} can be read. "
-            "Restore one from a backup, or begin anew with --overwrite"
-        )
+        way_out = "Restore one from a backup, or begin anew with --overwrite"
+        raise DamagedError(f"none of the {len(paths)} checkpoints in {folder} can be read. {way_out}")
     return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    steps = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_FOLDER.fullmatch(path.name))]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = [(int(match[1]), path) for path in paths if (match := _STEP_FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(steps)]
 
 
@@ -155,15 +147,14 @@ def restore_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Mapping[
         if not key.startswith(prefix):
             continue
         name, entry = key.removeprefix(prefix).split("/")
-        parameter = parameters[name]
+        state, parameter = optimizer.state[parameters[name]], parameters[name]
         if value.shape == parameter.shape:  # sharded as the parameter is
-            restored = torch.empty_like(parameter, dtype=value.dtype)
-            copy_into(restored, value)
+            state[entry] = torch.empty_like(parameter, dtype=value.dtype)
+            copy_into(state[entry], value)
         else:
             # The step count is a scalar, which fused optimizers keep on the device and others on the host.
             on_host = value.ndim == 0 and not optimizer.defaults.get("fused")
-            restored = value if on_host else value.to(parameter.device)
-        optimizer.state[parameter][entry] = restored
+            state[entry] = value if on_host else value.to(parameter.device)
 
 
 def _hash_json(body: Mapping[str, Any]) -> str:

@@ -1,10 +1,11 @@
-"""CSV tables and events of a run: appended line by line, readable even if the run was killed."""
+"""Files of a run: CSV tables and events, appended line by line and readable even if the run was killed."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import io
+import json
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ LOSS_COLUMNS = ("total", "cls", "dense", "cosine", "mse")
 """Losses in the order of the table's columns; other columns follow alphabetically."""
 METRICS, VALIDATION, EVENTS = "metrics.csv", "validation.csv", "events.txt"
 RUN_FILES = (METRICS, VALIDATION, EVENTS, "recipe.yaml")
-METRIC_KEYS, VALIDATION_KEYS = ("step", "time"), ("step", "resolution", "budget")
+TABLE_KEYS = {METRICS: ["step", "time"], VALIDATION: ["step", "resolution", "budget"]}
+"""First columns of each table."""
 
 Grid = Mapping[tuple[int, int], Mapping[str, float]]
 """Losses by name, at each (resolution, budget)."""
@@ -37,8 +39,7 @@ class LineFile:
         self._pending: list[Any] = []
         self._lock = threading.Lock()
         if path.exists():
-            text = path.read_bytes()
-            self.size = text.rfind(b"\n") + 1  # a last line without its end was cut off by a kill
+            self.size = path.read_bytes().rfind(b"\n") + 1  # a last line without its end was cut off by a kill
 
     def add(self, line: Any) -> None:
         self._pending.append(line)
@@ -69,14 +70,14 @@ class LineFile:
 
 
 class CsvTable(LineFile):
-    """A CSV file of rows that begin with `keys`. Columns that appear later are added at the end.
+    """A CSV file of rows that begin with the keys of its table. Columns that appear later are added at the end.
 
     Rows of `resume_step` and later, which a killed run had written, are dropped on opening.
     """
 
-    def __init__(self, path: Path, keys: Sequence[str], resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int) -> None:
         super().__init__(path)
-        self.keys, self.columns = list(keys), list[str]()
+        self.keys, self.columns = TABLE_KEYS[path.name], list[str]()
         if self.size:  # there is at least a complete header
             self._rewrite([], resume_step)
 
@@ -104,10 +105,8 @@ class CsvTable(LineFile):
             lines = _complete_rows(old)
             header = next(lines, [])
             if header[: len(self.keys)] != self.keys:
-                raise ArgumentError(
-                    f"{self.path} begins with {','.join(header)[:80]!r}, not with {','.join(self.keys)}: it is no table"
-                    " of a run. Move it away, or choose another folder"
-                )
+                found = f"{self.path} begins with {','.join(header)[:80]!r}, not with {','.join(self.keys)}"
+                raise ArgumentError(f"{found}: it is no table of a run. Move it away, or choose another folder")
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([*header, *added])
             for cells in lines:
@@ -137,6 +136,15 @@ def read_table(path: Path) -> list[dict[str, float]]:
                 if math.isfinite(row.get("step", math.nan)):
                     rows.append(row)
     return rows
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run; empty where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def grid_means(grid: Grid) -> dict[str, float]:

@@ -24,17 +24,11 @@ from torch import Tensor, nn
 
 from veca.data.index import DataError
 from veca.errors import ArgumentError, VecaError
-from veca.train.checkpoints import (
-    Checkpoint,
-    TensorFiles,
-    newest_checkpoint,
-    remove_old_checkpoints,
-    write_checkpoint,
-)
+from veca.train.checkpoints import Checkpoint, TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
 from veca.train.ema import Ema
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
 from veca.train.meter import TrainMeter
-from veca.train.parallel import World, gathered, sum_of, to_host
+from veca.train.parallel import World, copy_into, gathered, sum_of, to_host
 from veca.utils.files import atomic_path
 from veca.utils.signals import Interrupted, deferred_signals
 
@@ -42,6 +36,10 @@ MAX_NONFINITE_STEPS = 3
 """Abort after this many consecutive steps without a finite gradient."""
 STOP_CHECK_STEPS, STOP_CHECK_SECONDS = 10, 3.0
 """Several processes agree on stopping after this many steps or seconds, well within the 30 s that torchrun waits."""
+
+
+Say = Callable[[str], None]
+"""Shows a message to the user."""
 
 
 class TrainingError(VecaError, ValueError):
@@ -88,6 +86,8 @@ class RunEngine(ABC):
     """Metrics that are averaged over the processes when they are logged."""
     data_errors: ClassVar[tuple[type[Exception], ...]] = (DataError,)
     """What `train_step` raises for unusable data, before anything has changed."""
+    write_report: ClassVar[staticmethod[[Path], Path]]
+    """Writes the report of a run's folder, whatever is there, and returns its path."""
     nonfinite_advice: ClassVar[str]
     """What to do about non-finite gradients."""
     save_with_validation: ClassVar[bool] = False
@@ -98,40 +98,36 @@ class RunEngine(ABC):
     sharded = False
     """Whether all processes must take part in gathering the tensors of a checkpoint."""
 
-    def __init__(
-        self, folder: Path, world: World, *, restart: bool = False, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, folder: Path, world: World, restart: bool, say: Say) -> None:
         self.folder, self.world, self.device, self.restart = folder, world, world.device, restart
         self.say = say if world.first else lambda text: None
         self.notices: list[str] = []
         """Events from before there is a log."""
         self.log: RunLogger | None = None
         self.progress: ProgressLine | None = None
-        self.checkpoint = None if restart else self._find_checkpoint()
+        self.checkpoint: Checkpoint | None = None
+        if not restart:
+            self.checkpoint = newest_checkpoint(folder / "checkpoints", self.notices.append)
+            steps = gathered(self.checkpoint and self.checkpoint.step, world)
+            if len(set(steps)) > 1:
+                raise ArgumentError(f"processes find different checkpoints in {folder} ({steps}): they must share it")
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.stop_signal, self.preparing = 0, False
         self._last_check, self._next_check = (self.step, time.monotonic()), self.step + 1
 
-    def _find_checkpoint(self) -> Checkpoint | None:
-        checkpoint = newest_checkpoint(self.folder / "checkpoints", self.notices.append)
-        steps = gathered(checkpoint and checkpoint.step, self.world)
-        if any(step != steps[0] for step in steps):
-            raise ArgumentError(
-                f"processes find different checkpoints in {self.folder} ({steps}): they must share the folder"
-            )
-        return checkpoint
-
     def resume_counts(self, budgets: Iterable[int], resolutions: Iterable[int] = ()) -> None:
-        """Start the meter and the counters, from the checkpoint where there is one."""
+        """Start the meter and the counters, from the checkpoint where there is one; the EMA too."""
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
-        images, seconds = facts.get("images", 0), facts.get("seconds", 0.0)
+        totals = {"images": facts.get("images", 0), "seconds": facts.get("seconds", 0.0)}
         # Speed is measured anew: it may be another machine. Totals continue.
-        self.meter = TrainMeter(budgets, resolutions, images=images, seconds=seconds)
+        self.meter = TrainMeter(budgets, resolutions, **totals)
         self.skipped_steps = SkippedSteps(self.device, facts.get("skipped", 0))
         if self.checkpoint:
             states = facts["under_way"]
             states = states if isinstance(states, list) else [states]  # a single one in older fine-tuning checkpoints
             self.meter.restore(states, self.world.rank, self.world.size, self.device)
+            for name, average in self.ema.named():
+                copy_into(average, self.checkpoint.tensors["ema"][name])
             self.notices.append(f"resumed: from step {self.step:,}")
         self.resumed = self.checkpoint is not None
         self.checkpoint = None  # its tensors have been copied
@@ -144,7 +140,7 @@ class RunEngine(ABC):
 
     @abstractmethod
     def write_settings(self) -> None:
-        """Write the settings to the folder, in the first process, and with `restart` remove what the old run left."""
+        """Write the settings to the folder, and with `restart` remove what the old run left."""
 
     @abstractmethod
     def batches(self) -> AbstractContextManager[Any]:
@@ -155,8 +151,8 @@ class RunEngine(ABC):
         """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps` and `step`."""
 
     @abstractmethod
-    def learning_rate(self) -> float:
-        """Of the step before this one, to be logged."""
+    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The learning rate of the last step and further columns of metrics.csv, beside `values`."""
 
     @abstractmethod
     def validate(self) -> None:
@@ -174,9 +170,6 @@ class RunEngine(ABC):
         """Save the model and the results of a run whose steps are done."""
 
     @abstractmethod
-    def write_report(self) -> Path: ...
-
-    @abstractmethod
     def memory_advice(self) -> str:
         """For an error when the device is out of memory: what needed it, and what to set."""
 
@@ -186,10 +179,6 @@ class RunEngine(ABC):
     def is_finished(self) -> bool:
         """Whether there is nothing left to do, not even the final save."""
         return False
-
-    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Further columns of metrics.csv."""
-        return {}
 
     def log_unreadable(self) -> None:  # noqa: B027
         """Log images that could not be used since the last call, in all processes."""
@@ -208,27 +197,31 @@ class RunEngine(ABC):
         """Train to the end; the path of the report, in the first process."""
         if self.is_finished():  # nothing is loaded or written again but the report
             self.say(f"{self.folder} is done; --overwrite begins anew in it.")
-            return self.write_report() if self.world.first else None
-        self.write_settings()
+            return self._report()
+        if self.world.first:
+            self.write_settings()
         try:
-            with self._logging():
+            with self._make_logger() as self.log:
                 self.prepare()
                 self._train()
                 self.finish()
-                if self.log:
-                    self.log.flush()  # for the report
-        except torch.OutOfMemoryError as error:
-            self._write_partial_report()
-            raise TrainingError(
-                f"no memory on {self.device} for {self.memory_advice()}. Checkpoints stay. PyTorch said: {error}"
-            ) from error
-        except BaseException:
-            self._write_partial_report()
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a report of what there is, where that can still be written
+                self._report()
+            if isinstance(error, torch.OutOfMemoryError):
+                advice = f"no memory on {self.device} for {self.memory_advice()}. Checkpoints stay"
+                raise TrainingError(f"{advice}. PyTorch said: {error}") from error
             raise
-        return self.write_report() if self.world.first else None
+        return self._report()
+
+    def _report(self) -> Path | None:
+        return self.write_report(self.folder) if self.world.first else None
 
     def _train(self) -> None:
-        with self._showing_progress(), deferred_signals(self._on_signal):
+        line: AbstractContextManager[ProgressLine | None] = contextlib.nullcontext()
+        if self.world.first:
+            line = ProgressLine(self.steps, start=self.step)
+        with line as self.progress, deferred_signals(self._on_signal):
             # With nothing saved yet, a signal ends the run at once; with a checkpoint of step 0 it waits for a step.
             self.preparing = not self.save_with_validation
             for notice in self.notices:
@@ -266,7 +259,10 @@ class RunEngine(ABC):
         if validated:
             with self.meter.pause():
                 self.validate()
-        self._check_finite()
+        skipped, consecutive = self.skipped_steps.read()
+        if consecutive >= MAX_NONFINITE_STEPS:
+            what = f"{consecutive} steps in a row had no finite gradient, the last before step {self.step:,}"
+            raise TrainingError(f"{what} ({skipped} in all). {self.nonfinite_advice}")
         # After the last step the run ends anyway: a signal then must not keep it from its results.
         stop = self._should_stop() and not last
         due = self.step % self.save_every == 0 or (validated and self.save_with_validation)
@@ -281,14 +277,6 @@ class RunEngine(ABC):
         first, self.stop_signal = not self.stop_signal, number
         if self.preparing and first:  # decoding and compiling take minutes, and there is nothing to save yet
             raise Interrupted(number)
-
-    def _check_finite(self) -> None:
-        total, consecutive = self.skipped_steps.read()
-        if consecutive >= MAX_NONFINITE_STEPS:
-            raise TrainingError(
-                f"{consecutive} steps in a row had no finite gradient, the last before step {self.step:,} ({total} in "
-                f"all). {self.nonfinite_advice}"
-            )
 
     def _should_stop(self) -> bool:
         """Whether any process has received a signal; asked only now and then, since it synchronises all."""
@@ -308,24 +296,11 @@ class RunEngine(ABC):
 
     # Logging
 
-    @contextlib.contextmanager
-    def _logging(self) -> Iterator[None]:
+    def _make_logger(self) -> AbstractContextManager[RunLogger | None]:
         if not self.world.first:
-            yield
-            return
+            return contextlib.nullcontext()
         first_step = self.step + 1 if self.resumed else 0
-        with RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.settings()) as self.log:
-            yield
-        self.log = None
-
-    @contextlib.contextmanager
-    def _showing_progress(self) -> Iterator[None]:
-        if not self.world.first:
-            yield
-            return
-        with ProgressLine(self.steps, start=self.step) as self.progress:
-            yield
-        self.progress = None
+        return RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.settings())
 
     def event(self, text: str) -> None:
         """Add a line to events.txt and show it, in the first process."""
@@ -337,9 +312,7 @@ class RunEngine(ABC):
         values = self.meter.values()
         sums = sum_of([values[name] for name in self.loss_names], self.world)
         values |= {name: total / self.world.size for name, total in zip(self.loss_names, sums, strict=True)}
-        values["learning_rate"] = self.learning_rate()
-        values["memory_gib"] = peak_memory_gib(self.device)
-        values |= self.extra_metrics(values)
+        values |= {"memory_gib": peak_memory_gib(self.device), **self.extra_metrics(values)}
         self.log_unreadable()
         if values["nonfinite"]:
             self.event(f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
@@ -347,13 +320,12 @@ class RunEngine(ABC):
             self.log.train(self.step, values)
             self.progress.update(self.step, values)
 
-    def _write_partial_report(self) -> None:
-        """A report of a run that ends early, where that can still be written."""
-        if self.world.first:
-            with contextlib.suppress(Exception):
-                self.write_report()
-
     # Checkpoints
+
+    def totals(self) -> dict[str, float]:
+        """Images, seconds of training and skipped steps so far."""
+        skipped, _ = self.skipped_steps.read()
+        return {"images": self.meter.images, "seconds": self.meter.seconds, "skipped": skipped}
 
     def _save(self, required: bool) -> None:
         """Write a checkpoint. On a full disk the one before it stays and the run continues, unless it is `required`."""
@@ -371,21 +343,16 @@ class RunEngine(ABC):
             if self.log:  # a run resumed from here does not write these rows again
                 with contextlib.suppress(OSError):  # the logger warns; the weights are worth more than its rows
                     self.log.flush()
-            facts = {
-                **self.checkpoint_facts(), "images": self.meter.images, "seconds": self.meter.seconds,
-                "skipped": self.skipped_steps.read()[0], "under_way": states,
-            }  # fmt: skip
+            facts = {**self.checkpoint_facts(), **self.totals(), "under_way": states}
             folder = self.folder / "checkpoints"
             try:
                 write_checkpoint(folder, self.step, facts, tensors, self.checkpoint_metadata())
             except OSError as error:
                 reason = error.strerror or error
                 if required:
-                    raise TrainingError(
-                        f"the checkpoint of step {self.step:,} cannot be written ({reason}); "
-                        f"{self.save_weights_only(tensors)}. Make room in {self.folder} and run it again: it continues "
-                        "from the last checkpoint, or begins anew where there is none"
-                    ) from error
+                    what = f"the checkpoint of step {self.step:,} cannot be written ({reason})"
+                    way_out = f"Make room in {self.folder} and run it again: it continues from the last checkpoint"
+                    raise TrainingError(f"{what}; {self.save_weights_only(tensors)}. {way_out}") from error
                 self.event(f"unsaved: checkpoint at step {self.step:,}: {reason}")
             else:
                 remove_old_checkpoints(folder, self.keep, self.step)

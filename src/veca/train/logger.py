@@ -19,25 +19,17 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
+from rich.progress import BarColumn, MofNCompleteColumn
 from rich.table import Column
 
 from veca.errors import ArgumentError, warn_caller
-from veca.train.csv_log import (
-    EVENTS,
-    METRIC_KEYS,
-    METRICS,
-    VALIDATION,
-    VALIDATION_KEYS,
-    CsvTable,
-    Grid,
-    LineFile,
-    format_cell,
-    grid_means,
-)
+from veca.train.csv_log import EVENTS, METRICS, VALIDATION, CsvTable, Grid, LineFile, format_cell, grid_means
 from veca.utils.console import PlainColumn, PlainConsole, progress_bar
 from veca.utils.files import atomic_path
 from veca.utils.text import duration, printable, shorten
+
+LINE_SECONDS = 30.0
+"""Time between two lines of progress where there is no terminal."""
 
 
 class RunLogger:
@@ -57,14 +49,15 @@ class RunLogger:
         config: Mapping[str, Any] | None = None,
         flush_seconds: float = 2.0,
     ) -> None:
-        summary_writer, wandb_module = _import_tensorboard(), None if wandb is None else _import_wandb()
+        board = _import_optional("torch.utils.tensorboard", "tensorboard", "pip install 'veca[train]'")
+        wandb_module = None if wandb is None else _import_optional("wandb", "wandb", "pip install wandb, or do without")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = CsvTable(self.folder / METRICS, METRIC_KEYS, resume_step)
-        self._validation = CsvTable(self.folder / VALIDATION, VALIDATION_KEYS, resume_step)
+        self._metrics = CsvTable(self.folder / METRICS, resume_step)
+        self._validation = CsvTable(self.folder / VALIDATION, resume_step)
         self._events = LineFile(self.folder / EVENTS)
         # A queue that fills up would block training: this one is long enough.
-        self._new_board = lambda step: summary_writer(str(self.folder / "tensorboard"), "", step, 10_000, 10)
+        self._new_board = lambda step: board.SummaryWriter(str(self.folder / "tensorboard"), "", step, 10_000, 10)
         self._board: Any = self._new_board(resume_step)
         self._wandb = None if wandb is None else _join_wandb(wandb_module, wandb, self.folder, dict(config or {}))
         self._problem = ""
@@ -75,32 +68,31 @@ class RunLogger:
 
     def train(self, step: int, values: Mapping[str, float]) -> None:
         """Add a row to metrics.csv. A new name adds a column, which is empty in earlier rows."""
-        self._warn()
         row = {"step": str(step), "time": f"{time.time():.1f}"}
         self._metrics.add(row | {name: format_cell(value) for name, value in values.items()})
-        self._write_scalars(step, {f"train/{name}": value for name, value in values.items()})
-        if self._wandb is not None:
-            self._wandb.log({"step": step} | {f"train/{name}": float(value) for name, value in values.items()})
+        self._log_scalars(step, {f"train/{name}": float(value) for name, value in values.items()})
 
     def validation(self, step: int, grid: Grid) -> None:
         """Add a row to validation.csv for every resolution and budget; TensorBoard also gets the grid's means."""
-        self._warn()
         scalars = {f"validation/mean/{name}": value for name, value in grid_means(grid).items()}
         for (resolution, budget), values in grid.items():
             row = {"step": str(step), "resolution": str(resolution), "budget": str(budget)}
             self._validation.add(row | {name: format_cell(value) for name, value in values.items()})
             scalars |= {f"validation/{resolution}px-{budget}cores/{name}": float(v) for name, v in values.items()}
-        self._write_scalars(step, scalars)
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **scalars})
+        self._log_scalars(step, scalars)
 
-    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """To TensorBoard. Its thread dies on a full disk: these points are lost, and the next call opens a new file."""
+    def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """To W&B and TensorBoard, whose thread dies on a full disk: these points are lost, then a new file begins."""
+        if self._problem:  # a full disk does not end a run: rows stay pending and are tried again
+            problem, self._problem = self._problem, ""
+            warn_caller(problem)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **values})
         try:
             if self._board is None:
                 self._board = self._new_board(step)
             for name, value in values.items():
-                self._board.add_scalar(name, float(value), step)
+                self._board.add_scalar(name, value, step)
         except OSError as error:
             self._board, self._problem = None, _describe_delay(error)
 
@@ -117,8 +109,6 @@ class RunLogger:
                 self._problem = f"{file.path} was deleted; it is begun anew, without what was in it"
 
     def close(self, failed: bool = False) -> None:
-        if self._end.is_set():
-            return
         self._end.set()
         self._writer.join()
         try:
@@ -155,34 +145,16 @@ class RunLogger:
             except (OSError, ValueError) as error:  # the thread must live to try again
                 self._problem = _describe_delay(error)
 
-    def _warn(self) -> None:
-        """A full disk does not end a run: rows stay pending and are tried again."""
-        if self._problem:
-            problem, self._problem = self._problem, ""
-            warn_caller(problem)
-
 
 def _describe_delay(error: Exception) -> str:
     return f"the log waits, its files cannot be written: {error}"
 
 
-def _import_tensorboard() -> Any:
+def _import_optional(module: str, package: str, way_out: str) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return import_module(module)
     except ImportError as error:
-        raise ArgumentError(
-            "a run's log needs tensorboard, which is not installed: pip install 'veca[train]'"
-        ) from error
-    return SummaryWriter
-
-
-def _import_wandb() -> Any:
-    try:
-        return import_module("wandb")
-    except ImportError as error:
-        raise ArgumentError(
-            "W&B was asked for, but wandb is not installed: pip install wandb, or do without"
-        ) from error
+        raise ArgumentError(f"the log of this run needs {package}, which is not installed: {way_out}") from error
 
 
 def _join_wandb(wandb: Any, project: str, folder: Path, config: dict[str, Any]) -> Any:
@@ -199,25 +171,21 @@ def _join_wandb(wandb: Any, project: str, folder: Path, config: dict[str, Any]) 
 class ProgressLine:
     """Progress of a run on stderr: `with ProgressLine(total) as progress: progress.update(step, values)`.
 
-    A terminal gets a bar. Anything else (a file, a job's log) gets a plain line every `every` seconds and at each 5 %,
+    A terminal gets a bar. Anything else (a file, a job's log) gets a plain line every half minute and at each 5 %,
     without control characters. `start` is the step a resumed run begins with.
     """
 
     def __init__(
-        self,
-        total: int,
-        *,
-        start: int = 0,
-        every: float = 30.0,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, total: int, *, start: int = 0, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.total, self.start, self.every, self._clock = total, start, every, clock
+        self.total, self._clock = total, clock
         self._stream = sys.stderr if stream is None else stream
         # Not `rich`'s own test, which FORCE_COLOR overrides.
-        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._bar = _make_bar(self._stream) if terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("", total=total, completed=start, facts="")
+        self._terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        facts = PlainColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        console = PlainConsole(file=self._stream)
+        self._bar = progress_bar(BarColumn(16), MofNCompleteColumn(), facts, console=console, refresh_per_second=4)
+        self._task = self._bar.add_task("", total=total, completed=start, facts="")
         self._first: tuple[int, float] | None = None
         self._printed = (-math.inf, -1)
 
@@ -226,28 +194,32 @@ class ProgressLine:
         now = self._clock()
         self._first = self._first or (step, now)  # the first update comes after compilation
         facts = " · ".join(self._facts(step, now, values))
-        if self._bar is not None and self._task is not None:
+        if self._terminal:
             self._bar.update(self._task, completed=step, facts=facts)
             return
         # At most one line per interval, but always at each 5 % and at the end.
         twentieth = 20 * step // max(1, self.total)
-        if now - self._printed[0] >= self.every or twentieth > self._printed[1] or step >= self.total:
+        if now - self._printed[0] >= LINE_SECONDS or twentieth > self._printed[1] or step >= self.total:
             self._printed = (now, twentieth)
             self._print(f"step {step:,} of {self.total:,} ({100 * step / max(1, self.total):.1f} %) · {facts}")
 
     def say(self, text: str) -> None:
         """Print a message above the bar."""
         text = shorten(printable(text))
-        if self._bar is None:
-            self._print(text)
-        else:
+        if self._terminal:
             self._bar.console.print(text, soft_wrap=True)
+        else:
+            self._print(text)
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def _facts(self, step: int, now: float, values: Mapping[str, float]) -> list[str]:
-        facts = [f"{duration(left)} left"] if (left := self._seconds_left(step, now)) is not None else []
+        facts = []
+        # By the speed since the first update, which includes validation and checkpoints but not compilation.
+        since, began = self._first or (step, now)
+        if step > since:
+            facts.append(f"{duration((now - began) / (step - since) * max(0, self.total - step))} left")
         if "total" in values:
             parts = ", ".join(f"{name} {values[name]:.4g}" for name in ("cls", "dense") if name in values)
             facts.append(f"loss {values['total']:.4g}" + (f" ({parts})" if parts else ""))
@@ -255,26 +227,14 @@ class ProgressLine:
         known = [name for name in forms if math.isfinite(values.get(name, math.nan))]
         return facts + [forms[name].format(values[name]) for name in known]
 
-    def _seconds_left(self, step: int, now: float) -> float | None:
-        """By the speed since the first update, which includes validation and checkpoints but not compilation."""
-        assert self._first is not None
-        since, began = self._first
-        return (now - began) / (step - since) * max(0, self.total - step) if step > since else None
-
     def __enter__(self) -> ProgressLine:
-        if self._bar is not None:
+        if self._terminal:
             self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._bar is not None:
+        if self._terminal:
             self._bar.stop()
-
-
-def _make_bar(stream: TextIO) -> Progress:
-    facts = PlainColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    console = PlainConsole(file=stream)
-    return progress_bar(BarColumn(16), MofNCompleteColumn(), facts, console=console, refresh_per_second=4)
 
 
 def peak_memory_gib(device: torch.device) -> float:

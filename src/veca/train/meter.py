@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMOOTHING = 0.8
+"""Share of the earlier intervals that is kept in the smoothed speed."""
+
 
 class TrainMeter:
     """Means of the losses and images per second.
 
     `update` only queues work on the device; `values` is the one place that waits for it. The speed leaves out `pause`d
-    time, the first `skip` steps, and the first step of each budget and resolution: those may compile.
+    time and the first step of each number of images, budget and resolution: those may compile.
     `images` and `seconds` are the totals of a resumed run so far.
     """
 
@@ -27,13 +30,11 @@ class TrainMeter:
         *,
         images: int = 0,
         seconds: float = 0.0,
-        skip: int = 1,
-        decay: float = 0.8,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.images, self.seconds, self.rate = images, seconds, math.nan
         self._budgets, self._resolutions = dict.fromkeys(budgets, 0), dict.fromkeys(resolutions, 0)
-        self._skip, self._decay, self._clock = skip, decay, clock
+        self._clock = clock
         self._names: list[str] = []
         self._sums: Tensor | None = None
         """Sums of the losses over steps with finite ones, and the number of these steps, on the device."""
@@ -55,11 +56,10 @@ class TrainMeter:
         self._names = list(losses)
         # Shapes that occur for the first time may compile, which is not training speed.
         kind = (images, budget, resolution)
-        self._counts_for_speed = self._skip <= 0 and kind in self._seen
+        self._counts_for_speed = kind in self._seen
         self._tick()
         if self._counts_for_speed:
             self._timed[0] += images
-        self._skip -= 1
         self._seen.add(kind)
         self.images += images
         self._steps += 1
@@ -96,7 +96,7 @@ class TrainMeter:
         values = {name: total / count if count else math.nan for name, total in zip(self._names, sums, strict=False)}
         values["nonfinite"] = self._steps - count
         # Images and seconds are smoothed separately: their ratio weights steps by their duration.
-        self._smoothed = [self._decay * old + new for old, new in zip(self._smoothed, self._timed, strict=True)]
+        self._smoothed = [SMOOTHING * old + new for old, new in zip(self._smoothed, self._timed, strict=True)]
         if self._smoothed[0] and self._smoothed[1] > 0:
             self.rate = self._smoothed[0] / self._smoothed[1]
         values |= {"images": self.images, "seconds": self.seconds, "images_per_s": self.rate}

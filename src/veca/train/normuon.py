@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from veca.errors import ArgumentError
 from veca.train.parallel import local_part, own_shard, shard_like, unshard
@@ -66,33 +66,20 @@ class NorMuon(Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        beta2: float = 0.95,
-        parts: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
+        self, params: ParamsT, lr: float, weight_decay: float = 0.0, dtype: torch.dtype = torch.bfloat16, parts: int = 1
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "beta2": beta2, "parts": parts}
-        )
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95, "beta2": 0.95, "parts": parts}
+        super().__init__(params, defaults)
         self.dtype = dtype
         for group in self.param_groups:
             for p in group["params"]:
                 if p.ndim != 2 or len(p) % group["parts"]:
-                    raise ArgumentError(
-                        f"NorMuon got a parameter of shape {tuple(p.shape)} with parts={group['parts']}; "
-                        "it takes matrices whose rows fall into equal parts. Give the others to AdamW"
-                    )
+                    rule = "it takes matrices whose rows fall into equal parts. Give the others to AdamW"
+                    raise ArgumentError(f"NorMuon: shape {tuple(p.shape)} with parts={group['parts']}; {rule}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
@@ -103,14 +90,7 @@ class NorMuon(Optimizer):
         return loss
 
     def _update(
-        self,
-        params: list[Tensor],
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        beta2: float,
-        parts: int,
-        **_: Any,
+        self, params: list[Tensor], lr: float, weight_decay: float, momentum: float, beta2: float, parts: int, **_: Any
     ) -> None:
         """One step for matrices of one shape, batched."""
         states = [self.state[p] for p in params]

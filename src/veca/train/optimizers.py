@@ -70,14 +70,11 @@ def make_optimizers(
     Parameters without a gradient in a step, as cores beyond its budget, are left alone: no decay, no momentum.
     """
     split, named = split_parameters(model), dict(model.named_parameters())
-
-    def parameters(names: list[str]) -> list[nn.Parameter]:
-        return [named[name] for name in names]
-
-    groups = [{"params": parameters(split.normuon_qkv), "parts": 3}, {"params": parameters(split.normuon)}]
+    matrices, rest = {3: split.normuon_qkv, 1: split.normuon}, [named[name] for name in split.adamw]
+    groups = [{"params": [named[name] for name in names], "parts": parts} for parts, names in matrices.items()]
     return Optimizers(
-        NorMuon(groups, learning_rate, weight_decay, dtype=dtype),
-        AdamW(parameters(split.adamw), learning_rate, (0.9, 0.999), 1e-8, weight_decay, fused=True),
+        NorMuon(groups, learning_rate, weight_decay, dtype),
+        AdamW(rest, learning_rate, (0.9, 0.999), 1e-8, weight_decay, fused=True),
     )
 
 

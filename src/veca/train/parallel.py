@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +45,8 @@ def processes(device: str = "auto") -> Iterator[World]:
 
     `device` is "cpu", "cuda" (each process uses its own GPU) or "auto".
     """
-    rank, size, local = (int(os.environ.get(name, default)) for name, default in _FROM_TORCHRUN)
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun
+    rank, size, local = (int(os.environ.get(name, default)) for name, default in variables.items())
     if size > 1 and device not in ("auto", "cpu", "cuda"):
         raise ArgumentError(f"device {device!r} for {size} processes: each takes its own, so name cpu, cuda or auto")
     if device == "auto":
@@ -53,24 +54,19 @@ def processes(device: str = "auto") -> Iterator[World]:
     own = torch.device("cuda", local) if device == "cuda" and torch.cuda.is_available() else choose_device(device)
     if own.type == "cuda":
         if own.index >= torch.cuda.device_count():
-            raise ArgumentError(
-                f"{torch.cuda.device_count()} GPUs for process {local} of this machine; "
-                "start as many processes as there are GPUs: torchrun --nproc-per-node=gpu"
-            )
+            way_out = "start as many processes as there are GPUs: torchrun --nproc-per-node=gpu"
+            raise ArgumentError(f"{torch.cuda.device_count()} GPUs for process {local} of this machine; {way_out}")
         torch.cuda.set_device(own)
     if size == 1:
         yield World(rank, size, own)
         return
     # Small host tensors travel by gloo, so that no GPU has to be synchronised.
-    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own if own.type == "cuda" else None)
+    backend, gpu = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=gpu)
     try:
         yield World(rank, size, own)
     finally:
         dist.destroy_process_group()
-
-
-_FROM_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 @contextlib.contextmanager
@@ -116,27 +112,18 @@ def shard(model: Veca, world: World) -> None:
     fully_shard(model)
 
 
-def reshard(model: nn.Module) -> None:
-    """Shard again the parameters that a forward pass without a backward one left gathered."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
-
-
 def replicate(module: nn.Module, world: World, how: Literal["ddp", "fsdp"]) -> nn.Module:
     """The module with gradients averaged over all processes; with FSDP2 its model has been sharded already."""
     if world.size == 1 or how == "fsdp":
         return module
+    device_ids = [world.device] if world.device.type == "cuda" else None
     # Cores beyond a step's budget get no gradient in it.
-    return DistributedDataParallel(
-        module, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=True
-    )
+    return DistributedDataParallel(module, device_ids=device_ids, find_unused_parameters=True)
 
 
-@contextlib.contextmanager
-def sync_gradients(module: nn.Module, last: bool) -> Iterator[None]:
+def sync_gradients(module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
     """DDP exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each."""
-    with contextlib.nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync():
-        yield
+    return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else contextlib.nullcontext()
 
 
 def any_of(flag: bool, world: World) -> bool:
@@ -146,24 +133,13 @@ def any_of(flag: bool, world: World) -> bool:
 
 def sum_of(values: list[float], world: World) -> list[float]:
     """Sums over all processes, on the host."""
-    if world.size == 1:
-        return values
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return cast(list[float], total.tolist())
+    return cast(list[float], all_reduced(torch.tensor(values, dtype=torch.float64), world).tolist())
 
 
-def largest(value: Tensor, world: World) -> Tensor:
-    """The largest of all processes' values, on the device; without synchronising the host."""
+def all_reduced(value: Tensor, world: World, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or by another `op`) over all processes, in place, on the device; without synchronising the host."""
     if world.size > 1:
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value
-
-
-def summed(value: Tensor, world: World) -> Tensor:
-    """The sum over all processes, in place, on the device; without synchronising the host."""
-    if world.size > 1:
-        dist.all_reduce(value)
+        dist.all_reduce(value, op)
     return value
 
 
@@ -220,10 +196,7 @@ def own_shard(whole: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy an unsharded tensor into one that may be sharded."""
-    if isinstance(target, DTensor):
-        local_part(target).copy_(own_shard(value.to(target.device, target.dtype), target))
-    else:
-        target.copy_(value)
+    local_part(target).copy_(own_shard(value.to(target.device, target.dtype), target))
 
 
 def shard_like(part: Tensor, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ products (2 in bfloat16, else 4).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,14 +55,10 @@ def run_length(recipe: Recipe, images: int | None) -> RunLength:
     if schedule.steps is not None:
         return RunLength(per_epoch, schedule.steps, round(schedule.warmup))
     if per_epoch is None:
-        raise RecipeError(
-            f"schedule.epochs={schedule.epochs}: the number of pictures is not known. "
-            "Set schedule.steps, and schedule.epochs to null"
-        )
+        way_out = "the number of pictures is not known. Set schedule.steps, and schedule.epochs to null"
+        raise RecipeError(f"schedule.epochs={schedule.epochs}: {way_out}")
     if not per_epoch:
-        raise RecipeError(
-            f"{images:,} pictures make no step of batch={recipe.batch:,}: name more pictures, or lower batch"
-        )
+        raise RecipeError(f"{images:,} pictures make no step of batch={recipe.batch:,}: name more, or lower batch")
     steps = max(1, round((schedule.epochs or 0) * per_epoch))
     return RunLength(per_epoch, steps, min(steps - 1, round(schedule.warmup * per_epoch)))
 
@@ -138,10 +134,6 @@ class RunPlan:
         return run_length(self.recipe, self.images)
 
     @property
-    def images_seen(self) -> int | None:
-        return None if self.length is None else self.length.steps * self.recipe.batch
-
-    @property
     def budgets(self) -> dict[int, float]:
         """Share of the steps of each."""
         return shares(self.recipe.budgets)
@@ -155,23 +147,18 @@ class RunPlan:
         with torch.device("meta"):
             return Veca(self.config)
 
-    def draws(self) -> Iterator[tuple[int, int, float]]:
-        """Resolution, budget, and the share of the steps that draw both."""
-        for size, size_share in self.resolutions.items():
-            for budget, budget_share in self.budgets.items():
-                yield size, budget, size_share * budget_share
-
-    def _draws_of(self, resolution: int | None, budget: int | None) -> list[tuple[int, int, float]]:
-        return [draw for draw in self.draws() if resolution in (None, draw[0]) and budget in (None, draw[1])]
+    def draws(self, resolution: int | None = None, budget: int | None = None) -> list[tuple[int, int, float]]:
+        """Resolution, budget and share of the steps of each pair, or of the pairs with this resolution or budget."""
+        draws = [(size, cores, a * b) for size, a in self.resolutions.items() for cores, b in self.budgets.items()]
+        return [draw for draw in draws if resolution in (None, draw[0]) and budget in (None, draw[1])]
 
     def tokens(self, resolution: int | None = None, budget: int | None = None) -> float:
         """Mean number of tokens of the student per image; of one resolution or budget, its part of the mean."""
-        draws = self._draws_of(resolution, budget)
-        return sum((num_patches(self.config, size, size) + cores) * share for size, cores, share in draws)
+        return sum((num_patches(self.config, s, s) + c) * share for s, c, share in self.draws(resolution, budget))
 
     def flops(self, resolution: int | None = None, budget: int | None = None) -> float:
         """Mean FLOPs of the student's forward pass per image, over the steps with this resolution or budget."""
-        draws = self._draws_of(resolution, budget)
+        draws = self.draws(resolution, budget)
         total = sum(share for _, _, share in draws)
         return sum(model_flops(self.config, s, s, c) * share for s, c, share in draws) / total if total else 0.0
 
@@ -184,13 +171,8 @@ class RunPlan:
         if not self.teacher or self.recipe.teacher.resident:  # it runs only before the first step
             return 0.0
         meet, stride = self.recipe.teacher.meet, self.teacher["stride"]
-
-        def input_side(size: int) -> float:
-            if isinstance(meet, int):
-                return meet
-            return size * stride / self.config.patch_size if meet == "input" else size
-
-        sides = [(input_side(size), share) for size, share in self.resolutions.items()]
+        zoom = stride / self.config.patch_size if meet == "input" else 1
+        sides = [(meet if isinstance(meet, int) else size * zoom, part) for size, part in self.resolutions.items()]
         if glance := self.recipe.teacher.glance:
             sides.append((glance, 1.0))
         if per_pixel := self.teacher.get("flops_per_pixel"):
@@ -246,10 +228,8 @@ class RunPlan:
         moves = (c.depth - 1) * cores * FLOAT_BYTES * c.embed_dim
         ends = s * FLOAT_BYTES * c.embed_dim + n * (e * c.in_chans * c.patch_size**2 + 3 * FLOAT_BYTES * c.num_features)
         ends += e * s * c.embed_dim if c.output_dim else 0
-        copies = 0
-        if e < FLOAT_BYTES:
-            products = 4 * c.embed_dim**2 + 3 * c.embed_dim * c.mlp_dim
-            copies = e * (c.depth * products + c.embed_dim * (c.output_dim or 0))
+        products = 4 * c.embed_dim**2 + 3 * c.embed_dim * c.mlp_dim
+        copies = e * (c.depth * products + c.embed_dim * (c.output_dim or 0)) if e < FLOAT_BYTES else 0
         return self.recipe.pass_batch(self.processes) * (c.depth * block + moves + ends) + copies
 
 
@@ -279,60 +259,52 @@ def plan_tables(plan: RunPlan) -> Group:
 
 
 def _run_table(plan: RunPlan) -> Table:
-    recipe, model = plan.recipe, plan.model()
-    split, named = split_parameters(model), dict(model.named_parameters())
-    table = _make_table("The run", "", "")
+    recipe, schedule, length = plan.recipe, plan.recipe.schedule, plan.length
+    model, memory = plan.model(), plan.memory()
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    split, (resolutions, budgets) = split_parameters(model), recipe.grid()
+    student, teacher = PASSES * plan.flops(), plan.teacher_flops()
+    work = student + teacher
+    share = f"teacher about {teacher / 1e9:,.2f} ({teacher / work:.0%})" if teacher else "no teacher's"
+    about = "not loaded for a plan: its work, memory and width are not in the figures"
+    if plan.teacher:
+        about = "{parameters:,} parameters, width {width}, stride {stride}".format_map(plan.teacher)
+    state = memory.weights + memory.normuon + memory.adamw + memory.ema
 
     def numbers(names: list[str]) -> str:
-        return f"{sum(named[name].numel() for name in names):,} in {len(names)} tensors"
+        return f"{sum(counts[name] for name in names):,} in {len(names)} tensors"
 
-    table.add_row("student", f"{recipe.model.size}, {sum(p.numel() for p in named.values()):,} parameters")
-    if recipe.model.start:
-        table.add_row("starts from", _plain_text(recipe.model.start))
-    table.add_row("moved by NorMuon", numbers(split.normuon_qkv + split.normuon))
-    table.add_row("moved by AdamW", numbers(split.adamw))
-    table.add_row("teacher", _plain_text(f"{recipe.teacher.name}, {_describe_teacher(plan)}"))
-    table.add_row("pictures", "not counted" if plan.images is None else f"{plan.images:,}")
-    size = recipe.pass_batch(plan.processes)
-    parts = f"{size} × {recipe.accumulate} accumulated × {_plural(plan.processes, 'process')}"
-    table.add_row("batch", f"{recipe.batch:,} pictures: {parts}")
-    for name, value in _length_rows(plan):
-        table.add_row(name, value)
-    schedule = recipe.schedule
-    table.add_row("learning rate", f"{schedule.low:g} → {schedule.peak:g} → {schedule.low:g}")
-    student, teacher = PASSES * plan.flops(), plan.teacher_flops()
-    share = f"teacher about {teacher / 1e9:,.2f} ({teacher / (student + teacher):.0%})" if teacher else "no teacher's"
-    table.add_row(
-        "GFLOPs per image",
-        f"{(student + teacher) / 1e9:,.2f}: student {student / 1e9:,.2f} ({PASSES} passes), {share}",
-    )
-    if plan.images_seen is not None:
-        table.add_row("FLOPs in all", f"{plan.images_seen * (student + teacher):.3g}")
-    resolutions, budgets = recipe.grid()
-    cells = f"{_plural(len(resolutions), 'resolution')} × {_plural(len(budgets), 'budget')}"
-    table.add_row("validation", f"every {recipe.validation.every:,} steps and at the end, {cells}")
-    memory = plan.memory()
-    size_gib = (memory.weights + memory.normuon + memory.adamw + memory.ema) / 2**30
-    table.add_row("checkpoints", f"every {recipe.checkpoints.every:,} steps, {size_gib:,.3f} GiB each")
-    table.add_row("time", "measured after the first steps")
-    return table
-
-
-def _describe_teacher(plan: RunPlan) -> str:
-    if not plan.teacher:
-        return "not loaded for a plan: its work, memory and width are not in the figures"
-    return f"{plan.teacher['parameters']:,} parameters, width {plan.teacher['width']}, stride {plan.teacher['stride']}"
-
-
-def _length_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    length, schedule = plan.length, plan.recipe.schedule
+    rows = {
+        "student": f"{recipe.model.size}, {sum(counts.values()):,} parameters",
+        "starts from": recipe.model.start,
+        "moved by NorMuon": numbers(split.normuon_qkv + split.normuon),
+        "moved by AdamW": numbers(split.adamw),
+        "teacher": f"{recipe.teacher.name}, {about}",
+        "pictures": "not counted" if plan.images is None else f"{plan.images:,}",
+        "batch": f"{recipe.batch:,} pictures: {recipe.pass_batch(plan.processes)} × {recipe.accumulate} accumulated × "
+        f"{_plural(plan.processes, 'process')}",
+    }
     if length is None:
-        yield "epochs", f"{schedule.epochs:g}, {schedule.warmup:g} of them warm-up"
-        yield "steps", "unknown: name the pictures by data.train, or their number by --images"
-        return
-    yield "steps per epoch", "unknown" if length.per_epoch is None else f"{length.per_epoch:,}"
-    yield "steps", f"{length.steps:,}, {length.warmup:,} of them warm-up"
-    yield "images seen", f"{plan.images_seen:,}"
+        rows["epochs"] = f"{schedule.epochs:g}, {schedule.warmup:g} of them warm-up"
+        rows["steps"] = "unknown: name the pictures by data.train, or their number by --images"
+    else:
+        rows["steps per epoch"] = "unknown" if length.per_epoch is None else f"{length.per_epoch:,}"
+        rows["steps"] = f"{length.steps:,}, {length.warmup:,} of them warm-up"
+        rows["images seen"] = f"{length.steps * recipe.batch:,}"
+    rows |= {
+        "learning rate": f"{schedule.low:g} → {schedule.peak:g} → {schedule.low:g}",
+        "GFLOPs per image": f"{work / 1e9:,.2f}: student {student / 1e9:,.2f} ({PASSES} passes), {share}",
+        "FLOPs in all": None if length is None else f"{length.steps * recipe.batch * work:.3g}",
+        "validation": f"every {recipe.validation.every:,} steps and at the end, "
+        f"{_plural(len(resolutions), 'resolution')} × {_plural(len(budgets), 'budget')}",
+        "checkpoints": f"every {recipe.checkpoints.every:,} steps, {state / 2**30:,.3f} GiB each",
+        "time": "measured after the first steps",
+    }
+    table = _make_table("The run", "", "")
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, Text(shorten(printable(value), 200)))  # rich would read a `str` as markup
+    return table
 
 
 def _plural(number: int, word: str) -> str:
@@ -380,11 +352,9 @@ def _memory_table(plan: RunPlan) -> Table:
     for name, count in memory._asdict().items():
         if count:
             table.add_row(name, f"{count / 2**30:,.3f}", about[name])
-    missing = ""
+    missing = "resident maps (their width is not known), " if maps and not plan.teacher else ""
     if plan.recipe.data.resident and plan.images is None:
         missing = "resident pictures (not counted), "
-    elif maps and not plan.teacher:
-        missing = "resident maps (their width is not known), "
     missing += "the teacher's own pass and workspaces come on top"
     table.add_row("in all", f"{sum(memory) / 2**30:,.3f}", missing)
     if plan.recipe.parallel == "fsdp" and plan.processes > 1:
@@ -392,11 +362,6 @@ def _memory_table(plan: RunPlan) -> Table:
         sharded = sum(memory) - states + states // plan.processes
         table.add_row("sharded", f"{sharded / 2**30:,.3f}", f"weights and states, by {plan.processes}")
     return table
-
-
-def _plain_text(text: str) -> Text:
-    """Text from a recipe, for any console: rich would read a `str` as markup."""
-    return Text(shorten(printable(text), 200))
 
 
 def _make_table(title: str, first: str, *heads: str) -> Table:

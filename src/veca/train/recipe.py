@@ -6,12 +6,11 @@ an unknown key or an impossible value is an error before anything starts.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 from veca.config import get_config
 from veca.errors import VecaError
@@ -21,9 +20,7 @@ from veca.utils.settings import Bounds, Settings, parse_yaml
 Positive = Annotated[int, Bounds(ge=1)]
 """An integer from 1."""
 Pixels = Annotated[int, Bounds(ge=16, le=8192, unit="pixels")]
-_NO_CACHE = (
-    "targets are no longer cached on disk. Remove the key; teacher.resident with data.resident keeps them on the GPU"
-)
+_NO_CACHE = "targets are no longer cached on disk. Remove the key; teacher.resident keeps them on the GPU"
 
 
 class RecipeError(VecaError, ValueError):
@@ -164,12 +161,11 @@ class ScheduleRecipe(RecipeSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = {"epochs": self.epochs, "steps": self.steps}
-        if (self.epochs is None) == (self.steps is None):
-            raise RecipeError(f"schedule={both}: must be one of the two, the other null")
-        length = cast(float, self.epochs if self.steps is None else self.steps)
-        if length <= 0:
-            raise RecipeError(f"schedule={length}: must be positive")
+        lengths = [length for length in (self.epochs, self.steps) if length is not None]
+        if len(lengths) != 1 or lengths[0] <= 0:
+            both = {"epochs": self.epochs, "steps": self.steps}
+            raise RecipeError(f"schedule={both}: must be one of the two, the other null, and positive")
+        length = lengths[0]
         self.require("warmup", 0 <= self.warmup < length, f"from 0 to under {length}")
         self.require("low", 0 <= self.low <= self.peak, f"from 0 to peak = {self.peak}")
 
@@ -212,10 +208,6 @@ class ObjectiveRecipe(RecipeSection):
     mse_weight: Annotated[float, Bounds(ge=0)] = 1.0
 
 
-def _paper_budgets() -> dict[int, float]:
-    return {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe(RecipeSection):
     """Everything that decides the result of a distillation run.
@@ -229,8 +221,8 @@ class Recipe(RecipeSection):
     data: DataRecipe = field(default_factory=DataRecipe)
     objective: ObjectiveRecipe = field(default_factory=ObjectiveRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
-    budgets: dict[int, float] = field(default_factory=_paper_budgets)
-    """Odds of each budget; one is drawn per step, for all processes."""
+    budgets: dict[int, float] = field(default_factory=lambda: {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4})
+    """Odds of each budget, by default the paper's; one is drawn per step, for all processes."""
     resolutions: tuple[Phase, ...] = (Phase(odds={256: 1.0}),)
     batch: Positive = 128
     """Images per optimizer step, over all processes and accumulated passes."""
@@ -258,9 +250,9 @@ class Recipe(RecipeSection):
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
         self.require("resolutions", bool(self.resolutions), "one phase or more")
-        ends = [math.inf if phase.until is None else phase.until for phase in self.resolutions]
-        rising = ends[-1] == math.inf and all(a < b for a, b in itertools.pairwise(ends))
         until = [phase.until for phase in self.resolutions]
+        steps = [step for step in until[:-1] if step is not None]
+        rising = until == [*steps, None] and steps == sorted(set(steps))
         self.require("resolutions.until", rising, "rising, and null in the last phase", until)
         bank, patch = config.num_cores, config.patch_size
         for name, budgets in (("budgets", self.budgets), ("validation.budgets", self.validation.budgets)):
@@ -269,22 +261,17 @@ class Recipe(RecipeSection):
         trained = [size for phase in self.resolutions for size in phase.odds]
         for name, sizes in (("resolutions.odds", trained), ("validation.resolutions", self.validation.resolutions)):
             for size in sizes:
-                valid = 0 < size <= 8192 and size % patch == 0
-                self.require(name, valid, f"multiples of {patch} up to 8192", size)
+                self.require(name, size in range(patch, 8193, patch), f"multiples of {patch} up to 8192", size)
 
     def _check_resident(self, patch: int) -> None:
         """Targets cropped from resident maps need crops on whole cells."""
         setting, side = f"teacher.resident={self.teacher.resident!r}", self.data.resident
         if self.teacher.resident is None:
-            if side is not None and self.data.crops is not None:
-                raise RecipeError(
-                    f"data.crops={list(self.data.crops)}: with data.resident they need teacher.resident, to lie on "
-                    "whole cells. Set it, or leave one of the two out"
-                )
-            return
-        if side is None or side % patch:
+            rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
+            self.require("data.crops", side is None or self.data.crops is None, rule, self.data.crops)
+        elif side is None or side % patch:
             raise RecipeError(f"{setting}: data.resident={side}, and must be a multiple of {patch}, the patch")
-        if self.data.augment == "trivial":
+        elif self.data.augment == "trivial":
             raise RecipeError(f"{setting}: data.augment='trivial' moves pixels away from their cells; use 'colour'")
 
     def odds_at(self, step: int) -> dict[int, float]:

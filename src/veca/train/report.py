@@ -9,17 +9,17 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from veca.errors import ArgumentError
-from veca.report.charts import Line, Point, bar_chart, line_chart, smooth
+from veca.report.charts import Chart, Line, Point, bar_chart, line_chart, smooth
 from veca.report.page import heat_rows, levels, write_page
-from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_table
+from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_object, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
 from veca.utils.text import duration, number
@@ -28,18 +28,24 @@ SHOWN_ROWS, SHOWN_EVENTS = 12, 200
 Event = tuple[str, str, str]  # time, step, text
 
 
-@dataclass(frozen=True)
 class _Run:
     """The files of a run's folder, parsed; missing or damaged ones are empty."""
 
-    name: str
-    metrics: Sequence[Mapping[str, float]]
-    validation: Mapping[int, Grid]
-    """By step, in rising order."""
-    events: Sequence[Event]
-    recipe_text: str
-    recipe: Recipe | None
-    summary: Mapping[str, Any]
+    def __init__(self, folder: Path) -> None:
+        self.name, self.metrics = folder.resolve().name, read_table(folder / METRICS)
+        self.validation: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
+        """Grids by step."""
+        for row in read_table(folder / VALIDATION):
+            if {"resolution", "budget"} <= row.keys():
+                step, *cell = (int(row.pop(name)) for name in ("step", "resolution", "budget"))
+                self.validation.setdefault(step, {})[cell[0], cell[1]] = row
+        lines = [line.split("\t", 2) for line in _read_text(folder / EVENTS).splitlines()]
+        self.events: list[Event] = [(line[0], line[1], line[2]) for line in lines if len(line) == 3]
+        self.recipe_text, self.recipe = _read_text(folder / "recipe.yaml"), None
+        # Another version's recipe, or a torn file; RecipeError is a ValueError. The text is shown in any case.
+        with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
+            self.recipe = Recipe.from_dict(yaml.safe_load(self.recipe_text)) if self.recipe_text else None
+        self.summary = read_object(folder / "summary.json")
 
     def points(self, column: str) -> list[Point]:
         return [(row["step"], row[column]) for row in self.metrics if column in row]
@@ -47,19 +53,6 @@ class _Run:
     def last(self, column: str) -> float:
         """The last finite value of a column, or nan."""
         return next((y for _, y in reversed(self.points(column)) if math.isfinite(y)), math.nan)
-
-    def count_draws(self, name: str) -> dict[int, float]:
-        """Steps at each budget or resolution: from columns such as `budget_8`, or else rows by their `budget`."""
-        counts: dict[int, float] = {}
-        rows_by_value: dict[int, float] = {}
-        for row in self.metrics:
-            for column, value in row.items():
-                prefix, _, key = column.rpartition("_")
-                if prefix == name and key.isdecimal() and math.isfinite(value):
-                    counts[int(key)] = counts.get(int(key), 0) + value
-                elif column == name and math.isfinite(value):
-                    rows_by_value[int(value)] = rows_by_value.get(int(value), 0) + 1
-        return counts or rows_by_value
 
     def best_validation(self) -> int | None:
         """The step of the validation with the lowest mean loss over its grid."""
@@ -72,11 +65,10 @@ def write_distill_report(folder: Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is not a folder; name the one a run wrote to")
-    run = _read_run(folder)
-    out = folder / "report.html"
+    run = _Run(folder)
     summary = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in run.summary.items()}
     write_page(
-        out,
+        out := folder / "report.html",
         "distill.html",
         name=run.name,
         banner=not run.metrics,
@@ -84,7 +76,7 @@ def write_distill_report(folder: Path) -> Path:
         **_loss_curves(run),
         **_validation_maps(run),
         draws=[_draw_counts(run, "budget", "cores"), _draw_counts(run, "resolution", "px")],
-        pace=_chart_of(run, "images_per_s", "images/s", "images per second"),
+        pace=_chart([Line("", pace := run.points("images_per_s"))], "images/s", "images per second", pace),
         ends=[(n, number(run.last(c), form)) for c, n, form in _END_COLUMNS if run.points(c)],
         event_groups=_group_events(run.events),
         recipe=run.recipe_text,
@@ -94,31 +86,6 @@ def write_distill_report(folder: Path) -> Path:
 
 
 _END_COLUMNS = (("floor_share", "Share of the floor", ".0%"), ("memory_gib", "Most memory in use, GiB", ".1f"))
-
-
-def _read_run(folder: Path) -> _Run:
-    validation: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
-    for row in read_table(folder / VALIDATION):
-        if {"resolution", "budget"} <= row.keys():
-            losses = {name: value for name, value in row.items() if name not in ("step", "resolution", "budget")}
-            validation.setdefault(int(row["step"]), {})[int(row["resolution"]), int(row["budget"])] = losses
-    events = [line.split("\t", 2) for line in _read_text(folder / EVENTS).splitlines()]
-    text, recipe = _read_text(folder / "recipe.yaml"), None
-    # Another version's recipe, or a torn file; RecipeError is a ValueError. The text is shown in any case.
-    with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
-        recipe = Recipe.from_dict(yaml.safe_load(text)) if text else None
-    summary: Any = {}
-    with contextlib.suppress(ValueError, RecursionError):
-        summary = json.loads(_read_text(folder / "summary.json") or "{}")
-    return _Run(
-        folder.resolve().name,
-        read_table(folder / METRICS),
-        dict(sorted(validation.items())),
-        [(event[0], event[1], event[2]) for event in events if len(event) == 3],
-        text,
-        recipe,
-        summary if isinstance(summary, dict) else {},
-    )
 
 
 def _read_text(path: Path) -> str:
@@ -136,13 +103,10 @@ def _distill_facts(run: _Run) -> dict[str, str]:
     best_text = "no validation"
     if best is not None:
         grid = run.validation[best]
-        low, (resolution, budget) = min(
-            (losses["total"], cell) for cell, losses in grid.items() if math.isfinite(losses.get("total", math.nan))
-        )
-        best_text = (
-            f"{number(_mean_loss(grid))} at step {best:,}, the mean of its grid; lowest {number(low)} at "
-            f"{resolution} px with {budget} cores"
-        )
+        # The mean is finite, so all losses are.
+        low, (size, budget) = min((losses["total"], cell) for cell, losses in grid.items() if "total" in losses)
+        lowest = f"lowest {number(low)} at {size} px with {budget} cores"
+        best_text = f"{number(_mean_loss(grid))} at step {best:,}, the mean of its grid; {lowest}"
     return {
         "Model": recipe.model.size if recipe else "–",
         "Teacher": recipe.teacher.name if recipe else "–",
@@ -155,17 +119,11 @@ def _distill_facts(run: _Run) -> dict[str, str]:
     }
 
 
-def _chart_of(run: _Run, column: str, title: str, label: str) -> Any:
-    points = run.points(column)
-    label = f"{label}, {_first_and_last(points)}"
-    return line_chart([Line("", points)], "step", title, label, wide=True, y_scale="auto")
-
-
-def _first_and_last(points: Sequence[Point]) -> str:
-    finite = [p for p in points if math.isfinite(p[1])]
-    if not finite:
-        return "no numbers"
-    return f"from {number(finite[0][1])} at step {finite[0][0]:,.0f} to {number(finite[-1][1])} at {finite[-1][0]:,.0f}"
+def _chart(lines: Sequence[Line], y_title: str, label: str, points: Sequence[Point]) -> Chart:
+    """Lines against steps; the label for screen readers names the first and the last finite one of the points."""
+    finite = [(number(y), f"{x:,.0f}") for x, y in points if math.isfinite(y)]
+    ends = "from {} at step {} to {} at {}".format(*finite[0], *finite[-1]) if finite else "no numbers"
+    return line_chart(lines, "step", y_title, f"{label}, {ends}", wide=True, y_scale="auto")
 
 
 def _loss_curves(run: _Run) -> dict[str, Any]:
@@ -178,18 +136,17 @@ def _loss_curves(run: _Run) -> dict[str, Any]:
     total = raw_and_smooth("total", "training, smoothed", 0)
     if means := [(float(step), _mean_loss(grid)) for step, grid in run.validation.items()]:
         total.append(Line("validation, mean of grid", means, 1, dots=True))
-    parts = [name for name in LOSS_COLUMNS[1:] if run.points(name)]
+    names = {name: name for name in LOSS_COLUMNS} | {"learning_rate": "learning rate", "images_per_s": "images/s"}
+    used = {column: name for column, name in names.items() if run.points(column)}
+    parts = [name for name in LOSS_COLUMNS[1:] if name in used]
     part_lines = [line for i, name in enumerate(parts) for line in raw_and_smooth(name, name, i)]
-    columns = {"total": "total", **dict.fromkeys(LOSS_COLUMNS[1:], ""), "learning_rate": "learning rate"}
-    columns["images_per_s"] = "images/s"
-    used = {column: name or column for column, name in columns.items() if run.points(column)}
     every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))
     rows = list(reversed(run.metrics[::-1][::every])) if used else []  # the last row is always among them
-    label = f"loss against steps, {_first_and_last(run.points('total'))}"
+    rates = run.points("learning_rate")
     return {
-        "loss": line_chart(total, "step", "loss", label, wide=True, y_scale="auto"),
+        "loss": _chart(total, "loss", "loss against steps", run.points("total")),
         "parts": line_chart(part_lines, "step", "loss", "parts of the loss against steps", wide=True, y_scale="auto"),
-        "learning_rate": _chart_of(run, "learning_rate", "learning rate", "learning rate against steps"),
+        "learning_rate": _chart([Line("", rates)], "learning rate", "learning rate against steps", rates),
         "metric_heads": ["Step", *used.values()],
         "metric_rows": [[f"{row['step']:,.0f}", *(number(row.get(c, math.nan)) for c in used)] for row in rows],
     }
@@ -225,7 +182,14 @@ def _draw_counts(run: _Run, name: str, unit: str) -> dict[str, Any]:
     targets: dict[int, float] = {}
     if run.recipe:
         targets = shares(run.recipe.budgets if name == "budget" else resolution_odds(run.recipe, steps))
-    counts = run.count_draws(name)
+    counts, rows_by_value = defaultdict[int, float](float), defaultdict[int, float](float)
+    for column, value in [item for row in run.metrics for item in row.items() if math.isfinite(item[1])]:
+        prefix, _, key = column.rpartition("_")
+        if prefix == name and key.isdecimal():  # as budget_8
+            counts[int(key)] += value
+        elif column == name:
+            rows_by_value[int(value)] += 1
+    counts = counts or rows_by_value
     title = f"{name.capitalize()}s drawn"
     if not any(counts.values()):
         return {"title": title, "chart": None}
@@ -240,8 +204,8 @@ def _draw_counts(run: _Run, name: str, unit: str) -> dict[str, Any]:
 
 def _group_events(events: Sequence[Event]) -> list[tuple[str, int, list[Event]]]:
     """(kind, count, last events) by their first word, rare kinds first: errors must not drown in checkpoints."""
-    kinds: dict[str, list[Event]] = {}
+    kinds = defaultdict[str, list[Event]](list)
     for event in events:
         word = re.match(r"[A-Za-z]+", event[2])
-        kinds.setdefault(word[0].lower() if word else "other", []).append(event)
+        kinds[word[0].lower() if word else "other"].append(event)
     return [(k, len(v), v[-SHOWN_EVENTS:]) for k, v in sorted(kinds.items(), key=lambda item: len(item[1]))]

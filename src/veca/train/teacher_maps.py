@@ -6,7 +6,6 @@ Shapes: N images, B of them in a batch, D width of the features, G rows and colu
 from __future__ import annotations
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from torch import Tensor
 
 from veca.data.device_cache import DeviceImageCache
@@ -14,7 +13,7 @@ from veca.data.index import DataError
 from veca.images import normalize
 from veca.teachers import Standardized, Targets
 from veca.train.validation import TeacherRunner
-from veca.utils.console import progress_bar
+from veca.utils.progress import bar
 
 
 class TeacherMaps:
@@ -26,34 +25,27 @@ class TeacherMaps:
     """
 
     def __init__(
-        self,
-        cache: DeviceImageCache,
-        runner: TeacherRunner,
-        dtype: torch.dtype,
-        short_side: float = 1.125,
-        progress: bool = True,
+        self, cache: DeviceImageCache, runner: TeacherRunner, dtype: torch.dtype, progress: bool = True
     ) -> None:
         images, teacher = cache.images, runner.teacher
         count, self.patch, width = len(images), runner.patch_size, teacher.width
         self.cells = cache.side // self.patch
-        zoom = self.cells / max(1, round(self.cells / short_side))  # side of the whole over that of a crop
-        self.dtype, self.standardized = dtype, teacher if isinstance(teacher, Standardized) else None
+        # Side of the whole over that of a crop.
+        zoom = self.cells / max(1, round(self.cells / runner.recipe.data.short_side))
+        self.standardized = teacher if isinstance(teacher, Standardized) else None
         own = teacher.teacher if isinstance(teacher, Standardized) else teacher
         self.pooled, second = own.pooled, own.pooled and own.glance is not None
         cells = self.cells**2 + (max(1, round((own.glance or 0) * zoom / own.stride)) ** 2 if second else 0)
         needed = count * cells * width * dtype.itemsize
         if images.is_cuda and needed > 0.9 * (free := torch.cuda.mem_get_info(images.device)[0]):
-            raise DataError(
-                f"teacher.resident: its maps of {count:,} pictures take {needed / 2**30:.1f} GiB in {dtype}, and "
-                f"{images.device} has {free / 2**30:.1f} GiB free. Take float8, smaller or fewer pictures"
-            )
+            room = f"and {images.device} has {free / 2**30:.1f} GiB free. Take float8, smaller or fewer pictures"
+            raise DataError(f"teacher.resident: {count:,} maps take {needed / 2**30:.1f} GiB in {dtype}, {room}")
         self.maps = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
         # Not standardized: zeros, most of a CNN's map, are exact in float8, so means are not biased by rounding.
         self.glimpses: Tensor | None = None
-        columns = "asking the teacher", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with progress_bar(*columns, shown=progress) as bar:
-            task, batch_size = bar.add_task("", total=count), runner.micro_batch(cache.side)
+        batch_size = runner.micro_batch(cache.side)
+        with bar("asking the teacher", count, "images", progress) as advance:
             for start in range(0, count, batch_size):
                 part = slice(start, start + batch_size)
                 pixels = normalize(images[part])
@@ -66,7 +58,7 @@ class TeacherMaps:
                     if self.glimpses is None:
                         self.glimpses = torch.empty(count, *glimpse.shape[1:], dtype=dtype, device=images.device)
                     self.glimpses[part] = _clamp_to(glimpse, dtype)
-                bar.update(task, completed=min(start + batch_size, count))
+                advance(len(pixels))
 
     def _standardize_cls(self, values: Tensor) -> Tensor:
         """Standardize the teacher's own features as its global one."""

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from veca.data.index import DataError, ImageIndex
 from veca.data.loader import to_model_input, validation_loader
@@ -15,7 +16,7 @@ from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.csv_log import Grid
 from veca.train.objective import Losses, distillation_losses
-from veca.train.parallel import World, any_of, broadcast, reshard, sum_of
+from veca.train.parallel import World, any_of, broadcast, sum_of
 from veca.train.recipe import Recipe
 
 STATISTICS_IMAGES = 1024
@@ -42,7 +43,7 @@ class TeacherRunner:
         setting = self.recipe.teacher.micro_batch
         if not isinstance(setting, int):
             fitting = [count for size, count in setting.items() if size >= resolution]
-            setting = max(fitting) if fitting else min(setting.values())
+            setting = max(fitting, default=min(setting.values()))
         return min(setting, self.pass_batch)
 
     @torch.no_grad()
@@ -65,10 +66,7 @@ class TeacherRunner:
         resolution = self.recipe.grid()[0][0]
         side = resolution // self.patch_size
         if self.world.first:  # one process fits, all get the same numbers
-            size, enough = (
-                self.micro_batch(resolution),
-                validation is not None and len(validation) >= MIN_VALIDATION_IMAGES,
-            )
+            size, enough = self.micro_batch(resolution), len(validation or ()) >= MIN_VALIDATION_IMAGES
             sources = [validation] if enough else [validation, images]
             batches = chain.from_iterable(self.centres(s, resolution, size, alone=True) for s in sources if s)
             self.teacher.fit(batches if enough else _first_images(batches, STATISTICS_IMAGES), (side, side))
@@ -78,10 +76,8 @@ class TeacherRunner:
         """The centre crop of every image once, distributed over the processes, or all of them for this one `alone`."""
         data = self.recipe.data
         rank, size = (0, 1) if alone else (self.world.rank, self.world.size)
-        loader = validation_loader(
-            images, resolution, batch, rank, size, data.workers, data.short_side, data.max_pixels
-        )
-        with loader as batches:
+        options = data.workers, data.short_side, data.max_pixels
+        with validation_loader(images, resolution, batch, rank, size, *options) as batches:
             for each in batches:
                 self.unreadable += each.skipped
                 if len(each.images):
@@ -118,7 +114,8 @@ def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
             for budget, row in zip(budgets, means.tolist(), strict=True):
                 grid[resolution, budget] = dict(zip(Losses._fields, row, strict=True))
     finally:
-        reshard(model)
+        if isinstance(model, FSDPModule):  # a forward pass without a backward one leaves the parameters gathered
+            model.reshard()
         model.train()
     return grid
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from veca.errors import ArgumentError, VecaError
 from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import data_uri, write_page
-from veca.train.csv_log import METRICS, VALIDATION, read_table
+from veca.train.csv_log import METRICS, VALIDATION, read_object, read_table
 from veca.utils.text import duration, number
 
 SETTINGS_FILE = "finetune.json"
@@ -26,12 +25,12 @@ def is_finetune_run(folder: Path) -> bool:
 
 def write_finetune_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a fine-tuning run and return its path."""
-    settings, result = (_read_object(folder / name) for name in (SETTINGS_FILE, "result.json"))
+    settings, result = (read_object(folder / name) for name in (SETTINGS_FILE, "result.json"))
     rows = read_table(folder / METRICS)
     try:
         metric, problems = result.get("metric", "top1"), result.get("problems", [])
         write_page(
-            folder / "report.html",
+            out := folder / "report.html",
             "finetune.html",
             name=folder.resolve().name,
             finished=bool(result),
@@ -46,20 +45,9 @@ def write_finetune_report(folder: Path) -> Path:
     except VecaError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ArgumentError(
-            f"{folder}: {SETTINGS_FILE} or result.json is not as `veca finetune` wrote it "
-            f"({type(error).__name__}: {error}); the same command writes them again"
-        ) from error
-    return folder / "report.html"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        problem = f"{SETTINGS_FILE} or result.json is not as `veca finetune` wrote it ({type(error).__name__}: {error})"
+        raise ArgumentError(f"{folder}: {problem}; the same command writes them again") from error
+    return out
 
 
 def _finetune_facts(
@@ -89,14 +77,13 @@ def _scores(result: Mapping[str, Any]) -> dict[str, Any]:
     """Scores after fine-tuning and of the linear probe before it, by budget."""
     metric, after, before = result["metric"], result["after"], result["before"]
     names = list(next(iter(after.values())))
-    rows = [
-        [cores, number(before.get(cores, {}).get(metric, math.nan), ".2f"), *(f"{scores[name]:.2f}" for name in names)]
-        for cores, scores in after.items()
-    ]
-    lines = [
-        Line(name, [(float(cores), scores[metric]) for cores, scores in by_cores.items()], i, dots=True)
-        for i, (name, by_cores) in enumerate((("fine-tuned", after), ("linear probe", before)))
-    ]
+    rows, lines = [], []
+    for cores, scores in after.items():
+        probed = number(before.get(cores, {}).get(metric, math.nan), ".2f")
+        rows.append([cores, probed, *(f"{scores[name]:.2f}" for name in names)])
+    for i, (name, by_cores) in enumerate({"fine-tuned": after, "linear probe": before}.items()):
+        points = [(float(cores), scores[metric]) for cores, scores in by_cores.items()]
+        lines.append(Line(name, points, i, dots=True))
     label = f"{metric} against budget"
     chart = line_chart(lines, "budget, cores", f"{metric}, %", label, wide=True, ticks_at_points=True)
     heads = ["cores", f"linear probe, {metric}", *names]

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,15 @@ from veca.errors import ArgumentError
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images import normalize
 from veca.report.gallery import save_picture
-from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
+from veca.train import parallel
+from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.ema import Ema
-from veca.train.engine import RunEngine
+from veca.train.engine import RunEngine, Say
 from veca.train.finetune.report import is_finetune_run, write_finetune_report
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
 from veca.train.finetune.tasks import frozen_backbone, make_task
 from veca.train.optimizers import layer_decay_groups
-from veca.train.parallel import (
-    World,
-    all_rows,
-    broadcast,
-    first_alone,
-    gathered,
-    processes,
-    replicate,
-    run_folder,
-    sum_of,
-    summed,
-)
+from veca.train.parallel import World
 from veca.train.schedule import draw, learning_rate, step_seed
 from veca.utils.device import choose_device, describe_versions
 from veca.utils.signals import Interrupted
@@ -75,13 +65,13 @@ def finetune(
     limit: int | None = None,
     device: str = "auto",
     restart: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Path | None:
     """Fine-tune `model` on `data` (as `load_dataset` takes it) and leave everything in `folder`.
 
     Returns the path of the report, in the first process.
     """
-    with processes(device) as world:
+    with parallel.processes(device) as world:
         rule = f"a multiple of {world.size}, the number of processes that share it out"
         settings.require("batch", settings.batch % world.size == 0, rule)
         if world.size == 1:  # alone it runs on any kind of device
@@ -90,8 +80,8 @@ def finetune(
             if not world.first:  # the first process speaks for all
                 warnings.simplefilter("ignore")
             dataset = limit_splits(load_dataset(data, root, settings.task), limit)
-        with run_folder(folder := Path(folder), world):
-            return Finetuning(model, dataset, folder, settings, world, restart=restart, say=say).run()
+        with parallel.run_folder(folder := Path(folder), world):
+            return Finetuning(model, dataset, folder, settings, world, restart, say).run()
 
 
 class Finetuning(RunEngine):
@@ -99,44 +89,37 @@ class Finetuning(RunEngine):
 
     log_every, save_every, keep = 10, 500, 2
     data_errors = (UnreadableImageError,)
+    write_report = staticmethod(write_finetune_report)
     nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
     save_with_validation = True
     stop_check_steps = 1  # each step synchronises the processes anyway
 
     def __init__(
-        self,
-        model: str,
-        data: ProbeData,
-        folder: Path,
-        settings: FinetuneSettings,
-        world: World,
-        *,
-        restart: bool = False,
-        say: Callable[[str], None] = print,
+        self, name: str, data: ProbeData, folder: Path, options: FinetuneSettings, world: World, restart: bool, say: Say
     ) -> None:
-        _check_dataset(data, settings.task)
-        _check_folder(folder, model)
-        super().__init__(folder, world, restart=restart, say=say)
-        self.options, self.data, self.model_name = settings, data, model
+        _check_dataset(data, options.task)
+        _check_folder(folder, name)
+        super().__init__(folder, world, restart, say)
+        self.options, self.data, self.model_name = options, data, name
         for problem in data.problems:
             self.say(f"{data.name}: {problem}. The score is not the benchmark's.")
-        self.precision = settings.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
-        backbone = load_or_random(model)
-        self.budgets = settings.budgets(backbone.config)
+        self.precision = options.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
+        backbone = load_or_random(name)
+        self.budgets = options.budgets(backbone.config)
         if backbone.provenance.get("weights") == "random":
-            self.say(f"The weights are random: none ship for {model} yet. Name trained ones, or expect little.")
+            self.say(f"The weights are random: none ship for {name} yet. Name trained ones, or expect little.")
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
-        self.task, self.backbone = make_task(backbone, data, settings), backbone
+        self.task, self.backbone = make_task(backbone, data, options), backbone
         self.model = self.task.network.to(self.device).train()
-        head_rate = PROBED_HEAD_RATE if settings.head == "probe" else 1.0
-        groups = layer_decay_groups(self.model, backbone.config.depth, settings.layer_decay, settings.decay, head_rate)
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate)
-        self.ema = Ema(self.model, settings.ema)
-        epoch_steps = len(data.splits["train"]) / settings.batch
-        self.steps = max(1, round(settings.epochs * epoch_steps))
-        self.validate_every = settings.every or max(1, min(round(epoch_steps), math.ceil(self.steps / 4)))
+        head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
+        groups = layer_decay_groups(self.model, backbone.config.depth, options.layer_decay, options.decay, head_rate)
+        self.optimizer = torch.optim.AdamW(groups, lr=options.rate)
+        self.ema = Ema(self.model, options.ema)
+        epoch_steps = len(data.splits["train"]) / options.batch
+        self.steps = max(1, round(options.epochs * epoch_steps))
+        self.validate_every = options.every or max(1, min(round(epoch_steps), math.ceil(self.steps / 4)))
         self.best: list[float] = []
         """Score and negative loss on val of the best weights so far, and their step."""
         self.before: dict[int, dict[str, float]] = {}
@@ -144,22 +127,22 @@ class Finetuning(RunEngine):
         if self.checkpoint:
             facts = self.checkpoint.facts
             check_same_settings(facts.get("asked", {}), self.settings(), folder)
-            self._restore(self.checkpoint.tensors)
+            self.model.load_state_dict(self.checkpoint.tensors["network"])
+            restore_optimizer(self.model, self.optimizer, self.checkpoint.tensors["optimizer"])
             self.best, self.before = facts["best"], {int(cores): scores for cores, scores in facts["before"].items()}
         self.resume_counts(self.budgets)
-        self.replica = replicate(self.model, world, "ddp")
+        self.replica = parallel.replicate(self.model, world, "ddp")
 
     def prepare(self) -> None:
         """Fit the head as a linear probe of the frozen features, in the first process, and score it."""
         if self.resumed or self.options.head == "new":
             return
-        folder = self.folder / "features"
-        with first_alone(self.world):
+        with parallel.first_alone(self.world):
             if self.world.first:
                 frozen = frozen_backbone(self.backbone, self.model_name, self.device, self.precision)
-                self.task.probe(frozen, max(self.budgets), folder)
-                shutil.rmtree(folder, ignore_errors=True)
-        broadcast(list(self.model.state_dict().values()), self.world)
+                self.task.probe(frozen, max(self.budgets), self.folder / "features")
+                shutil.rmtree(self.folder / "features", ignore_errors=True)
+        parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, self.options.ema)  # the average starts from the fitted head
         scores = self.score(self.data.report, self._validation_budgets())
         self.before = {cores: self.task.metrics(confusion) for cores, (confusion, _) in scores.items()}
@@ -182,7 +165,7 @@ class Finetuning(RunEngine):
         settings, step, world = self.options, self.step, self.world
         # Unreadable images make shares of different sizes, possibly empty.
         own_counts = len(batch.labels), int((batch.labels != self.task.ignore).sum())
-        counts, valid = zip(*gathered(own_counts, world), strict=True)
+        counts, valid = zip(*parallel.gathered(own_counts, world), strict=True)
         if not sum(counts):
             raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
         # Rows of this process in the batch of all.
@@ -196,7 +179,7 @@ class Finetuning(RunEngine):
         if mixup := settings.mixup if isinstance(settings, FinetuneClassifySettings) else 0.0:
             share = rng.betavariate(mixup, mixup)
             # Partners come from the batch of all processes, whatever their number.
-            partners, partner_labels = (all_rows(rows, counts, world).flip(0)[own] for rows in (images, labels))
+            partners, partner_labels = (parallel.all_rows(x, counts, world).flip(0)[own] for x in (images, labels))
             images = share * images + (1 - share) * partners
             weighted_labels = [(share, labels), (1 - share, partner_labels)]
         torch.manual_seed(step_seed("model", settings.seed, step))
@@ -208,16 +191,17 @@ class Finetuning(RunEngine):
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         # Unlike in distillation the host waits here: this AdamW is not fused, and cannot skip a step on the device.
         finite = bool(norm.isfinite())
+        self.rate = learning_rate(step, self.steps, round(WARMUP * self.steps), settings.rate, 0.0)
         skip = torch.tensor(float(not finite), device=self.device)
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._rate_at(step) * group["scale"]
+                group["lr"] = self.rate * group["scale"]
             self.optimizer.step()
         self.ema.update(skip)
         self.skipped_steps.update(skip)
         self.optimizer.zero_grad()
         # The loss is scaled by the number of processes for DDP: undone, their sum is the mean over the whole batch.
-        total = summed(loss.detach() / world.size, world)
+        total = parallel.all_reduced(loss.detach() / world.size, world)
         self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
 
@@ -234,11 +218,8 @@ class Finetuning(RunEngine):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
-    def _rate_at(self, step: int) -> float:
-        return learning_rate(step, self.steps, round(WARMUP * self.steps), self.options.rate, 0.0)
-
-    def learning_rate(self) -> float:
-        return self._rate_at(self.step - 1)
+    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {"learning_rate": self.rate}
 
     def memory_advice(self) -> str:
         size = self.options.batch // self.world.size
@@ -271,11 +252,11 @@ class Finetuning(RunEngine):
                     losses[cores] += len(images) * float(self.task.loss(scores, labels))
                     confusion.update(scores.argmax(1), labels)
         self.model.train()
-        scored, *totals = sum_of([count, *losses.values()], self.world)
+        scored, *totals = parallel.sum_of([count, *losses.values()], self.world)
         if not scored:
             raise UnreadableImageError(f"no picture of {self.data.name} {split} can be read; mend them")
         for confusion in confusions.values():
-            summed(confusion.totals, self.world)
+            parallel.all_reduced(confusion.totals, self.world)
         return {cores: (confusions[cores], total / scored) for cores, total in zip(confusions, totals, strict=True)}
 
     def validate(self) -> None:
@@ -304,8 +285,6 @@ class Finetuning(RunEngine):
         return {"model": self.model_name, "weights": self.origin["sha256"], "data": about, **self.options.to_dict()}
 
     def write_settings(self) -> None:
-        if not self.world.first:
-            return
         if self.restart:
             # Without finetune.json the model files are not those of an old run.
             self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
@@ -322,12 +301,6 @@ class Finetuning(RunEngine):
     def checkpoint_facts(self) -> dict[str, Any]:
         return {"asked": self.settings(), "best": self.best, "before": self.before}
 
-    def _restore(self, files: TensorFiles) -> None:
-        self.model.load_state_dict(files["network"])
-        restore_optimizer(self.model, self.optimizer, files["optimizer"])
-        for name, average in self.ema.named():
-            average.copy_(files["ema"][name])
-
     def is_finished(self) -> bool:
         return self.step == self.steps and (self.folder / "result.json").is_file()
 
@@ -336,20 +309,18 @@ class Finetuning(RunEngine):
         began = time.perf_counter()
         if self.world.first:  # what is scored is what was saved
             self.task.load(self.folder)
-        broadcast(list(self.model.state_dict().values()), self.world)
+        parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, None)  # the saved weights are the averaged ones already
         task, split, largest = self.task, self.data.report, max(self.budgets)
         scores = self.score(split, self.budgets)
         confusion = scores[largest][0]
-        for skipped in gathered(task.skipped, self.world):
+        for skipped in parallel.gathered(task.skipped, self.world):
             for name, images in skipped.items():
                 task.skipped.setdefault(name, set()).update(images)
         if not self.log:
             return
         unreadable = {name: sorted(images) for name, images in task.skipped.items() if images}
-        problems = [
-            f"{len(images):,} of {name} cannot be read: {join_some(images)}" for name, images in unreadable.items()
-        ]
+        problems = [f"{len(bad):,} of {name} cannot be read: {join_some(bad)}" for name, bad in unreadable.items()]
         for problem in problems:
             self.log.event(self.step, f"skipped: {problem}")
             self.say(f"Left out: {problem}")
@@ -384,9 +355,6 @@ class Finetuning(RunEngine):
             gallery.append(entry)
         return gallery
 
-    def write_report(self) -> Path:
-        return write_finetune_report(self.folder)
-
 
 def _not_empty(rows: Tensor) -> Tensor:
     """A black image in place of an empty share of the batch: it has no weight in the loss."""
@@ -405,18 +373,14 @@ def _check_folder(folder: Path, model: str) -> None:
     """Refuse to write over the weights to start from, or over a distillation run, even with `restart`."""
     source = Path(model) if Path(model).exists() else find_pretrained(model)
     if source and folder.exists() and folder.samefile(source if source.is_dir() else source.parent):
-        raise ArgumentError(
-            f"--out {folder} is the model's own folder, which would be written over; take another --out"
-        )
+        raise ArgumentError(f"--out {folder} is the model's own folder, which it would overwrite; take another --out")
     if (folder / "recipe.yaml").is_file() and not is_finetune_run(folder):
         raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
 
 
 def _check_dataset(data: ProbeData, task: str) -> None:
     if data.task != task:
-        raise DatasetError(
-            f"{data.name} has labels to {data.task}; `veca finetune` learns one class for each picture (classify) or "
-            "pixel (segment)"
-        )
+        tasks = "one class for each picture (classify) or pixel (segment)"
+        raise DatasetError(f"{data.name} has labels to {data.task}; `veca finetune` learns {tasks}")
     if missing := [split for split in ("train", "val") if split not in data.splits]:
         raise DatasetError(f"{data.name} has no {' and no '.join(missing)}: nothing can be learned, or chosen, from it")

@@ -105,10 +105,8 @@ def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folde
     """Refuse to resume with other settings, except those that change no result."""
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE_SETTINGS]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
-        raise ArgumentError(
-            f"{folder} holds a run with other settings ({'; '.join(different)}). Take another --out, or --overwrite "
-            "to begin anew in it"
-        )
+        way_out = "Take another --out, or --overwrite to begin anew in it"
+        raise ArgumentError(f"{folder} holds a run with other settings ({'; '.join(different)}). {way_out}")
 
 
 def __getattr__(name: str) -> Any:

@@ -99,23 +99,22 @@ def load_segmenter(folder: str | Path, device: str | torch.device | None = None)
         segmenter = Segmenter(backbone, classes, ignore)
         segmenter.head.load_state_dict(tensors)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{file}: damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
-        ) from error
+        reason = excerpt(str(error))
+        raise CheckpointError(f"{file}: damaged, or no head of `veca finetune segment`: {reason}") from error
     return segmenter.to(device).eval()
 
 
 class _FinetuneTask:
     """What both tasks share. `processor` says in the terms of transformers how images are resized."""
 
-    def __init__(self, data: ProbeData, processor: Mapping[str, Any]) -> None:
-        self.data, self.processor = data, processor
+    def __init__(self, backbone: Veca, data: ProbeData, processor: Mapping[str, Any]) -> None:
+        self.backbone, self.data, self.processor = backbone, data, processor
         self.skipped: dict[str, set[str]] = {}
         """Unreadable images, by split."""
 
-    def _save(self, backbone: Veca, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Save the backbone as `veca.load`, timm and transformers take it."""
-        save_tensors(module_tensors(backbone), backbone.config.to_dict(), provenance, folder)
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Save the backbone as `veca.load`, timm and transformers take it, and the head."""
+        save_tensors(module_tensors(self.backbone), self.backbone.config.to_dict(), provenance, folder)
         processor = {"image_processor_type": "VecaImageProcessor", **self.processor}
         processor |= {"image_mean": MEAN, "image_std": STD}
         with atomic_path(folder / "preprocessor_config.json") as part:
@@ -128,13 +127,11 @@ class ClassifyTask(_FinetuneTask):
     metric, ignore = "top1", -1
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneClassifySettings) -> None:
-        side = {"height": settings.size, "width": settings.size}
-        super().__init__(data, {"size": side, "fit": "crop"})
-        self.settings = settings
+        super().__init__(backbone, data, {"size": {"height": settings.size, "width": settings.size}, "fit": "crop"})
+        self.settings, self.network = settings, Classifier(backbone)
         with torch.random.fork_rng(devices=[]):  # a new head follows from the seed, and disturbs no other draws
             torch.manual_seed(settings.seed)
             backbone.reset_classifier(len(data.classes))
-        self.network = Classifier(backbone)
 
     def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """Batches of the steps from `start`; each follows from the seed and its step alone.
@@ -162,16 +159,11 @@ class ClassifyTask(_FinetuneTask):
             for batch in batches:
                 bad = [pixels for _, pixels in batch if isinstance(pixels, str)]
                 good = [(i, pixels) for i, pixels in batch if not isinstance(pixels, str)]
+                problem = f"of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or"
                 if bad and not self.settings.skip_bad:
-                    raise UnreadableImageError(
-                        f"pictures of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or leave "
-                        "such out with --skip-bad"
-                    )
+                    raise UnreadableImageError(f"pictures {problem} leave such out with --skip-bad")
                 if not (good or allow_empty):
-                    raise UnreadableImageError(
-                        f"a whole batch of {self.data.name} {split} cannot be read: {join_some(bad)}. Mend them, or "
-                        "take a larger --batch-size"
-                    )
+                    raise UnreadableImageError(f"a whole batch {problem} take a larger --batch-size")
                 self.skipped.setdefault(split, set()).update(bad)
                 pixels = np.stack([pixels for _, pixels in good]) if good else np.empty((0, 3, side, side), np.uint8)
                 yield LabelledBatch(torch.from_numpy(pixels), labels[[i for i, _ in good]])
@@ -187,16 +179,14 @@ class ClassifyTask(_FinetuneTask):
         for name in ("train", "val"):
             split = data.splits[name]
             extraction.run(split, view, [cores], f"features of {name}")
-            labels = torch.from_numpy(split.labels).long()
-            sets += drop_unreadable(
-                extraction.load(split, view, cores), labels, settings.skip_bad, f"{data.name} {name}"
-            )
+            found, labels = extraction.load(split, view, cores), torch.from_numpy(split.labels).long()
+            sets += drop_unreadable(found, labels, settings.skip_bad, f"{data.name} {name}")
         with bar("linear probe", settings.head_epochs, "epochs", settings.progress) as advance:
             head = train_linear(
                 sets[0], sets[1], sets[2], sets[3], classes=len(data.classes), rates=RATES, decays=DECAYS,
                 epochs=settings.head_epochs, seed=settings.seed, device=frozen.device, progress=lambda *_: advance(1),
             ).head  # fmt: skip
-        self.network.backbone.head.load_state_dict({"weight": head.weight, "bias": head.bias})
+        self.backbone.head.load_state_dict({"weight": head.weight, "bias": head.bias})
 
     def load_one(self, split: str, i: int) -> LabelledBatch | None:
         """Image `i` as `scoring` has it; None where it cannot be read."""
@@ -207,11 +197,10 @@ class ClassifyTask(_FinetuneTask):
 
     def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
         """Images and a caption that show the prediction for one image and its label."""
-        share, best = scores.softmax(0).max(0)
-        image = open_image(self.data.splits[split].image(i))
-        prediction = f"{self.data.classes[int(best)]}, {float(share):.0%}"
-        truth = "right" if best == label else f"it is {self.data.classes[int(label)]}"
-        return {"image": image, "said": f"{prediction}: {truth}"}
+        (share, best), classes = scores.softmax(0).max(0), self.data.classes
+        truth = "right" if best == label else f"it is {classes[int(label)]}"
+        said = f"{classes[int(best)]}, {float(share):.0%}: {truth}"
+        return {"image": open_image(self.data.splits[split].image(i)), "said": said}
 
     def metrics(self, confusion: Confusion) -> dict[str, float]:
         """Scores in percent."""
@@ -222,11 +211,8 @@ class ClassifyTask(_FinetuneTask):
         """Recall of each class (C)."""
         return confusion.counts.diagonal().double() / confusion.counts.sum(1)
 
-    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        self._save(self.network.backbone, folder, provenance)
-
     def load(self, folder: Path) -> None:
-        self.network.backbone.load_state_dict(veca.load(folder).state_dict())
+        self.backbone.load_state_dict(veca.load(folder).state_dict())
 
 
 class _RandomCrops(Dataset[Any]):
@@ -248,21 +234,18 @@ class SegmentTask(_FinetuneTask):
     metric = "mIoU"
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings) -> None:
-        super().__init__(data, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
+        super().__init__(backbone, data, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
         self.settings = settings
-        self.dense_data = DenseLoader(
+        self.dense_data = dense_data = DenseLoader(
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
             settings.skip_bad, settings.scales, self.skipped,
         )  # fmt: skip
-        self.ignore = self.dense_data.ignore
+        self.ignore, self.scoring, self.load_one = dense_data.ignore, dense_data.scoring, dense_data.one
         backbone.reset_classifier(0)
         self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
 
     def training(self, start: int, steps: int, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         return self.dense_data.training(steps, start, rank, size)
-
-    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
-        return self.dense_data.scoring(split, rank, size)
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return self.network.head.loss(scores, labels)
@@ -284,14 +267,10 @@ class SegmentTask(_FinetuneTask):
             )  # fmt: skip
         self.network.head.load_state_dict(sweep.head.state_dict())
 
-    def load_one(self, split: str, i: int) -> LabelledBatch | None:
-        return self.dense_data.one(split, i)
-
     def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
-        image = open_image(self.data.splits[split].image(i))
-        count = len(self.data.classes)
-        predicted, truth = scores.argmax(0).cpu().numpy(), label.cpu().numpy()
-        return {"image": image, "label": colour_classes(truth, count), "prediction": colour_classes(predicted, count)}
+        maps = {"label": label, "prediction": scores.argmax(0)}
+        pictures = {name: colour_classes(each.cpu().numpy(), len(self.data.classes)) for name, each in maps.items()}
+        return {"image": open_image(self.data.splits[split].image(i)), **pictures}
 
     def metrics(self, confusion: Confusion) -> dict[str, float]:
         return {name.replace("miou", "mIoU"): 100 * value for name, value in confusion.compute().items()}
@@ -300,11 +279,10 @@ class SegmentTask(_FinetuneTask):
         return confusion.iou()
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        self._save(self.network.backbone, folder, provenance)
-        description = {"classes": self.data.classes, "ignore": self.ignore}
+        super().save(folder, provenance)
+        description = json.dumps({"classes": self.data.classes, "ignore": self.ignore})
         with atomic_path(folder / "head.safetensors") as part:
-            metadata = {"format": "pt", "veca": json.dumps(description)}
-            write_tensors(part, module_tensors(self.network.head), metadata)
+            write_tensors(part, module_tensors(self.network.head), {"format": "pt", "veca": description})
 
     def load(self, folder: Path) -> None:
         self.network.load_state_dict(load_segmenter(folder).state_dict())
