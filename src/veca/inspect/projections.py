@@ -180,6 +180,26 @@ def heat(values: Tensor) -> Tensor:
     return torch.from_numpy(colours).float().to(values.device)
 
 
+def heat_hex(values: Tensor) -> list[str]:
+    """The same colours of values (N) as #rrggbb."""
+    return [f"#{bytes(colour).hex()}" for colour in (heat(values) * 255).round().int().tolist()]
+
+
+def map_range(maps: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of maps (..., rows, columns) that are drawn darkest and brightest.
+
+    The top percent may saturate, otherwise a single bright patch would darken all others.
+    """
+    flat = maps.flatten(-2)
+    return flat.amin(-1), torch.maximum(flat.quantile(0.99, dim=-1), flat.amax(-1) / 4)
+
+
+def scale_maps(maps: Tensor) -> Tensor:
+    """Maps (..., rows, columns) scaled to [0, 1] between their `map_range`."""
+    low, high = (end[..., None, None] for end in map_range(maps))
+    return ((maps - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+
+
 def to_rgb(values: Tensor, size: tuple[int, int] | None = None, smooth: bool = False) -> Image.Image:
     """An image of a map of values in [0, 1]: (rows, columns, 3) as colours, (rows, columns) through `heat`.
 
