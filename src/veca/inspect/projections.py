@@ -182,7 +182,7 @@ def heat(values: Tensor) -> Tensor:
 
 def heat_hex(values: Tensor) -> list[str]:
     """The same colours of values (N) as #rrggbb."""
-    return [f"#{bytes(colour).hex()}" for colour in (heat(values) * 255).round().int().tolist()]
+    return [f"#{bytes(colour).hex()}" for colour in (heat(values).double() * 255).round().int().tolist()]
 
 
 def map_range(maps: Tensor) -> tuple[Tensor, Tensor]:
