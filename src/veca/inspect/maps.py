@@ -42,8 +42,8 @@ def core_maps(
     torch.Size([2, 1, 16, 4, 6])
     """
 
-    def capture(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-        attention = attention_to_patches(project_qkv(attn, x), core_rotary, patch_rotary)
+    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
+        attention = attention_to_patches(project_qkv(attn, x), *rotaries)
         return attention if per_head else attention.mean(1)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
@@ -64,8 +64,8 @@ def core_profiles(
     torch.Size([2, 1, 4, 6, 16])
     """
 
-    def capture(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-        return _profiles(attn, project_qkv(attn, x), core_rotary, patch_rotary, chunk_size)
+    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
+        return _profiles(attn, project_qkv(attn, x), *rotaries, chunk_size=chunk_size)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
     return torch.stack(captured).unflatten(2, out.grid)
@@ -85,10 +85,10 @@ class Inside(NamedTuple):
 def look_inside(model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,)) -> Inside:
     """`core_maps` and `core_profiles` of one forward pass, and its output."""
 
-    def capture(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
         qkv = project_qkv(attn, x)
-        attention = attention_to_patches(qkv, core_rotary, patch_rotary).mean(1)
-        return torch.stack([attention, _profiles(attn, qkv, core_rotary, patch_rotary).mT])  # (2, B, C, N)
+        attention = attention_to_patches(qkv, *rotaries).mean(1)
+        return torch.stack([attention, _profiles(attn, qkv, *rotaries).mT])  # (2, B, C, N)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
     maps, shares = torch.stack(captured, dim=1)

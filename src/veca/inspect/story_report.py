@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -32,19 +30,11 @@ def check_story(path: PathLike, chart: PathLike | None = None) -> Path:
 def write_story(story: CoreStory, path: PathLike) -> Path:
     """Write all numbers as JSON; what could not be measured is null."""
     path = check_story(path)
+    # JSON has no nan and infinity: reading back what Python writes replaces them.
+    values = json.loads(json.dumps(dataclasses.asdict(story), default=str), parse_constant=lambda _: None)
     with atomic_path(path) as part:
-        values = _without_nan(dataclasses.asdict(story))
-        part.write_text(json.dumps(values, indent=1, default=str, allow_nan=False) + "\n")
+        part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
     return path
-
-
-def _without_nan(value: Any) -> Any:
-    """The same data with None for nan and infinity, which JSON does not have, and text for keys."""
-    if isinstance(value, dict):
-        return {str(key): _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def story_table(story: CoreStory) -> Table:
