@@ -204,7 +204,8 @@ def measure_cores(
     if limit is not None:
         available = total or limit  # where the total is not known, the first ones are taken
         spread = (item for i, item in enumerate(items) if (i + 1) * limit // available > i * limit // available)
-        items, total = islice(spread, limit), min(limit, available)
+        # Read to the end, so that all unsupported files are named, except where that means to fetch remote shards.
+        items, total = spread if total else islice(spread, limit), min(limit, available)
     stats, failures, failed = CoreAccumulator(model, chosen), list[tuple[str, str]](), 0
 
     def readable_pixels(records: Iterable[Record]) -> Iterator[NDArray[np.uint8]]:
