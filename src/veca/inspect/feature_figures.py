@@ -15,15 +15,7 @@ from veca.errors import ArgumentError
 from veca.images import Fit
 from veca.inspect import figure_inputs as inputs
 from veca.inspect import figure_layout as layout
-from veca.inspect.figure_inputs import (
-    FeatureFunction,
-    ImageSources,
-    ProgressCallback,
-    cores_label,
-    ignore_progress,
-    model_label,
-    photo_features,
-)
+from veca.inspect.figure_inputs import FeatureFunction, ImageSources, ProgressCallback, cores_label, ignore_progress
 from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
 from veca.model import Veca
 
@@ -59,7 +51,7 @@ def draw_features(
         maps = []
         for size, photos_at_size in zip(sizes, photos, strict=True):
             say(f"{label.splitlines()[0]}: running at {size} px")
-            maps += [photo_features(model, backbone, photo)[1] for photo in photos_at_size]
+            maps += [inputs.photo_features(model, backbone, photo)[1] for photo in photos_at_size]
         say(f"{label.splitlines()[0]}: {method.upper()} of {sum(m[..., 0].numel() for m in maps):,} patches")
         values = project(maps, 3, method)  # jointly over sizes and images, separately for each backbone
         colours.append([values[i :: len(photos[0])] for i in range(len(photos[0]))])
@@ -110,7 +102,7 @@ def draw_similarity(
             layout.show_photo(row[0], photo, caption=photo.name if row is rows[0] else "")
         for column, (label, backbone) in enumerate(backbones.items(), start=1):
             say(f"{photo.name}: running {label.splitlines()[0]}")
-            cls, dense = photo_features(model, backbone, photo)
+            cls, dense = inputs.photo_features(model, backbone, photo)
             for row, source in zip(rows, sources[i], strict=True):
                 feature = cls if source is None else dense[source[0] - 1, source[1] - 1]
                 values = F.cosine_similarity(feature, dense, dim=-1)
@@ -147,7 +139,7 @@ def draw_budgets(
     for budget in budgets:
         say(f"{cores_label(budget)}: running the model")
         features = inputs.features_at_budget(model, budget)
-        maps.append([photo_features(model, features, photo)[1] for photo in photos])
+        maps.append([inputs.photo_features(model, features, photo)[1] for photo in photos])
     say(f"{method.upper()} of all features")
     colours = project([dense for row in maps for dense in row], 3, method)  # [budget × photo]
     similarity = [[F.cosine_similarity(a, b, dim=-1) for a, b in zip(row, maps[-1], strict=True)] for row in maps]
@@ -170,5 +162,5 @@ def _backbones(
     model: Veca, budget: int, name: str | None, beside: Mapping[str, FeatureFunction] | None
 ) -> dict[str, FeatureFunction]:
     """The model at a budget and the backbones beside it, by label."""
-    label = f"{model_label(model, name)}\n{cores_label(budget)}"
+    label = f"{inputs.model_label(model, name)}\n{cores_label(budget)}"
     return {label: inputs.features_at_budget(model, budget), **(beside or {})}

@@ -136,7 +136,8 @@ def make_heading(kind: str, model: Veca, name: str | None, **values: object) -> 
         notice = f"{label} has {notice}: this shows how it works, not what a trained model sees."
     elif notice:
         notice = f"{label}: {notice}."
-    return Heading(*(texts[part].format(model=label, **values) for part in ("title", "text")), notice)
+    values["model"] = label
+    return Heading(texts["title"].format_map(values), texts["text"].format_map(values), notice)
 
 
 def travelled(paths: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def contributions(attention: Tensor, values: Tensor, weight: Tensor, chunk_size:
 
 
 def attention_and_profiles(
-    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, chunk_size: int = CHUNK_SIZE
+    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, *, chunk_size: int = CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
     """From the inputs of a block's attention: attention of the cores and profiles of the patches.
 
@@ -185,7 +185,7 @@ def attention_and_profiles(
 
 
 def _profiles(
-    attn: Any, qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary, chunk_size: int = CHUNK_SIZE
+    attn: Any, qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary, *, chunk_size: int = CHUNK_SIZE
 ) -> Tensor:
     """Profiles of the patches alone, (B, N, C)."""
     qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
@@ -196,15 +196,12 @@ def _profiles(
 def _shares(attn: Any, patch_to_core: Tensor, values: Tensor, chunk_size: int) -> Tensor:
     """Profiles (B, N, C) from probabilities (B, N, H·C) and the values of the cores (B, C, H, d)."""
     if type(attn.proj) is not nn.Linear:
-        raise ArgumentError(
-            f"contributions are made of the weights of the output projection, which is a {type(attn.proj).__name__} "
-            "here and not a Linear; merge adapters into the model, or take it unquantised"
-        )
+        rule = f"contributions need an output projection that is a Linear, not a {type(attn.proj).__name__}"
+        raise ArgumentError(f"{rule}; merge adapters into the model, or take it unquantised")
     device = "cpu" if values.device.type == "mps" else values.device  # MPS has no float64
     attention = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, N, C)
-    norms = contributions(
-        attention.to(device), values.transpose(1, 2).to(device), attn.proj.weight.to(device), chunk_size
-    )
+    parts = (part.to(device) for part in (attention, values.transpose(1, 2), attn.proj.weight))
+    norms = contributions(*parts, chunk_size=chunk_size)
     # A patch to which no core adds anything gets equal shares.
     norms = torch.where(norms.sum(-1, keepdim=True) == 0, 1.0, norms)
     return (norms / norms.sum(-1, keepdim=True)).to(values.device, values.dtype)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from torch import Tensor
 
-from veca.images import normalize, to_tensor
+from veca.images import fit_image, normalize, to_tensor
 from veca.inspect import look_inside, pca
 from veca.inspect.figure_inputs import check_finite, inspecting
 from veca.inspect.projections import map_range, scale_maps
@@ -56,7 +56,8 @@ class Analysis(NamedTuple):
 
 
 def model_input(model: Veca, image: StoredImage, size: int) -> Tensor:
-    return normalize(to_tensor(image.resized(size)))[None].to(model.norm.weight.device)
+    # A short side of `size`, in whole patches.
+    return normalize(to_tensor(fit_image(image.image, size, "keep")))[None].to(model.norm.weight.device)
 
 
 def reference_features(model: Veca, image: StoredImage) -> Tensor:

@@ -135,7 +135,7 @@ async def _run_job(
     key: Any,
     make: Callable[[], JobSteps[T]],
     pane: str | None = None,
-    later: bool = False,
+    **options: Any,
 ) -> T:
     """Run a job for the client of a request until it is done or the client has disconnected."""
 
@@ -144,8 +144,8 @@ async def _run_job(
             pass
 
     host = request.client.host if request.client else ""
-    pane = pane and f"{host} {pane}"  # pages choose names for their panes: those of two machines may be equal
-    return await queue.run(key, make, disconnected, client=_client(request), pane=pane, later=later)
+    pane = f"{host} {pane}" if pane else ""  # pages choose names for their panes: those of two machines may be equal
+    return await queue.run(key, make, disconnected, client=_client(request), pane=pane, **kwargs)
 
 
 def _client(request: Request) -> str:

@@ -47,11 +47,11 @@ class QueuedJob:
     key: Hashable
     make: Callable[[], JobSteps[Any]]
     later: bool
-    client: str | None
+    client: str
     turn: int
     """How many jobs the same client had queued before: clients take turns, however many jobs each has."""
     order: int
-    waiters: dict[Future[Any], str | None] = field(default_factory=dict)
+    waiters: dict[Future[Any], str] = field(default_factory=dict)
     """Futures of those who wait for the result, and the pane of each."""
     steps: JobSteps[Any] | None = None
 
@@ -81,13 +81,7 @@ class JobQueue:
         return len(self._jobs)
 
     def submit(
-        self,
-        key: Hashable,
-        make: Callable[[], JobSteps[T]],
-        *,
-        client: str | None = None,
-        pane: str | None = None,
-        later: bool = False,
+        self, key: Hashable, make: Callable[[], JobSteps[T]], *, client: str = "", pane: str = "", later: bool = False
     ) -> Future[T]:
         """The result of the job `key`, queued unless it is already; `BusyError` if there is no room.
 
@@ -99,7 +93,7 @@ class JobQueue:
                 (job, future)
                 for job in self._jobs.values()
                 for future, waiting_pane in job.waiters.items()
-                if pane is not None and waiting_pane == pane and job.key != key
+                if pane and waiting_pane == pane and job.key != key
             ]
             for job, future in superseded:
                 self._leave(job, future)
