@@ -129,23 +129,18 @@ def draw_paths(
     layout.check_panels(len(budgets), len(photos))
     say("running the model")
     with inputs.inspecting(model):
+        batches = [photo.batch(model) for photo in photos]
         # [budget][photo]: (L, C, 2)
-        paths = [
-            [Veca.forward(model, photo.batch(model), c).coordinates[:, 0].float().cpu() for photo in photos]
-            for c in budgets
-        ]
+        paths = [[Veca.forward(model, x, c).coordinates[:, 0].float().cpu() for x in batches] for c in budgets]
         inputs.check_finite(model, *(path for row in paths for path in row))
     longest = max(float(inputs.travelled(path).max()) for row in paths for path in row)
     scale = inputs.path_scale(longest)
     values = {"layers": len(model.blocks), "longest": 100 * longest}
     longer = f" Paths are drawn {scale} times as long as they are." if scale > 1 else ""
-    figure, axes = layout.create_panels(
-        inputs.make_heading("paths", model, name, longer=longer, **values),
-        [cores_label(budget) for budget in budgets],
-        [photo.name for photo in photos],
-        [max(photo.aspect for photo in photos)] * len(budgets),
-        colour_bar=True,
-    )
+    heading = inputs.make_heading("paths", model, name, longer=longer, **values)
+    labels = [cores_label(budget) for budget in budgets], [photo.name for photo in photos]
+    aspects = [max(photo.aspect for photo in photos)] * len(budgets)
+    figure, axes = layout.create_panels(heading, *labels, aspects, colour_bar=True)
     for row, row_paths in zip(axes, paths, strict=True):
         for axis, photo, path in zip(row, photos, row_paths, strict=True):
             layout.show_photo(axis, photo, dim=True)
@@ -158,8 +153,7 @@ def _draw_core_paths(axis: Axes, paths: Tensor, num_cores: int) -> None:
     count = paths.shape[1]
     colours = layout.core_colours()(torch.arange(count).numpy() / max(1, num_cores - 1))
     for core in reversed(range(count)):  # so that the first cores are on top
-        x, y = paths[:, core].T.numpy()
-        colour = colours[core]
+        (x, y), colour = paths[:, core].T.numpy(), colours[core]
         axis.plot(x, y, color="white", linewidth=2.4, alpha=0.5)
         axis.plot(x, y, color=colour, linewidth=1.3)
         axis.plot(x[:1], y[:1], "o", markersize=4.5, markerfacecolor="none", markeredgecolor=colour)
@@ -201,14 +195,10 @@ def draw_states(
         states.append({layer: bank[0].float().cpu() for layer, (_, bank) in by_layer})
     hint = "" if several else "Give several pictures to see whether states group by core or by picture."
     values = {"cores": cores_label(budget), "axes": describe_axes(method, 2), "hint": hint}
-    figure, axes = layout.create_panels(
-        inputs.make_heading("states", model, name, **values),
-        ["coloured\nby core", "coloured\nby picture"][: 1 + several],
-        _layer_labels(model, layers),
-        [1.0] * (1 + several),
-        colour_bar=True,
-        legend_lines=-(-len(photos) // 4) if several else 0,
-    )
+    heading = inputs.make_heading("states", model, name, **values)
+    labels = ["coloured\nby core", "coloured\nby picture"][: 1 + several], _layer_labels(model, layers)
+    lines = -(-len(photos) // 4) if several else 0
+    figure, axes = layout.create_panels(heading, *labels, [1.0] * (1 + several), colour_bar=True, legend_lines=lines)
     # The same points are drawn twice: coloured by core and, with several images, by image.
     by_core = layout.core_colours()(torch.linspace(0, 1, budget).numpy())
     for column, layer in enumerate(layers):

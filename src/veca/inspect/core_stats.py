@@ -14,7 +14,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -169,7 +169,7 @@ class CoreStory:
     """By the number of cores, in ascending order."""
     between: FeatureSimilarity
     """Of an image to the one before it, with all cores: the similarity of unrelated features."""
-    failures: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[tuple[str, str]]
     """The first images that could not be read, and why."""
 
 

@@ -200,8 +200,8 @@ def _shares(attn: Any, patch_to_core: Tensor, values: Tensor, chunk_size: int) -
         raise ArgumentError(f"{rule}; merge adapters into the model, or take it unquantised")
     device = "cpu" if values.device.type == "mps" else values.device  # MPS has no float64
     attention = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, N, C)
-    parts = (part.to(device) for part in (attention, values.transpose(1, 2), attn.proj.weight))
-    norms = contributions(*parts, chunk_size=chunk_size)
+    parts = attention.to(device), values.transpose(1, 2).to(device), attn.proj.weight.to(device)
+    norms = contributions(*parts, chunk_size)
     # A patch to which no core adds anything gets equal shares.
     norms = torch.where(norms.sum(-1, keepdim=True) == 0, 1.0, norms)
     return (norms / norms.sum(-1, keepdim=True)).to(values.device, values.dtype)

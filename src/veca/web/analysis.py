@@ -83,9 +83,9 @@ def analyse(
     peak = maps.amax((-2, -1)) / maps.mean((-2, -1)).clamp(min=1e-12)
     ranges = torch.stack([*map_range(maps), peak], dim=-1)
     shares = profiles.amax(-1)
-    colours = _to_bytes(pca(patches, like=reference))
-    parts = cls, bank, patches, colours, places, _to_bytes(scale_maps(maps)), ranges
-    parts = *parts, _to_bytes(profiles / shares[..., None]), shares
+    relative = profiles / shares[..., None]
+    colours, levels, profiles = map(_to_bytes, (pca(patches, like=reference), scale_maps(maps), relative))
+    parts = cls, bank, patches, colours, places, levels, ranges, profiles, shares
     return Analysis({**about, "rows": rows, "columns": columns}, *(part.contiguous().numpy() for part in parts))
 
 
@@ -116,7 +116,7 @@ def pack_features(analysis: Analysis, file_format: Literal["npz", "safetensors"]
     if file_format == "safetensors":
         return _pack(parts, analysis.about)
     data = io.BytesIO()
-    np.savez(data, **parts, veca=np.array(json.dumps(analysis.about, allow_nan=False)))  # type: ignore[arg-type]
+    np.savez(data, **parts, veca=np.array(json.dumps(analysis.about, allow_nan=False)))
     return data.getvalue()
 
 

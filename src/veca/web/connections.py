@@ -136,6 +136,12 @@ class LimitedProtocol(H11Protocol):
         self._begin_phase()
         self.pool.add(self)
 
+    def _begin_phase(self) -> None:
+        # A client that does not read makes no progress: the fewest unsent bytes so far, and since when.
+        self._phase_start = self._last_progress = self.loop.time()
+        self._to_send = self._min_unsent = self.unsent
+        self._received = 0  # bytes
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.pool.open.discard(self)
         super().connection_lost(exc)
@@ -220,12 +226,6 @@ class LimitedProtocol(H11Protocol):
     @property
     def _transferred(self) -> int:
         return self._to_send - self.unsent if self.unsent else self._received
-
-    def _begin_phase(self) -> None:
-        # A client that does not read makes no progress: the fewest unsent bytes so far, and since when.
-        self._phase_start = self._last_progress = self.loop.time()
-        self._to_send = self._min_unsent = self.unsent
-        self._received = 0  # bytes
 
 
 def _within_file_limit(limits: Limits) -> Limits:

@@ -130,12 +130,7 @@ class Explorer:
 
 
 async def _run_job(
-    queue: JobQueue,
-    request: Request,
-    key: Any,
-    make: Callable[[], JobSteps[T]],
-    pane: str | None = None,
-    **options: Any,
+    queue: JobQueue, request: Request, key: Any, make: Callable[[], JobSteps[T]], pane: str | None = None, **kwargs: Any
 ) -> T:
     """Run a job for the client of a request until it is done or the client has disconnected."""
 
