@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from PIL import Image
@@ -125,7 +125,7 @@ class Heading(NamedTuple):
     """What a reader must know about the weights, if anything."""
 
 
-def figure_texts(kind: str) -> dict[str, str]:
+def figure_texts(kind: str) -> dict[str, Any]:
     return tomllib.loads((files("veca.inspect") / "figures.toml").read_text("utf-8"))[kind]
 
 
@@ -192,10 +192,8 @@ def _check_numbers(what: str, numbers: Sequence[int], largest: int, rule: str) -
 def choose_patch(patch: tuple[int, int], grid: tuple[int, int], name: str) -> tuple[int, int]:
     """(row, column) of a patch of the grid."""
     if len(patch) != 2 or not all(1 <= number <= side for number, side in zip(patch, grid, strict=True)):
-        raise ArgumentError(
-            f"patch {','.join(map(str, patch))} is outside the grid of {name}, whose rows are numbered 1 to {grid[0]} "
-            f"and columns 1 to {grid[1]}: name a patch as ROW,COLUMN within these"
-        )
+        rule = f"whose rows are numbered 1 to {grid[0]} and columns 1 to {grid[1]}: name a patch within these"
+        raise ArgumentError(f"patch {','.join(map(str, patch))} is outside the grid of {name}, {rule}")
     return patch
 
 

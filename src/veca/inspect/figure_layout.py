@@ -53,10 +53,8 @@ def check_panels(rows: int, columns: int) -> None:
     """Raise, before any work is done, what `create_panels` would raise."""
     _import_figure()
     if rows * columns > MAX_PANELS:
-        raise ArgumentError(
-            f"{rows} × {columns} = {rows * columns} panels; a figure has at most {MAX_PANELS}. "
-            "Give fewer pictures, budgets or layers"
-        )
+        rule = f"a figure has at most {MAX_PANELS}. Give fewer pictures, budgets or layers"
+        raise ArgumentError(f"{rows} × {columns} = {rows * columns} panels; {rule}")
 
 
 def create_panels(

@@ -196,8 +196,8 @@ def _profiles(
 def _shares(attn: Any, patch_to_core: Tensor, values: Tensor, chunk_size: int) -> Tensor:
     """Profiles (B, N, C) from probabilities (B, N, H·C) and the values of the cores (B, C, H, d)."""
     if type(attn.proj) is not nn.Linear:
-        rule = f"contributions need an output projection that is a Linear, not a {type(attn.proj).__name__}"
-        raise ArgumentError(f"{rule}; merge adapters into the model, or take it unquantised")
+        kind = f"the output projection is a {type(attn.proj).__name__} here and not a Linear"
+        raise ArgumentError(f"{kind}; merge adapters into the model to see contributions, or take it unquantised")
     device = "cpu" if values.device.type == "mps" else values.device  # MPS has no float64
     attention = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, N, C)
     parts = attention.to(device), values.transpose(1, 2).to(device), attn.proj.weight.to(device)

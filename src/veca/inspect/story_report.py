@@ -98,24 +98,16 @@ def draw_story(story: CoreStory) -> Chart:
         heard.append(Line(name, _by_number(shares), i))
     whole = cores_label(about["config"]["num_cores"])
     charts = [
-        (
-            "How far cores are from their start\nDotted: what depends on the picture",
-            line_chart(moves, "layer", "% of a side", "distance of the cores from their start", include=[0]),
-        ),
-        (
-            "Do cores look at different regions?\nDotted: one core in two pictures",
-            # The whole range, or maps that are all alike would seem to differ.
-            line_chart(maps, "layer", "overlap of maps", "overlap of two cores' maps", include=[0, 1]),
-        ),
-        (
-            "Whom patches hear\nDotted: an even share",
-            line_chart(heard, "core", "× an even share", "share of each core in what patches read", include=[0]),
-        ),
-        (f"What is kept of the features with {whole}\nDotted: between pictures", _draw_kept(story)),
+        line_chart(moves, "layer", "% of a side", "distance of the cores from their start", include=[0]),
+        # The whole range, or maps that are all alike would seem to differ.
+        line_chart(maps, "layer", "overlap of maps", "overlap of two cores' maps", include=[0, 1]),
+        line_chart(heard, "core", "× an even share", "share of each core in what patches read", include=[0]),
+        _draw_kept(story),
     ]
+    panels = [(title.format(cores=whole), chart) for title, chart in zip(texts["charts"], charts, strict=True)]
     notice = texts["notice"].format(model=model) if about["provenance"].get("weights") == "random" else ""
     caption = texts["text"].format_map(about)
-    return chart_grid(charts, title=texts["title"].format(model=model), notice=notice, caption=caption)
+    return chart_grid(panels, title=texts["title"].format(model=model), notice=notice, caption=caption)
 
 
 def _by_number(values: Sequence[float]) -> list[Point]:

@@ -89,15 +89,10 @@ class JobQueue:
         """
         with self._condition:
             # At most `max_jobs` jobs: scanning them all is cheap.
-            superseded = [
-                (job, future)
-                for job in self._jobs.values()
-                for future, waiting_pane in job.waiters.items()
-                if pane and waiting_pane == pane and job.key != key
-            ]
-            for job, future in superseded:
-                self._leave(job, future)
-                future.set_exception(DroppedError())
+            for job in [job for job in self._jobs.values() if pane and job.key != key]:
+                for future in [future for future, waiting_pane in job.waiters.items() if waiting_pane == pane]:
+                    self._leave(job, future)
+                    future.set_exception(DroppedError())
             if key not in self._jobs:
                 turn = sum(job.client == client for job in self._jobs.values()) if client else 0
                 if len(self._jobs) >= self.max_jobs or turn >= self.max_per_client or not self._open:
