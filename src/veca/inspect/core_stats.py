@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -206,19 +206,7 @@ def measure_cores(
         spread = (item for i, item in enumerate(items) if (i + 1) * limit // available > i * limit // available)
         # Read to the end, so that all unsupported files are named, except where that means to fetch remote shards.
         items, total = spread if total else islice(spread, limit), min(limit, available)
-    stats, failures, failed = CoreAccumulator(model, chosen), list[tuple[str, str]](), 0
-
-    def readable_pixels(records: Iterable[Record]) -> Iterator[NDArray[np.uint8]]:
-        nonlocal failed
-        for record in records:
-            if record.pixels is not None:
-                yield record.pixels
-                continue
-            failed += 1
-            if failed <= MAX_NAMED_FAILURES:
-                failures.append((record.name, record.error))
-            advance(1, failed=failed)
-
+    stats = CoreAccumulator(model, chosen)
     # The decoding processes come first: forking is safest before the progress bar has its thread.
     with (
         collect_unsupported() as unsupported,
@@ -226,22 +214,22 @@ def measure_cores(
         bar("measuring", total, "images", progress, failures=True) as advance,
         inspecting(model),
     ):
-        readable = readable_pixels(records)
+        readable = stats.skip_unreadable(records, advance)
         while pixels := list(islice(readable, batch)):
             try:
                 stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
             except torch.OutOfMemoryError as error:
                 message = f"no memory on {device} for {batch} pictures at once: lower --batch-size"
                 raise ArgumentError(message) from error
-            advance(len(pixels), failed=failed)
+            advance(len(pixels), failed=stats.failed)
     unsupported.warn()
     if not stats.images:
-        why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])
-        raise SourceError(f"none of the {failed} pictures could be read{why}")
+        why = "".join(f". The first: {name}: {error}" for name, error in stats.failures[:1])
+        raise SourceError(f"none of the {stats.failed} pictures could be read{why}")
     about = _describe_run(model, name, sources) | {"size": size, "fit": "crop", "limit": limit}
-    about |= {"pictures": stats.images, "failed": failed, "seconds": round(time.perf_counter() - began, 1)}
+    about |= {"pictures": stats.images, "failed": stats.failed, "seconds": round(time.perf_counter() - began, 1)}
     results = {budget: at.result() for budget, at in stats.budgets.items()}
-    return CoreStory(about, results, stats.between.result(), failures)
+    return CoreStory(about, results, stats.between.result(), stats.failures)
 
 
 def _check_arguments(sources: list[str], size: int, limit: int | None, batch: int | None, patch: int) -> None:
@@ -280,14 +268,26 @@ def _describe_run(model: Veca, name: str | None, sources: Sequence[str]) -> dict
 
 
 class CoreAccumulator:
-    """Running statistics of all budgets."""
+    """Running statistics of all budgets, and the images that could not be read."""
 
     def __init__(self, model: Veca, budgets: Sequence[int]) -> None:
-        self.model, self.images = model, 0
+        self.model, self.images, self.failed = model, 0, 0
+        self.failures: list[tuple[str, str]] = []
         self.budgets = {budget: _BudgetAccumulator(budget, model.config.core_chunk) for budget in budgets}
         self.between = _SimilarityAccumulator()
         self.previous: Sequence[Tensor | None] = (None, None)
         """Features (1, ...) of the last image: the next batch is compared with it."""
+
+    def skip_unreadable(self, records: Iterable[Record], advance: Callable[..., None]) -> Iterator[NDArray[np.uint8]]:
+        """The pixels of the readable images; the others are counted, and the first of them named."""
+        for record in records:
+            if record.pixels is not None:
+                yield record.pixels
+                continue
+            self.failed += 1
+            if self.failed <= MAX_NAMED_FAILURES:
+                self.failures.append((record.name, record.error))
+            advance(1, failed=self.failed)
 
     def add(self, images: Tensor) -> None:
         """Images (B, 3, height, width), normalised."""

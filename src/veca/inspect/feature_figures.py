@@ -104,14 +104,13 @@ def draw_similarity(
             say(f"{photo.name}: running {label.splitlines()[0]}")
             cls, dense = inputs.photo_features(model, backbone, photo)
             for row, source in zip(rows, sources[i], strict=True):
-                feature = cls if source is None else dense[source[0] - 1, source[1] - 1]
+                feature = dense[source[0] - 1, source[1] - 1] if source else cls
                 values = F.cosine_similarity(feature, dense, dim=-1)
                 ends = f"{float(values.min()):.2f} to {float(values.max()):.2f}"
                 layout.show_map(row[column], values, photo.aspect, ends, cmap=layout.HEAT)
-        for row, source in zip(rows, sources[i], strict=True):
-            if source is not None:
-                for axis in row:
-                    layout.draw_frame(axis, source, photo.grid(model))
+        for axis, source in ((axis, source) for row, source in zip(rows, sources[i], strict=True) for axis in row):
+            if source:
+                layout.draw_frame(axis, source, photo.grid(model))
     layout.add_colour_bar([row[-1] for row in axes], layout.HEAT, {0: "least", 1: "most"}, "similarity")
     return figure
 
