@@ -233,7 +233,7 @@ def test_a_body_of_unknown_length_is_cut_off(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "change", "status", "says"),
     [
-        ("view", {"cores": 5}, 422, "budgets of 8, 16"),
+        ("view", {"cores": 5}, 422, "choose one of 8, 16"),
         ("view", {"cores": 0}, 422, "cores"),
         ("view", {"cores": "many"}, 422, "cores"),
         ("view", {"size": 250}, 422, "choose one of 128"),

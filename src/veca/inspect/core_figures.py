@@ -15,9 +15,9 @@ from torch import Tensor
 from veca.images import Fit
 from veca.inspect import figure_inputs as inputs
 from veca.inspect import figure_layout as layout
-from veca.inspect.figure_inputs import ImageSources, ProgressCallback, cores_label, ignore_progress, model_label
+from veca.inspect.figure_inputs import ImageSources, ProgressCallback, cores_label, ignore_progress
 from veca.inspect.maps import core_maps, core_profiles
-from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
+from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, map_range, project
 from veca.model import Veca
 
 if TYPE_CHECKING:
@@ -56,23 +56,9 @@ def draw_layers(
             inputs.check_finite(model, *profiles)
         say(f"{cores_label(budget)}: {method.upper()} of {sum(p[..., 0].numel() for p in profiles):,} profiles")
         colours.append(project(profiles, 3, method))
-    figure, panels = layout.create_photo_panels(
-        f"Which cores each patch listens to, {model_label(model, name)}",
-        "One square per patch. Its colour encodes the shares of the cores in the update of that patch in that layer: "
-        "the norm of what each core adds (attention × value × output projection). Patches of similar colour have "
-        f"similar mixtures of cores. Colours are the {describe_axes(method, 3)} of these shares, fitted to all layers "
-        "of one budget together: compare them within a row, not between rows.",
-        photos,
-        [cores_label(budget) for budget in budgets],
-        _layer_labels(model, layers),
-        captions=len(photos) > 1,
-        notice=inputs.weights_notice(model, name),
-    )
-    for i, (photo, rows) in enumerate(zip(photos, panels, strict=True)):
-        for row, by_photo in zip(rows, colours, strict=True):
-            for axis, values in zip(row, by_photo[i], strict=True):
-                layout.show_map(axis, values, photo.aspect)
-    return figure
+    labels = [cores_label(budget) for budget in budgets], _layer_labels(model, layers)
+    heading = inputs.make_heading("layers", model, name, axes=describe_axes(method, 3))
+    return layout.create_photo_panels(heading, photos, *labels, colours, captions=len(photos) > 1)[0]
 
 
 def draw_cores(
@@ -97,17 +83,9 @@ def draw_cores(
     layers = inputs.choose_layers(model, layers, later_layers)
     photos = inputs.open_photos(images, size, fit)
     layout.check_panels(len(photos) * len(layers), 1 + len(which))
-    figure, panels = layout.create_photo_panels(
-        f"Where cores look, {model_label(model, name)} with {cores_label(budget)}",
-        "Bright: the patches that a core attends to in that layer (mean over heads); each map has its own scale. Ring: "
-        "the core's coordinates. Number: attention of the brightest patch as a multiple of uniform attention. Core 1 "
-        "is also the global feature.",
-        photos,
-        _layer_labels(model, layers),
-        [f"core {core}" for core in which],
-        notice=inputs.weights_notice(model, name),
-        colour_bar=True,
-    )
+    heading = inputs.make_heading("cores", model, name, cores=cores_label(budget))
+    labels = _layer_labels(model, layers), [f"core {core}" for core in which]
+    figure, panels = layout.create_photo_panels(heading, photos, *labels, colour_bar=True)
     for photo, rows in zip(photos, panels, strict=True):
         say(f"{photo.name}: running the model")
         with inputs.inspecting(model):
@@ -121,17 +99,15 @@ def draw_cores(
                 _draw_attention(axis, photo, attention[core - 1])
                 layout.draw_ring(axis, *coordinates[layer - 1, core - 1].tolist())
     last_column = [row[-1] for rows in panels for row in rows]
-    layout.add_colour_bar(figure, last_column, layout.HEAT, (0, 1), "attention", {0: "least", 1: "most"})
+    layout.add_colour_bar(last_column, layout.HEAT, {0: "least", 1: "most"}, "attention")
     return figure
 
 
 def _draw_attention(axis: Axes, photo: inputs.Photo, attention: Tensor) -> None:
-    # The top percent may saturate, otherwise a single bright patch would darken all others.
-    high = max(float(attention.quantile(0.99)), float(attention.max()) / 4)
     layout.show_photo(axis, photo, dim=True)
     peak = f"{float(attention.max() / attention.mean()):.1f}×"
-    scale = {"vmin": float(attention.min()), "vmax": high}
-    layout.show_map(axis, attention, photo.aspect, peak, cmap=layout.HEAT, alpha=0.75, **scale)
+    low, high = map(float, map_range(attention))
+    layout.show_map(axis, attention, photo.aspect, peak, cmap=layout.HEAT, alpha=0.75, vmin=low, vmax=high)
 
 
 def draw_paths(
@@ -153,32 +129,23 @@ def draw_paths(
     layout.check_panels(len(budgets), len(photos))
     say("running the model")
     with inputs.inspecting(model):
+        batches = [photo.batch(model) for photo in photos]
         # [budget][photo]: (L, C, 2)
-        paths = [
-            [Veca.forward(model, photo.batch(model), c).coordinates[:, 0].float().cpu() for photo in photos]
-            for c in budgets
-        ]
+        paths = [[Veca.forward(model, x, c).coordinates[:, 0].float().cpu() for x in batches] for c in budgets]
         inputs.check_finite(model, *(path for row in paths for path in row))
-    # In sides of the image: coordinates run from -1 to 1.
-    longest = max(float((path[-1] - path[0]).norm(dim=-1).max()) / 2 for row in paths for path in row)
-    scale = next((factor for factor in (200, 100, 50, 20, 10, 5, 2) if factor * longest <= 0.1), 1)
+    longest = max(float(inputs.travelled(path).max()) for row in paths for path in row)
+    scale = inputs.path_scale(longest)
+    values = {"layers": len(model.blocks), "longest": 100 * longest}
     longer = f" Paths are drawn {scale} times as long as they are." if scale > 1 else ""
-    figure, axes = layout.create_panels(
-        f"Where cores go, {model_label(model, name)}",
-        "Every core has coordinates in the picture, which it updates before each layer. Ring: in the first layer. Dot: "
-        f"in the last, layer {len(model.blocks)}.{longer} The longest path spans {100 * longest:.2g}% of a side. Dark "
-        "cores are the first of the bank and active at every budget.",
-        [cores_label(budget) for budget in budgets],
-        [photo.name for photo in photos],
-        [max(photo.aspect for photo in photos)] * len(budgets),
-        notice=inputs.weights_notice(model, name),
-        colour_bar=True,
-    )
+    heading = inputs.make_heading("paths", model, name, longer=longer, **values)
+    labels = [cores_label(budget) for budget in budgets], [photo.name for photo in photos]
+    aspects = [max(photo.aspect for photo in photos)] * len(budgets)
+    figure, axes = layout.create_panels(heading, *labels, aspects, colour_bar=True)
     for row, row_paths in zip(axes, paths, strict=True):
         for axis, photo, path in zip(row, photos, row_paths, strict=True):
             layout.show_photo(axis, photo, dim=True)
             _draw_core_paths(axis, path[0] + scale * (path - path[0]), max(budgets))
-    _add_core_bar(figure, [row[-1] for row in axes], max(budgets))
+    _add_core_bar([row[-1] for row in axes], max(budgets))
     return figure
 
 
@@ -186,14 +153,11 @@ def _draw_core_paths(axis: Axes, paths: Tensor, num_cores: int) -> None:
     count = paths.shape[1]
     colours = layout.core_colours()(torch.arange(count).numpy() / max(1, num_cores - 1))
     for core in reversed(range(count)):  # so that the first cores are on top
-        x, y = paths[:, core].T.numpy()
-        colour = colours[core]
+        (x, y), colour = paths[:, core].T.numpy(), colours[core]
         axis.plot(x, y, color="white", linewidth=2.4, alpha=0.5)
         axis.plot(x, y, color=colour, linewidth=1.3)
         axis.plot(x[:1], y[:1], "o", markersize=4.5, markerfacecolor="none", markeredgecolor=colour)
         axis.plot(x[-1:], y[-1:], "o", markersize=4.5, color=colour, markeredgecolor="white", markeredgewidth=0.5)
-    axis.set_xlim(-1, 1)
-    axis.set_ylim(1, -1)
 
 
 def draw_states(
@@ -229,18 +193,12 @@ def draw_states(
             inputs.check_finite(model, *(bank for _, bank in intermediates))
         by_layer = zip(sorted(layers), intermediates, strict=True)
         states.append({layer: bank[0].float().cpu() for layer, (_, bank) in by_layer})
-    figure, axes = layout.create_panels(
-        f"What cores hold, {model_label(model, name)} with {cores_label(budget)}",
-        f"One point per core and picture: the core's state after that layer, in the {describe_axes(method, 2)} of that "
-        "layer's states. Close points are similar states. Star: core 1, the global feature. "
-        + ("" if several else "Give several pictures to see whether states group by core or by picture."),
-        ["coloured\nby core", "coloured\nby picture"][: 1 + several],
-        _layer_labels(model, layers),
-        [1.0] * (1 + several),
-        notice=inputs.weights_notice(model, name),
-        colour_bar=True,
-        legend_lines=-(-len(photos) // 4) if several else 0,
-    )
+    hint = "" if several else "Give several pictures to see whether states group by core or by picture."
+    values = {"cores": cores_label(budget), "axes": describe_axes(method, 2), "hint": hint}
+    heading = inputs.make_heading("states", model, name, **values)
+    labels = ["coloured\nby core", "coloured\nby picture"][: 1 + several], _layer_labels(model, layers)
+    lines = -(-len(photos) // 4) if several else 0
+    figure, axes = layout.create_panels(heading, *labels, [1.0] * (1 + several), colour_bar=True, legend_lines=lines)
     # The same points are drawn twice: coloured by core and, with several images, by image.
     by_core = layout.core_colours()(torch.linspace(0, 1, budget).numpy())
     for column, layer in enumerate(layers):
@@ -249,7 +207,7 @@ def draw_states(
             colour, marker = layout.marker_style(i)  # the marker tells images apart in both rows
             for row, colours in zip(axes, (by_core, [colour] * budget), strict=False):
                 _scatter_states(row[column], points, colours, marker)
-    _add_core_bar(figure, [axes[0][-1]], budget)
+    _add_core_bar([axes[0][-1]], budget)
     if several:
         layout.add_legend(axes[1][0], [photo.name for photo in photos])
     return figure
@@ -267,6 +225,6 @@ def _layer_labels(model: Veca, layers: Sequence[int]) -> list[str]:
     return [f"layer {layer} of {len(model.blocks)}" for layer in layers]
 
 
-def _add_core_bar(figure: Figure, axes: Sequence[Axes], num_cores: int) -> None:
+def _add_core_bar(axes: Sequence[Axes], num_cores: int) -> None:
     ticks = {float(core): str(core) for core in inputs.pick_evenly(range(1, num_cores + 1), 5)}
-    layout.add_colour_bar(figure, axes, layout.core_colours(), (1, max(2, num_cores)), "core", ticks)
+    layout.add_colour_bar(axes, layout.core_colours(), ticks, "core")

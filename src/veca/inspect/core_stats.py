@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -23,13 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.checkpoint import weights_hash
 from veca.config import size_name
 from veca.data.loader import Record, decode_items
 from veca.data.remote import SourceError
-from veca.data.sources import Item, count_images, iter_items
+from veca.data.sources import count_images, iter_items
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import collect_unsupported
@@ -39,14 +39,16 @@ from veca.inspect.map_measures import Alignment, Moments
 from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
+from veca.utils.device import describe_versions
 from veca.utils.files import list_paths
 from veca.utils.progress import bar, reading_line
-from veca.version import __version__
 
 BATCH_PIXELS, BATCH_PIXELS_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
 """Default batch size, in pixels."""
 MAX_NAMED_FAILURES = 20
 """Of the images that cannot be read, this many are named; all are counted."""
+SHARES = ("itself", "cores", "patches")
+"""Fields of `AttentionShares`."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class CoreStory:
     """By the number of cores, in ascending order."""
     between: FeatureSimilarity
     """Of an image to the one before it, with all cores: the similarity of unrelated features."""
-    failures: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[tuple[str, str]]
     """The first images that could not be read, and why."""
 
 
@@ -200,10 +202,11 @@ def measure_cores(
         total = count_images(sources, unpack=limit is not None, on_read=on_read) if progress or limit else None
     items = iter_items(sources)
     if limit is not None:
-        items = islice(items, limit) if total is None else _take_evenly(items, total, limit)
-        total = limit if total is None else min(limit, total)
-    stats, failed = CoreAccumulator(model, chosen), 0
-    failures: list[tuple[str, str]] = []
+        available = total or limit  # where the total is not known, the first ones are taken
+        spread = (item for i, item in enumerate(items) if (i + 1) * limit // available > i * limit // available)
+        # Read to the end, so that all unsupported files are named, except where that means to fetch remote shards.
+        items, total = spread if total else islice(spread, limit), min(limit, available)
+    stats = CoreAccumulator(model, chosen)
     # The decoding processes come first: forking is safest before the progress bar has its thread.
     with (
         collect_unsupported() as unsupported,
@@ -211,25 +214,22 @@ def measure_cores(
         bar("measuring", total, "images", progress, failures=True) as advance,
         inspecting(model),
     ):
-        for group in _batches(records, batch):
-            bad = [(record.name, record.error) for record in group if record.pixels is None]
-            failures, failed = (failures + bad)[:MAX_NAMED_FAILURES], failed + len(bad)
-            pixels = [record.pixels for record in group if record.pixels is not None]
-            if pixels:
-                try:
-                    stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
-                except torch.OutOfMemoryError as error:
-                    raise ArgumentError(
-                        f"no memory on {device} for {batch} pictures at once: lower --batch-size"
-                    ) from error
-            advance(len(group), failed=failed)
+        readable = stats.skip_unreadable(records, advance)
+        while pixels := list(islice(readable, batch)):
+            try:
+                stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
+            except torch.OutOfMemoryError as error:
+                message = f"no memory on {device} for {batch} pictures at once: lower --batch-size"
+                raise ArgumentError(message) from error
+            advance(len(pixels), failed=stats.failed)
     unsupported.warn()
     if not stats.images:
-        why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])
-        raise SourceError(f"none of the {failed} pictures could be read{why}")
+        why = "".join(f". The first: {name}: {error}" for name, error in stats.failures[:1])
+        raise SourceError(f"none of the {stats.failed} pictures could be read{why}")
     about = _describe_run(model, name, sources) | {"size": size, "fit": "crop", "limit": limit}
-    about |= {"pictures": stats.images, "failed": failed, "seconds": round(time.perf_counter() - began, 1)}
-    return CoreStory(about, stats.results(), stats.between.result(), failures)
+    about |= {"pictures": stats.images, "failed": stats.failed, "seconds": round(time.perf_counter() - began, 1)}
+    results = {budget: at.result() for budget, at in stats.budgets.items()}
+    return CoreStory(about, results, stats.between.result(), stats.failures)
 
 
 def _check_arguments(sources: list[str], size: int, limit: int | None, batch: int | None, patch: int) -> None:
@@ -246,31 +246,14 @@ def _check_arguments(sources: list[str], size: int, limit: int | None, batch: in
         with collect_unsupported() as unsupported:
             first = next(iter_items([source]), None)
         if first is None:
-            none = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); shards are named by a glob, as "
-            raise SourceError(unsupported.append_to(f"{none}'{os.path.join(source, '*.tar')}'"))
-
-
-def _take_evenly(items: Iterable[Item], total: int, limit: int) -> Iterator[Item]:
-    """`limit` of `total` items, evenly spread; always the same ones."""
-    return (item for i, item in enumerate(items) if (i + 1) * limit // total > i * limit // total)
-
-
-def _batches(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
-    """Lists with `size` readable images each, and the unreadable ones between them; the last may be shorter."""
-    group: list[Record] = []
-    readable = 0
-    for record in records:
-        group.append(record)
-        readable += record.pixels is not None
-        if readable == size:
-            yield group
-            group, readable = [], 0
-    if group:
-        yield group
+            hint = f"shards are named by a glob, as '{os.path.join(source, '*.tar')}'"
+            message = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); {hint}"
+            raise SourceError(unsupported.append_to(message))
 
 
 def _describe_run(model: Veca, name: str | None, sources: Sequence[str]) -> dict[str, Any]:
-    device = model.norm.weight.device
+    versions = describe_versions(model.norm.weight.device)
+    device = versions.pop("device")
     return {
         "model": name or size_name(model.config) or "custom",
         "sha256": weights_hash(model),
@@ -278,21 +261,33 @@ def _describe_run(model: Veca, name: str | None, sources: Sequence[str]) -> dict
         "config": model.config.to_dict(),
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "sources": list(sources),
-        "versions": {"veca": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": versions,
+        "device": device,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
 class CoreAccumulator:
-    """Running statistics of all budgets."""
+    """Running statistics of all budgets, and the images that could not be read."""
 
     def __init__(self, model: Veca, budgets: Sequence[int]) -> None:
-        self.model, self.images = model, 0
+        self.model, self.images, self.failed = model, 0, 0
+        self.failures: list[tuple[str, str]] = []
         self.budgets = {budget: _BudgetAccumulator(budget, model.config.core_chunk) for budget in budgets}
         self.between = _SimilarityAccumulator()
-        self.previous: tuple[Tensor | None, Tensor | None] = None, None
+        self.previous: Sequence[Tensor | None] = (None, None)
         """Features (1, ...) of the last image: the next batch is compared with it."""
+
+    def skip_unreadable(self, records: Iterable[Record], advance: Callable[..., None]) -> Iterator[NDArray[np.uint8]]:
+        """The pixels of the readable images; the others are counted, and the first of them named."""
+        for record in records:
+            if record.pixels is not None:
+                yield record.pixels
+                continue
+            self.failed += 1
+            if self.failed <= MAX_NAMED_FAILURES:
+                self.failures.append((record.name, record.error))
+            advance(1, failed=self.failed)
 
     def add(self, images: Tensor) -> None:
         """Images (B, 3, height, width), normalised."""
@@ -308,23 +303,20 @@ class CoreAccumulator:
             stats.add_places(out.coordinates.transpose(0, 1))
             stats.add_attention(attention)
             stats.add_profiles(profiles)
-            stats.kept.add(*features, *all_cores)
+            stats.kept.add(features, all_cores)
         assert all_cores is not None
-        pairs = [_with_previous(now, last) for now, last in zip(all_cores, self.previous, strict=True)]
-        (cls, cls_before), (patches, patches_before) = pairs
-        self.between.add(cls, patches, cls_before, patches_before)
-        self.previous = all_cores[0][-1:].clone(), all_cores[1][-1:].clone()
+        self.between.add(*zip(*map(_with_previous, all_cores, self.previous), strict=True))
+        self.previous = [part[-1:].clone() for part in all_cores]
         self.images += len(images)
-
-    def results(self) -> dict[int, BudgetStats]:
-        return {budget: stats.result() for budget, stats in self.budgets.items()}
 
 
 class _SimilarityAccumulator:
     def __init__(self) -> None:
         self.cls, self.patches, self.alignment = Moments(), Moments(), Alignment()
 
-    def add(self, cls: Tensor, patches: Tensor, other_cls: Tensor, other_patches: Tensor) -> None:
+    def add(self, features: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+        """The global features (B, D) and patches (B, N, D) of two sets of images."""
+        (cls, patches), (other_cls, other_patches) = features, others
         self.cls.add(F.cosine_similarity(cls, other_cls, dim=-1))
         self.patches.add(F.cosine_similarity(patches, other_patches, dim=-1).mean(-1))
         self.alignment.add(cls, other_cls)
@@ -362,7 +354,7 @@ class _BudgetAccumulator:
         """(B, L, C, S), rows that sum to 1."""
         to_cores, to_patches = attention[..., : self.cores], attention[..., self.cores :]
         own = to_cores.diagonal(dim1=-2, dim2=-1)  # (B, L, C)
-        masses = {"itself": own, "cores": to_cores.sum(-1) - own, "patches": to_patches.sum(-1)}
+        masses = dict(zip(SHARES, (own, to_cores.sum(-1) - own, to_patches.sum(-1)), strict=True))
         # Core 1 is the global feature and behaves differently: it is kept apart from the others.
         first = {f"first {what}": mass[..., 0] for what, mass in masses.items()}
         self._add_layers(first | {f"other {what}": mass[..., 1:].mean(-1) for what, mass in masses.items()})
@@ -391,18 +383,11 @@ class _BudgetAccumulator:
             for name, mean, std in zip(names, moments.mean, moments.variance.sqrt(), strict=True)
         }
         chunks = [values for name, values in stats.items() if name.startswith("chunk")]
-        first, other = (
-            AttentionShares(*(stats[f"{which} {what}"] for what in ("itself", "cores", "patches")))
-            for which in ("first", "other")
-        )
-        return BudgetStats(
-            places=self._places(stats["distance"], stats["path"]),
-            maps=MapStats(*(stats[name] for name in ("overlap", "same core", "even", "area", "winners"))),
-            first_core=first,
-            other_cores=other,
-            heard=ProfileStats(stats["first"], chunks, self.profiles.mean.tolist()),
-            kept=self.kept.result(),
-        )
+        maps = MapStats(*(stats[name] for name in ("overlap", "same core", "even", "area", "winners")))
+        first, other = (AttentionShares(*(stats[f"{who} {to}"] for to in SHARES)) for who in ("first", "other"))
+        heard = ProfileStats(stats["first"], chunks, self.profiles.mean.tolist())
+        places = self._places(stats["distance"], stats["path"])
+        return BudgetStats(places, maps, first, other, heard, self.kept.result())
 
     def _places(self, distance: LayerStats, path: LayerStats) -> CorePlaces:
         start, mean, variance = self.start.cpu(), self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
@@ -422,12 +407,10 @@ class _BudgetAccumulator:
         )
 
 
-def _attention_and_mean_profile(
-    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary
-) -> tuple[Tensor, Tensor]:
+def _attention_and_mean_profile(attn: Any, x: Tensor, *rotaries: Rotary) -> tuple[Tensor, Tensor]:
     """Of one layer: attention of the cores (B, C, S), and the mean profile of its patches (B, C)."""
     chunk_size = CHUNK_SIZE if x.device.type == "cpu" else 16 * CHUNK_SIZE  # fewer, larger steps keep a GPU busy
-    attention, profiles = attention_and_profiles(attn, x, core_rotary, patch_rotary, chunk_size)
+    attention, profiles = attention_and_profiles(attn, x, *rotaries, chunk_size=chunk_size)
     return attention, profiles.mean(1)
 
 

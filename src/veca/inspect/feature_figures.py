@@ -15,15 +15,7 @@ from veca.errors import ArgumentError
 from veca.images import Fit
 from veca.inspect import figure_inputs as inputs
 from veca.inspect import figure_layout as layout
-from veca.inspect.figure_inputs import (
-    FeatureFunction,
-    ImageSources,
-    ProgressCallback,
-    cores_label,
-    ignore_progress,
-    model_label,
-    photo_features,
-)
+from veca.inspect.figure_inputs import FeatureFunction, ImageSources, ProgressCallback, cores_label, ignore_progress
 from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
 from veca.model import Veca
 
@@ -54,31 +46,18 @@ def draw_features(
     photos = [inputs.open_photos(images, size, fit) for size in sizes]  # [size][image]
     backbones = _backbones(model, budget, name, beside)
     layout.check_panels(len(photos[0]) * len(backbones), 1 + len(sizes))
-    colours = []  # [backbone][size × image]
+    colours = []  # [backbone][image][size]
     for label, backbone in backbones.items():
         maps = []
         for size, photos_at_size in zip(sizes, photos, strict=True):
             say(f"{label.splitlines()[0]}: running at {size} px")
-            maps += [photo_features(model, backbone, photo)[1] for photo in photos_at_size]
+            maps += [inputs.photo_features(model, backbone, photo)[1] for photo in photos_at_size]
         say(f"{label.splitlines()[0]}: {method.upper()} of {sum(m[..., 0].numel() for m in maps):,} patches")
-        colours.append(project(maps, 3, method))  # jointly over sizes and images, separately for each backbone
-    largest = photos[-1]
-    figure, panels = layout.create_photo_panels(
-        "Features of the same picture at several resolutions",
-        f"One square per patch; a larger picture has more of them. The {describe_axes(method, 3)} of the features are "
-        "shown as red, green and blue, so patches of similar colour have similar features. Colours are fitted to all "
-        "resolutions (and pictures) of one model together: compare them within a model, not between models.",
-        largest,
-        list(backbones),
-        [f"{size} px" for size in sizes],
-        captions=len(largest) > 1,
-        notice=inputs.weights_notice(model, name),
-    )
-    for i, (photo, rows) in enumerate(zip(largest, panels, strict=True)):
-        for row, row_colours in zip(rows, colours, strict=True):
-            for axis, values in zip(row, row_colours[i :: len(largest)], strict=True):
-                layout.show_map(axis, values, photo.aspect)
-    return figure
+        values = project(maps, 3, method)  # jointly over sizes and images, separately for each backbone
+        colours.append([values[i :: len(photos[0])] for i in range(len(photos[0]))])
+    labels = list(backbones), [f"{size} px" for size in sizes]
+    heading = inputs.make_heading("features", model, name, axes=describe_axes(method, 3))
+    return layout.create_photo_panels(heading, photos[-1], *labels, colours, captions=len(photos[0]) > 1)[0]
 
 
 def draw_similarity(
@@ -112,39 +91,27 @@ def draw_similarity(
         raise ArgumentError("neither the global feature nor a patch to compare with; name a patch, or keep the global")
     backbones = _backbones(model, budget, name, beside)
     layout.check_panels(len(photos) * count, 1 + len(backbones))
-    figure, axes = layout.create_panels(
-        "Similarity of patches to a chosen patch and to the global feature",
-        "One square per patch; the brighter, the larger its cosine similarity to the feature named on the left: the "
-        "global feature of the picture, or that of the patch in the white frame. Each map has its own scale; the "
-        "numbers below it are its smallest and largest similarity.",
-        [
-            f"patch in\nrow {source[0]},\ncolumn {source[1]}" if source else "global\nfeature"
-            for photo_sources in sources
-            for source in photo_sources
-        ],
-        ["picture", *backbones],
-        [photo.aspect for photo in photos for _ in range(count)],
-        notice=inputs.weights_notice(model, name),
-        captions=True,
-        colour_bar=True,
-    )
+    names = [f"patch in\nrow {at[0]},\ncolumn {at[1]}" if at else "global\nfeature" for each in sources for at in each]
+    aspects = [photo.aspect for photo in photos for _ in range(count)]
+    heading = inputs.make_heading("similarity", model, name)
+    labels = names, ["picture", *backbones]
+    figure, axes = layout.create_panels(heading, *labels, aspects, captions=True, colour_bar=True)
     for i, photo in enumerate(photos):
         rows = axes[i * count : (i + 1) * count]
         for row in rows:
             layout.show_photo(row[0], photo, caption=photo.name if row is rows[0] else "")
         for column, (label, backbone) in enumerate(backbones.items(), start=1):
             say(f"{photo.name}: running {label.splitlines()[0]}")
-            cls, dense = photo_features(model, backbone, photo)
+            cls, dense = inputs.photo_features(model, backbone, photo)
             for row, source in zip(rows, sources[i], strict=True):
-                feature = cls if source is None else dense[source[0] - 1, source[1] - 1]
+                feature = dense[source[0] - 1, source[1] - 1] if source else cls
                 values = F.cosine_similarity(feature, dense, dim=-1)
                 ends = f"{float(values.min()):.2f} to {float(values.max()):.2f}"
                 layout.show_map(row[column], values, photo.aspect, ends, cmap=layout.HEAT)
-        for row, source in zip(rows, sources[i], strict=True):
-            if source is not None:
-                for axis in row:
-                    layout.draw_frame(axis, source, photo.grid(model))
-    layout.add_colour_bar(figure, [row[-1] for row in axes], layout.HEAT, (0, 1), "similarity", {0: "least", 1: "most"})
+        for axis, source in ((axis, source) for row, source in zip(rows, sources[i], strict=True) for axis in row):
+            if source:
+                layout.draw_frame(axis, source, photo.grid(model))
+    layout.add_colour_bar([row[-1] for row in axes], layout.HEAT, {0: "least", 1: "most"}, "similarity")
     return figure
 
 
@@ -171,31 +138,22 @@ def draw_budgets(
     for budget in budgets:
         say(f"{cores_label(budget)}: running the model")
         features = inputs.features_at_budget(model, budget)
-        maps.append([photo_features(model, features, photo)[1] for photo in photos])
+        maps.append([inputs.photo_features(model, features, photo)[1] for photo in photos])
     say(f"{method.upper()} of all features")
     colours = project([dense for row in maps for dense in row], 3, method)  # [budget × photo]
     similarity = [[F.cosine_similarity(a, b, dim=-1) for a, b in zip(row, maps[-1], strict=True)] for row in maps]
     # One scale for all maps, from the smallest similarity to 1, and never of zero width.
     low = min(0.999, *(float(values.min()) for row in similarity for values in row))
     largest = cores_label(budgets[-1])
-    figure, panels = layout.create_photo_panels(
-        f"What a smaller budget changes, {model_label(model, name)}",
-        f"Above: one square per patch; the {describe_axes(method, 3)} of the features are shown as red, green and "
-        "blue, fitted to all budgets together, so similar colours are similar features in all columns. Below: cosine "
-        f"similarity of each patch to the same patch with {largest}; the number is the mean.",
-        photos,
-        ["features", f"similarity to\n{largest}"],
-        [cores_label(budget) for budget in budgets],
-        notice=inputs.weights_notice(model, name),
-        colour_bar=True,
-    )
-    for i, (photo, (above, below)) in enumerate(zip(photos, panels, strict=True)):
-        for axis, values in zip(above, colours[i :: len(photos)], strict=True):
-            layout.show_map(axis, values, photo.aspect)
+    heading = inputs.make_heading("budgets", model, name, axes=describe_axes(method, 3), largest=largest)
+    labels = ["features", f"similarity to\n{largest}"], [cores_label(budget) for budget in budgets]
+    above = [[colours[i :: len(photos)] for i in range(len(photos))]]
+    figure, panels = layout.create_photo_panels(heading, photos, *labels, above, colour_bar=True)
+    for i, (photo, (_, below)) in enumerate(zip(photos, panels, strict=True)):
         for axis, row in zip(below, similarity, strict=True):
             mean = f"{float(row[i].mean()):.3f}"
             layout.show_map(axis, row[i], photo.aspect, mean, cmap=layout.HEAT, vmin=low, vmax=1.0)
-        layout.add_colour_bar(figure, [below[-1]], layout.HEAT, (low, 1.0), "", {low: f"{low:.3f}", 1.0: "1"})
+        layout.add_colour_bar([below[-1]], layout.HEAT, {low: f"{low:.3f}", 1.0: "1"})
     return figure
 
 
@@ -203,5 +161,5 @@ def _backbones(
     model: Veca, budget: int, name: str | None, beside: Mapping[str, FeatureFunction] | None
 ) -> dict[str, FeatureFunction]:
     """The model at a budget and the backbones beside it, by label."""
-    label = f"{model_label(model, name)}\n{cores_label(budget)}"
+    label = f"{inputs.model_label(model, name)}\n{cores_label(budget)}"
     return {label: inputs.features_at_budget(model, budget), **(beside or {})}

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import operator
 import os
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from PIL import Image
@@ -20,8 +22,10 @@ from veca.config import is_budget, size_name
 from veca.errors import ArgumentError, NonFiniteError
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.model import Veca
+from veca.report.charts import shorten_middle
 from veca.utils.text import origin, printable
 
+PathLike: TypeAlias = str | os.PathLike[str]
 ImageSources: TypeAlias = Source | Sequence[Source]
 FeatureFunction: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
 """Images (B, 3, height, width), normalised as for VECA, and a grid → global feature (B, D) and patches (B, N, D).
@@ -63,9 +67,7 @@ def open_photos(images: ImageSources, size: int, fit: Fit = "crop") -> list[Phot
     for i, source in enumerate(sources):
         is_path = isinstance(source, str | os.PathLike)
         name = printable(Path(os.fsdecode(source)).name) if is_path else f"picture {i + 1}"
-        if len(name) > MAX_NAME_LENGTH:
-            name = f"{name[: MAX_NAME_LENGTH - 8]}…{name[-7:]}"
-        photos.append(Photo(name, fit_image(open_image(source), size, fit)))
+        photos.append(Photo(shorten_middle(name, MAX_NAME_LENGTH), fit_image(open_image(source), size, fit)))
     return photos
 
 
@@ -86,17 +88,13 @@ def check_finite(model: Veca, *outputs: Tensor) -> None:
     if all(output.isfinite().all() for output in outputs):
         return
     # Tell broken weights from overflow: the way out differs.
-    weights = list(model.named_parameters())
-    broken = [name for name, weight in weights if not weight.isfinite().all()]
+    weights = dict(model.named_parameters())
+    broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    reason = f", though its weights are: its numbers overflow in {model.norm.weight.dtype}; load it in float32"
     if broken:
-        raise NonFiniteError(
-            f"the model's features are not finite: {len(broken)} of its {len(weights)} weight tensors hold NaN or "
-            f"infinity, the first {broken[0]}; load another checkpoint"
-        )
-    raise NonFiniteError(
-        f"the model's features are not finite, though its weights are: its numbers overflow in "
-        f"{model.norm.weight.dtype}; load it in float32"
-    )
+        count = f"{len(broken)} of its {len(weights)} weight tensors"
+        reason = f": {count} hold NaN or infinity, the first {broken[0]}; load another checkpoint"
+    raise NonFiniteError(f"the model's features are not finite{reason}")
 
 
 def features_at_budget(model: Veca, budget: int) -> FeatureFunction:
@@ -120,12 +118,36 @@ def model_label(model: Veca, name: str | None) -> str:
     return printable(name) if name else size_name(model.config) or "VECA"
 
 
-def weights_notice(model: Veca, name: str | None) -> str:
+class Heading(NamedTuple):
+    title: str
+    text: str
+    notice: str
     """What a reader must know about the weights, if anything."""
-    label, text = model_label(model, name), origin(model.provenance)
+
+
+def figure_texts(kind: str) -> dict[str, Any]:
+    return tomllib.loads((files("veca.inspect") / "figures.toml").read_text("utf-8"))[kind]
+
+
+def make_heading(kind: str, model: Veca, name: str | None, **values: object) -> Heading:
+    """The heading of a figure, `values` filled into its texts."""
+    label, notice, texts = model_label(model, name), origin(model.provenance), figure_texts(kind)
     if model.provenance.get("weights") == "random":
-        return f"{label} has {text}: this shows how it works, not what a trained model sees."
-    return f"{label}: {text}." if text else ""
+        notice = f"{label} has {notice}: this shows how it works, not what a trained model sees."
+    elif notice:
+        notice = f"{label}: {notice}."
+    values["model"] = label
+    return Heading(texts["title"].format_map(values), texts["text"].format_map(values), notice)
+
+
+def travelled(paths: Tensor) -> Tensor:
+    """Distance of each core from its start to its end, (C), in sides of the image; paths (L, C, 2) in [-1, 1]."""
+    return (paths[-1] - paths[0]).norm(dim=-1) / 2
+
+
+def path_scale(longest: float) -> int:
+    """How many times as long paths are drawn, so that even short ones can be seen."""
+    return next((factor for factor in (200, 100, 50, 20, 10, 5, 2) if factor * longest <= 0.1), 1)
 
 
 def cores_label(count: int) -> str:
@@ -149,22 +171,29 @@ def choose_budgets(model: Veca, budgets: Sequence[int] | None, default: Sequence
 
 def choose_layers(model: Veca, layers: Sequence[int] | None, default: Sequence[int]) -> list[int]:
     depth = len(model.blocks)
-    return _check_numbers(layers, default, "layer", depth, f"the model has layers 1 to {depth}")
+    numbers = _given_or_default(layers, default, "layer")
+    return _check_numbers("layer", numbers, depth, f"the model has layers 1 to {depth}")
 
 
 def choose_cores(which: Sequence[int] | None, budget: int) -> list[int]:
     """Numbers of cores that are active at a budget; None: the first six."""
     rule = f"with a budget of {budget}, cores are numbered 1 to {budget}: choose one of these, or raise the budget"
-    return _check_numbers(which, range(1, min(6, budget) + 1), "core", budget, rule)
+    return _check_numbers("core", _given_or_default(which, range(1, min(6, budget) + 1), "core"), budget, rule)
+
+
+def _check_numbers(what: str, numbers: Sequence[int], largest: int, rule: str) -> list[int]:
+    """The numbers, each once, in the given order."""
+    for number in numbers:
+        if not 1 <= operator.index(number) <= largest:
+            raise ArgumentError(f"{what} {number}: {rule}")
+    return list(dict.fromkeys(numbers))
 
 
 def choose_patch(patch: tuple[int, int], grid: tuple[int, int], name: str) -> tuple[int, int]:
     """(row, column) of a patch of the grid."""
     if len(patch) != 2 or not all(1 <= number <= side for number, side in zip(patch, grid, strict=True)):
-        raise ArgumentError(
-            f"patch {','.join(map(str, patch))} is outside the grid of {name}, whose rows are numbered 1 to {grid[0]} "
-            f"and columns 1 to {grid[1]}: name a patch as ROW,COLUMN within these"
-        )
+        rule = f"whose rows are numbered 1 to {grid[0]} and columns 1 to {grid[1]}: name a patch within these"
+        raise ArgumentError(f"patch {','.join(map(str, patch))} is outside the grid of {name}, {rule}")
     return patch
 
 
@@ -184,14 +213,3 @@ def _given_or_default(values: Sequence[int] | None, default: Sequence[int], what
     if not chosen:
         raise ArgumentError(f"asked for no {what}; name at least one")
     return chosen
-
-
-def _check_numbers(
-    values: Sequence[int] | None, default: Sequence[int], what: str, largest: int, rule: str
-) -> list[int]:
-    """The values, each once, in the given order."""
-    numbers = _given_or_default(values, default, what)
-    for number in numbers:
-        if not 1 <= operator.index(number) <= largest:
-            raise ArgumentError(f"{what} {number}: {rule}")
-    return list(dict.fromkeys(numbers))

@@ -5,10 +5,9 @@ Panels with an image have the model's coordinates: x and y in [-1, 1], y downwar
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from veca.errors import ArgumentError, needs_extra
-from veca.inspect.figure_inputs import Photo
+from veca.inspect.figure_inputs import Heading, PathLike, Photo
 from veca.report.chart_files import write_chart
 from veca.report.charts import Chart
 from veca.utils.files import atomic_path, check_writable
@@ -54,20 +53,16 @@ def check_panels(rows: int, columns: int) -> None:
     """Raise, before any work is done, what `create_panels` would raise."""
     _import_figure()
     if rows * columns > MAX_PANELS:
-        raise ArgumentError(
-            f"{rows} × {columns} = {rows * columns} panels; a figure has at most {MAX_PANELS}. "
-            "Give fewer pictures, budgets or layers"
-        )
+        rule = f"a figure has at most {MAX_PANELS}. Give fewer pictures, budgets or layers"
+        raise ArgumentError(f"{rows} × {columns} = {rows * columns} panels; {rule}")
 
 
 def create_panels(
-    title: str,
-    text: str,
+    heading: Heading,
     rows: Sequence[str],
     columns: Sequence[str],
     aspects: Sequence[float],
     *,
-    notice: str = "",
     captions: bool = False,
     colour_bar: bool = False,
     legend_lines: int = 0,
@@ -87,7 +82,7 @@ def create_panels(
     columns = [_wrap_label(column, int(panel / INCHES_PER_LETTER)) for column in columns]
     headings = 0.15 + LINE_HEIGHT * max(column.count("\n") + 1 for column in columns)
     body = headings + sum(panel * aspect + below_panel for aspect in aspects) + legend_lines * 0.2 + MARGIN
-    figure, top = create_headed_figure(title, text, notice, width, body)
+    figure, top = _create_headed_figure(heading, width, body)
     height = figure.get_size_inches()[1]
     axes: list[list[Axes]] = []
     top += headings
@@ -109,19 +104,21 @@ def create_panels(
 
 
 def create_photo_panels(
-    title: str,
-    text: str,
+    heading: Heading,
     photos: Sequence[Photo],
     rows: Sequence[str],
     columns: Sequence[str],
+    maps: Sequence[Sequence[Iterable[Tensor]]] = (),
     captions: bool = True,
-    **options: Any,
+    colour_bar: bool = False,
 ) -> tuple[Figure, list[list[list[Axes]]]]:
-    """A figure with `rows` for each photo, which stands in an extra first column; panels [photo][row][column]."""
-    figure, axes = create_panels(
-        title, text, [*rows] * len(photos), ["picture", *columns],
-        [photo.aspect for photo in photos for _ in rows], captions=captions, **options,
-    )  # fmt: skip
+    """A figure with `rows` for each photo, which stands in an extra first column; panels [photo][row][column].
+
+    `maps` [row][photo][column] are drawn into the first rows of each photo.
+    """
+    aspects = [photo.aspect for photo in photos for _ in rows]
+    labels = [*rows] * len(photos), ["picture", *columns]
+    figure, axes = create_panels(heading, *labels, aspects, captions=captions, colour_bar=colour_bar)
     panels = []
     for i, photo in enumerate(photos):
         own = axes[i * len(rows) : (i + 1) * len(rows)]
@@ -129,17 +126,20 @@ def create_photo_panels(
         for row in own[1:]:
             row[0].set_axis_off()
         panels.append([row[1:] for row in own])
+        for row, row_maps in zip(panels[-1], maps, strict=False):
+            for axis, values in zip(row, row_maps[i], strict=True):
+                show_map(axis, values, photo.aspect)
     return figure, panels
 
 
-def create_headed_figure(title: str, text: str, notice: str, width: float, body: float) -> tuple[Figure, float]:
+def _create_headed_figure(heading: Heading, width: float, body: float) -> tuple[Figure, float]:
     """A figure with title, notice and text, and `body` inches under them; also returns where that begins."""
     letters = int((width - 2 * MARGIN) / INCHES_PER_LETTER)
     # Text, font, and relative to body text how many letters fit into a line and how tall a line is.
     parts: list[tuple[str, dict[str, Any], float, float]] = [
-        (title, {"fontsize": 12, "fontweight": "bold"}, 0.72, 1.4),
-        (notice, {"fontsize": 9, "fontweight": "bold", "color": NOTICE_COLOUR}, 0.9, 1.0),
-        (text, {"fontsize": 9}, 1.0, 1.0),
+        (heading.title, {"fontsize": 12, "fontweight": "bold"}, 0.72, 1.4),
+        (heading.notice, {"fontsize": 9, "fontweight": "bold", "color": NOTICE_COLOUR}, 0.9, 1.0),
+        (heading.text, {"fontsize": 9}, 1.0, 1.0),
     ]
     wrapped = [
         (textwrap.wrap(words, int(letters * share)), font, LINE_HEIGHT * tall)
@@ -174,6 +174,7 @@ def show_photo(axis: Axes, photo: Photo, dim: bool = False, caption: str = "") -
     pixels = np.asarray(small.convert("L").convert("RGB")) // 2 if dim else np.asarray(small)
     # The axes are square in coordinates: the aspect restores the image's shape.
     axis.imshow(pixels, extent=EXTENT, aspect=photo.aspect)
+    axis.set_autoscale_on(False)  # marks leave the limits as they are
     axis.set_xlabel(caption, fontsize=8, labelpad=3, parse_math=False)
 
 
@@ -191,8 +192,6 @@ def draw_ring(axis: Axes, x: float, y: float) -> None:
             [x], [y], "o", markersize=8, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=width,
             clip_on=False,
         )  # fmt: skip
-    axis.set_xlim(-1, 1)
-    axis.set_ylim(1, -1)
 
 
 def draw_frame(axis: Axes, patch: tuple[int, int], grid: tuple[int, int]) -> None:
@@ -215,26 +214,26 @@ def core_colours() -> Colormap:
     return ListedColormap(colormaps["viridis"](np.linspace(0.25, 1, 256)))
 
 
-def add_colour_bar(
-    figure: Figure,
-    axes: Sequence[Axes],
-    colours: str | Colormap,
-    ends: tuple[float, float],
-    label: str,
-    ticks: Mapping[float, str],
-) -> None:
-    """A colour bar to the right of `axes`, panels above one another, for values between `ends`."""
+def add_colour_bar(axes: Sequence[Axes], colours: str | Colormap, ticks: Mapping[float, str], label: str = "") -> None:
+    """A colour bar to the right of `axes`, panels above one another, from the smallest to the largest tick."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    boxes = [axis.get_position() for axis in axes]
+    figure, boxes = _figure_of(axes[0]), [axis.get_position() for axis in axes]
     low, high, right = min(b.y0 for b in boxes), max(b.y1 for b in boxes), max(b.x1 for b in boxes)
     width, height = figure.get_size_inches()
     bar_height = min(high - low, 2.6 / height)
     place = (right + 0.1 / width, (low + high - bar_height) / 2, 0.12 / width, bar_height)
-    bar = figure.colorbar(ScalarMappable(Normalize(*ends), colours), cax=figure.add_axes(place, label="colour bar"))
+    scale = Normalize(min(ticks), max(ticks) if len(ticks) > 1 else min(ticks) + 1)
+    bar = figure.colorbar(ScalarMappable(scale, colours), cax=figure.add_axes(place, label="colour bar"))
     bar.set_ticks(list(ticks), labels=list(ticks.values()), fontsize=8)
     bar.set_label(label, fontsize=8)
+
+
+def _figure_of(axis: Axes) -> Figure:
+    figure = axis.get_figure(root=True)
+    assert figure is not None
+    return figure
 
 
 def marker_style(i: int) -> tuple[str, str]:
@@ -246,11 +245,9 @@ def add_legend(axis: Axes, names: Sequence[str]) -> None:
     """Names and marker styles in lines of four under a row of panels, beginning at `axis`."""
     from matplotlib.lines import Line2D
 
-    figure = axis.get_figure(root=True)
-    assert figure is not None
     box = axis.get_position()
     styles = [(name, *marker_style(i)) for i, name in enumerate(names)]
-    legend = figure.legend(
+    legend = _figure_of(axis).legend(
         handles=[Line2D([], [], linestyle="", color=c, marker=m, label=name) for name, c, m in styles],
         loc="upper left", bbox_to_anchor=(box.x0, box.y0), ncols=4, fontsize=8, frameon=False, handletextpad=0.2,
         borderaxespad=0.3,
@@ -259,7 +256,7 @@ def add_legend(axis: Axes, names: Sequence[str]) -> None:
         text.set_parse_math(False)
 
 
-def write_figure(figure: Figure | Chart, path: str | os.PathLike[str]) -> Path:
+def write_figure(figure: Figure | Chart, path: PathLike) -> Path:
     """Save a figure in the format of its suffix; the same figure gives the same bytes."""
     path = check_out(path)
     if isinstance(figure, Chart):  # as `draw_story` makes it, without matplotlib
@@ -273,13 +270,15 @@ def write_figure(figure: Figure | Chart, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def check_out(path: str | os.PathLike[str]) -> Path:
-    """The path, if a figure can be written there."""
+def check_out(
+    path: PathLike, what: str = "a figure is", suffixes: Sequence[str] = FIGURE_SUFFIXES, example: str = "figure.png"
+) -> Path:
+    """The path, if a file with one of the suffixes can be written there."""
     path = Path(path)
-    if path.suffix.lower() not in FIGURE_SUFFIXES:
-        raise ArgumentError(f"{path}: a figure is written as {' or '.join(FIGURE_SUFFIXES)}; end its name so")
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ArgumentError(f"{path}: {what} written as {' or '.join(suffixes)}; end its name so")
     if path.is_dir():
-        raise ArgumentError(f"{path} is a folder; name the file to write, such as {path / 'figure.png'}")
+        raise ArgumentError(f"{path} is a folder; name the file to write, such as {path / example}")
     check_writable(path)
     return path
 

@@ -42,8 +42,8 @@ def core_maps(
     torch.Size([2, 1, 16, 4, 6])
     """
 
-    def capture(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-        attention = attention_to_patches(project_qkv(attn, x), core_rotary, patch_rotary)
+    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
+        attention = attention_to_patches(project_qkv(attn, x), *rotaries)
         return attention if per_head else attention.mean(1)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
@@ -64,8 +64,8 @@ def core_profiles(
     torch.Size([2, 1, 4, 6, 16])
     """
 
-    def capture(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-        return _profiles(attn, project_qkv(attn, x), core_rotary, patch_rotary, chunk_size)
+    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
+        return _profiles(attn, project_qkv(attn, x), *rotaries, chunk_size=chunk_size)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
     return torch.stack(captured).unflatten(2, out.grid)
@@ -85,10 +85,10 @@ class Inside(NamedTuple):
 def look_inside(model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,)) -> Inside:
     """`core_maps` and `core_profiles` of one forward pass, and its output."""
 
-    def capture(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
         qkv = project_qkv(attn, x)
-        attention = attention_to_patches(qkv, core_rotary, patch_rotary).mean(1)
-        return torch.stack([attention, _profiles(attn, qkv, core_rotary, patch_rotary).mT])  # (2, B, C, N)
+        attention = attention_to_patches(qkv, *rotaries).mean(1)
+        return torch.stack([attention, _profiles(attn, qkv, *rotaries).mT])  # (2, B, C, N)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
     maps, shares = torch.stack(captured, dim=1)
@@ -171,7 +171,7 @@ def contributions(attention: Tensor, values: Tensor, weight: Tensor, chunk_size:
 
 
 def attention_and_profiles(
-    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, chunk_size: int = CHUNK_SIZE
+    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, *, chunk_size: int = CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
     """From the inputs of a block's attention: attention of the cores and profiles of the patches.
 
@@ -185,7 +185,7 @@ def attention_and_profiles(
 
 
 def _profiles(
-    attn: Any, qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary, chunk_size: int = CHUNK_SIZE
+    attn: Any, qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary, *, chunk_size: int = CHUNK_SIZE
 ) -> Tensor:
     """Profiles of the patches alone, (B, N, C)."""
     qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
@@ -196,15 +196,12 @@ def _profiles(
 def _shares(attn: Any, patch_to_core: Tensor, values: Tensor, chunk_size: int) -> Tensor:
     """Profiles (B, N, C) from probabilities (B, N, H·C) and the values of the cores (B, C, H, d)."""
     if type(attn.proj) is not nn.Linear:
-        raise ArgumentError(
-            f"contributions are made of the weights of the output projection, which is a {type(attn.proj).__name__} "
-            "here and not a Linear; merge adapters into the model, or take it unquantised"
-        )
+        kind = f"the output projection is a {type(attn.proj).__name__} here and not a Linear"
+        raise ArgumentError(f"{kind}; merge adapters into the model to see contributions, or take it unquantised")
     device = "cpu" if values.device.type == "mps" else values.device  # MPS has no float64
     attention = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, N, C)
-    norms = contributions(
-        attention.to(device), values.transpose(1, 2).to(device), attn.proj.weight.to(device), chunk_size
-    )
+    parts = attention.to(device), values.transpose(1, 2).to(device), attn.proj.weight.to(device)
+    norms = contributions(*parts, chunk_size)
     # A patch to which no core adds anything gets equal shares.
     norms = torch.where(norms.sum(-1, keepdim=True) == 0, 1.0, norms)
     return (norms / norms.sum(-1, keepdim=True)).to(values.device, values.dtype)

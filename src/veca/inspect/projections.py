@@ -76,9 +76,8 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
 
 def _check_features(features: Tensor) -> None:
     if not features.numel() or not features.is_floating_point() or not features.isfinite().all():
-        raise ArgumentError(
-            f"features {tuple(features.shape)} of {features.dtype} must be finite, floating point, not empty"
-        )
+        given = f"features {tuple(features.shape)} of {features.dtype}"
+        raise ArgumentError(f"{given} must be finite, floating point, not empty")
 
 
 def _leading_eigenvectors(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
@@ -115,9 +114,7 @@ def umap(features: Tensor, components: int = 3) -> Tensor:
 
     x = features.detach().float().cpu().flatten(0, -2).numpy()
     if len(x) < components + 3:
-        raise ArgumentError(
-            f"UMAP in {components} dimensions takes {components + 3} points or more, not {len(x)}; choose pca"
-        )
+        raise ArgumentError(f"UMAP in {components}D takes {components + 3} points or more, not {len(x)}; choose pca")
     reducer = UMAP(
         n_components=components, metric="cosine", n_neighbors=min(NEIGHBOURS, len(x) - 1), min_dist=MIN_DIST,
         random_state=SEED, n_jobs=1,
@@ -152,9 +149,7 @@ def check_method(method: str) -> None:
     if method not in get_args(ProjectionMethod):
         raise ArgumentError(f"method={method!r}; choose one of {', '.join(get_args(ProjectionMethod))}")
     if method == "umap" and find_spec("umap") is None:
-        raise ArgumentError(
-            "UMAP comes with umap-learn, which is not installed: pip install 'veca[viz]', or choose pca"
-        )
+        raise ArgumentError("UMAP needs umap-learn, not installed: pip install 'veca[viz]', or choose pca")
 
 
 def describe_axes(method: ProjectionMethod, count: int) -> str:
@@ -178,6 +173,26 @@ def heat(values: Tensor) -> Tensor:
     levels = values.detach().float().cpu().numpy()
     colours = np.stack([np.interp(levels, positions, channel) for channel in _ANCHORS.T], axis=-1)
     return torch.from_numpy(colours).float().to(values.device)
+
+
+def heat_hex(values: Tensor) -> list[str]:
+    """The same colours of values (N) as #rrggbb."""
+    return [f"#{bytes(colour).hex()}" for colour in (heat(values).double() * 255).round().int().tolist()]
+
+
+def map_range(maps: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of maps (..., rows, columns) that are drawn darkest and brightest.
+
+    The top percent may saturate, otherwise a single bright patch would darken all others.
+    """
+    flat = maps.flatten(-2)
+    return flat.amin(-1), torch.maximum(flat.quantile(0.99, dim=-1), flat.amax(-1) / 4)
+
+
+def scale_maps(maps: Tensor) -> Tensor:
+    """Maps (..., rows, columns) scaled to [0, 1] between their `map_range`."""
+    low, high = (end[..., None, None] for end in map_range(maps))
+    return ((maps - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
 
 
 def to_rgb(values: Tensor, size: tuple[int, int] | None = None, smooth: bool = False) -> Image.Image:

@@ -4,54 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from veca.errors import ArgumentError
 from veca.inspect.core_stats import BudgetStats, CoreStory, LayerStats, MeanStd
-from veca.inspect.figure_inputs import cores_label
+from veca.inspect.figure_inputs import PathLike, cores_label, figure_texts
 from veca.inspect.figure_layout import check_out
 from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
-from veca.utils.files import atomic_path, check_writable
+from veca.utils.files import atomic_path
 from veca.utils.text import number, printable
 
 DOTTED = "1 4"  # of lines to compare with
 
 
-def check_story(path: str | os.PathLike[str], chart: str | os.PathLike[str] | None = None) -> Path:
+def check_story(path: PathLike, chart: PathLike | None = None) -> Path:
     """The path of the JSON file; raises before any work is done if it, or the chart, could not be written."""
-    path = Path(path)
-    if path.suffix.lower() != ".json":
-        raise ArgumentError(f"{path}: numbers are written as .json; end its name so")
-    if path.is_dir():
-        raise ArgumentError(f"{path} is a folder; name the file to write, such as {path / 'cores.json'}")
-    check_writable(path)
+    path = check_out(path, "numbers are", (".json",), "cores.json")
     if chart is not None:
         check_out(chart)
     return path
 
 
-def write_story(story: CoreStory, path: str | os.PathLike[str]) -> Path:
+def write_story(story: CoreStory, path: PathLike) -> Path:
     """Write all numbers as JSON; what could not be measured is null."""
     path = check_story(path)
+    # JSON has no nan and infinity: reading back what Python writes replaces them.
+    values = json.loads(json.dumps(dataclasses.asdict(story), default=str), parse_constant=lambda _: None)
     with atomic_path(path) as part:
-        values = _without_nan(dataclasses.asdict(story))
-        part.write_text(json.dumps(values, indent=1, default=str, allow_nan=False) + "\n")
+        part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
     return path
-
-
-def _without_nan(value: Any) -> Any:
-    """The same data with None for nan and infinity, which JSON does not have, and text for keys."""
-    if isinstance(value, dict):
-        return {str(key): _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def story_table(story: CoreStory) -> Table:
@@ -99,8 +82,8 @@ def story_table(story: CoreStory) -> Table:
 
 def draw_story(story: CoreStory) -> Chart:
     """Four charts: how far cores move, whether their maps overlap, who is heard, what a smaller budget keeps."""
-    random = story.about["provenance"].get("weights") == "random"
-    model = printable(str(story.about["model"]))
+    about, texts = story.about, figure_texts("story")
+    model = printable(str(about["model"]))
     even_share = Line("", [(1, 1), (max(story.budgets), 1)], quoted=True, dash=DOTTED)
     moves, maps, heard = list[Line](), list[Line](), [even_share]
     for i, (budget, at) in enumerate(story.budgets.items()):
@@ -113,31 +96,18 @@ def draw_story(story: CoreStory) -> Chart:
         maps.append(Line("", _by_number(at.maps.same_core.mean), i, dash=DOTTED))
         shares = [budget * sum(layer[core] for layer in at.heard.cores) / layers for core in range(budget)]
         heard.append(Line(name, _by_number(shares), i))
-    whole = cores_label(story.about["config"]["num_cores"])
-    return chart_grid(
-        [
-            (
-                "How far cores are from their start\nDotted: what depends on the picture",
-                line_chart(moves, "layer", "% of a side", "distance of the cores from their start", include=[0]),
-            ),
-            (
-                "Do cores look at different regions?\nDotted: one core in two pictures",
-                # The whole range, or maps that are all alike would seem to differ.
-                line_chart(maps, "layer", "overlap of maps", "overlap of two cores' maps", include=[0, 1]),
-            ),
-            (
-                "Whom patches hear\nDotted: an even share",
-                line_chart(heard, "core", "× an even share", "share of each core in what patches read", include=[0]),
-            ),
-            (f"What is kept of the features with {whole}\nDotted: between pictures", _draw_kept(story)),
-        ],
-        title=f"The story of the cores, {model}",
-        notice=f"{model} has random weights: this shows how it works, not what a trained model does." if random else "",
-        caption=f"Means over {story.about['pictures']:,} pictures of {story.about['size']} px; bands are one standard "
-        "deviation over pictures. Overlap: 1 if two maps are the same, 0 if they have nothing in common; in the last "
-        "layer only core 1's map still reaches a feature. Heard: the share of a core in what attention adds to "
-        "patches, mean over layers; 1 if all cores had the same.",
-    )
+    whole = cores_label(about["config"]["num_cores"])
+    charts = [
+        line_chart(moves, "layer", "% of a side", "distance of the cores from their start", include=[0]),
+        # The whole range, or maps that are all alike would seem to differ.
+        line_chart(maps, "layer", "overlap of maps", "overlap of two cores' maps", include=[0, 1]),
+        line_chart(heard, "core", "× an even share", "share of each core in what patches read", include=[0]),
+        _draw_kept(story),
+    ]
+    panels = [(title.format(cores=whole), chart) for title, chart in zip(texts["charts"], charts, strict=True)]
+    notice = texts["notice"].format(model=model) if about["provenance"].get("weights") == "random" else ""
+    caption = texts["text"].format_map(about)
+    return chart_grid(panels, title=texts["title"].format(model=model), notice=notice, caption=caption)
 
 
 def _by_number(values: Sequence[float]) -> list[Point]:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from torch import Tensor
 
-from veca.images import normalize, to_tensor
+from veca.images import fit_image, normalize, to_tensor
 from veca.inspect import look_inside, pca
 from veca.inspect.figure_inputs import check_finite, inspecting
+from veca.inspect.projections import map_range, scale_maps
 from veca.model import Veca
 from veca.web.images import StoredImage
 
@@ -55,7 +56,8 @@ class Analysis(NamedTuple):
 
 
 def model_input(model: Veca, image: StoredImage, size: int) -> Tensor:
-    return normalize(to_tensor(image.resized(size)))[None].to(model.norm.weight.device)
+    # A short side of `size`, in whole patches.
+    return normalize(to_tensor(fit_image(image.image, size, "keep")))[None].to(model.norm.weight.device)
 
 
 def reference_features(model: Veca, image: StoredImage) -> Tensor:
@@ -78,29 +80,18 @@ def analyse(
     cls, bank, patches = (features[0].float().cpu() for features in (out.cls, out.cores, out.patches))
     places, maps, profiles = (part[:, 0].float().cpu() for part in (out.coordinates, inside.maps, inside.profiles))
     patches = patches.unflatten(0, out.grid)
-    levels, ranges = _map_levels(maps)
+    peak = maps.amax((-2, -1)) / maps.mean((-2, -1)).clamp(min=1e-12)
+    ranges = torch.stack([*map_range(maps), peak], dim=-1)
     shares = profiles.amax(-1)
-    parts = (
-        cls, bank, patches, _to_bytes(pca(patches, like=reference)), places, levels, ranges,
-        _to_bytes(profiles / shares[..., None]), shares,
-    )  # fmt: skip
+    relative = profiles / shares[..., None]
+    colours, levels, profiles = map(_to_bytes, (pca(patches, like=reference), scale_maps(maps), relative))
+    parts = cls, bank, patches, colours, places, levels, ranges, profiles, shares
     return Analysis({**about, "rows": rows, "columns": columns}, *(part.contiguous().numpy() for part in parts))
 
 
 def _to_bytes(values: Tensor) -> Tensor:
     """Values in [0, 1] as bytes."""
     return (values * 255).round().to(torch.uint8)
-
-
-def _map_levels(maps: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps (L, C, rows, columns) as bytes, and their `ranges` (L, C, 3)."""
-    flat = maps.flatten(2)
-    low, peak = flat.amin(-1), flat.amax(-1)
-    # As in `veca figure cores`: the top percent may saturate, otherwise one bright patch would darken all others.
-    high = torch.maximum(flat.quantile(0.99, dim=-1), peak / 4)
-    levels = (flat - low[..., None]) / (high - low).clamp(min=1e-12)[..., None]
-    ranges = torch.stack([low, high, peak / flat.mean(-1).clamp(min=1e-12)], dim=-1)
-    return _to_bytes(levels.clamp(0, 1)).reshape(maps.shape), ranges
 
 
 def pack_view(analysis: Analysis) -> bytes:
@@ -121,13 +112,11 @@ def pack_layer(analysis: Analysis, number: int) -> bytes:
 
 def pack_features(analysis: Analysis, file_format: Literal["npz", "safetensors"]) -> bytes:
     """The features themselves in float32, as a file."""
-    parts = {
-        "cls": analysis.cls, "cores": analysis.cores, "patches": analysis.patches, "coordinates": analysis.places
-    }  # fmt: skip
+    parts = {name: getattr(analysis, name) for name in ("cls", "cores", "patches")} | {"coordinates": analysis.places}
     if file_format == "safetensors":
         return _pack(parts, analysis.about)
     data = io.BytesIO()
-    np.savez(data, **parts, veca=np.array(json.dumps(analysis.about, allow_nan=False)))  # type: ignore[arg-type]
+    np.savez(data, **parts, veca=np.array(json.dumps(analysis.about, allow_nan=False)))
     return data.getvalue()
 
 

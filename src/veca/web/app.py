@@ -13,11 +13,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 import veca
 from veca.errors import NonFiniteError
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
-from veca.inspect import heat
+from veca.inspect.projections import heat_hex
 from veca.model import Veca
 from veca.utils.text import origin
 from veca.web import schemas
@@ -30,12 +31,7 @@ from veca.web.jobs import RequestError
 from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
 from veca.web.security import LOOPBACK, SecurityMiddleware
 
-MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Of the page's files, by suffix."""
 
 router = APIRouter(prefix="/api")
@@ -87,7 +83,6 @@ def _explorer(request: Request) -> Explorer:
 async def get_about(request: Request) -> schemas.About:
     """Models, sizes, samples and limits."""
     explorer = _explorer(request)
-    heat_levels = (heat(torch.linspace(0, 1, 11)) * 255).round().int().tolist()
     models = [
         schemas.ModelInfo(
             name=name,
@@ -106,7 +101,7 @@ async def get_about(request: Request) -> schemas.About:
         models=models,
         sizes=list(SHORT_SIDES),
         samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in explorer.images.samples],
-        heat=[f"#{bytes(colour).hex()}" for colour in heat_levels],
+        heat=heat_hex(torch.linspace(0, 1, 11)),
         most_bytes=MAX_UPLOAD_BYTES,
         most_pixels=MAX_PIXELS,
     )
@@ -235,16 +230,7 @@ def _describe_values(schema: dict[str, Any], explorer: Explorer) -> dict[str, An
 
 def _add_page_routes(app: FastAPI) -> None:
     """Serve the page's files, read once at the start: no request names a file."""
-
-    def make_route(data: bytes, media_type: str) -> Any:
-        async def send_file() -> Response:
-            return Response(data, media_type=media_type)
-
-        return send_file
-
     for file in (files("veca.web") / "static").iterdir():
-        media_type = MEDIA_TYPES.get(file.name.rpartition(".")[2])
-        if media_type is not None:
+        if media_type := MEDIA_TYPES.get(file.name.rpartition(".")[2]):
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            route = make_route(file.read_bytes(), media_type)
-            app.add_api_route(path, route, methods=["GET"], include_in_schema=False)
+            app.router.routes.append(Route(path, Response(file.read_bytes(), media_type=media_type), methods=["GET"]))

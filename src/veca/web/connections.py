@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -51,19 +51,10 @@ class Limits:
 LIMITS = Limits()
 
 
-class Transfer(Protocol):
-    address: str
-
-    @property
-    def pace(self) -> float:
-        """Bytes per second."""
-
-
-TransferT = TypeVar("TransferT", bound=Transfer)
-
-
-def slowest_at_largest_address(held: Mapping[TransferT, int]) -> TransferT:
-    """Of transfers and the bytes each holds: the slowest one of the address that holds most in total."""
+def slowest_at_largest_address(held: Mapping[Any, int]) -> Any:
+    """Of transfers, which have an `address` and a `pace`, and the bytes each holds: the slowest one of the address
+    that holds most in total.
+    """
     by_address: Counter[str] = Counter()
     for transfer, size in held.items():
         by_address[transfer.address] += size
@@ -74,18 +65,10 @@ def slowest_at_largest_address(held: Mapping[TransferT, int]) -> TransferT:
 def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
     """A server of `app` under `limits`; `run(sockets=[…])` starts it."""
     protocol = type("Protocol", (LimitedProtocol,), {"pool": ConnectionPool(_within_file_limit(limits))})
-    config = uvicorn.Config(
-        app,
-        http=protocol,
-        ws="none",
-        log_level="error",  # otherwise clients could fill the log with invalid requests
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=3,
-    )
-    return uvicorn.Server(config)
+    # The log has errors only: otherwise clients could fill it with invalid requests.
+    quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "ws": "none"}
+    timeouts: dict[str, Any] = {"timeout_keep_alive": limits.idle_seconds, "timeout_graceful_shutdown": 3}
+    return uvicorn.Server(uvicorn.Config(app, http=protocol, backlog=BACKLOG, **quiet, **timeouts))
 
 
 class ConnectionPool:
@@ -103,12 +86,10 @@ class ConnectionPool:
         self.open.add(new)
         self._schedule_sweep(new.loop)
         per_address = Counter(connection.address for connection in self.open)
-        if per_address[new.address] > self.limits.per_address:
-            crowded = new.address
-        elif len(self.open) > self.limits.connections:
-            crowded = per_address.most_common(1)[0][0]
-        else:
+        own_crowded = per_address[new.address] > self.limits.per_address
+        if not own_crowded and len(self.open) <= self.limits.connections:
             return
+        crowded = new.address if own_crowded else per_address.most_common(1)[0][0]
         candidates = [c for c in self.open if c.address == crowded and c is not new and not c.working]
         if candidates:
             self.close(min(candidates, key=lambda connection: connection.pace))
@@ -147,24 +128,19 @@ class LimitedProtocol(H11Protocol):
     """
 
     pool: ClassVar[ConnectionPool]
-    address: str
-    _phase_start: float
-    _received: int
-    """Bytes received in this phase."""
-    _to_send: int
-    """Bytes that were to be sent when it began."""
-    _min_unsent: int
-    _last_progress: float
-    """The fewest unsent bytes so far, and since when: a client that does not read makes no progress."""
-    _completion_deferred: bool
-    """Whether uvicorn has yet to be told that the response is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = address_of(self.client[0]) if self.client else ""
-        self._completion_deferred = False
+        self._completion_deferred = False  # whether uvicorn has yet to be told that the response is complete
         self._begin_phase()
         self.pool.add(self)
+
+    def _begin_phase(self) -> None:
+        # A client that does not read makes no progress: the fewest unsent bytes so far, and since when.
+        self._phase_start = self._last_progress = self.loop.time()
+        self._to_send = self._min_unsent = self.unsent
+        self._received = 0  # bytes
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.pool.open.discard(self)
@@ -250,11 +226,6 @@ class LimitedProtocol(H11Protocol):
     @property
     def _transferred(self) -> int:
         return self._to_send - self.unsent if self.unsent else self._received
-
-    def _begin_phase(self) -> None:
-        self._phase_start = self._last_progress = self.loop.time()
-        self._received = 0
-        self._to_send = self._min_unsent = self.unsent
 
 
 def _within_file_limit(limits: Limits) -> Limits:

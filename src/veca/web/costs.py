@@ -56,15 +56,7 @@ def measure_dense(config: VecaConfig, images: Tensor) -> JobSteps[MeasuredCost |
 
 def _measure(calls: list[Callable[[], object]], device: torch.device) -> JobSteps[MeasuredCost]:
     """Time of all calls one after the other, and the peak memory of the first; pauses between any two."""
-
-    def without_grad(call: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            with torch.inference_mode():
-                call()
-
-        return run
-
-    runs = [without_grad(call) for call in calls]
+    runs = [torch.inference_mode()(call) for call in calls]
     peak = peak_device_bytes(runs[0], device)
     peak = peak_tensor_bytes(runs[0]) if peak is None else peak  # this first run also warms up
     totals: list[float] = []

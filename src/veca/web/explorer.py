@@ -13,7 +13,7 @@ from torch import Tensor
 
 from veca.model import Veca
 from veca.web.analysis import REFERENCE_SIZE, Analysis, analyse, model_input, reference_features
-from veca.web.connections import LIMITS, Limits
+from veca.web.connections import Limits
 from veca.web.costs import measure_dense, measure_veca
 from veca.web.images import ImageStore, StoredImage
 from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError, T
@@ -31,13 +31,7 @@ MAX_DECODE_JOBS = 36
 class Explorer:
     """Models run in one thread only, and images are decoded in another."""
 
-    def __init__(
-        self,
-        models: Mapping[str, Veca],
-        max_result_bytes: int = MAX_RESULT_BYTES,
-        max_jobs: int = MAX_JOBS,
-        limits: Limits = LIMITS,
-    ) -> None:
+    def __init__(self, models: Mapping[str, Veca], max_result_bytes: int, max_jobs: int, limits: Limits) -> None:
         self.models = dict(models)
         self.images = ImageStore()
         self._analyses: ByteCache[Analysis] = ByteCache(max_result_bytes, lambda analysis: analysis.nbytes)
@@ -67,13 +61,9 @@ class Explorer:
         if setting.model not in self.models:
             raise RequestError(422, f"No model is called {setting.model!r}; there are {', '.join(self.models)}.")
         model = self.models[setting.model]
-        if setting.cores not in model.config.budgets:
-            budgets = ", ".join(map(str, model.config.budgets))
-            raise RequestError(
-                422, f"cores={setting.cores}: {setting.model} was trained at budgets of {budgets}; choose one of these."
-            )
-        if setting.size not in SHORT_SIDES:
-            raise RequestError(422, f"size={setting.size}: choose one of {', '.join(map(str, SHORT_SIDES))}.")
+        for name, offered in (("cores", model.config.budgets), ("size", SHORT_SIDES)):
+            if (value := getattr(setting, name)) not in offered:
+                raise RequestError(422, f"{name}={value}: choose one of {', '.join(map(str, offered))}.")
         return model
 
     async def build_response(self, build: Callable[[], bytes]) -> bytes:
@@ -125,12 +115,9 @@ class Explorer:
     def _measure(self, setting: ViewSetting, image: StoredImage) -> JobSteps[MeasuredCosts]:
         model = self.models[setting.model]
         images = model_input(model, image, setting.size)
-        veca = yield from self._measure_once(
-            (setting.model, images.shape, setting.cores), lambda: measure_veca(model, images, setting.cores)
-        )
-        dense = yield from self._measure_once(
-            (setting.model, images.shape, "dense"), lambda: measure_dense(model.config, images)
-        )
+        key = setting.model, images.shape
+        veca = yield from self._measure_once((*key, setting.cores), partial(measure_veca, model, images, setting.cores))
+        dense = yield from self._measure_once((*key, "dense"), partial(measure_dense, model.config, images))
         assert veca is not None
         return MeasuredCosts(veca=veca, dense=dense)
 
@@ -143,12 +130,7 @@ class Explorer:
 
 
 async def _run_job(
-    queue: JobQueue,
-    request: Request,
-    key: Any,
-    make: Callable[[], JobSteps[T]],
-    pane: str | None = None,
-    later: bool = False,
+    queue: JobQueue, request: Request, key: Any, make: Callable[[], JobSteps[T]], pane: str | None = None, **kwargs: Any
 ) -> T:
     """Run a job for the client of a request until it is done or the client has disconnected."""
 
@@ -157,8 +139,8 @@ async def _run_job(
             pass
 
     host = request.client.host if request.client else ""
-    pane = pane and f"{host} {pane}"  # pages choose names for their panes: those of two machines may be equal
-    return await queue.run(key, make, disconnected, client=_client(request), pane=pane, later=later)
+    pane = f"{host} {pane}" if pane else ""  # pages choose names for their panes: those of two machines may be equal
+    return await queue.run(key, make, disconnected, client=_client(request), pane=pane, **kwargs)
 
 
 def _client(request: Request) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from veca.errors import ArgumentError
-from veca.images import fit_image, open_image, resample
+from veca.images import open_image, resample
 from veca.images.samples import sample_images
 from veca.web.jobs import ByteCache
 from veca.web.schemas import ImageInfo
@@ -39,10 +39,6 @@ class StoredImage(NamedTuple):
     @property
     def info(self) -> ImageInfo:
         return ImageInfo(id=self.id, width=self.image.width, height=self.image.height, cut=self.cut)
-
-    def resized(self, size: int) -> Image.Image:
-        """With a short side of `size`, in whole patches."""
-        return fit_image(self.image, size, "keep")
 
     def jpeg(self, max_side: int = DISPLAY_SIZE) -> bytes:
         """For the page."""

@@ -47,11 +47,11 @@ class QueuedJob:
     key: Hashable
     make: Callable[[], JobSteps[Any]]
     later: bool
-    client: str | None
+    client: str
     turn: int
     """How many jobs the same client had queued before: clients take turns, however many jobs each has."""
     order: int
-    waiters: dict[Future[Any], str | None] = field(default_factory=dict)
+    waiters: dict[Future[Any], str] = field(default_factory=dict)
     """Futures of those who wait for the result, and the pane of each."""
     steps: JobSteps[Any] | None = None
 
@@ -81,13 +81,7 @@ class JobQueue:
         return len(self._jobs)
 
     def submit(
-        self,
-        key: Hashable,
-        make: Callable[[], JobSteps[T]],
-        *,
-        client: str | None = None,
-        pane: str | None = None,
-        later: bool = False,
+        self, key: Hashable, make: Callable[[], JobSteps[T]], *, client: str = "", pane: str = "", later: bool = False
     ) -> Future[T]:
         """The result of the job `key`, queued unless it is already; `BusyError` if there is no room.
 
@@ -95,15 +89,10 @@ class JobQueue:
         """
         with self._condition:
             # At most `max_jobs` jobs: scanning them all is cheap.
-            superseded = [
-                (job, future)
-                for job in self._jobs.values()
-                for future, waiting_pane in job.waiters.items()
-                if pane is not None and waiting_pane == pane and job.key != key
-            ]
-            for job, future in superseded:
-                self._leave(job, future)
-                future.set_exception(DroppedError())
+            for job in [job for job in self._jobs.values() if pane and job.key != key]:
+                for future in [future for future, waiting_pane in job.waiters.items() if waiting_pane == pane]:
+                    self._leave(job, future)
+                    future.set_exception(DroppedError())
             if key not in self._jobs:
                 turn = sum(job.client == client for job in self._jobs.values()) if client else 0
                 if len(self._jobs) >= self.max_jobs or turn >= self.max_per_client or not self._open:

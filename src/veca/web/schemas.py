@@ -87,14 +87,8 @@ ImageId = Annotated[str, Path(pattern=_ID, description="A sample's name, or the 
 MaxSide = Annotated[int, Query(ge=16, le=1024, description="Maximum of the long side in pixels.")]
 LayerNumber = Annotated[int, Query(ge=1, le=1024, description="Counted from 1.")]
 FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
-PaneId = Annotated[
-    str | None,
-    Header(
-        alias="X-Veca-Pane",
-        pattern="^[0-9A-Za-z-]{1,64}$",
-        description="Identifies a pane: its newest request cancels its earlier ones.",
-    ),
-]
+_PANE = "Identifies a pane: its newest request cancels its earlier ones."
+PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]
 
 _ERRORS = {
     401: "The token is missing or wrong.",

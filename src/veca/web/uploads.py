@@ -71,14 +71,10 @@ class UploadReceiver:
         except TimeoutError:
             if upload.evicted:
                 raise _no_room() from None
-            limits = self.limits
-            raise RequestError(
-                408,
-                f"The picture did not arrive in time: {len(upload.data):,} bytes came. All of it must come within "
-                f"{limits.body_seconds:g} seconds, and {limits.min_rate:,.0f} bytes per second after the first "
-                f"{limits.grace_seconds:g}; send a smaller one.",
-                connection="close",
-            ) from None
+            limits, came = self.limits, f"The picture did not arrive in time: {len(upload.data):,} bytes came."
+            rate = f"{limits.min_rate:,.0f} bytes per second after the first {limits.grace_seconds:g}"
+            rule = f"All of it must come within {limits.body_seconds:g} seconds, and {rate}; send a smaller one."
+            raise RequestError(408, f"{came} {rule}", connection="close") from None
 
     def _extend_deadline(self, upload: _Upload) -> None:
         """The deadline moves with what has arrived."""
