@@ -28,7 +28,7 @@ from veca.config import VecaConfig
 from veca.data.loader import decode_items
 from veca.data.remote import SourceError, is_remote
 from veca.data.sources import Item, is_container, unpack_files
-from veca.embed.batches import FeatureBatcher, partition_length, prepare_model
+from veca.embed.batches import FeatureBatcher, partition_length
 from veca.embed.folder import PartitionFolder, prepare_run
 from veca.embed.formats import feature_schema
 from veca.embed.partitions import PARTITION, Partition, plan_partitions, stamp_files
@@ -80,10 +80,8 @@ def embed_on_ray(
         slots = find_slots(device, workers)
         about = describe_features(model, model_name, settings, torch.device(slots.device))
         length = partition_length(model.config, settings, partition)
-        job = RayJob(
-            f"{folder.address}/", os.getcwd(), about, settings, model.config.to_dict(), slots, column, skip_nonfinite,
-            ignore_dates,
-        )  # fmt: skip
+        config, place = model.config.to_dict(), f"{folder.address}/"
+        job = RayJob(place, os.getcwd(), about, settings, config, slots, column, skip_nonfinite, ignore_dates)
         present = folder.start(describe_job(about, model, sources, column, length), overwrite)
         with collect_unsupported() as left_out:
             plan = list(plan_partitions(sources, length))
@@ -92,10 +90,10 @@ def embed_on_ray(
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         results = _compute(folder, plan, job, np.frombuffer(save_tensors(tensors), np.uint8), progress)
         check_results(folder, plan, results)
-        images, failed = (sum(each) for each in zip(*(result[1:3] for result in results.values()), strict=True))
+        images, failed = (sum(counts) for counts in zip(*(result[1:3] for result in results.values()), strict=True))
         totals = {"partitions": len(plan), "pictures": images, "failures": failed}
         with_failures = [number for number, result in results.items() if result.failed]
-        folder.complete(totals, with_failures, feature_schema(model.config.num_features, settings), about)
+        folder.complete(totals, with_failures, feature_schema(about))
     kept = [result for number, result in results.items() if result.kept and number in present]
     resumed, resumed_failures = sum(r.images + r.failed for r in kept), sum(r.failed for r in kept)
     return EmbedReport(images, failed, resumed, time.perf_counter() - began, folder.out, resumed_failures)
@@ -167,7 +165,7 @@ class RayWorker:
             batcher, kept = self._get_batcher(folder, partition), False
             items = unpack_files(partition.files, job.column, s.max_pixels)
             with decode_items(items, s.size, s.fit, s.max_pixels, job.slots.workers) as records:
-                state = PartitionWriter(folder, partition, batcher, job.about).write(records)
+                state = PartitionWriter(folder, partition, batcher).write(records)
         return PartitionResult(partition.number, state.pictures, len(state.failures), kept)
 
     def _get_batcher(self, folder: PartitionFolder, partition: Partition) -> FeatureBatcher:
@@ -191,15 +189,12 @@ class RayWorker:
         model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)
         if job.slots.device == "cpu":
             torch.set_num_threads(max(1, job.slots.workers))
-        self.use_model(model)
-        assert self.batcher is not None
-        return self.batcher
+        return self.use_model(model)
 
-    def use_model(self, model: Veca) -> None:
+    def use_model(self, model: Veca) -> FeatureBatcher:
         job, device = self.job, torch.device(self.job.slots.device)
-        schema = feature_schema(model.config.num_features, job.settings)
-        model = prepare_model(model, job.settings, device)
-        self.batcher = FeatureBatcher(model, job.settings, device, schema, job.skip_nonfinite)
+        self.batcher = FeatureBatcher(model, job.settings, device, feature_schema(job.about), job.skip_nonfinite)
+        return self.batcher
 
 
 def _compute(
