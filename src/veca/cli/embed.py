@@ -21,7 +21,8 @@ from veca.cli.options import (
     Sources,
 )
 from veca.embed import embed
-from veca.embed.ray_engine import PARTITION, Engine, embed_on_ray
+from veca.embed.partitions import PARTITION
+from veca.embed.ray_engine import Engine, embed_on_ray
 from veca.embed.settings import EmbedSettings, Precision, SaveDtype
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS

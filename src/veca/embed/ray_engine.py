@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,8 +40,6 @@ from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.progress import bar
 from veca.version import __version__
-
-__all__ = ["PARTITION", "Engine", "embed_on_ray"]
 
 Engine = Literal["plain", "ray"]
 
@@ -170,6 +169,8 @@ class RayWorker:
 
     def _get_batcher(self, folder: PartitionFolder, partition: Partition) -> FeatureBatcher:
         """The batcher with its model, created for the first partition; checks what a machine of a cluster may lack."""
+        import ray
+
         job = self.job
         place = os.path.dirname(next((file.path for file in partition.files if file.path), ""))
         if place and not is_remote(place) and not os.path.isdir(place):
@@ -182,8 +183,6 @@ class RayWorker:
         if other := [f"{name} {version}" for name, version in installed.items() if version != job.about[name]]:
             expected = f"veca {job.about['veca']} and torch {job.about['torch']}"
             raise EmbedError(f"{' and '.join(other)} where the run was started with {expected}")
-        import ray
-
         with torch.device("meta"):
             model = Veca(VecaConfig.from_dict(job.config))
         model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)
@@ -243,10 +242,10 @@ def _count_tries() -> Any:
 
     class Tries:  # defined here, Ray sends it by value: its process need not import this module, and torch
         def __init__(self) -> None:
-            self.count: dict[int, int] = {}
+            self.count = Counter[int]()
 
         def begin(self, number: int) -> int:
-            self.count[number] = self.count.get(number, 0) + 1
+            self.count[number] += 1
             return self.count[number]
 
     return ray.remote(num_cpus=0)(Tries).remote()
@@ -265,7 +264,5 @@ def check_results(folder: PartitionFolder, plan: list[Partition], results: dict[
     if missing:
         named = (f"{plan[n].name} ({plan[n].files[0].name} …): {reason}" for n, reason in list(missing.items())[:3])
         images = sum(result.images for number, result in results.items() if number not in missing)
-        raise EmbedError(
-            f"{len(missing):,} of {len(plan):,} partitions are missing, among them {'; '.join(named)}. "
-            f"{folder.kept_message(images)}"
-        )
+        lost = f"{len(missing):,} of {len(plan):,} partitions are missing"
+        raise EmbedError(f"{lost}, among them {'; '.join(named)}. {folder.kept_message(images)}")

@@ -107,12 +107,14 @@ class PartitionWriter:
 
     def _publish(self, path: Path, writer: pq.ParquetWriter, state: PartitionState) -> PartitionState:
         """Move the file into the folder, as a slice or as the partition, with its state in the footer."""
-        is_slice = isinstance(state, SliceState)
-        vars(state).update(self.partition.digests(state.end if is_slice else None))
+        name, end = self.partition.name, None
+        if isinstance(state, SliceState):
+            name, end = self.partition.slice_name(len(self.slices)), state.end
+        vars(state).update(self.partition.digests(end))
         # In the metadata of the file alone: tables that readers make of all partitions have one schema.
         writer.add_key_value_metadata({"veca_partition": json.dumps(asdict(state))})
         writer.close()
-        self.folder.publish(path, self.partition.slice_name(len(self.slices)) if is_slice else self.partition.name)
+        self.folder.publish(path, name)
         return state
 
     def _join_slices(self) -> PartitionState:

@@ -18,7 +18,6 @@ from veca.errors import ArgumentError, VecaError
 if sys.platform != "win32":
     import fcntl
 
-
 _LOCK_TRIES = 100
 
 
@@ -149,7 +148,5 @@ def _resolve_file(path: str | os.PathLike[str]) -> Path:
     """The target of `path`, links resolved. Raises ArgumentError for a device or pipe: a file would replace it."""
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise ArgumentError(
-            f"{path} is a device, a pipe or a socket, which a file would take the place of; name a file"
-        )
+        raise ArgumentError(f"{path} is a device, a pipe or a socket, which a file would replace; name a file")
     return target
