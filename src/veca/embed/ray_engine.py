@@ -141,17 +141,16 @@ class RayWorker:
         partition = Partition(number, [Item(*fields) for fields in json.loads(row["files"])])
         # Errors are returned: Ray would wrap what is raised, or compute the block again.
         try:
-            result = self.embed(partition)
-        except SourceError as error:
-            result = PartitionResult(number, error=str(error), given_up=True)
+            return self.embed(partition)._asdict()
         except torch.OutOfMemoryError:
-            result = PartitionResult(number, error=f"no memory for batch={self.job.settings.batch}: lower it")
+            reason, given_up = f"no memory for batch={self.job.settings.batch}: lower it", False
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            result = PartitionResult(number, error=f"{reason} (partition {number}, on {socket.gethostname()})")
-        if result.error:
-            self.batcher = None  # it may hold images of the partition
-        return result._asdict()
+            reason, given_up = str(error), isinstance(error, SourceError)
+            if not given_up:
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                reason = f"{kind}{reason} (partition {number}, on {socket.gethostname()})"
+        self.batcher = None  # it may hold images of the partition
+        return PartitionResult(number, error=reason, given_up=given_up)._asdict()
 
     def embed(self, partition: Partition) -> PartitionResult:
         """Compute a partition, unless its file is there."""
@@ -202,24 +201,15 @@ def _compute(
     """Have all missing partitions computed; returns results by number."""
     import ray
 
-    rows = [{"number": each.number, "files": json.dumps([list(file) for file in each.files])} for each in plan]
+    rows = [{"number": number, "files": json.dumps([list(file) for file in files])} for number, files in plan]
     slots, results, images, failed = job.slots, dict[int, PartitionResult](), 0, 0
-    with (
-        silence_ray_data(),
-        bar("embedding", len(plan), "images", progress, failures=True, note="partitions") as advance,
-    ):
-        stream = (
-            ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_BLOCKS))
-            .map(
-                RayWorker,
-                fn_constructor_args=(job, [ray.put(weights)], _count_tries()),
-                compute=ray.data.ActorPoolStrategy(size=min(slots.models, len(plan)), max_tasks_in_flight_per_actor=1),
-                num_cpus=max(1, slots.workers),
-                num_gpus=1 if slots.device == "cuda" else 0,
-            )
-            .iter_rows()
-        )
-        iterator = iter(stream)
+    shown = bar("embedding", len(plan), "images", progress, failures=True, note="partitions")
+    with silence_ray_data(), shown as advance:
+        data = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_BLOCKS))
+        actors = ray.data.ActorPoolStrategy(size=min(slots.models, len(plan)), max_tasks_in_flight_per_actor=1)
+        each: dict[str, Any] = {"num_cpus": max(1, slots.workers), "num_gpus": int(slots.device == "cuda")}
+        each["fn_constructor_args"] = job, [ray.put(weights)], _count_tries()
+        iterator = iter(data.map(RayWorker, compute=actors, **each).iter_rows())
         try:
             for result in (PartitionResult(**row) for row in iterator):
                 if result.error and not result.given_up:

@@ -140,13 +140,14 @@ class _PlainRun:
         """The images still to be embedded; their partitions join the queue as the loader comes to them."""
         for partition in map(stamp_files, plan_partitions(sources, length)):
             self.partitions += 1
-            if state := self.folder.finished(partition, self.ignore_dates):
-                self._add_totals(partition, state)
-                self._add_resumed(state)
+            finished = self.folder.finished(partition, self.ignore_dates)
+            slices = [] if finished else self.folder.slices(partition, self.ignore_dates)
+            for state in [finished] if finished else slices:
+                self.resumed += state.pictures + len(state.failures)
+                self.resumed_failures += len(state.failures)
+            if finished:
+                self._add_totals(partition, finished)
                 continue
-            slices = self.folder.slices(partition, self.ignore_dates)
-            for slice_state in slices:
-                self._add_resumed(slice_state)
             writer = PartitionWriter(self.folder, partition, self.batcher, slices)
             self.queue.append(writer)
             images = unpack_files(partition.files, self.column, self.batcher.settings.max_pixels, on_read)
@@ -164,10 +165,6 @@ class _PlainRun:
         self.failed += len(state.failures)
         if state.failures:
             self.with_failures.append(partition.number)
-
-    def _add_resumed(self, state: PartitionState) -> None:
-        self.resumed += state.pictures + len(state.failures)
-        self.resumed_failures += len(state.failures)
 
     def _watch(self, records: Iterator[Record], advance: ProgressTask, on_read: ReadingLine) -> Iterator[Record]:
         done = failed = 0
