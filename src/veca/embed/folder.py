@@ -86,11 +86,9 @@ class PartitionFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuse a second run while the block runs. Object stores have no locks: nothing keeps runs apart there."""
-        if is_remote(self.address) or os.path.isfile(self._root):  # `start` refuses a file
-            yield
-            return
+        lockable = not is_remote(self.address) and not os.path.isfile(self._root)  # `start` refuses a file
         try:
-            with locked(self._root, _LOCK):
+            with locked(self._root, _LOCK) if lockable else nullcontext():
                 yield
         except InUseError as error:
             raise EmbedError(str(error)) from None
@@ -127,7 +125,7 @@ class PartitionFolder:
                 reason = f"holds an unfinished run that differs: {'; '.join(changed)}"
                 raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
             return self.partitions()
-        # A description remains until the new one replaces it: without any, the folder would be nobody's.
+        # Keep the old description until the new one replaces it: a folder of files without one is refused.
         self._remove_all(keep_job=True)
         self._write_json(_JOB, job)
         return set()

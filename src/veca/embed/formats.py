@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from veca.embed.settings import ANEW, EmbedError
 
-# Features neither compress nor repeat, and nobody filters by their extremes.
+# Features do not compress or repeat, and queries do not filter by them.
 _PARQUET_OPTIONS: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 
 

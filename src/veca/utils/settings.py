@@ -49,15 +49,13 @@ class Bounds:
         return all(limit is None or holds(value, limit) for limit, holds in limits)
 
     def __str__(self) -> str:
-        low = self.ge if self.gt is None else self.gt
         high = self.le if self.lt is None else self.lt
-        if low is None or high is None:
-            texts = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-            rule = next(f"{text} {bound:,}" for text, bound in texts.items() if bound is not None)
-        elif self.gt is not None:
-            rule = f"above {low:,}, at most {high:,}" if self.lt is None else f"between {low:,} and {high:,}"
-        else:
-            rule = f"from {low:,} to {high:,}" if self.lt is None else f"from {low:,} to under {high:,}"
+        texts = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        rule = ", ".join(f"{text} {bound:,}" for text, bound in texts.items() if bound is not None)
+        if self.ge is not None and high is not None:
+            rule = f"from {self.ge:,} to {'under ' if self.le is None else ''}{high:,}"
+        elif self.gt is not None and self.lt is not None:
+            rule = f"between {self.gt:,} and {self.lt:,}"
         return f"{rule} {self.unit}".rstrip()
 
 
