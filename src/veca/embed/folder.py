@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from veca.data.remote import is_remote
 from veca.embed.formats import WRITERS
 from veca.embed.partitions import Partition, PartitionState, SliceState
-from veca.embed.settings import ANEW, EmbedError, EmbedSettings, check_sources
+from veca.embed.settings import ANEW, EmbedError, EmbedSettings, check_sources_hold_images
 from veca.model import Veca
 from veca.utils.files import InUseError, atomic_path, list_paths, locked, publish, temporary_path
 from veca.utils.progress import reading_line
@@ -59,7 +59,7 @@ def prepare_run(
         reason = f"gives every image a grid of its own, which {folder.file.suffix} cannot hold"
         raise EmbedError(f"fit={settings.fit!r} {reason}; write .parquet, or choose fit 'crop' or 'stretch'")
     with reading_line(progress) as on_read:
-        check_sources(sources, column, on_read)
+        check_sources_hold_images(sources, column, on_read)
     return sources, folder, settings
 
 

@@ -90,7 +90,7 @@ class EmbedReport(NamedTuple):
     """How many of `resumed` are failures."""
 
 
-def check_sources(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
+def check_sources_hold_images(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
     """Raise EmbedError unless every source holds at least one image."""
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
