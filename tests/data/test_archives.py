@@ -22,7 +22,7 @@ from veca.data.loader import decode_items
 from veca.data.remote import read_span
 from veca.data.sources import Item, count_images, iter_items, shard_items
 from veca.data.tar import HEADER_BYTES, TarReader, iter_members
-from veca.embed.run import EmbedSettings, embed
+from veca.embed import EmbedSettings, embed
 from veca.model import Veca
 
 

@@ -40,6 +40,7 @@ from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, p
 from veca.embed import run as engine
 from veca.embed.folder import PartitionFolder
 from veca.embed.formats import WRITERS, feature_schema
+from veca.embed.settings import describe_features
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
 
@@ -1172,7 +1173,7 @@ def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
 
     def add(batcher, record):
         real(batcher, record)
-        waiting.append(sum(pixels.nbytes for group in batcher._waiting.values() for _, pixels in group))
+        waiting.append(sum(pixels.nbytes for group in batcher.waiting.values() for _, pixels in group))
 
     monkeypatch.setattr(batches.FeatureBatcher, "add", add)
     assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
@@ -1185,7 +1186,9 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
     settings = EmbedSettings(size=32, batch=1, cores=8)
-    batcher = batches.FeatureBatcher(model, settings, torch.device("cpu"), feature_schema(32, settings), False)
+    device = torch.device("cpu")
+    schema = feature_schema(describe_features(model, "mine", settings, device))
+    batcher = batches.FeatureBatcher(model, settings, device, schema, False)
     items = sources.iter_items([str(tmp_path / "a.png")])
     with loader.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as records:
         batcher.add(next(records))

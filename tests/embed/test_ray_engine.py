@@ -109,7 +109,7 @@ def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, m
     check_results(folder, made["plan"], done)
     totals = {"partitions": len(done), "pictures": 11 + 27 + 2, "failures": 2}
     assert sum(result.images for result in done.values()) == totals["pictures"]
-    folder.complete(totals, [number for number, result in done.items() if result.failed], schema, {})
+    folder.complete(totals, [number for number, result in done.items() if result.failed], schema)
     assert table(tmp_path / "out") == table(tmp_path / "plain.parquet")
 
 
@@ -331,7 +331,7 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     with pytest.raises(EmbedError, match="holds partitions of other images"):
         folder.check_partitions(0)
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
-    folder.complete({"partitions": 1, "pictures": 11, "failures": 1}, [0], worker.batcher.schema, {})
+    folder.complete({"partitions": 1, "pictures": 11, "failures": 1}, [0], worker.batcher.schema)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
     assert "03.jpg" in (tmp_path / "out.failures.csv").read_text()
     with pytest.raises(EmbedError, match="exists; choose another name"):

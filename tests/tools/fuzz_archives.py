@@ -428,7 +428,7 @@ def child(folder: Path, workers: int) -> None:
     import torch
 
     from veca import Veca, VecaConfig
-    from veca.embed.run import EmbedSettings, embed
+    from veca.embed import EmbedSettings, embed
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -20,8 +20,10 @@ from veca.cli.options import (
     Size,
     Sources,
 )
-from veca.embed.ray_engine import PARTITION, Engine, embed_on_ray
-from veca.embed.run import EmbedSettings, Precision, SaveDtype, embed
+from veca.embed import embed
+from veca.embed.partitions import PARTITION
+from veca.embed.ray_engine import Engine, embed_on_ray
+from veca.embed.settings import EmbedSettings, Precision, SaveDtype
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS
 

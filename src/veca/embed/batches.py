@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -72,15 +72,6 @@ class _Entry:
     nbytes: int = 0
 
 
-class FinishedRows(NamedTuple):
-    """Consecutive images that need no further computation."""
-
-    images: int  # failures included
-    nbytes: int  # of their features
-    table: pa.Table
-    failures: list[tuple[str, str]]
-
-
 class FeatureBatcher:
     """Collects decoded images, runs the model on batches of one shape, and returns rows in input order.
 
@@ -88,70 +79,54 @@ class FeatureBatcher:
     """
 
     def __init__(
-        self,
-        model: Veca,
-        settings: EmbedSettings,
-        device: torch.device,
-        schema: pa.Schema,
-        skip_nonfinite: bool = False,
+        self, model: Veca, settings: EmbedSettings, device: torch.device, schema: pa.Schema, skip_nonfinite: bool
     ) -> None:
-        self.model, self.settings, self.device = model, settings, device
+        self.model, self.settings, self.device = prepare_model(model, settings, device), settings, device
         self.schema, self.skip_nonfinite = schema, skip_nonfinite
         # A subclass may return something else when called, as timm's models do.
-        self._forward = model if type(model).forward is Veca.forward else partial(Veca.forward, model)
+        plain = type(self.model).forward is Veca.forward
+        self._forward = self.model if plain else partial(Veca.forward, self.model)
         self.part_images, self._max_part_bytes = part_limits(model.config, settings)
-        self.begin_part()
+        self.part_bytes = 0  # features of the part in progress; set by `PartitionWriter` where a part begins
         self._entries: list[_Entry] = []
         self._settled = 0  # entries before this one are finished: none of them waits for its batch
-        # Decoded images by shape, (height, width).
-        self._waiting: dict[tuple[int, int], list[tuple[_Entry, NDArray[np.uint8]]]] = {}
+        # Decoded images that wait for their batch, by shape (height, width).
+        self.waiting: dict[tuple[int, int], list[tuple[_Entry, NDArray[np.uint8]]]] = {}
         self._waiting_bytes = 0
-
-    def begin_part(self, nbytes: int = 0) -> None:
-        """Begin a part, or continue one that has `nbytes` of features already."""
-        self._part_bytes = nbytes
 
     @property
     def part_is_full(self) -> bool:
         """Whether images larger than size × size have filled the part before it had `part_images`."""
-        return self._part_bytes > self._max_part_bytes
-
-    @property
-    def is_settled(self) -> bool:
-        return not self._waiting
+        return self.part_bytes > self._max_part_bytes
 
     def add(self, record: Record) -> None:
         entry = _Entry(record.name, record.error)
         self._entries.append(entry)
         if record.pixels is not None:
-            self._enqueue(entry, record)
-        if not self._waiting:
+            s, config = self.settings, self.model.config
+            height, width = shape = record.pixels.shape[1:]
+            entry.numbers = (*record.size, height // config.patch_size, width // config.patch_size, s.cores)
+            entry.nbytes = feature_bytes(config, s, height, width)
+            self.part_bytes += entry.nbytes
+            self._waiting_bytes += record.pixels.nbytes
+            group = self.waiting.setdefault(shape, [])
+            group.append((entry, record.pixels))
+            batch_pixels = s.batch * s.size**2
+            if len(group) >= min(s.batch, max(1, batch_pixels // (height * width))):
+                self._run_batch(self.waiting.pop(shape))
+            elif self._waiting_bytes > max(PART_BYTES, 3 * batch_pixels):
+                self.flush()
+        if not self.waiting:
             self._settled = len(self._entries)
-
-    def _enqueue(self, entry: _Entry, record: Record) -> None:
-        assert record.pixels is not None
-        s, config = self.settings, self.model.config
-        height, width = shape = record.pixels.shape[1:]
-        entry.numbers = (*record.size, height // config.patch_size, width // config.patch_size, s.cores)
-        entry.nbytes = feature_bytes(config, s, height, width)
-        self._part_bytes += entry.nbytes
-        group = self._waiting.setdefault(shape, [])
-        group.append((entry, record.pixels))
-        self._waiting_bytes += record.pixels.nbytes
-        batch_pixels = s.batch * s.size**2
-        if len(group) >= min(s.batch, max(1, batch_pixels // (height * width))):
-            self._run_batch(self._waiting.pop(shape))
-        elif self._waiting_bytes > max(PART_BYTES, 3 * batch_pixels):
-            self.flush()
 
     def flush(self) -> None:
         """Run the model on all images that wait, full batches or not."""
-        while self._waiting:
-            self._run_batch(self._waiting.pop(next(iter(self._waiting))))
+        while self.waiting:
+            self._run_batch(self.waiting.pop(next(iter(self.waiting))))
         self._settled = len(self._entries)
 
     def _run_batch(self, group: list[tuple[_Entry, NDArray[np.uint8]]]) -> None:
-        s = self.settings
+        s, entries = self.settings, [entry for entry, _ in group]
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in group]))
         self._waiting_bytes -= pixels.nbytes
         autocast = torch.autocast(self.device.type, getattr(torch, s.precision), enabled=s.precision != "float32")
@@ -160,11 +135,10 @@ class FeatureBatcher:
         for name in self.schema.names[6:]:
             # copy=True: a view of the first token would keep all tokens in memory.
             features = getattr(output, name).to("cpu", getattr(torch, s.save_dtype), copy=True).flatten(1).numpy()
-            for (entry, _), row in zip(group, features, strict=True):
+            for entry, row in zip(entries, features, strict=True):
                 entry.features[name] = row
-            finite = np.isfinite(features).all(axis=1)
-            if not finite.all():
-                bad = [entry for (entry, _), good in zip(group, finite, strict=True) if not good]
+            bad = [entry for entry in entries if not np.isfinite(entry.features[name]).all()]
+            if bad:
                 self._note_nonfinite(bad, len(bad) == len(group), getattr(output, name))
 
     def _note_nonfinite(self, bad: list[_Entry], whole_batch: bool, output: torch.Tensor) -> None:
@@ -183,8 +157,8 @@ class FeatureBatcher:
                 way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
                 raise NonFiniteError(f"{entry.name}: {entry.error}; {way}")
 
-    def take(self) -> FinishedRows:
-        """Remove and return the finished images."""
+    def take(self) -> tuple[int, int, pa.Table, list[tuple[str, str]]]:
+        """Remove the finished images; returns their number, the bytes of their features, their rows and failures."""
         entries, self._entries = self._entries[: self._settled], self._entries[self._settled :]
         self._settled = 0
         good = [entry for entry in entries if not entry.error]
@@ -195,5 +169,4 @@ class FeatureBatcher:
             ends, values = pa.array(np.cumsum([row.size for row in rows])), pa.array(np.concatenate(rows))
             columns[name] = pa.LargeListArray.from_arrays(ends, values).cast(self.schema.field(name).type)
         failures = [(entry.name, entry.error) for entry in entries if entry.error]
-        nbytes = sum(entry.nbytes for entry in entries)
-        return FinishedRows(len(entries), nbytes, pa.table(columns, self.schema), failures)
+        return len(entries), sum(entry.nbytes for entry in entries), pa.table(columns, self.schema), failures

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from veca.data.remote import is_remote
 from veca.embed.formats import WRITERS
 from veca.embed.partitions import Partition, PartitionState, SliceState
-from veca.embed.settings import EmbedError, EmbedSettings, check_sources
+from veca.embed.settings import ANEW, EmbedError, EmbedSettings, check_sources_hold_images
 from veca.model import Veca
 from veca.utils.files import InUseError, atomic_path, list_paths, locked, publish, temporary_path
 from veca.utils.progress import reading_line
@@ -56,12 +56,10 @@ def prepare_run(
     if workers < 0:
         raise EmbedError(f"workers={workers}: must be 0 (decode in this process) or more")
     if folder.file and folder.file.suffix != ".parquet" and settings.dense and settings.fit in ("keep", "pad"):
-        raise EmbedError(
-            f"fit={settings.fit!r} gives every image a grid of its own, which {folder.file.suffix} cannot hold; "
-            "write .parquet, or choose fit 'crop' or 'stretch'"
-        )
+        reason = f"gives every image a grid of its own, which {folder.file.suffix} cannot hold"
+        raise EmbedError(f"fit={settings.fit!r} {reason}; write .parquet, or choose fit 'crop' or 'stretch'")
     with reading_line(progress) as on_read:
-        check_sources(sources, column, on_read)
+        check_sources_hold_images(sources, column, on_read)
     return sources, folder, settings
 
 
@@ -88,11 +86,9 @@ class PartitionFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuse a second run while the block runs. Object stores have no locks: nothing keeps runs apart there."""
-        if is_remote(self.address) or os.path.isfile(self._root):  # `start` refuses a file
-            yield
-            return
+        lockable = not is_remote(self.address) and not os.path.isfile(self._root)  # `start` refuses a file
         try:
-            with locked(self._root, _LOCK):
+            with locked(self._root, _LOCK) if lockable else nullcontext():
                 yield
         except InUseError as error:
             raise EmbedError(str(error)) from None
@@ -110,34 +106,29 @@ class PartitionFolder:
             old = json.loads(self._fs.cat_file(f"{self._root}/{_JOB}"))
         names = self._names()
         unfinished = isinstance(old, dict) and _DONE not in names and any(map(_OURS.fullmatch, names))
-        if self.file:
-            self._check_file(self.file, names, unfinished, overwrite)
-        elif names and not isinstance(old, dict):
+        former = [name for name in names if self.file and _FORMER.fullmatch(name)]
+        if len(former) > 1 and not overwrite:
+            reason = "holds an unfinished run of a former version of veca, which this one cannot continue"
+            raise EmbedError(f"{self.address} {reason}: finish it with that version, or {ANEW}")
+        if names and not self.file and not isinstance(old, dict):
             raise EmbedError(f"{self.address} holds files that no run of this left, as {names[0]}; choose another name")
-        elif _DONE in names and not overwrite:
-            raise self._exists()
+        exists = self.file.exists() and not unfinished if self.file else _DONE in names
+        if exists and not overwrite:
+            way = "choose another name, or overwrite it with --overwrite (overwrite=True)"
+            raise EmbedError(f"{self.out} exists; {way}")
+        for name in former:
+            self.remove(name)
         if unfinished and not overwrite:
-            check_same_job(self.address, old, job)
+            pairs = {key: (old.get(key), job.get(key)) for key in job | old}
+            changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
+            if changed:
+                reason = f"holds an unfinished run that differs: {'; '.join(changed)}"
+                raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
             return self.partitions()
-        # A description remains until the new one replaces it: without any, the folder would be nobody's.
+        # Keep the old description until the new one replaces it: a folder of files without one is refused.
         self._remove_all(keep_job=True)
         self._write_json(_JOB, job)
         return set()
-
-    def _check_file(self, file: Path, names: list[str], unfinished: bool, overwrite: bool) -> None:
-        former = [name for name in names if _FORMER.fullmatch(name)]
-        if len(former) > 1 and not overwrite:
-            raise EmbedError(
-                f"{self.address} holds an unfinished run of a former version of veca, which this one cannot continue: "
-                "finish it with that version, or start anew with --overwrite (overwrite=True)"
-            )
-        if file.exists() and not overwrite and not unfinished:
-            raise self._exists()
-        for name in former:
-            self.remove(name)
-
-    def _exists(self) -> EmbedError:
-        return EmbedError(f"{self.out} exists; choose another name, or overwrite it with --overwrite (overwrite=True)")
 
     def partitions(self) -> set[int]:
         """Numbers of the partitions that are there."""
@@ -172,43 +163,37 @@ class PartitionFolder:
             state = kind(**json.loads((footer.metadata or {})[b"veca_partition"]))
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        whole = footer.num_rows == state.pictures
-        if isinstance(state, SliceState):
-            whole &= footer.num_row_groups == len(state.groups)
-        return state if whole else None
+        groups = len(state.groups) if isinstance(state, SliceState) else footer.num_row_groups
+        return state if (footer.num_rows, footer.num_row_groups) == (state.pictures, groups) else None
 
     def _check_unchanged(self, state: PartitionState, digests: dict[str, str], ignore_dates: bool, which: str) -> None:
         changed = {key for key, digest in digests.items() if (getattr(state, key) or digest) != digest}
-        if changed == {"dates"} and not ignore_dates:
-            raise EmbedError(
-                f"the inputs have changed: {which} have the names and sizes of those already embedded in "
-                f"{self.address}, but other dates. If they are only new copies, continue with --ignore-dates "
-                "(ignore_dates=True); if not, start anew with --overwrite (overwrite=True)"
-            )
-        if changed - {"dates"}:
-            raise EmbedError(
-                f"the inputs have changed: {which} are not those already embedded in {self.address}. Restore them, or "
-                "start anew with --overwrite (overwrite=True)"
-            )
+        if not changed or (changed == {"dates"} and ignore_dates):
+            return
+        known = f"those already embedded in {self.address}"
+        reason, way = f"are not {known}", "Restore them, or"
+        if changed == {"dates"}:
+            reason = f"have the names and sizes of {known}, but other dates"
+            way = "If they are only new copies, continue with --ignore-dates (ignore_dates=True); if not,"
+        raise EmbedError(f"the inputs have changed: {which} {reason}. {way} {ANEW}")
 
-    def complete(self, totals: dict[str, int], failed: Iterable[int], schema: pa.Schema, about: dict[str, Any]) -> None:
+    def complete(self, totals: dict[str, int], failed: Iterable[int], schema: pa.Schema) -> None:
         """End the run: write the failures of the partitions `failed`, join the file or mark the folder as complete."""
         self.check_partitions(totals["partitions"])
-        present = self.partitions()
-        if missing := sorted(set(range(totals["partitions"])) - present):
-            name = f"{missing[0]:08d}.parquet"
-            raise EmbedError(f"{name} is missing from {self.address}: the same call computes it again")
-        states = (self.read_state(f"{number:08d}.parquet", PartitionState) for number in sorted(failed))
-        failures = (state.failures for state in states if state is not None)
-        self._write_failures(failures if totals["failures"] else None)
+        names = [f"{number:08d}.parquet" for number in range(totals["partitions"])]
+        present = set(self._names())
+        if missing := [name for name in names if name not in present]:
+            raise EmbedError(f"{missing[0]} is missing from {self.address}: the same call computes it again")
+        states = (self.read_state(names[number], PartitionState) for number in sorted(failed))
+        self._write_failures(chain.from_iterable(state.failures for state in states if state), totals["failures"] > 0)
         if self.file is None:
-            for name in self._names():
+            for name in present:
                 if name.startswith((".", "_0")):  # temporary files of killed workers, and slices
                     self.remove(name)
             self._write_json(_DONE, totals)
             return
         with atomic_path(self.file) as path:
-            WRITERS[self.file.suffix](path, [self.path(f"{n:08d}.parquet") for n in sorted(present)], schema, about)
+            WRITERS[self.file.suffix](path, list(map(self.path, names)), schema)
         for temporary in self.file.parent.glob(f".{glob.escape(self.file.name)}.*.part"):
             temporary.unlink()
         self._remove_all(keep_job=False)
@@ -216,17 +201,15 @@ class PartitionFolder:
     def check_partitions(self, count: int) -> None:
         """Raise EmbedError if there are partitions after the first `count`: the inputs had more images."""
         if any(number >= count for number in self.partitions()):
-            raise EmbedError(
-                f"the inputs have changed: {self.address} holds partitions of other images. Restore them, or start "
-                "anew with --overwrite (overwrite=True)"
-            )
+            reason = f"{self.address} holds partitions of other images"
+            raise EmbedError(f"the inputs have changed: {reason}. Restore them, or {ANEW}")
 
-    def _write_failures(self, failures: Iterable[list[tuple[str, str]]] | None) -> None:
+    def _write_failures(self, failures: Iterable[tuple[str, str]], any_failed: bool) -> None:
         address = f"{self.file or self._root.rstrip('/')}.failures.csv"
-        if failures is not None:
+        if any_failed:
             with self.temporary() as path:
                 with open(path, "w", newline="", encoding="utf-8") as file:
-                    csv.writer(file).writerows(chain([("path", "error")], chain.from_iterable(failures)))
+                    csv.writer(file).writerows(chain([("path", "error")], failures))
                 self._move(path, address)
         elif self._fs.exists(address):
             self._fs.rm_file(address)
@@ -255,10 +238,8 @@ class PartitionFolder:
                 os.stat(self.path(_JOB))
             self._move(path, f"{self._root}/{name}")
         except FileNotFoundError:
-            raise EmbedError(
-                f"{self.address} was removed while the run was at work, and what it had finished with it. Run it "
-                "again: it starts anew"
-            ) from None
+            reason = "was removed while the run was at work, and what it had finished with it"
+            raise EmbedError(f"{self.address} {reason}. Run it again: it starts anew") from None
 
     def _move(self, path: Path, address: str) -> None:
         if is_remote(self.address):
@@ -292,14 +273,3 @@ class PartitionFolder:
         with self.temporary() as path:
             path.write_text(json.dumps(value, indent=2))
             self._move(path, f"{self._root}/{name}")
-
-
-def check_same_job(folder: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise EmbedError if a folder holds another job, and say in what it differs."""
-    pairs = {key: (old.get(key), new.get(key)) for key in new | old}
-    changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
-    if changed:
-        raise EmbedError(
-            f"{folder} holds an unfinished run that differs: {'; '.join(changed)}. "
-            "Repeat that run to finish it, or start anew with --overwrite (overwrite=True)"
-        )

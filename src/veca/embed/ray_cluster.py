@@ -25,40 +25,38 @@ def connect_ray(address: str | None) -> Iterator[None]:
         import ray
         import ray.data
     except ImportError as error:
-        raise EmbedError(
-            f"--engine ray needs {error.name}, which is not installed: pip install 'veca[scale]'"
-        ) from error
+        way = "pip install 'veca[scale]'"
+        raise EmbedError(f"--engine ray needs {error.name}, which is not installed: {way}") from error
     if ray.is_initialized():
         yield
         return
     if address is not None:
         _check_address(address)
     handler, reports = signal.getsignal(signal.SIGTERM), os.environ.get(_USAGE_REPORTS)
+    in_main = threading.current_thread() is threading.main_thread()
     os.environ.setdefault(_USAGE_REPORTS, "0")  # else Ray reports to its makers, from a thread that stays
     try:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).splitlines()[0]
             raise EmbedError(f"Ray cannot be started or reached at {address or 'this machine'}: {reason}") from error
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        if callable(handler) and in_main:
             signal.signal(signal.SIGTERM, handler)  # Ray's does not say how to continue
         yield
     finally:
         ray.shutdown()
         if reports is None:
             os.environ.pop(_USAGE_REPORTS, None)
-        if threading.current_thread() is threading.main_thread():  # Ray leaves its own handler
+        if in_main:  # Ray leaves its own handler
             signal.signal(signal.SIGTERM, handler)
 
 
 def _check_address(address: str) -> None:
     """Raise EmbedError if nothing answers at the address. Ray itself would try for a minute."""
     if address.startswith("ray://"):
-        raise EmbedError(
-            f"--address {address}: Ray Data does not run through a Ray Client. Start this on a machine of the cluster "
-            "with --address auto, or hand it in: ray job submit --address http://HEAD:8265 -- veca embed …"
-        )
+        way = "use --address auto on a machine of the cluster, or: ray job submit --address http://HEAD:8265 -- veca …"
+        raise EmbedError(f"--address {address}: Ray Data does not run through a Ray Client; {way}")
     if address in ("auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -67,10 +65,8 @@ def _check_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
-        raise EmbedError(
-            f"--address {address}: nothing answers there ({error}). `ray start --head --port {port}` on {host} starts "
-            "a cluster; `ray status` there shows one"
-        ) from error
+        way = f"`ray start --head --port {port}` on {host} starts a cluster; `ray status` there shows one"
+        raise EmbedError(f"--address {address}: nothing answers there ({error}). {way}") from error
 
 
 class RaySlots(NamedTuple):

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from veca.config import VecaConfig
 from veca.data.loader import decode_items
 from veca.data.remote import SourceError, is_remote
 from veca.data.sources import Item, is_container, unpack_files
-from veca.embed.batches import FeatureBatcher, partition_length, prepare_model
+from veca.embed.batches import FeatureBatcher, partition_length
 from veca.embed.folder import PartitionFolder, prepare_run
 from veca.embed.formats import feature_schema
 from veca.embed.partitions import PARTITION, Partition, plan_partitions, stamp_files
@@ -39,8 +40,6 @@ from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.progress import bar
 from veca.version import __version__
-
-__all__ = ["PARTITION", "Engine", "embed_on_ray"]
 
 Engine = Literal["plain", "ray"]
 
@@ -80,10 +79,8 @@ def embed_on_ray(
         slots = find_slots(device, workers)
         about = describe_features(model, model_name, settings, torch.device(slots.device))
         length = partition_length(model.config, settings, partition)
-        job = RayJob(
-            f"{folder.address}/", os.getcwd(), about, settings, model.config.to_dict(), slots, column, skip_nonfinite,
-            ignore_dates,
-        )  # fmt: skip
+        config, place = model.config.to_dict(), f"{folder.address}/"
+        job = RayJob(place, os.getcwd(), about, settings, config, slots, column, skip_nonfinite, ignore_dates)
         present = folder.start(describe_job(about, model, sources, column, length), overwrite)
         with collect_unsupported() as left_out:
             plan = list(plan_partitions(sources, length))
@@ -92,10 +89,10 @@ def embed_on_ray(
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         results = _compute(folder, plan, job, np.frombuffer(save_tensors(tensors), np.uint8), progress)
         check_results(folder, plan, results)
-        images, failed = (sum(each) for each in zip(*(result[1:3] for result in results.values()), strict=True))
+        images, failed = (sum(counts) for counts in zip(*(result[1:3] for result in results.values()), strict=True))
         totals = {"partitions": len(plan), "pictures": images, "failures": failed}
         with_failures = [number for number, result in results.items() if result.failed]
-        folder.complete(totals, with_failures, feature_schema(model.config.num_features, settings), about)
+        folder.complete(totals, with_failures, feature_schema(about))
     kept = [result for number, result in results.items() if result.kept and number in present]
     resumed, resumed_failures = sum(r.images + r.failed for r in kept), sum(r.failed for r in kept)
     return EmbedReport(images, failed, resumed, time.perf_counter() - began, folder.out, resumed_failures)
@@ -144,17 +141,16 @@ class RayWorker:
         partition = Partition(number, [Item(*fields) for fields in json.loads(row["files"])])
         # Errors are returned: Ray would wrap what is raised, or compute the block again.
         try:
-            result = self.embed(partition)
-        except SourceError as error:
-            result = PartitionResult(number, error=str(error), given_up=True)
+            return self.embed(partition)._asdict()
         except torch.OutOfMemoryError:
-            result = PartitionResult(number, error=f"no memory for batch={self.job.settings.batch}: lower it")
+            reason, given_up = f"no memory for batch={self.job.settings.batch}: lower it", False
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            result = PartitionResult(number, error=f"{reason} (partition {number}, on {socket.gethostname()})")
-        if result.error:
-            self.batcher = None  # it may hold images of the partition
-        return result._asdict()
+            reason, given_up = str(error), isinstance(error, SourceError)
+            if not given_up:
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                reason = f"{kind}{reason} (partition {number}, on {socket.gethostname()})"
+        self.batcher = None  # it may hold images of the partition
+        return PartitionResult(number, error=reason, given_up=given_up)._asdict()
 
     def embed(self, partition: Partition) -> PartitionResult:
         """Compute a partition, unless its file is there."""
@@ -167,11 +163,13 @@ class RayWorker:
             batcher, kept = self._get_batcher(folder, partition), False
             items = unpack_files(partition.files, job.column, s.max_pixels)
             with decode_items(items, s.size, s.fit, s.max_pixels, job.slots.workers) as records:
-                state = PartitionWriter(folder, partition, batcher, job.about).write(records)
+                state = PartitionWriter(folder, partition, batcher).write(records)
         return PartitionResult(partition.number, state.pictures, len(state.failures), kept)
 
     def _get_batcher(self, folder: PartitionFolder, partition: Partition) -> FeatureBatcher:
         """The batcher with its model, created for the first partition; checks what a machine of a cluster may lack."""
+        import ray
+
         job = self.job
         place = os.path.dirname(next((file.path for file in partition.files if file.path), ""))
         if place and not is_remote(place) and not os.path.isdir(place):
@@ -184,22 +182,17 @@ class RayWorker:
         if other := [f"{name} {version}" for name, version in installed.items() if version != job.about[name]]:
             expected = f"veca {job.about['veca']} and torch {job.about['torch']}"
             raise EmbedError(f"{' and '.join(other)} where the run was started with {expected}")
-        import ray
-
         with torch.device("meta"):
             model = Veca(VecaConfig.from_dict(job.config))
         model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)
         if job.slots.device == "cpu":
             torch.set_num_threads(max(1, job.slots.workers))
-        self.use_model(model)
-        assert self.batcher is not None
-        return self.batcher
+        return self.use_model(model)
 
-    def use_model(self, model: Veca) -> None:
+    def use_model(self, model: Veca) -> FeatureBatcher:
         job, device = self.job, torch.device(self.job.slots.device)
-        schema = feature_schema(model.config.num_features, job.settings)
-        model = prepare_model(model, job.settings, device)
-        self.batcher = FeatureBatcher(model, job.settings, device, schema, job.skip_nonfinite)
+        self.batcher = FeatureBatcher(model, job.settings, device, feature_schema(job.about), job.skip_nonfinite)
+        return self.batcher
 
 
 def _compute(
@@ -208,24 +201,15 @@ def _compute(
     """Have all missing partitions computed; returns results by number."""
     import ray
 
-    rows = [{"number": each.number, "files": json.dumps([list(file) for file in each.files])} for each in plan]
+    rows = [{"number": number, "files": json.dumps([list(file) for file in files])} for number, files in plan]
     slots, results, images, failed = job.slots, dict[int, PartitionResult](), 0, 0
-    with (
-        silence_ray_data(),
-        bar("embedding", len(plan), "images", progress, failures=True, note="partitions") as advance,
-    ):
-        stream = (
-            ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_BLOCKS))
-            .map(
-                RayWorker,
-                fn_constructor_args=(job, [ray.put(weights)], _count_tries()),
-                compute=ray.data.ActorPoolStrategy(size=min(slots.models, len(plan)), max_tasks_in_flight_per_actor=1),
-                num_cpus=max(1, slots.workers),
-                num_gpus=1 if slots.device == "cuda" else 0,
-            )
-            .iter_rows()
-        )
-        iterator = iter(stream)
+    shown = bar("embedding", len(plan), "images", progress, failures=True, note="partitions")
+    with silence_ray_data(), shown as advance:
+        data = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_BLOCKS))
+        actors = ray.data.ActorPoolStrategy(size=min(slots.models, len(plan)), max_tasks_in_flight_per_actor=1)
+        each: dict[str, Any] = {"num_cpus": max(1, slots.workers), "num_gpus": int(slots.device == "cuda")}
+        each["fn_constructor_args"] = job, [ray.put(weights)], _count_tries()
+        iterator = iter(data.map(RayWorker, compute=actors, **each).iter_rows())
         try:
             for result in (PartitionResult(**row) for row in iterator):
                 if result.error and not result.given_up:
@@ -248,10 +232,10 @@ def _count_tries() -> Any:
 
     class Tries:  # defined here, Ray sends it by value: its process need not import this module, and torch
         def __init__(self) -> None:
-            self.count: dict[int, int] = {}
+            self.count = Counter[int]()
 
         def begin(self, number: int) -> int:
-            self.count[number] = self.count.get(number, 0) + 1
+            self.count[number] += 1
             return self.count[number]
 
     return ray.remote(num_cpus=0)(Tries).remote()
@@ -270,7 +254,5 @@ def check_results(folder: PartitionFolder, plan: list[Partition], results: dict[
     if missing:
         named = (f"{plan[n].name} ({plan[n].files[0].name} …): {reason}" for n, reason in list(missing.items())[:3])
         images = sum(result.images for number, result in results.items() if number not in missing)
-        raise EmbedError(
-            f"{len(missing):,} of {len(plan):,} partitions are missing, among them {'; '.join(named)}. "
-            f"{folder.kept_message(images)}"
-        )
+        lost = f"{len(missing):,} of {len(plan):,} partitions are missing"
+        raise EmbedError(f"{lost}, among them {'; '.join(named)}. {folder.kept_message(images)}")

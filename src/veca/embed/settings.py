@@ -24,6 +24,9 @@ from veca.version import __version__
 Precision = Literal["float32", "bfloat16", "float16"]
 SaveDtype = Literal["float32", "float16"]
 
+ANEW = "start anew with --overwrite (overwrite=True)"
+"""The way out of most errors, for messages."""
+
 
 class EmbedError(VecaError, ValueError):
     """A run of `embed` that cannot start, continue or finish."""
@@ -87,7 +90,7 @@ class EmbedReport(NamedTuple):
     """How many of `resumed` are failures."""
 
 
-def check_sources(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
+def check_sources_hold_images(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
     """Raise EmbedError unless every source holds at least one image."""
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
@@ -106,9 +109,9 @@ def check_sources(sources: list[str], column: str | None, on_read: OnRead | None
 def describe_features(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
     """How the features are made: model, weights, versions and settings. Saved as metadata of every feature file."""
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
-    about |= {"provenance": model.provenance, "weights": weights_hash(model)}
-    about |= {"dim": model.config.num_features, "patch_size": model.config.patch_size}
-    return dict(json.loads(json.dumps(about | dataclasses.asdict(settings), default=str)))
+    about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
+    about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
+    return dict(json.loads(json.dumps(about, default=str)))
 
 
 def describe_job(
@@ -118,5 +121,5 @@ def describe_job(
     places = [source if is_remote(source) else os.path.abspath(source) for source in sources]
     places += [] if column is None else [f"column {column}"]
     inputs = hashlib.sha256("\0".join(places).encode("utf-8", "backslashreplace")).hexdigest()
-    job = {**about, "config": model.config.to_dict(), "inputs": inputs, "partition": length}
-    return dict(json.loads(json.dumps(job)))
+    config = json.loads(json.dumps(model.config.to_dict()))
+    return {**about, "config": config, "inputs": inputs, "partition": length}

@@ -18,8 +18,6 @@ def choose_device(name: str = "auto") -> torch.device:
     device(type='cpu')
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if accelerator else 0
-    available = ["cpu", *(f"{accelerator.type}:{i}" for i in range(count) if accelerator)]
     try:
         # Allocating is the only check that covers all back ends: an index out of range, one that was not compiled in.
         device = torch.empty(0, device=accelerator or "cpu" if name == "auto" else name).device
@@ -28,9 +26,8 @@ def choose_device(name: str = "auto") -> torch.device:
         missing = isinstance(error, NotImplementedError | ImportError)
         reason = "this PyTorch was built without it" if missing else str(error).splitlines()[0].rstrip(".")
     if reason:
-        raise ArgumentError(
-            f"device {quoted(name)} cannot be used: {reason}. On this machine there is {', '.join(available)}"
-        )
+        available = ", ".join(["cpu", *(f"{accelerator}:{i}" for i in range(torch.accelerator.device_count()))])
+        raise ArgumentError(f"device {quoted(name)} cannot be used: {reason}. On this machine there is {available}")
     return device
 
 

@@ -18,7 +18,6 @@ from veca.errors import ArgumentError, VecaError
 if sys.platform != "win32":
     import fcntl
 
-
 _LOCK_TRIES = 100
 
 
@@ -129,17 +128,16 @@ def _open_locked(path: Path, busy: InUseError) -> IO[bytes]:
     for _ in range(_LOCK_TRIES):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError), ExitStack() as stack:  # another run has just removed it
-            file = stack.enter_context(open(path, "ab"))
+            file, lockable = stack.enter_context(open(path, "ab")), True
             if sys.platform != "win32":
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked workers would inherit it
                 except (BlockingIOError, PermissionError):
                     raise busy from None
-                except OSError:  # the file system has no locks
-                    stack.pop_all()
-                    return file
+                except OSError:
+                    lockable = False  # the file system has no locks
             # If the run that held it has removed it meanwhile, the lock is on a file that others do not see: try again.
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            if not lockable or os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 stack.pop_all()
                 return file
     raise busy
@@ -149,7 +147,5 @@ def _resolve_file(path: str | os.PathLike[str]) -> Path:
     """The target of `path`, links resolved. Raises ArgumentError for a device or pipe: a file would replace it."""
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise ArgumentError(
-            f"{path} is a device, a pipe or a socket, which a file would take the place of; name a file"
-        )
+        raise ArgumentError(f"{path} is a device, a pipe or a socket, which a file would replace; name a file")
     return target

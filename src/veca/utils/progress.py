@@ -45,12 +45,10 @@ def bar(
     """
     done = MofNCompleteColumn(table_column=Column(no_wrap=True))  # narrow terminals cut the bar and the times first
     texts = ["{task.fields[note]}", "{task.fields[rate]}", *["{task.fields[failed]} failed"] * failures]
-    # Forked processes inherit the lock of redirected streams: one of them could wait for it forever.
     times = BarColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn()
-    shown = progress_bar(
-        "{task.description}", done, *texts, *times, shown=show, redirect_stdout=False, redirect_stderr=False
-    )
-    with shown as progress:
+    # Forked processes inherit the lock of redirected streams: one of them could wait for it forever.
+    options = {"redirect_stdout": False, "redirect_stderr": False}
+    with progress_bar("{task.description}", done, *texts, *times, shown=show, **options) as progress:
         yield ProgressTask(progress, progress.add_task(what, total=total, rate="", failed=0, note=note), unit)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class Bounds:
     """Limits of a number: greater or equal, greater than, less or equal, less than. `unit` ends the message.
 
     >>> str(Bounds(ge=1, le=4)), str(Bounds(gt=0, le=1)), str(Bounds(ge=16, le=8192, unit="pixels"))
-    ('from 1 to 4', 'above 0, at most 1', 'from 16 to 8192 pixels')
+    ('from 1 to 4', 'above 0, at most 1', 'from 16 to 8,192 pixels')
     """
 
     ge: float | None = None
@@ -44,23 +45,17 @@ class Bounds:
     unit: str = ""
 
     def allow(self, value: float) -> bool:
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
+        limits = (self.ge, operator.ge), (self.gt, operator.gt), (self.le, operator.le), (self.lt, operator.lt)
+        return all(limit is None or holds(value, limit) for limit, holds in limits)
 
     def __str__(self) -> str:
-        low = self.ge if self.gt is None else self.gt
         high = self.le if self.lt is None else self.lt
-        if low is None or high is None:
-            texts = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-            rule = next(f"{text} {bound:,}" for text, bound in texts.items() if bound is not None)
-        elif self.gt is not None:
-            rule = f"above {low:,}, at most {high:,}" if self.lt is None else f"between {low:,} and {high:,}"
-        else:
-            rule = f"from {low:,} to {high:,}" if self.lt is None else f"from {low:,} to under {high:,}"
+        texts = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        rule = ", ".join(f"{text} {bound:,}" for text, bound in texts.items() if bound is not None)
+        if self.ge is not None and high is not None:
+            rule = f"from {self.ge:,} to {'under ' if self.le is None else ''}{high:,}"
+        elif self.gt is not None and self.lt is not None:
+            rule = f"between {self.gt:,} and {self.lt:,}"
         return f"{rule} {self.unit}".rstrip()
 
 
@@ -74,17 +69,14 @@ class Settings:
     """Keys of earlier versions, each with a sentence that says what to do instead; null, their default, is let pass."""
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, (bounds, optional) in _field_bounds(kind).items():
-            value = getattr(self, name)
-            if not (optional and value is None):
+        for name, (bounds, optional) in _field_bounds(cast(Any, type(self))).items():
+            if (value := getattr(self, name)) is not None or not optional:
                 self.require(name, bounds.allow(value), f"null, or {bounds}" if optional else str(bounds))
 
     def require(self, name: str, holds: bool, rule: str, value: object = ...) -> None:
         """Raise an error that names the field, its value and the rule, unless it holds."""
-        if not holds:
-            shown = quoted(getattr(self, name) if value is ... else value)
-            raise self.error(f"{_join_key(self.section, name)}={shown}: must be {rule}")
+        shown = getattr(self, name) if value is ... else value
+        _Builder(self.error).require(_join_key(self.section, name), shown, holds, rule)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], changes: Sequence[str] = ()) -> Self:
@@ -131,10 +123,9 @@ def _field_bounds(kind: Any) -> dict[str, tuple[Bounds, bool]]:
     found = {}
     for name, hint in _field_types(kind).items():
         choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        for choice in choices:
-            for extra in getattr(choice, "__metadata__", ()):
-                if isinstance(extra, Bounds):
-                    found[name] = extra, type(None) in choices
+        extras = [extra for choice in choices for extra in getattr(choice, "__metadata__", ())]
+        if bounds := next((extra for extra in extras if isinstance(extra, Bounds)), None):
+            found[name] = bounds, type(None) in choices
     return found
 
 
@@ -186,53 +177,40 @@ class _Builder:
             return tuple(self.build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))
         if origin is dict:
             self.require(key, value, isinstance(value, Mapping), "keys with values")
-            return {self._build_key(arguments[0], k, key): self.build(arguments[1], v, f"{key}.{k}")
-                    for k, v in value.items()}  # fmt: skip
-        if kind is Any:
-            return value
+            # In `--set budgets.8=2`, and in JSON, keys that are numbers are text.
+            numeric = arguments[0] is int
+            items = ((int(k) if numeric and isinstance(k, str) and k.isdecimal() else k, v) for k, v in value.items())
+            return {self.build(arguments[0], k, key): self.build(arguments[1], v, f"{key}.{k}") for k, v in items}
         if kind is float:
-            return self._build_number(value, key)
-        self.require(key, value, type(value) is kind, _TYPE_NAMES[kind])
-        if kind is int:
-            self.require(key, value, -(2**63) <= value < 2**63, "an integer of 64 bits")
+            if isinstance(value, str):  # YAML reads 4e-4 as text: it wants 4.0e-4
+                with contextlib.suppress(ValueError):
+                    value = float(value)
+            finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
+            self.require(key, value, finite, "a finite number")
+        elif kind is not Any:
+            self.require(key, value, type(value) is kind, _TYPE_NAMES[kind])
+            if kind is int:
+                self.require(key, value, -(2**63) <= value < 2**63, "an integer of 64 bits")
         return value
 
     def _build_section(self, kind: Any, value: Any, section: str) -> Any:
         self.require(section or "settings", value, isinstance(value, Mapping), "keys with values")
-        known = _field_types(kind)
-        retired: Mapping[str, str] = getattr(kind, "retired", {})
+        known, retired = _field_types(kind), getattr(kind, "retired", {})
         value = {key: part for key, part in value.items() if not (key in retired and part is None)}
-        for key in value:
-            if key not in known:
-                name = _join_key(section, key)
-                if key in retired:
-                    raise self.error(f"{name}: {retired[key]}")
-                raise self.error(f"unknown key {name!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
+        if unknown := [key for key in value if key not in known]:
+            key, name = unknown[0], _join_key(section, unknown[0])
+            if key in retired:
+                raise self.error(f"{name}: {retired[key]}")
+            raise self.error(f"unknown key {name!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
         return kind(**{key: self.build(known[key], part, _join_key(section, key)) for key, part in value.items()})
 
     def _build_union(self, kinds: Sequence[Any], value: Any, key: str) -> Any:
-        optional = type(None) in kinds
-        if value is None and optional:
+        if value is None and type(None) in kinds:
             return None
         errors = []
         for kind in kinds:
-            if kind is not type(None):
-                try:
-                    return self.build(kind, value, key)
-                except self.error as error:
-                    errors.append(str(error))
-        raise self.error("; or ".join(errors) + ("; or null" if optional else ""))
-
-    def _build_key(self, kind: Any, key: Any, where: str) -> Any:
-        # In `--set budgets.8=2`, and in JSON, the key is text.
-        if kind is int and isinstance(key, str) and key.isdecimal():
-            key = int(key)
-        return self.build(kind, key, where)
-
-    def _build_number(self, value: Any, key: str) -> float:
-        if isinstance(value, str):  # YAML reads 4e-4 as text: it wants 4.0e-4
-            with contextlib.suppress(ValueError):
-                value = float(value)
-        finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
-        self.require(key, value, finite, "a finite number")
-        return cast(float, value)
+            try:
+                return self.build(kind, value, key)
+            except self.error as error:
+                errors.append("null" if kind is type(None) else str(error))
+        raise self.error("; or ".join(errors))

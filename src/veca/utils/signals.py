@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, TypeAlias
 
 # Signals that ask a run to save and stop; Windows has no SIGHUP.
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -25,24 +26,39 @@ _POLL_SECONDS = 1.0
 # identifier of the thread that forked: the two are equal if the main thread did.
 _MAIN_THREAD = threading.main_thread().ident
 
+_Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
-class Terminated(KeyboardInterrupt):
+
+class _StoppedBySignal(BaseException):
+    """A BaseException, as KeyboardInterrupt is, so that `except Exception` cannot swallow it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+class Interrupted(_StoppedBySignal):
+    """A run stopped at the end of a step because of a signal, with everything saved."""
+
+
+class Terminated(_StoppedBySignal, KeyboardInterrupt):
     """SIGTERM or SIGHUP. A KeyboardInterrupt, so that code that saves its work on Ctrl-C saves it here too."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
 
+@contextmanager
+def _handled_by(handler: _Handler, applies: Callable[[int, Any], bool]) -> Iterator[dict[int, Any]]:
+    """While the block runs, have `handler` handle the signals whose number and present handler `applies` accepts.
 
-class Interrupted(BaseException):
-    """A run stopped at the end of a step because of a signal, with everything saved.
-
-    A BaseException, as KeyboardInterrupt is, so that `except Exception` cannot swallow it.
+    Yields their previous handlers; none outside the main thread, the only one that may set handlers.
     """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in STOPPING if in_main and applies(number, signal.getsignal(number))]
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield previous
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
 
 
 def exit_status(error: BaseException) -> int:
@@ -65,20 +81,15 @@ def terminable() -> Iterator[None]:
         received.append((number, time.monotonic()))
         raise Terminated(number)
 
-    in_main = threading.current_thread() is threading.main_thread()
-    unhandled = [n for n in STOPPING if in_main and n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
-    previous = {number: signal.signal(number, handle) for number in unhandled}
     try:
-        yield
+        with _handled_by(handle, lambda number, old: number != signal.SIGINT and old is signal.SIG_DFL):
+            yield
     except Terminated as error:
         sys.exit(exit_status(error))
     except SystemExit as end:
         if received and end.code == exit_status(KeyboardInterrupt()):  # Typer exits so on any KeyboardInterrupt
             sys.exit(128 + received[-1][0])
         raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -87,9 +98,6 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
 
     Signals that are ignored stay so: SIGHUP under nohup, SIGINT in the background of a shell script.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     first = math.inf
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -100,13 +108,8 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
         first = min(first, time.monotonic())
         on_signal(number)
 
-    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in handled}
-    try:
+    with _handled_by(handle, lambda _, old: old is not signal.SIG_IGN):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def drop_lost_terminal(number: int) -> None:
@@ -133,18 +136,14 @@ def starting_workers(forked: bool) -> Iterator[None]:
     block = forked and hasattr(signal, "pthread_sigmask")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING) if block else set()
     deferred: list[tuple[int, FrameType | None]] = []
-    in_main = threading.current_thread() is threading.main_thread()  # the only one that handles signals
-    handled = [number for number in STOPPING if in_main and callable(signal.getsignal(number))]
-    previous = {number: signal.signal(number, lambda *args: deferred.append(args)) for number in handled}
-    try:
-        yield
-    finally:
-        if block:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if deferred and callable(handler := previous[deferred[0][0]]):
-        handler(*deferred[0])
+    with _handled_by(lambda *args: deferred.append(args), lambda _, old: callable(old)) as previous:
+        try:
+            yield
+        finally:
+            if block:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if deferred:
+        previous[deferred[0][0]](*deferred[0])
 
 
 def init_signals_of_worker() -> None:
@@ -166,11 +165,11 @@ def end_with_parent() -> None:
     it, a thread polls.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None:
+    if parent is None or (pid := parent.pid) is None:
         return
     method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
     # The direct parent may be a fork server; Windows keeps the number of a parent that is gone.
-    by_number, pid = method != "forkserver" and sys.platform != "win32", parent.pid
+    by_number = method != "forkserver" and sys.platform != "win32"
 
     def parent_lives() -> bool:
         return os.getppid() == pid if by_number else parent.is_alive()
@@ -181,17 +180,11 @@ def end_with_parent() -> None:
         os._exit(1)
 
     # The kernel signals at the end of the *thread* that forked, so this must be the main thread.
-    if method == "fork" and threading.get_ident() == _MAIN_THREAD and _request_kill_with_parent():
-        if not parent_lives():  # it ended before the request
-            os._exit(1)
-    else:
+    requested = False
+    if method == "fork" and threading.get_ident() == _MAIN_THREAD and sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            requested = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+    if not requested:
         threading.Thread(target=watch, name="veca-parent", daemon=True).start()
-
-
-def _request_kill_with_parent() -> bool:
-    if sys.platform != "linux":
-        return False
-    try:
-        return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-    except (OSError, AttributeError):
-        return False
+    elif not parent_lives():  # it ended before the request
+        os._exit(1)
