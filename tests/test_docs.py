@@ -64,7 +64,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(target), f"{link}#{anchor}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESULTS, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *RESULTS, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_commands_exist_and_take_their_options(page: Path) -> None:
     text = page.read_text().replace("\\\n", " ")
     groups = {name.split()[0] for name in COMMANDS if " " in name}
