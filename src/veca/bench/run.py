@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -54,9 +55,7 @@ class Floors:
 
     def seconds(self, prepared: Prepared) -> float:
         """The shortest time one call can take."""
-        if prepared.bytes is not None:
-            return prepared.bytes / self.bytes_per_s
-        return prepared.flops / self.flops_per_s
+        return prepared.flops / self.flops_per_s if prepared.bytes is None else prepared.bytes / self.bytes_per_s
 
 
 class Entry(NamedTuple):
@@ -94,11 +93,8 @@ def run_bench(
     if out is not None:
         check_writable(out, folder=True)
     # Names of contenders are checked here, before anything is measured.
-    plan = [
-        (what, case, choose_contenders(known, names, case))
-        for case in cases
-        for what, known in MEASUREMENTS[bench].items()
-    ]
+    product = itertools.product(cases, MEASUREMENTS[bench].items())
+    plan = [(what, case, choose_contenders(known, names, case)) for case, (what, known) in product]
     settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
     settings |= {"date": datetime.date.today().isoformat()} | ({"cls only": "yes"} if setting.cls_only else {})
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -137,7 +133,7 @@ class CaseRun:
     """One measurement of one case: its contenders, timed in turns."""
 
     def __init__(self, what: str, case: Case, setting: BenchSetting, floors: Floors) -> None:
-        self.what, self.case, self.setting, self.floors = what, case, setting, floors
+        self.what, self.case, self.device, self.floors = what, case, setting.device, floors
         self.entries: dict[str, Entry | str] = {}
         """By contender; a string says why it failed."""
 
@@ -145,18 +141,16 @@ class CaseRun:
         for name, contender in chosen.items():
             report_step(name)
             self.entries[name] = _first_call(contender, workload)
-            empty_cache(self.setting.device)  # also after an out-of-memory error, so that the next one has room
+            empty_cache(self.device)  # also after an out-of-memory error, so that the next one has room
 
     def calls(self) -> dict[str, Call]:
         return {name: entry.prepared.call for name, entry in self.entries.items() if isinstance(entry, Entry)}
 
     def rows(self, repeats: int) -> list[BenchRow]:
         """Time all contenders in turns; one row each, in order."""
-        on_cuda = self.setting.device.type == "cuda"
-        failed: dict[str, str] = {}
-        seconds = measure(
-            self.calls(), self.setting.device, repeats, warmup=3 if on_cuda else 1, repeat_short=on_cuda, failed=failed
-        )
+        on_cuda, failed = self.device.type == "cuda", dict[str, str]()
+        warmup = 3 if on_cuda else 1
+        seconds = measure(self.calls(), self.device, repeats, warmup=warmup, repeat_short=on_cuda, failed=failed)
         self.entries |= failed  # a call may fail only after its first
         dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
         case, rows = self.case, []
@@ -185,7 +179,7 @@ class CaseRun:
         profiles = []
         for name, call in self.calls().items():
             try:
-                spent = profile_call(call, self.setting.device)
+                spent = profile_call(call, self.device)
             except Exception as error:
                 spent = [KernelTime(describe(error), 0.0, 0)]
             profiles.append({"what": self.what, "case": str(self.case), "contender": name, "spent": spent})
@@ -213,14 +207,14 @@ def with_targets(
     """The rows with target times for `veca`, where the case has one and the setting is the targets' own."""
     if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
         return rows
+    forward_ms = {r.case: r.ms for r in earlier if (r.what, r.contender) == ("attention forward", "veca")}
 
     def target(row: BenchRow) -> float | None:
         if row.contender != "veca":
             return None
         if row.what != "attention backward":
             return target_ms(bench, row.case)
-        same = (r.ms for r in earlier if (r.what, r.contender, r.case) == ("attention forward", "veca", row.case))
-        forward = next(same, None)
+        forward = forward_ms.get(row.case)
         return None if forward is None else BACKWARD_TARGET * forward
 
     return [dataclasses.replace(row, target_ms=target(row)) for row in rows]
