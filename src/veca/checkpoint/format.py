@@ -73,10 +73,8 @@ def save_tensors(
     """`save` without a model: from its tensors, on the CPU, its configuration and provenance."""
     path = Path(path)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        raise ArgumentError(
-            f"{path}: weights are written as a .safetensors file or a folder; for a .pt as the authors release it, "
-            "veca convert"
-        )
+        way_out = "for a .pt as the authors release it, veca convert"
+        raise ArgumentError(f"{path}: weights are written as a .safetensors file or a folder; {way_out}")
     # The header makes the file self-contained; config.json beside it is for people and transformers.
     description = {"config": config, "provenance": provenance}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
@@ -85,8 +83,8 @@ def save_tensors(
     if file is not path:
         architecture = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
         # `dtype`: what transformers loads the weights as, whatever they are stored in, like `load`.
-        fields = {"model_type": "veca", "architectures": [architecture], "dtype": "float32", **config}
-        fields["provenance"] = provenance
+        fields = {"model_type": "veca", "architectures": [architecture], "dtype": "float32"}
+        fields |= {**config, "provenance": provenance}
         classes = provenance.get("classes", ())
         if classes and len(classes) == config.get("num_classes"):
             fields |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
@@ -178,10 +176,8 @@ def parse_transformers(path: Path, tensors: Mapping[str, Tensor]) -> Contents:
     except (OSError, ValueError):
         described = None
     if not isinstance(described, dict) or described.get("model_type") != "veca":
-        raise CheckpointError(
-            f"{path}: a safetensors file, but not of a VECA: its header has no `veca` entry, and there is no "
-            "config.json of one beside it"
-        )
+        problem = "its header has no `veca` entry, and there is no config.json of one beside it"
+        raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: {problem}")
     tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
     # Fields of transformers are ignored.
     fields = {field.name: described[field.name] for field in dataclasses.fields(VecaConfig) if field.name in described}

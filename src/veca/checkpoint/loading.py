@@ -77,9 +77,7 @@ def load(
     path = _find(source)
     tensors, config, provenance = _read_contents(path)
     if config.depth > max(_MANY_LAYERS, len(tensors)):
-        raise CheckpointError(
-            f"{path}: its configuration says {config.depth} layers, but it has {len(tensors)} tensors"
-        )
+        raise CheckpointError(f"{path}: its configuration says {config.depth} layers; it has {len(tensors)} tensors")
     # On meta nothing is allocated before the tensors have been checked; `assign` then takes them without a copy.
     with torch.device("meta"):
         model = Veca(config)

@@ -35,14 +35,15 @@ def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
 
     The head is converted to `dtype` as `cast` does. Such files of a model that was there before are removed.
     """
-    if (source / HEAD).is_file():
-        _copy_head(source / HEAD, to / HEAD, dtype)
-    if (source / PREPROCESSOR).is_file():
-        with atomic_path(to / PREPROCESSOR) as part:
-            part.write_bytes((source / PREPROCESSOR).read_bytes())
     for name in (HEAD, PREPROCESSOR):
-        if not (source / name).is_file() and (to / "model.safetensors").is_file():  # of the model to be replaced
-            (to / name).unlink(missing_ok=True)
+        if not (source / name).is_file():
+            if (to / "model.safetensors").is_file():  # of the model to be replaced
+                (to / name).unlink(missing_ok=True)
+        elif name == HEAD:
+            _copy_head(source / HEAD, to / HEAD, dtype)
+        else:
+            with atomic_path(to / name) as part:
+                part.write_bytes((source / name).read_bytes())
 
 
 def _copy_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
