@@ -89,9 +89,7 @@ class Workload:
     @cached_property
     def dense(self) -> Any:
         if self.case.model not in DENSE_VITS:
-            raise ArgumentError(
-                f"there is no dense ViT of the size of {self.case.model}; there is of {', '.join(DENSE_VITS)}"
-            )
+            raise ArgumentError(f"{self.case.model} has no dense ViT of its size; {', '.join(DENSE_VITS)} have one")
         dense = create_dense_vit(self.case.config).to(self.setting.device)
         randomize_weights(dense)
         return dense.to(self.weights).eval()

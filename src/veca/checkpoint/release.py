@@ -55,9 +55,8 @@ def _copy_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
     except ArgumentError:
         raise
     except (ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{file}: damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
-        ) from error
+        problem = f"damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+        raise CheckpointError(f"{file}: {problem}") from error
     with atomic_path(to) as part:
         write_tensors(part, tensors, metadata)
 
@@ -69,10 +68,8 @@ def _check_values_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None
         if not tensor.isfinite().all():
             raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
-            largest, limit = float(tensor.abs().max()), torch.finfo(dtype).max
-            raise ArgumentError(
-                f"{excerpt(name)} has a value of {largest:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
-            )
+            values = f"a value of {float(tensor.abs().max()):.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
+            raise ArgumentError(f"{excerpt(name)} has {values}; choose bfloat16 instead")
         for kind in lost:
             lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
     half, brain = (lost[kind] ** 0.5 for kind in (torch.float16, torch.bfloat16))

@@ -114,7 +114,7 @@ def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             way_out = (
-                "If you trust who wrote that code: trust_remote_code=True, in a recipe teacher.trust_remote_code: true"
+                "If you trust who wrote that code: trust_remote_code=True (recipe: teacher.trust_remote_code: true)"
             )
             raise TeacherError(f"{name}: only code that comes with it can load it. {way_out}") from error
         raise TeacherError(f"{name}: {str(error).splitlines()[0]} Name a model of the hub or a local folder") from error
