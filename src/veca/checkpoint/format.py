@@ -83,7 +83,7 @@ def save_tensors(
     if file is not path:
         architecture = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
         # `dtype`: what transformers loads the weights as, whatever they are stored in, like `load`.
-        fields = {"model_type": "veca", "architectures": [architecture], "dtype": "float32"}
+        fields: dict[str, Any] = {"model_type": "veca", "architectures": [architecture], "dtype": "float32"}
         fields |= {**config, "provenance": provenance}
         classes = provenance.get("classes", ())
         if classes and len(classes) == config.get("num_classes"):
