@@ -53,6 +53,9 @@ class Prepared(NamedTuple):
     """Bytes of weights that count as memory of the call."""
     built_s: float = 0.0
     """Seconds of one-time work before the first call."""
+    first_call_s: float | None = None
+    """Seconds until the first result, if compiled; set by the run, like `peak`, the bytes allocated by a call."""
+    peak: int | None = None
 
 
 class Contender(NamedTuple):

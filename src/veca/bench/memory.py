@@ -15,11 +15,7 @@ from veca.utils.memory import peak_device_bytes, process_bytes
 
 
 def bench_memory(
-    model: str = "veca_base",
-    sizes: Sequence[int] = (1024, 2048),
-    cores: int = 64,
-    device: str = "cpu",
-    dtype: str = "float32",
+    model: str, sizes: Sequence[int], cores: int = 64, device: str = "cpu", dtype: str = "float32"
 ) -> list[int]:
     """Print and return the peak bytes of a forward pass of one image at each size, weights not counted.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
@@ -56,14 +56,6 @@ class Floors:
     def seconds(self, prepared: Prepared) -> float:
         """The shortest time one call can take."""
         return prepared.flops / self.flops_per_s if prepared.bytes is None else prepared.bytes / self.bytes_per_s
-
-
-class Entry(NamedTuple):
-    """A contender whose first call succeeded."""
-
-    prepared: Prepared
-    first_call_s: float | None
-    peak: int | None
 
 
 def pick_setting(device: str = "auto", dtype: FloatDtype | None = None, cls_only: bool = False) -> BenchSetting:
@@ -134,7 +126,7 @@ class CaseRun:
 
     def __init__(self, what: str, case: Case, setting: BenchSetting, floors: Floors) -> None:
         self.what, self.case, self.device, self.floors = what, case, setting.device, floors
-        self.entries: dict[str, Entry | str] = {}
+        self.entries: dict[str, Prepared | str] = {}
         """By contender; a string says why it failed."""
 
     def prepare(self, chosen: dict[str, Contender], workload: Workload, report_step: Callable[[str], None]) -> None:
@@ -144,7 +136,7 @@ class CaseRun:
             empty_cache(self.device)  # also after an out-of-memory error, so that the next one has room
 
     def calls(self) -> dict[str, Call]:
-        return {name: entry.prepared.call for name, entry in self.entries.items() if isinstance(entry, Entry)}
+        return {name: entry.call for name, entry in self.entries.items() if isinstance(entry, Prepared)}
 
     def rows(self, repeats: int) -> list[BenchRow]:
         """Time all contenders in turns; one row each, in order."""
@@ -159,8 +151,8 @@ class CaseRun:
             rows.append(BenchRow(self.what, name, case.model, case.size, case.batch, case.cores, **values))
         return rows
 
-    def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, Any]:
-        flops, floor, median = entry.prepared.flops, self.floors.seconds(entry.prepared), statistics.median(seconds)
+    def _figures(self, entry: Prepared, seconds: Sequence[float], dense: float | None) -> dict[str, Any]:
+        flops, floor, median = entry.flops, self.floors.seconds(entry), statistics.median(seconds)
         return {
             "ms": 1e3 * median,
             "best_ms": 1e3 * min(seconds),
@@ -186,7 +178,7 @@ class CaseRun:
         return profiles
 
 
-def _first_call(contender: Contender, workload: Workload) -> Entry | str:
+def _first_call(contender: Contender, workload: Workload) -> Prepared | str:
     """Build a contender, call it, and measure the peak memory of its second call; errors come back as a line."""
     device = workload.setting.device
     try:
@@ -198,7 +190,8 @@ def _first_call(contender: Contender, workload: Workload) -> Entry | str:
         peak = peak_device_bytes(prepared.call, device)  # a CUDA graph is captured in the second call
     except Exception as error:  # the other contenders and cases go on
         return describe(error)
-    return Entry(prepared, seconds if contender.compiled else None, None if peak is None else peak + prepared.resident)
+    peak = None if peak is None else peak + prepared.resident
+    return prepared._replace(first_call_s=seconds if contender.compiled else None, peak=peak)
 
 
 def with_targets(

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,7 @@ from veca.model import Veca
 from veca.utils.files import atomic_path
 from veca.utils.text import excerpt, quoted
 
+StrPath: TypeAlias = str | os.PathLike[str]
 MAX_NESTING = 20
 """Levels of a configuration or of provenance."""
 _MAX_DESCRIPTION = 2**24
@@ -50,7 +51,7 @@ class Contents(NamedTuple):
     provenance: dict[str, Any]
 
 
-def save(model: Veca, path: str | os.PathLike[str]) -> None:
+def save(model: Veca, path: StrPath) -> None:
     """Write a model to `path`, a `.safetensors` file or else a folder, atomically.
 
     >>> import tempfile, veca
@@ -65,10 +66,7 @@ def save(model: Veca, path: str | os.PathLike[str]) -> None:
 
 
 def save_tensors(
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], provenance: Mapping[str, Any], path: StrPath
 ) -> None:
     """`save` without a model: from its tensors, on the CPU, its configuration and provenance."""
     path = Path(path)
@@ -197,7 +195,10 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor | Unsupported], expec
         problems.append(f"unknown {join_names(foreign)}")
     for name, wanted in expected.items():
         tensor = tensors.get(name)
-        if tensor is None or (isinstance(tensor, Tensor) and _is_dense(tensor) and tensor.shape == wanted.shape):
+        if tensor is None:
+            continue
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        if is_plain and tensor.dtype in _FLOATS and tensor.shape == wanted.shape:
             continue
         kind = tensor.kind if isinstance(tensor, Unsupported) else f"{quoted(tuple(tensor.shape))} {tensor.dtype}"
         problems.append(f"{name} is {kind}, expected {tuple(wanted.shape)}, floating point, dense")
@@ -209,7 +210,3 @@ def join_names(names: Sequence[str]) -> str:
     """The first four names of a file's tensors, for a message."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(excerpt(name, 100) for name in names[:4]) + more
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.dtype in _FLOATS and tensor.layout == torch.strided and not tensor.is_meta

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, check_tensors, is_small, join_names
+from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, StrPath, check_tensors, is_small, join_names
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 from veca.config import SIZES, ConfigError, VecaConfig, size_name
 from veca.model import Veca
@@ -28,7 +28,8 @@ _MAX_CONFIG = 2**20
 """Characters of a released configuration when it is written out. Those of the authors have 3,000."""
 _MAX_STEP = 2**63
 _MODEL_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
-_PREFIXES = ("module.", "student.", "_orig_mod.")
+_PREFIXES = re.compile(r"^(?:(?:module|student|_orig_mod)\.)+")
+"""Of tensor names, by DistributedDataParallel, the authors' trainer and torch.compile."""
 _CORES = ("cores.", "core_states.")
 """Tensors with a batch axis of one in released files."""
 _KEYS = {
@@ -73,7 +74,8 @@ def read_released(path: Path) -> Contents:
 
 def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str, Any]) -> Contents:
     """The contents of a released file, given its tensors and its configuration."""
-    student = {strip_prefixes(str(n)): each for n, each in student.items() if isinstance(each, Tensor | Unsupported)}
+    tensors = {name: each for name, each in student.items() if isinstance(each, Tensor | Unsupported)}
+    student = {_PREFIXES.sub("", str(name)): each for name, each in tensors.items()}
     if "query_token_chunks.0" not in student:
         raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
     if not is_small(released, _MAX_CONFIG):
@@ -92,7 +94,7 @@ def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str
     return Contents(from_released(student, config), config, provenance)
 
 
-def save_released(model: Veca, path: str | os.PathLike[str]) -> None:
+def save_released(model: Veca, path: StrPath) -> None:
     """Write `path` in the released format, atomically."""
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps
     config = model.config
@@ -126,14 +128,6 @@ def _is_step(step: object) -> bool:
     return type(step) is int and 0 <= step < _MAX_STEP
 
 
-def strip_prefixes(name: str) -> str:
-    """A tensor's name without the prefixes of DistributedDataParallel, torch.compile and the authors' trainer."""
-    start = 0
-    while name.startswith(_PREFIXES, start):
-        start = name.index(".", start) + 1
-    return name[start:]
-
-
 def is_literal(value: object) -> bool:
     """Whether `ast.literal_eval(repr(value))` is the value again; for data that is not nested deeply."""
     if type(value) is dict:
@@ -152,9 +146,8 @@ def config_from_released(released: Mapping[str, Any], tensors: Mapping[str, Tens
     if released.get("rope_zero_freqs_from", "low") != "low" or released.get("patch_embed_use_ln"):
         raise ConfigError("it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as released models have")
     fields = _fields(released)
-    for field in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
-        if field not in fields:
-            raise ConfigError(f"it has no {_KEYS[field][0]!r}")
+    if missing := [field for field in ("embed_dim", "depth", "num_heads", "mlp_ratio") if field not in fields]:
+        raise ConfigError(f"it has no {_KEYS[missing[0]][0]!r}")
     projection = tensors.get("output_proj.weight")
     if isinstance(projection, Tensor) and projection.dim():
         fields["output_dim"] = projection.shape[0]

@@ -19,12 +19,7 @@ from veca.utils.timing import measure
 
 
 def bench_onnx(
-    model: str = "veca_tiny",
-    sizes: Sequence[str] = ("224", "256", "320x480", "512", "768"),
-    cores: Sequence[int] = (8, 32, 64),
-    dtype: ExportDtype = "float32",
-    threads: int = 1,
-    repeats: int = 7,
+    model: str, sizes: Sequence[str], cores: Sequence[int], dtype: ExportDtype, threads: int, repeats: int
 ) -> None:
     """Print the error and the median time of an ONNX file of `model` beside eager float32 PyTorch.
 

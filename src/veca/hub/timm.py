@@ -63,10 +63,8 @@ class TimmVeca(Veca):
         self.global_pool = _check_pool(global_pool)
         self.head_drop = nn.Dropout(drop_rate)
         self.has_class_token = True
-        self.feature_info = [
-            {"module": f"blocks.{i}", "num_chs": config.embed_dim, "reduction": config.patch_size}
-            for i in range(config.depth)
-        ]
+        shape = {"num_chs": config.embed_dim, "reduction": config.patch_size}
+        self.feature_info = [{"module": f"blocks.{i}", **shape} for i in range(config.depth)]
         blocks: Any = self.blocks if drop_path_rate else ()
         for i, block in enumerate(blocks):
             # A hook drops the residual branch of a sample; hooked layers take no fused path.
@@ -116,9 +114,8 @@ class TimmVeca(Veca):
         if height % patch or width % patch or min(height, width) < patch:
             raise ArgumentError(f"img_size={img_size}; sides must be positive multiples of {patch}")
         grid = height // patch, width // patch
-        vars(self.patch_embed).update(
-            img_size=(height, width), patch_size=(patch, patch), grid_size=grid, num_patches=grid[0] * grid[1]
-        )
+        nominal = {"img_size": (height, width), "patch_size": (patch, patch), "grid_size": grid}
+        vars(self.patch_embed).update(nominal, num_patches=grid[0] * grid[1])
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -221,7 +218,6 @@ def _register(size: str) -> None:
     name = f"{size}_patch16"
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        out_indices = kwargs.pop("out_indices", 3)
         config = SIZES[size]
         overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
         file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
@@ -229,10 +225,8 @@ def _register(size: str) -> None:
             if pretrained:
                 config = load(file, device="meta").config  # it may have an `output_dim`, a teacher's width
             kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)
-        features = {"out_indices": out_indices, "feature_cls": "getter"}
-        return timm.models.build_model_with_cfg(
-            TimmVeca, name, pretrained, model_cfg=config, feature_cfg=features, **kwargs
-        )
+        kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
+        return timm.models.build_model_with_cfg(TimmVeca, name, pretrained, model_cfg=config, **kwargs)
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"`{size}` of veca; `kwargs` are those of `TimmVeca`."

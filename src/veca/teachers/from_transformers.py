@@ -112,12 +112,11 @@ def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False)
     try:
         config = transformers.AutoConfig.from_pretrained(name, **trust)
     except (OSError, ValueError) as error:
+        problem = f"{str(error).splitlines()[0]} Name a model of the hub or a local folder"
         if "trust_remote_code" in str(error):
-            way_out = (
-                "If you trust who wrote that code: trust_remote_code=True (recipe: teacher.trust_remote_code: true)"
-            )
-            raise TeacherError(f"{name}: only code that comes with it can load it. {way_out}") from error
-        raise TeacherError(f"{name}: {str(error).splitlines()[0]} Name a model of the hub or a local folder") from error
+            way_out = "trust_remote_code=True, in a recipe teacher.trust_remote_code: true"
+            problem = f"only code that comes with it can load it. If you trust who wrote that code: {way_out}"
+        raise TeacherError(f"{name}: {problem}") from error
     family = _family(config)
     loader = getattr(transformers, _MODEL_TYPES.get(config.model_type, ("", "AutoModel"))[1])
     teacher: HfTeacher | RadioTeacher
