@@ -195,10 +195,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor | Unsupported], expec
         problems.append(f"unknown {join_names(foreign)}")
     for name, wanted in expected.items():
         tensor = tensors.get(name)
-        if tensor is None:
-            continue
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
-        if is_plain and tensor.dtype in _FLOATS and tensor.shape == wanted.shape:
+        if tensor is None or (isinstance(tensor, Tensor) and _is_dense(tensor) and tensor.shape == wanted.shape):
             continue
         kind = tensor.kind if isinstance(tensor, Unsupported) else f"{quoted(tuple(tensor.shape))} {tensor.dtype}"
         problems.append(f"{name} is {kind}, expected {tuple(wanted.shape)}, floating point, dense")
@@ -210,3 +207,7 @@ def join_names(names: Sequence[str]) -> str:
     """The first four names of a file's tensors, for a message."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(excerpt(name, 100) for name in names[:4]) + more
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.dtype in _FLOATS and tensor.layout == torch.strided and not tensor.is_meta
