@@ -24,7 +24,7 @@ from veca.bench import accuracy, contenders, machine, memory, plots
 from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Bench, Case, choose_cases, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
 from veca.bench.report import BenchRow, Results
-from veca.bench.run import MEASUREMENTS, Entry, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
+from veca.bench.run import MEASUREMENTS, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
@@ -334,7 +334,7 @@ def test_the_peak_is_that_of_the_call_that_records(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("veca.bench.run.peak_device_bytes", lambda call, device: len(calls))
     counted = Contender(lambda workload: Prepared(lambda: calls.append(1), 1))
     entry = _first_call(counted, Workload(CASE, BenchSetting(torch.device("cuda"), torch.bfloat16)))
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, Prepared)
     assert entry.peak == 1  # a graph is recorded in the second call: replays from the third on show no memory
 
 

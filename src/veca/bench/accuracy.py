@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -58,28 +59,22 @@ def exact_gradients(workload: Workload) -> Tensors:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def exact_attention(workload: Workload) -> tuple[Tensor, Tensor]:
-    """Output of attention for the first image, and the qkv it was computed from."""
+def exact_attention(workload: Workload, gradient: bool = False) -> Tensors:
+    """Output of attention for the first image, or the gradient of the qkv it was computed from."""
     config, (core, patch) = workload.case.config, workload.rotaries
-    tables = (
-        make_rotary(coordinates.double(), config.head_dim, config.rope_zero_fraction)
-        for coordinates in (core.coordinates[:1], patch.coordinates)
-    )
+    coordinates = (core.coordinates[:1].double(), patch.coordinates.double())
+    tables = (make_rotary(each, config.head_dim, config.rope_zero_fraction) for each in coordinates)
     qkv = workload.qkv[:1].double().requires_grad_()
     with use_kernel("sdpa"):
-        return core_attention(qkv, *tables), qkv
-
-
-def exact_attention_gradient(workload: Workload) -> Tensors:
-    out, qkv = exact_attention(workload)
-    return [torch.autograd.grad(out, qkv, workload.gradient[:1].double())[0][0]]
+        out = core_attention(qkv, *tables)
+    return [torch.autograd.grad(out, qkv, workload.gradient[:1].double())[0][0] if gradient else out.detach()[0]]
 
 
 CHECKS = {
     "model forward": ErrorCheck(exact_features, lambda out: [out.cores[0], out.patches[0]]),
     "train step": ErrorCheck(exact_gradients, lambda gradients: gradients),
-    "attention forward": ErrorCheck(lambda workload: [exact_attention(workload)[0].detach()[0]], lambda out: [out[0]]),
-    "attention backward": ErrorCheck(exact_attention_gradient, lambda gradients: [gradients[0][0]]),
+    "attention forward": ErrorCheck(exact_attention, lambda out: [out[0]]),
+    "attention backward": ErrorCheck(partial(exact_attention, gradient=True), lambda gradients: [gradients[0][0]]),
 }
 
 
@@ -87,32 +82,28 @@ def add_errors(rows: Sequence[BenchRow], calls: Mapping[str, Call], workload: Wo
     """The rows of one case with the errors of those that compute VECA; a failure here leaves their times alone."""
     # A contender that failed has no time, and the dense ones compute another function.
     names = [row.contender for row in rows if row.ms is not None and row.contender.startswith(VECA)]
-    errors = compute_errors({name: calls[name] for name in names}, CHECKS[rows[0].what], workload) if names else {}
-    eager = next((error for name in EAGER if isinstance(error := errors.get(name), float)), None)
-
-    def with_error(row: BenchRow) -> BenchRow:
-        error = errors.get(row.contender)
-        if isinstance(error, float):
-            return dataclasses.replace(row, error=error, against_eager=error / eager if eager else None)
-        return row if error is None else dataclasses.replace(row, failure=f"error not known: {error}")
-
-    return [with_error(row) for row in rows]
+    values = compute_errors({name: calls[name] for name in names}, CHECKS[rows[0].what], workload) if names else {}
+    eager = next((values[name]["error"] for name in EAGER if "error" in values.get(name, {})), None)
+    for fields in values.values():
+        if eager and "error" in fields:
+            fields["against_eager"] = fields["error"] / eager
+    return [dataclasses.replace(row, **values.get(row.contender, {})) for row in rows]
 
 
-def compute_errors(calls: Mapping[str, Call], check: ErrorCheck, workload: Workload) -> dict[str, float | str]:
-    """The relative error of each call's result, or why it could not be computed."""
+def compute_errors(calls: Mapping[str, Call], check: ErrorCheck, workload: Workload) -> dict[str, dict[str, Any]]:
+    """By call, `error`, the relative error of its result, or `failure`, why it could not be computed."""
     empty_cache(workload.setting.device)
     try:
         exact = check.reference(workload)
     except Exception as error:
-        return dict.fromkeys(calls, f"float64: {describe(error)}")
-    errors: dict[str, float | str] = {}
+        return {name: {"failure": f"error not known: float64: {describe(error)}"} for name in calls}
+    values: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():
         try:
-            errors[name] = relative_error(check.outputs(call()), exact)
+            values[name] = {"error": relative_error(check.outputs(call()), exact)}
         except Exception as error:
-            errors[name] = describe(error)
-    return errors
+            values[name] = {"failure": f"error not known: {describe(error)}"}
+    return values
 
 
 @torch.no_grad()

@@ -38,9 +38,8 @@ class Case:
         patch, num_cores = self.config.patch_size, self.config.num_cores
         if self.size < patch or self.size % patch:
             nearest = max(patch, round(self.size / patch) * patch)
-            raise ArgumentError(
-                f"size={self.size} in case {self}: must be a positive multiple of {patch}, such as {nearest}"
-            )
+            rule = f"must be a positive multiple of {patch}, such as {nearest}"
+            raise ArgumentError(f"size={self.size} in case {self}: {rule}")
         if self.batch < 1:
             raise ArgumentError(f"batch={self.batch} in case {self}: must be at least 1")
         if not is_budget(self.cores, num_cores):
@@ -51,9 +50,7 @@ class Case:
         """A case from MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES."""
         model, *numbers = text.split(":")
         if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
-            raise ArgumentError(
-                f"case {text!r}: must be MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES, as base:1024:16"
-            )
+            raise ArgumentError(f"case {text!r}: must be MODEL:PIXELS:BATCH[:CORES], as base:1024:16")
         size, batch, *cores = map(int, numbers)
         return cls(full_model_name(model), size, batch, *(cores or [64]))  # 64: all cores of the named sizes
 
@@ -91,10 +88,8 @@ def choose_cases(
     """The `exact` cases, or every combination of the other arguments, or the default cases when all are empty."""
     is_sweep = bool(models or sizes or batches or cores)
     if exact and is_sweep:
-        raise ArgumentError(
-            "--case says all there is to a case; leave out --model, --size, --batch-size and --cores, or --case"
-        )
-    if not exact and is_sweep:
+        raise ArgumentError("--case says it all: leave out --model, --size, --batch-size and --cores, or --case")
+    if is_sweep:
         batches = batches or [16 if on_cuda else 1]
         product = itertools.product(models or ["base"], sizes or [1024], batches, cores or [64])
         return [Case(full_model_name(model), *numbers) for model, *numbers in product]
@@ -120,11 +115,8 @@ For attention it is the forward pass; the target of its backward pass is `BACKWA
 """
 BACKWARD_TARGET = 3.0
 
-DEFAULT_CUDA: dict[Bench, str] = {
-    "model": " ".join(TARGETS["model"]),
-    "train": " ".join(TARGETS["train"]),
-    "attention": "base:1024:16 base:256:64",
-}
+DEFAULT_CUDA: dict[Bench, str] = {bench: " ".join(cases) for bench, cases in TARGETS.items()}
+DEFAULT_CUDA["attention"] += " base:256:64"
 DEFAULT_CPU: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "small:256:1", "attention": "base:512:1"}
 
 

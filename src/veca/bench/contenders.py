@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from veca.checkpoint import create_model
 from veca.errors import ArgumentError
 from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca, VecaOutput
+from veca.optimized import Weights
 from veca.rope import Rotary, make_rotary, rotate
 from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
 from veca.utils.text import did_you_mean
@@ -52,6 +53,9 @@ class Prepared(NamedTuple):
     """Bytes of weights that count as memory of the call."""
     built_s: float = 0.0
     """Seconds of one-time work before the first call."""
+    first_call_s: float | None = None
+    """Seconds until the first result, if compiled; set by the run, like `peak`, the bytes allocated by a call."""
+    peak: int | None = None
 
 
 class Contender(NamedTuple):
@@ -88,9 +92,7 @@ class Workload:
     @cached_property
     def dense(self) -> Any:
         if self.case.model not in DENSE_VITS:
-            raise ArgumentError(
-                f"there is no dense ViT of the size of {self.case.model}; there is of {', '.join(DENSE_VITS)}"
-            )
+            raise ArgumentError(f"{self.case.model} has no dense ViT of its size; {', '.join(DENSE_VITS)} have one")
         dense = create_dense_vit(self.case.config).to(self.setting.device)
         randomize_weights(dense)
         return dense.to(self.weights).eval()
@@ -116,10 +118,9 @@ class Workload:
     @cached_property
     def rotaries(self) -> tuple[Rotary, Rotary]:
         """Rotary tables of the cores, per image, and of the patches, in float32 as in the model."""
-        config, device = self.case.config, self.setting.device
-        cores = torch.rand(self.case.batch, 1, self.case.cores, 2, device=device) * 2 - 1
-        patches = torch.rand(self.case.patches, 2, device=device) * 2 - 1
-        core, patch = (make_rotary(c, config.head_dim, config.rope_zero_fraction) for c in (cores, patches))
+        config, shapes = self.case.config, ((self.case.batch, 1, self.case.cores, 2), (self.case.patches, 2))
+        coordinates = (torch.rand(shape, device=self.setting.device) * 2 - 1 for shape in shapes)
+        core, patch = (make_rotary(c, config.head_dim, config.rope_zero_fraction) for c in coordinates)
         return core, patch
 
     @property
@@ -151,44 +152,37 @@ def maybe_compile(function: Callable[..., Any], compiled: bool, mode: str | None
 # Forward pass of the whole model.
 
 
-def _inference_call(workload: Workload, model: Callable[..., Any], kernel: Kernel) -> Call:
-    images, cores, cls_only = workload.images, workload.case.cores, workload.setting.cls_only
-
+def _inference_call(model: Callable[..., Any], *args: Any, kernel: Kernel = "auto", **options: Any) -> Call:
     def call() -> object:
         with torch.inference_mode(), use_kernel(kernel):
-            return model(images, cores, cls_only=cls_only)
+            return model(*args, **options)
 
     return call
 
 
-def _optimized_forward(workload: Workload, **options: Any) -> Prepared:
+def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel, built_s: float = 0.0) -> Prepared:
+    case, cls_only = workload.case, workload.setting.cls_only
+    call = _inference_call(model, workload.images, case.cores, kernel=kernel, cls_only=cls_only)
+    return Prepared(call, workload.veca_flops, built_s=built_s)
+
+
+def _optimized_forward(workload: Workload, weights: Weights | None = None) -> Prepared:
+    """The floor is that of the run's dtype, so faster products of float8 `weights` can beat it."""
+    if weights == "float8" and workload.setting.device.type != "cuda":
+        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
-    optimized = veca.optimize(model, dtype=workload.setting.dtype, **options)
-    built = time.perf_counter() - start
-    return Prepared(_inference_call(workload, optimized, "auto"), workload.veca_flops, built_s=built)
-
-
-def _float8_forward(workload: Workload) -> Prepared:
-    """Its floor is that of the run's dtype, so faster float8 products can beat it."""
-    if workload.setting.device.type != "cuda":
-        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
-    return _optimized_forward(workload, weights="float8")
+    optimized = veca.optimize(model, dtype=workload.setting.dtype, weights=weights)
+    return _veca_forward(workload, optimized, "auto", time.perf_counter() - start)
 
 
 def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
-    forward = maybe_compile(workload.veca, compiled)
-    return Prepared(_inference_call(workload, forward, "sdpa"), workload.veca_flops)
+    return _veca_forward(workload, maybe_compile(workload.veca, compiled), "sdpa")
 
 
 def _dense_forward(workload: Workload, compiled: bool = False) -> Prepared:
-    forward, images = maybe_compile(workload.dense.forward_features, compiled), workload.images
-
-    def call() -> object:
-        with torch.inference_mode():
-            return forward(images)
-
-    return Prepared(call, workload.dense_flops)
+    forward = maybe_compile(workload.dense.forward_features, compiled)
+    return Prepared(_inference_call(forward, workload.images), workload.dense_flops)
 
 
 def _matrix_products(workload: Workload) -> Prepared:
@@ -200,13 +194,11 @@ def _matrix_products(workload: Workload) -> Prepared:
     # qkv, output projection, gate and value of the MLP, its output: (out, in)
     weights = [new(wide, narrow) for narrow, wide in [(dim, 3 * dim), (dim, dim), (dim, 2 * hidden), (hidden, dim)]]
 
-    def call() -> None:
-        with torch.inference_mode():
-            for _ in range(config.depth):
-                for weight in weights:
-                    F.linear(inputs[weight.shape[1]], weight)
+    def multiply() -> None:
+        for weight in config.depth * weights:
+            F.linear(inputs[weight.shape[1]], weight)
 
-    return Prepared(call, config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
+    return Prepared(_inference_call(multiply), config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
 
 
 def _has_dense(case: Case) -> bool:
@@ -215,7 +207,7 @@ def _has_dense(case: Case) -> bool:
 
 MODEL = {
     "veca": Contender(_optimized_forward, compiled=True),
-    "veca float8": Contender(_float8_forward, compiled=True, default=lambda case: False),
+    "veca float8": Contender(partial(_optimized_forward, weights="float8"), compiled=True, default=lambda case: False),
     "veca eager": Contender(_plain_forward),
     "veca compiled": Contender(partial(_plain_forward, compiled=True), compiled=True),
     "dense": Contender(_dense_forward, default=_has_dense),
@@ -233,16 +225,17 @@ def _train_step(
     """Gradients of every weight; the loss is compiled with the model, as in training code."""
     weights = list(model.train().parameters())
     device, dtype = workload.setting.device.type, workload.setting.dtype
-    on_gpu = device == "cuda"
 
     def forward() -> Tensor:
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             return batch_loss(features())
 
-    if compiled and on_gpu:
-        torch._dynamo.mark_static_address(workload.images)  # the CUDA graph reads the batch in place
-    # On a GPU a step of one shape is captured as a CUDA graph, so that the GPU does not wait for Python.
-    forward = maybe_compile(forward, compiled, mode="reduce-overhead" if on_gpu else None)
+    mode = None
+    if compiled and device == "cuda":
+        # A step of one shape is captured as a CUDA graph, so that the GPU does not wait for Python.
+        mode = "reduce-overhead"
+        torch._dynamo.mark_static_address(workload.images)  # the graph reads the batch in place
+    forward = maybe_compile(forward, compiled, mode)
 
     def call() -> object:
         torch.compiler.cudagraph_mark_step_begin()
@@ -272,28 +265,23 @@ def _train_dense(workload: Workload, compiled: bool) -> Prepared:
 
 
 TRAIN = {
-    "veca": Contender(partial(_train_veca, kernel="auto", compiled=True), compiled=True),
+    "veca": Contender(partial(_train_veca, kernel="auto", compiled=True), True),
     "veca eager": Contender(partial(_train_veca, kernel="sdpa", compiled=False)),
-    "veca compiled": Contender(partial(_train_veca, kernel="sdpa", compiled=True), compiled=True),
-    "veca checkpointed": Contender(
-        partial(_train_veca, kernel="auto", compiled=True, checkpointed=True), compiled=True
-    ),
+    "veca compiled": Contender(partial(_train_veca, kernel="sdpa", compiled=True), True),
+    "veca checkpointed": Contender(partial(_train_veca, kernel="auto", compiled=True, checkpointed=True), True),
     "dense": Contender(partial(_train_dense, compiled=False), default=_has_dense),
-    "dense compiled": Contender(partial(_train_dense, compiled=True), compiled=True, default=_has_dense),
+    "dense compiled": Contender(partial(_train_dense, compiled=True), True, _has_dense),
 }
 
 
 # Attention of one layer alone: q, k and v in one tensor → output, rotary embedding included.
 
 
-class AttentionFunction(NamedTuple):
-    """One way to compute attention."""
+AttentionFunction: TypeAlias = tuple[Callable[..., Tensor], Sequence[Tensor], int]
+"""A function of qkv (B, S, 3, H, d) and positions that gives (B, S, D), the positions, and its FLOPs.
 
-    function: Callable[..., Tensor]
-    """qkv (B, S, 3, H, d), *positions → (B, S, D)."""
-    positions: Sequence[Tensor]
-    """Inputs with a gradient besides qkv: training moves the cores, so their coordinates or the tables from them."""
-    flops: int
+Positions have gradients too: training moves the cores, so their coordinates or the tables made from them.
+"""
 
 
 def _core_attention(workload: Workload, kernel: Kernel, compiled: bool = False) -> AttentionFunction:
@@ -304,32 +292,29 @@ def _core_attention(workload: Workload, kernel: Kernel, compiled: bool = False) 
         with use_kernel(kernel):
             return attend(qkv, core._replace(cos=cos, sin=sin, coordinates=coordinates), patch)
 
-    flops = case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
-    return AttentionFunction(function, core[:3], flops)
+    return function, core[:3], case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
 
 
 def _full_attention(workload: Workload, rope: bool = True, compiled: bool = False) -> AttentionFunction:
     """All tokens attend to all; cores get no rotary embedding, like the class token and registers of DINOv3."""
-    case = workload.case
-    patch = workload.rotaries[1]
-    cos, sin = F.pad(patch.cos, (0, 0, case.cores, 0), value=1), F.pad(patch.sin, (0, 0, case.cores, 0))
+    case, patch = workload.case, workload.rotaries[1]
+    table = F.pad(patch.cos, (0, 0, case.cores, 0), value=1), F.pad(patch.sin, (0, 0, case.cores, 0))
 
     def function(qkv: Tensor) -> Tensor:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if rope:
-            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+            q, k = rotate(q, table), rotate(k, table)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
-    flops = case.batch * 4 * case.config.embed_dim * case.tokens**2
-    return AttentionFunction(maybe_compile(function, compiled), (), flops)
+    return maybe_compile(function, compiled), (), case.batch * 4 * case.config.embed_dim * case.tokens**2
 
 
 class CudaGraphCall:
     """A call that is captured as a CUDA graph the second time and replayed after: launching takes Python longer."""
 
-    def __init__(self, call: Callable[[], object], stream: torch.cuda.Stream) -> None:
-        self.call, self.stream = call, stream
-        self.warm, self.graph = False, torch.cuda.CUDAGraph()
+    def __init__(self, call: Call, stream: torch.cuda.Stream) -> None:
+        self.call, self.stream, self.graph = call, stream, torch.cuda.CUDAGraph()
+        self.warm = False
         self.result: object = None
 
     def __call__(self) -> object:
@@ -345,8 +330,11 @@ class CudaGraphCall:
 
 
 @contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run on another stream, ordered after and before the current one: a graph is captured on a stream of its own."""
+    if stream is None:
+        yield
+        return
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
@@ -354,36 +342,28 @@ def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _prepare_forward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
-    attention, qkv = make(workload), workload.qkv
-
-    def call() -> object:
-        with torch.no_grad():
-            return attention.function(qkv, *attention.positions)
-
-    on_gpu = qkv.device.type == "cuda"
-    replay = CudaGraphCall(call, torch.cuda.Stream()) if on_gpu else call
-    return Prepared(replay, attention.flops, bytes=qkv.nbytes + qkv.nbytes // 3)
+    (function, positions, flops), qkv = make(workload), workload.qkv
+    call = torch.no_grad()(partial(function, qkv, *positions))
+    replay = CudaGraphCall(call, torch.cuda.Stream()) if qkv.device.type == "cuda" else call
+    return Prepared(replay, flops, bytes=qkv.nbytes + qkv.nbytes // 3)
 
 
 def _prepare_backward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
     """The backward pass alone, over an autograd graph that is retained."""
-    attention = make(workload)
+    function, positions, flops = make(workload)
     start = time.perf_counter()
-    inputs = [tensor.detach().requires_grad_() for tensor in (workload.qkv, *attention.positions)]
+    inputs = [tensor.detach().requires_grad_() for tensor in (workload.qkv, *positions)]
     stream = torch.cuda.Stream() if workload.qkv.device.type == "cuda" else None
     # Otherwise compiled code may overwrite buffers that the retained graph needs again.
-    with torch._functorch.config.patch(donated_buffer=False), _on_stream(stream) if stream else nullcontext():
-        out = attention.function(*inputs)
+    with torch._functorch.config.patch(donated_buffer=False), _on_stream(stream):
+        out = function(*inputs)
     built = time.perf_counter() - start
-    gradient = workload.gradient
-
-    def call() -> object:
-        # Unused: a kernel reads either the cores' rotary tables or their coordinates.
-        return torch.autograd.grad(out, inputs, gradient, retain_graph=True, allow_unused=True)
-
+    # Unused: a kernel reads either the cores' rotary tables or their coordinates.
+    options = {"retain_graph": True, "allow_unused": True}
+    call = partial(torch.autograd.grad, out, inputs, workload.gradient, **options)
     # Read q, k, v, the output and its gradient, write the gradient of q, k, v: each once.
     moved = 2 * inputs[0].nbytes + 2 * out.nbytes
-    return Prepared(CudaGraphCall(call, stream) if stream else call, 2 * attention.flops, bytes=moved, built_s=built)
+    return Prepared(CudaGraphCall(call, stream) if stream else call, 2 * flops, bytes=moved, built_s=built)
 
 
 _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {

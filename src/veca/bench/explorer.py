@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,40 +28,22 @@ from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.utils.files import atomic_path
 from veca.utils.memory import process_bytes
 
-# Milliseconds from an event to a performance mark that the page sets once it has drawn the result.
-_TIME_TO_MARK = """
-  const timeToMark = (name, dispatch) => new Promise((resolve) => {
-    const start = performance.now();
-    new PerformanceObserver((list, observer) => {
-      const mark = list.getEntriesByName(name)[0];
-      if (mark) { observer.disconnect(); requestAnimationFrame(() => resolve(mark.startTime - start)); }
-    }).observe({ type: "mark" });
-    dispatch();
-  });
-"""
-_DROP_IMAGE = f"""([bytes, name]) => {{{_TIME_TO_MARK}
-  const dataTransfer = new DataTransfer();
-  dataTransfer.items.add(new File([new Uint8Array(bytes)], name, {{ type: "image/jpeg" }}));
-  const event = new DragEvent("drop", {{ dataTransfer, bubbles: true, cancelable: true }});
-  return timeToMark("veca-picture", () => document.body.dispatchEvent(event));
-}}"""
-_MOVE_SLIDER = f"""([selector, value]) => {{{_TIME_TO_MARK}
-  const slider = document.querySelector(selector);
-  slider.value = value;
-  return timeToMark("veca-shown", () => slider.dispatchEvent(new Event("input", {{ bubbles: true }})));
-}}"""
+_PAGE_TIMERS = Path(__file__).with_suffix(".js")
+"""Functions of the page that cause an event and return the milliseconds until its result is drawn."""
 
 
 def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str | None = None) -> None:
     """Print milliseconds from dropping an image, or moving the budget slider, until Chromium shows the result."""
     with serving("--model", model) as (server, port), open_browser_page(chromium, port) as page:
         drops, new_budgets, seen_budgets = [], [], []
+        # Not as a script tag, which the content security policy of the page would refuse.
+        page.evaluate(_PAGE_TIMERS.read_text())
         for seed in range(images):
-            drops.append(page.evaluate(_DROP_IMAGE, [list(synthetic_jpeg(seed)), f"{seed}.jpg"]))
+            drops.append(page.evaluate("timers.dropImage", [list(synthetic_jpeg(seed)), f"{seed}.jpg"]))
             budgets = range(int(page.get_attribute(".cores", "max") or 0) - 1, -1, -1)
-            new_budgets += [page.evaluate(_MOVE_SLIDER, [".cores", budget]) for budget in budgets]
-            seen_budgets += [page.evaluate(_MOVE_SLIDER, [".cores", budget]) for budget in reversed(budgets)]
-            page.evaluate(_MOVE_SLIDER, [".cores", len(budgets)])
+            new_budgets += [page.evaluate("timers.moveSlider", [".cores", budget]) for budget in budgets]
+            seen_budgets += [page.evaluate("timers.moveSlider", [".cores", budget]) for budget in reversed(budgets)]
+            page.evaluate("timers.moveSlider", [".cores", len(budgets)])
         _print_times("first image after the start, from the drop", drops[:1])
         _print_times("later images, from the drop", drops[1:])
         _print_times("a budget not seen before", new_budgets)
@@ -101,20 +84,16 @@ def bench_explorer_crowd(model: str = "veca_tiny", clients: int = 50, seconds: f
     with serving("--model", model) as (server, port):
         about = json.loads(ask(port, "GET", "/api/about")[1])["models"][0]
         end = time.perf_counter() + seconds
-        threads = [threading.Thread(target=run_client, args=(number,)) for number in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(run_client, range(clients)))
         alive = ask(port, "GET", "/api/about")[0] == 200
         codes = ", ".join(f"{count} × {code}" for code, count in sorted(statuses.items()))
-        print(f"{clients} clients, {seconds:.0f} s: {codes}; the server is {'up' if alive else 'down'}")
+        up = "up" if alive else "down"
+        print(f"{clients} clients, {seconds:.0f} s: {codes}; the server is {up}")
         _print_times("answers", waits)
         print(f"server: peak {peak_mib(server):.0f} MiB")
         if not alive or not set(statuses) <= {200, 503}:
-            raise VecaError(
-                f"the server is {'up' if alive else 'down'} and answered {codes}; only 200 and 503 are right"
-            )
+            raise VecaError(f"the server is {up} and answered {codes}; only 200 and 503 are right")
 
 
 def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | None = None) -> None:

@@ -7,7 +7,7 @@ import gc
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import profile
@@ -44,13 +44,13 @@ def profile_call(call: Call, device: torch.device, top: int = 12) -> list[Kernel
     with profile(acc_events=True) as recorded:
         call()
         synchronize(device)
-    events = recorded.key_averages()
+    events: Any = recorded.key_averages()
+    total = "self_cpu_time_total"
     if device.type == "cuda":
         # Operators and annotated regions are listed with the time of their kernels too: count it once.
-        kernels = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-        times = [KernelTime(event.key, event.self_device_time_total / 1e6, event.count) for event in kernels]
-    else:
-        times = [KernelTime(e.key.removeprefix("aten::"), e.self_cpu_time_total / 1e6, e.count) for e in events]
+        events = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        total = "self_device_time_total"
+    times = [KernelTime(e.key.removeprefix("aten::"), getattr(e, total) / 1e6, e.count) for e in events]
     times.sort(key=lambda entry: -entry.seconds)
     rest = times[top:]
     return [*times[:top], KernelTime("all the rest", sum(r.seconds for r in rest), sum(r.times for r in rest))]

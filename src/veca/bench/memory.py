@@ -15,26 +15,20 @@ from veca.utils.memory import peak_device_bytes, process_bytes
 
 
 def bench_memory(
-    model: str = "veca_base",
-    sizes: Sequence[int] = (1024, 2048),
-    cores: int = 64,
-    device: str = "cpu",
-    dtype: str = "float32",
+    model: str, sizes: Sequence[int], cores: int = 64, device: str = "cpu", dtype: str = "float32"
 ) -> list[int]:
     """Print and return the peak bytes of a forward pass of one image at each size, weights not counted.
 
     On CUDA the peak is the allocator's. On a CPU (Linux) it is the peak of the process's resident memory less what was
     resident before the pass, so every size runs in a new process.
     """
-    choose_device(device)
+    chosen = choose_device(device)
     print(f"{model}, C = {cores}, batch 1, {dtype}, {device}, torch {torch.__version__}")
     peaks: list[int] = []
     for size in sizes:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            peak = process.submit(
-                forward_peak_bytes, model, size, cores, torch.device(device), getattr(torch, dtype)
-            ).result()
-        peaks.append(peak)
+            job = process.submit(forward_peak_bytes, model, size, cores, chosen, getattr(torch, dtype))
+            peaks.append(peak := job.result())
         print(f"{size:5} px  {peak / 2**20:8.0f} MiB  {peak / peaks[0]:5.2f} ×", flush=True)
     return peaks
 

@@ -34,12 +34,11 @@ def write_plots(files: Sequence[Path], folder: Path, form: PlotFormat = "svg") -
         "latency-resolution": (latency_panels(runs, "size"), "resolution, px", "ms"),
         "latency-batch": (latency_panels(runs, "batch"), "batch size", "ms"),
     }
-    paths = []
-    for name, (panels, x_title, y_title) in plots.items():
-        if panels:
-            charts = [(panel.title, _draw_panel(panel, x_title, y_title)) for panel in panels]
-            paths.append(write_chart(chart_grid(charts, columns=3), folder / f"{name}.{form}"))
-    return paths
+    return [
+        write_chart(chart_grid([_draw_panel(panel, *titles) for panel in panels], columns=3), folder / f"{name}.{form}")
+        for name, (panels, *titles) in plots.items()
+        if panels
+    ]
 
 
 def flops_panels() -> list[Panel]:
@@ -65,8 +64,7 @@ def latency_panels(runs: Sequence[Results], along: Literal["size", "batch"]) -> 
                 lines.setdefault(row.contender, []).append((float(getattr(row, along)), row.ms))
     panels = []
     for title, lines in groups.items():
-        drawn = {name: sorted(points) for name, points in lines.items() if len({x for x, _ in points}) > 1}
-        if drawn:
+        if drawn := {name: sorted(points) for name, points in lines.items() if len({x for x, _ in points}) > 1}:
             panels.append(Panel(title, drawn))
     return panels
 
@@ -77,11 +75,12 @@ def _panel_title(run: Results, row: BenchRow, along: Literal["size", "batch"]) -
     return f"{row.what}: {size}, {fixed}, C = {row.cores}\n{run.machine.get('device', '')}, {dtype}"
 
 
-def _draw_panel(panel: Panel, x_title: str, y_title: str) -> Chart:
+def _draw_panel(panel: Panel, x_title: str, y_title: str) -> tuple[str, Chart]:
     lines = []
     for name, points in panel.lines.items():
         colour = next((colour for start, colour in MODEL_COLOURS.items() if name.startswith(start)), 2)
         dash = next((dash for word, dash in RUN_DASHES.items() if word in name), "")
         lines.append(Line(name, points, colour, dots=True, dash=dash))
     label = f"{panel.title}: {y_title} against {x_title}"
-    return line_chart(lines, x_title, y_title, label, ticks_at_points=True, log_x=True, y_scale="log")
+    chart = line_chart(lines, x_title, y_title, label, ticks_at_points=True, log_x=True, y_scale="log")
+    return panel.title, chart

@@ -100,7 +100,8 @@ class Results:
     def show(self, console: Console) -> None:
         """Print the header, a table for each kind of measurement, failures and profiles."""
         say = partial(console.print, markup=False, soft_wrap=True, highlight=False)
-        say(self.header())
+        say(", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items()))
+        say("Measured in this run, the floors:", ", ".join(f"{four_digits(v)} {key}" for key, v in self.floors.items()))
         for what in dict.fromkeys(row.what for row in self.rows):
             table = _rows_table(what, [row for row in self.rows if row.what == what])
             # A figure cut off to fit a narrow window would be worse than a line that wraps.
@@ -113,11 +114,6 @@ class Results:
             say(f"\nWhere the time goes: {entry['what']}, {entry['case']}, {entry['contender']}")
             for name, seconds, times in entry["spent"]:
                 say(f"{four_digits(1e3 * seconds):>10} ms {times:5} × {name[:120]}")
-
-    def header(self) -> str:
-        facts = ", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items())
-        floors = ", ".join(f"{four_digits(value)} {key}" for key, value in self.floors.items())
-        return f"{facts}\nMeasured in this run, the floors: {floors}"
 
 
 # Fields of a row that are columns of its table: heading, and format where it is not four digits.

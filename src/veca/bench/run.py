@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
@@ -54,17 +55,7 @@ class Floors:
 
     def seconds(self, prepared: Prepared) -> float:
         """The shortest time one call can take."""
-        if prepared.bytes is not None:
-            return prepared.bytes / self.bytes_per_s
-        return prepared.flops / self.flops_per_s
-
-
-class Entry(NamedTuple):
-    """A contender whose first call succeeded."""
-
-    prepared: Prepared
-    first_call_s: float | None
-    peak: int | None
+        return prepared.flops / self.flops_per_s if prepared.bytes is None else prepared.bytes / self.bytes_per_s
 
 
 def pick_setting(device: str = "auto", dtype: FloatDtype | None = None, cls_only: bool = False) -> BenchSetting:
@@ -94,11 +85,8 @@ def run_bench(
     if out is not None:
         check_writable(out, folder=True)
     # Names of contenders are checked here, before anything is measured.
-    plan = [
-        (what, case, choose_contenders(known, names, case))
-        for case in cases
-        for what, known in MEASUREMENTS[bench].items()
-    ]
+    product = itertools.product(cases, MEASUREMENTS[bench].items())
+    plan = [(what, case, choose_contenders(known, names, case)) for case, (what, known) in product]
     settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
     settings |= {"date": datetime.date.today().isoformat()} | ({"cls only": "yes"} if setting.cls_only else {})
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -137,26 +125,24 @@ class CaseRun:
     """One measurement of one case: its contenders, timed in turns."""
 
     def __init__(self, what: str, case: Case, setting: BenchSetting, floors: Floors) -> None:
-        self.what, self.case, self.setting, self.floors = what, case, setting, floors
-        self.entries: dict[str, Entry | str] = {}
+        self.what, self.case, self.device, self.floors = what, case, setting.device, floors
+        self.entries: dict[str, Prepared | str] = {}
         """By contender; a string says why it failed."""
 
     def prepare(self, chosen: dict[str, Contender], workload: Workload, report_step: Callable[[str], None]) -> None:
         for name, contender in chosen.items():
             report_step(name)
             self.entries[name] = _first_call(contender, workload)
-            empty_cache(self.setting.device)  # also after an out-of-memory error, so that the next one has room
+            empty_cache(self.device)  # also after an out-of-memory error, so that the next one has room
 
     def calls(self) -> dict[str, Call]:
-        return {name: entry.prepared.call for name, entry in self.entries.items() if isinstance(entry, Entry)}
+        return {name: entry.call for name, entry in self.entries.items() if isinstance(entry, Prepared)}
 
     def rows(self, repeats: int) -> list[BenchRow]:
         """Time all contenders in turns; one row each, in order."""
-        on_cuda = self.setting.device.type == "cuda"
-        failed: dict[str, str] = {}
-        seconds = measure(
-            self.calls(), self.setting.device, repeats, warmup=3 if on_cuda else 1, repeat_short=on_cuda, failed=failed
-        )
+        on_cuda, failed = self.device.type == "cuda", dict[str, str]()
+        warmup = 3 if on_cuda else 1
+        seconds = measure(self.calls(), self.device, repeats, warmup=warmup, repeat_short=on_cuda, failed=failed)
         self.entries |= failed  # a call may fail only after its first
         dense = baseline({name: statistics.median(samples) for name, samples in seconds.items()})
         case, rows = self.case, []
@@ -165,8 +151,8 @@ class CaseRun:
             rows.append(BenchRow(self.what, name, case.model, case.size, case.batch, case.cores, **values))
         return rows
 
-    def _figures(self, entry: Entry, seconds: Sequence[float], dense: float | None) -> dict[str, Any]:
-        flops, floor, median = entry.prepared.flops, self.floors.seconds(entry.prepared), statistics.median(seconds)
+    def _figures(self, entry: Prepared, seconds: Sequence[float], dense: float | None) -> dict[str, Any]:
+        flops, floor, median = entry.flops, self.floors.seconds(entry), statistics.median(seconds)
         return {
             "ms": 1e3 * median,
             "best_ms": 1e3 * min(seconds),
@@ -185,14 +171,14 @@ class CaseRun:
         profiles = []
         for name, call in self.calls().items():
             try:
-                spent = profile_call(call, self.setting.device)
+                spent = profile_call(call, self.device)
             except Exception as error:
                 spent = [KernelTime(describe(error), 0.0, 0)]
             profiles.append({"what": self.what, "case": str(self.case), "contender": name, "spent": spent})
         return profiles
 
 
-def _first_call(contender: Contender, workload: Workload) -> Entry | str:
+def _first_call(contender: Contender, workload: Workload) -> Prepared | str:
     """Build a contender, call it, and measure the peak memory of its second call; errors come back as a line."""
     device = workload.setting.device
     try:
@@ -204,7 +190,8 @@ def _first_call(contender: Contender, workload: Workload) -> Entry | str:
         peak = peak_device_bytes(prepared.call, device)  # a CUDA graph is captured in the second call
     except Exception as error:  # the other contenders and cases go on
         return describe(error)
-    return Entry(prepared, seconds if contender.compiled else None, None if peak is None else peak + prepared.resident)
+    peak = None if peak is None else peak + prepared.resident
+    return prepared._replace(first_call_s=seconds if contender.compiled else None, peak=peak)
 
 
 def with_targets(
@@ -213,14 +200,14 @@ def with_targets(
     """The rows with target times for `veca`, where the case has one and the setting is the targets' own."""
     if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
         return rows
+    forward_ms = {r.case: r.ms for r in earlier if (r.what, r.contender) == ("attention forward", "veca")}
 
     def target(row: BenchRow) -> float | None:
         if row.contender != "veca":
             return None
         if row.what != "attention backward":
             return target_ms(bench, row.case)
-        same = (r.ms for r in earlier if (r.what, r.contender, r.case) == ("attention forward", "veca", row.case))
-        forward = next(same, None)
+        forward = forward_ms.get(row.case)
         return None if forward is None else BACKWARD_TARGET * forward
 
     return [dataclasses.replace(row, target_ms=target(row)) for row in rows]

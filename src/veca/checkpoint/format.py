@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,7 @@ from veca.model import Veca
 from veca.utils.files import atomic_path
 from veca.utils.text import excerpt, quoted
 
+StrPath: TypeAlias = str | os.PathLike[str]
 MAX_NESTING = 20
 """Levels of a configuration or of provenance."""
 _MAX_DESCRIPTION = 2**24
@@ -50,7 +51,7 @@ class Contents(NamedTuple):
     provenance: dict[str, Any]
 
 
-def save(model: Veca, path: str | os.PathLike[str]) -> None:
+def save(model: Veca, path: StrPath) -> None:
     """Write a model to `path`, a `.safetensors` file or else a folder, atomically.
 
     >>> import tempfile, veca
@@ -65,18 +66,13 @@ def save(model: Veca, path: str | os.PathLike[str]) -> None:
 
 
 def save_tensors(
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], provenance: Mapping[str, Any], path: StrPath
 ) -> None:
     """`save` without a model: from its tensors, on the CPU, its configuration and provenance."""
     path = Path(path)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        raise ArgumentError(
-            f"{path}: weights are written as a .safetensors file or a folder; for a .pt as the authors release it, "
-            "veca convert"
-        )
+        way_out = "for a .pt as the authors release it, veca convert"
+        raise ArgumentError(f"{path}: weights are written as a .safetensors file or a folder; {way_out}")
     # The header makes the file self-contained; config.json beside it is for people and transformers.
     description = {"config": config, "provenance": provenance}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
@@ -85,8 +81,8 @@ def save_tensors(
     if file is not path:
         architecture = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
         # `dtype`: what transformers loads the weights as, whatever they are stored in, like `load`.
-        fields = {"model_type": "veca", "architectures": [architecture], "dtype": "float32", **config}
-        fields["provenance"] = provenance
+        fields: dict[str, Any] = {"model_type": "veca", "architectures": [architecture], "dtype": "float32"}
+        fields |= {**config, "provenance": provenance}
         classes = provenance.get("classes", ())
         if classes and len(classes) == config.get("num_classes"):
             fields |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
@@ -178,10 +174,8 @@ def parse_transformers(path: Path, tensors: Mapping[str, Tensor]) -> Contents:
     except (OSError, ValueError):
         described = None
     if not isinstance(described, dict) or described.get("model_type") != "veca":
-        raise CheckpointError(
-            f"{path}: a safetensors file, but not of a VECA: its header has no `veca` entry, and there is no "
-            "config.json of one beside it"
-        )
+        problem = "its header has no `veca` entry, and there is no config.json of one beside it"
+        raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: {problem}")
     tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
     # Fields of transformers are ignored.
     fields = {field.name: described[field.name] for field in dataclasses.fields(VecaConfig) if field.name in described}

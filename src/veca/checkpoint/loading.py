@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from veca.checkpoint.format import (
     CheckpointError,
     Contents,
+    StrPath,
     check_tensors,
     parse_contents,
     parse_transformers,
@@ -59,9 +59,7 @@ def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
     return model
 
 
-def load(
-    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = torch.float32
-) -> Veca:
+def load(source: StrPath, device: str | torch.device | None = None, dtype: torch.dtype | None = torch.float32) -> Veca:
     """The model in `source`, in eval mode: a pretrained name, a file or folder of ours, or a released `.pt`.
 
     The model is float32, whatever the file is stored in, unless another `dtype` is given; None: as stored. A file that
@@ -77,9 +75,7 @@ def load(
     path = _find(source)
     tensors, config, provenance = _read_contents(path)
     if config.depth > max(_MANY_LAYERS, len(tensors)):
-        raise CheckpointError(
-            f"{path}: its configuration says {config.depth} layers, but it has {len(tensors)} tensors"
-        )
+        raise CheckpointError(f"{path}: its configuration says {config.depth} layers; it has {len(tensors)} tensors")
     # On meta nothing is allocated before the tensors have been checked; `assign` then takes them without a copy.
     with torch.device("meta"):
         model = Veca(config)
@@ -92,7 +88,7 @@ def load(
 
 
 def load_or_random(
-    source: str | os.PathLike[str], device: str | torch.device | None = None, dtype: torch.dtype | None = torch.float32
+    source: StrPath, device: str | torch.device | None = None, dtype: torch.dtype | None = torch.float32
 ) -> Veca:
     """`load`, but a named size without pretrained weights gets random ones, always the same; `provenance` says so."""
     if str(source) not in SIZES or Path(source).exists() or find_pretrained(source):
@@ -119,7 +115,7 @@ def _warn_if_not_finite(model: Veca, path: Path) -> None:
         warn_caller(f"{path}: its weights hold {total:,} NaN or infinite {values}, the first in {first}")
 
 
-def _find(source: str | os.PathLike[str]) -> Path:
+def _find(source: StrPath) -> Path:
     """The file that `source` names."""
     path = Path(source)
     if not path.exists():

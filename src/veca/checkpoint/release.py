@@ -35,14 +35,15 @@ def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
 
     The head is converted to `dtype` as `cast` does. Such files of a model that was there before are removed.
     """
-    if (source / HEAD).is_file():
-        _copy_head(source / HEAD, to / HEAD, dtype)
-    if (source / PREPROCESSOR).is_file():
-        with atomic_path(to / PREPROCESSOR) as part:
-            part.write_bytes((source / PREPROCESSOR).read_bytes())
     for name in (HEAD, PREPROCESSOR):
-        if not (source / name).is_file() and (to / "model.safetensors").is_file():  # of the model to be replaced
-            (to / name).unlink(missing_ok=True)
+        if not (source / name).is_file():
+            if (to / "model.safetensors").is_file():  # of the model to be replaced
+                (to / name).unlink(missing_ok=True)
+        elif name == HEAD:
+            _copy_head(source / HEAD, to / HEAD, dtype)
+        else:
+            with atomic_path(to / name) as part:
+                part.write_bytes((source / name).read_bytes())
 
 
 def _copy_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
@@ -54,9 +55,8 @@ def _copy_head(file: Path, to: Path, dtype: torch.dtype | None) -> None:
     except ArgumentError:
         raise
     except (ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{file}: damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
-        ) from error
+        problem = f"damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+        raise CheckpointError(f"{file}: {problem}") from error
     with atomic_path(to) as part:
         write_tensors(part, tensors, metadata)
 
@@ -68,10 +68,8 @@ def _check_values_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None
         if not tensor.isfinite().all():
             raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
-            largest, limit = float(tensor.abs().max()), torch.finfo(dtype).max
-            raise ArgumentError(
-                f"{excerpt(name)} has a value of {largest:.4g}, {dtype} ends at {limit:.4g}; choose bfloat16 instead"
-            )
+            values = f"a value of {float(tensor.abs().max()):.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
+            raise ArgumentError(f"{excerpt(name)} has {values}; choose bfloat16 instead")
         for kind in lost:
             lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
     half, brain = (lost[kind] ** 0.5 for kind in (torch.float16, torch.bfloat16))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, check_tensors, is_small
+from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, StrPath, check_tensors, is_small, join_names
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 from veca.config import SIZES, ConfigError, VecaConfig, size_name
 from veca.model import Veca
 from veca.utils.files import atomic_path
-from veca.utils.text import excerpt, quoted
+from veca.utils.text import quoted
 
 _MAX_CONFIG = 2**20
 """Characters of a released configuration when it is written out. Those of the authors have 3,000."""
 _MAX_STEP = 2**63
 _MODEL_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
-_PREFIXES = ("module.", "student.", "_orig_mod.")
+_PREFIXES = re.compile(r"^(?:(?:module|student|_orig_mod)\.)+")
+"""Of tensor names, by DistributedDataParallel, the authors' trainer and torch.compile."""
+_CORES = ("cores.", "core_states.")
+"""Tensors with a batch axis of one in released files."""
 _KEYS = {
     "embed_dim": ("hidden_dim",),
     "depth": ("num_layers",),
@@ -55,31 +58,29 @@ def read_released(path: Path) -> Contents:
     try:
         contents = read_torch_file(path)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: refused, it holds more than tensors and plain data, or is damaged: {error}"
-        ) from error
+        problem = "refused, it holds more than tensors and plain data, or is damaged"
+        raise CheckpointError(f"{path}: {problem}: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
-    student, config = (contents.get("student"), contents.get("config")) if isinstance(contents, dict) else (None, None)
-    if not isinstance(student, dict) or not isinstance(config, dict):
-        keys = ", ".join(excerpt(str(key), 40) for key in [*contents][:8]) if isinstance(contents, dict) else ""
-        held = f"keys {keys}" if isinstance(contents, dict) else quoted(contents)
-        raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({held})")
-    parsed = parse_released(path, student, config)
-    if _is_step(step := contents.get("global_step")):
-        parsed.provenance["global_step"] = step
-    return parsed
+    match contents:
+        case {"student": dict() as student, "config": dict() as config}:
+            parsed = parse_released(path, student, config)
+            if _is_step(step := contents.get("global_step")):
+                parsed.provenance["global_step"] = step
+            return parsed
+    held = f"keys {join_names([*map(str, contents)])}" if isinstance(contents, dict) else quoted(contents)
+    raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({held})")
 
 
 def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str, Any]) -> Contents:
     """The contents of a released file, given its tensors and its configuration."""
-    student = {strip_prefixes(str(n)): each for n, each in student.items() if isinstance(each, Tensor | Unsupported)}
+    tensors = {name: each for name, each in student.items() if isinstance(each, Tensor | Unsupported)}
+    student = {_PREFIXES.sub("", str(name)): each for name, each in tensors.items()}
     if "query_token_chunks.0" not in student:
         raise CheckpointError(f"{path}: not a VECA's weights: it has no tensor `query_token_chunks.0`")
     if not is_small(released, _MAX_CONFIG):
-        raise ConfigError(
-            f"it has more than {_MAX_CONFIG:,} characters, or is nested more than {MAX_NESTING} levels deep"
-        )
+        limits = f"more than {_MAX_CONFIG:,} characters, or is nested more than {MAX_NESTING} levels deep"
+        raise ConfigError(f"it has {limits}")
     config = config_from_released(released, student)
     depth = len({name.split(".", 2)[1] for name in student if name.startswith("blocks.")})
     if depth != config.depth:
@@ -93,7 +94,7 @@ def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str
     return Contents(from_released(student, config), config, provenance)
 
 
-def save_released(model: Veca, path: str | os.PathLike[str]) -> None:
+def save_released(model: Veca, path: StrPath) -> None:
     """Write `path` in the released format, atomically."""
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps
     config = model.config
@@ -127,14 +128,6 @@ def _is_step(step: object) -> bool:
     return type(step) is int and 0 <= step < _MAX_STEP
 
 
-def strip_prefixes(name: str) -> str:
-    """A tensor's name without the prefixes of DistributedDataParallel, torch.compile and the authors' trainer."""
-    start = 0
-    while name.startswith(_PREFIXES, start):
-        start = name.index(".", start) + 1
-    return name[start:]
-
-
 def is_literal(value: object) -> bool:
     """Whether `ast.literal_eval(repr(value))` is the value again; for data that is not nested deeply."""
     if type(value) is dict:
@@ -144,23 +137,18 @@ def is_literal(value: object) -> bool:
     return type(value) in (str, int, bool, type(None)) or (type(value) is float and math.isfinite(value))
 
 
-def config_from_released(
-    released: Mapping[str, Any], tensors: Mapping[str, Tensor | Unsupported] | None = None
-) -> VecaConfig:
+def config_from_released(released: Mapping[str, Any], tensors: Mapping[str, Tensor | Unsupported]) -> VecaConfig:
     """Our form of a released configuration; `output_dim` is read from the tensors."""
     read = ("model_family", "rope_zero_freqs_from", "patch_embed_use_ln", *itertools.chain(*_KEYS.values()))
     for key in read:
         if key in released and not is_literal(released[key]):
             raise ConfigError(f"{key} is {quoted(released[key])}, which is not plain data")
     if released.get("rope_zero_freqs_from", "low") != "low" or released.get("patch_embed_use_ln"):
-        raise ConfigError(
-            "it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as all released models have"
-        )
+        raise ConfigError("it needs rope_zero_freqs_from='low' and patch_embed_use_ln=False, as released models have")
     fields = _fields(released)
-    for field in ("embed_dim", "depth", "num_heads", "mlp_ratio"):
-        if field not in fields:
-            raise ConfigError(f"it has no {_KEYS[field][0]!r}")
-    projection = (tensors or {}).get("output_proj.weight")
+    if missing := [field for field in ("embed_dim", "depth", "num_heads", "mlp_ratio") if field not in fields]:
+        raise ConfigError(f"it has no {_KEYS[missing[0]][0]!r}")
+    projection = tensors.get("output_proj.weight")
     if isinstance(projection, Tensor) and projection.dim():
         fields["output_dim"] = projection.shape[0]
     return VecaConfig.from_dict(fields)
@@ -184,15 +172,12 @@ def released_config(config: VecaConfig, original: Mapping[str, Any]) -> dict[str
     written = {**original, "model_family": family, "rope_zero_freqs_from": "low"}
     for field, keys in _KEYS.items():
         value = getattr(config, field)
-        if field in _OPTIONAL and _as_tuple(_fields(written).get(field, getattr(VecaConfig(), field))) == value:
+        implied = _fields(written).get(field, getattr(VecaConfig(), field))
+        if field in _OPTIONAL and (tuple(implied) if isinstance(implied, list) else implied) == value:
             continue
         for key in [key for key in keys if key in original] or keys[:1]:
             written[key] = value
     return written
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _released_names(config: VecaConfig) -> dict[str, tuple[str, ...]]:
@@ -232,25 +217,25 @@ def from_released(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str
     """
     tensors = {}
     for ours, released in _released_names(config).items():
-        parts = [student[name] for name in released]
-        if len(parts) == 3:
-            shape = (config.num_heads, config.head_dim // 2, 2)
-            parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
-        tensor = torch.cat(parts)
-        tensors[ours] = tensor.squeeze(0) if ours.startswith(("cores.", "core_states.")) else tensor
+        tensor = torch.cat(_swap_channels([student[name] for name in released], config, (config.head_dim // 2, 2)))
+        tensors[ours] = tensor.squeeze(0) if ours.startswith(_CORES) else tensor
     return tensors
+
+
+def _swap_channels(parts: list[Tensor], config: VecaConfig, shape: tuple[int, int]) -> list[Tensor]:
+    """Transpose the channels of each head, seen in this shape, in q and k of (q, k, v); other tensors stay."""
+    if len(parts) == 3:
+        parts[:2] = [part.unflatten(0, (config.num_heads, *shape)).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+    return parts
 
 
 def to_released(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
     """The inverse of `from_released`, bit for bit."""
     student: dict[str, Tensor] = {}
     for ours, released in _released_names(config).items():
-        tensor = tensors[ours]
-        parts = [tensor[None] if ours.startswith(("cores.", "core_states.")) else tensor]
-        if len(released) == 3:
-            shape = (config.num_heads, 2, config.head_dim // 2)
-            parts = list(tensor.chunk(3))
-            parts[:2] = [part.unflatten(0, shape).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+        tensor = tensors[ours][None] if ours.startswith(_CORES) else tensors[ours]
+        parts = [tensor] if len(released) == 1 else list(tensor.chunk(3))
+        parts = _swap_channels(parts, config, (2, config.head_dim // 2))
         # Cloned: torch.save would write the whole storage of a slice.
         student |= {name: part.clone() for name, part in zip(released, parts, strict=True)}
     return student

@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import pickletools
+import tomllib
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -41,63 +42,12 @@ _OPCODES = {
 }  # fmt: skip
 """What `torch.save` writes, in pickle protocol 2."""
 
+# The allow-list of "module name": functions, dtypes by storage class, descriptions of contents that are not read.
+_NAMES = tomllib.loads(Path(__file__).with_name("torch_names.toml").read_text("utf-8"))
 _DTYPES = {f"torch {name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_STORAGES = {
-    "torch DoubleStorage": torch.float64,
-    "torch FloatStorage": torch.float32,
-    "torch HalfStorage": torch.float16,
-    "torch BFloat16Storage": torch.bfloat16,
-    "torch LongStorage": torch.int64,
-    "torch IntStorage": torch.int32,
-    "torch ShortStorage": torch.int16,
-    "torch CharStorage": torch.int8,
-    "torch ByteStorage": torch.uint8,
-    "torch BoolStorage": torch.bool,
-    "torch ComplexFloatStorage": torch.complex64,
-    "torch ComplexDoubleStorage": torch.complex128,
-    "torch QInt32Storage": torch.int32,
-    "torch QInt8Storage": torch.int8,
-    "torch QUInt8Storage": torch.uint8,
-    "torch QUInt4x2Storage": torch.uint8,
-    "torch QUInt2x4Storage": torch.uint8,
-    "torch UntypedStorage": torch.uint8,
-    "torch.storage UntypedStorage": torch.uint8,
-}
-_FUNCTIONS = {
-    "collections OrderedDict",
-    "torch Size",
-    "torch Tensor",
-    "torch.nn.parameter Parameter",
-    "torch.serialization _get_layout",
-    "torch._utils _rebuild_tensor",
-    "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_tensor_v3",
-    "torch._utils _rebuild_parameter",
-    "torch._utils _rebuild_parameter_with_state",
-    "torch._utils _rebuild_sparse_tensor",
-    "torch._tensor _rebuild_from_type_v2",
-}
-_UNSUPPORTED = {
-    "_codecs encode": "bytes",
-    "__builtin__ bytearray": "a bytearray",
-    "__builtin__ complex": "a complex number",
-    "__builtin__ set": "a set",
-    "builtins bytearray": "a bytearray",
-    "builtins complex": "a complex number",
-    "builtins set": "a set",
-    "collections Counter": "a counter",
-    "torch device": "a device",
-    "torch per_tensor_affine": "a quantization scheme",
-    "torch per_channel_affine": "a quantization scheme",
-    "torch._utils _rebuild_qtensor": "a quantized tensor",
-    "torch._utils _rebuild_meta_tensor_no_storage": "a meta tensor",
-    "torch._utils _rebuild_wrapper_subclass": "a tensor subclass",
-    "torch._utils _rebuild_device_tensor_from_numpy": "a tensor of another device",
-    "torch._utils _rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
-}
-"""Harmless contents of no use here: an `Unsupported` takes their place."""
-
-_LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NAMES["storages"].items()}
+_LEGACY_START = (0x1950A86A20F9469CFC6C, 1001)
+"""Magic number and protocol version."""
 
 
 class Unsupported:
@@ -122,7 +72,7 @@ class _Storage(NamedTuple):
     dtype: torch.dtype
 
 
-FindStorage = Callable[[Any, int], Tensor]
+FindStorage = Callable[[str, int], Tensor]
 """(key, number of bytes that the pickle claims) → the bytes of a storage."""
 
 
@@ -162,10 +112,10 @@ def _read_zip(path: Path) -> Any:
             raise ValueError("its numbers are not little-endian")
         storages: dict[str, Tensor] = {}
 
-        def find_storage(key: Any, count: int) -> Tensor:
-            entry = entries.get(f"{folder}data/{key}") if type(key) is str else None
+        def find_storage(key: str, count: int) -> Tensor:
+            entry = entries.get(f"{folder}data/{key}")
             if entry is None or entry.file_size != count:
-                raise ValueError(f"storage {excerpt(str(key))} has not the {count:,} bytes its tensors claim")
+                raise ValueError(f"storage {excerpt(key)} has not the {count:,} bytes its tensors claim")
             if key not in storages:
                 storages[key] = _read_entry(archive, entry)
             return storages[key]
@@ -191,10 +141,8 @@ def _read_legacy(path: Path) -> Any:
     storages: dict[str, Tensor] = {}
     unclaimed = size
 
-    def find_storage(key: Any, count: int) -> Tensor:
+    def find_storage(key: str, count: int) -> Tensor:
         nonlocal unclaimed
-        if type(key) is not str:
-            raise ValueError("a storage whose key is not text")
         if key not in storages:
             unclaimed -= count
             if unclaimed < 0:
@@ -206,7 +154,7 @@ def _read_legacy(path: Path) -> Any:
 
     unpickler = _Unpickler(file, size, find_storage)
     magic, protocol, system = (unpickler.load() for _ in range(3))
-    if (magic, protocol) != (_LEGACY_MAGIC, _LEGACY_PROTOCOL) or not isinstance(system, dict):
+    if (magic, protocol) != _LEGACY_START or not isinstance(system, dict):
         raise ValueError("a pickle, but not one of torch.save")
     if system.get("little_endian") is not True:
         raise ValueError("its numbers are not little-endian")
@@ -247,12 +195,12 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         known = f"{module} {name}"
-        if known in _DTYPES or known in _STORAGES:
-            return _DTYPES.get(known) or _STORAGES[known]
-        if known in _FUNCTIONS:
+        if known in _DTYPES:
+            return _DTYPES[known]
+        if known in _NAMES["functions"]:
             return _Function(known)
-        if known in _UNSUPPORTED:
-            return Unsupported(_UNSUPPORTED[known])
+        if known in _NAMES["unsupported"]:
+            return Unsupported(_NAMES["unsupported"][known])
         raise pickle.UnpicklingError(f"it names {excerpt(f'{module}.{name}')}")
 
     def load_reduce(self) -> None:
@@ -287,14 +235,11 @@ class _Unpickler(pickle._Unpickler):
             target[_hashable(key)] = value
 
     def persistent_load(self, identifier: Any) -> _Storage:
-        if type(identifier) is not tuple or not 5 <= len(identifier) <= 6:
-            raise pickle.UnpicklingError("it refers to something that is not a storage")
-        kind, dtype, key, _, count, *view = identifier
-        if kind != "storage" or any(each is not None for each in view):
-            raise pickle.UnpicklingError("it refers to something that is not a storage")
-        if not isinstance(dtype, torch.dtype) or type(count) is not int or count < 0:
-            raise ValueError("the description of a storage is damaged")
-        return _Storage(self.find_storage(key, count * dtype.itemsize), dtype)
+        match identifier:
+            case "storage", torch.dtype() as dtype, str() as key, _, int() as count, *view:
+                if count >= 0 and all(each is None for each in view):
+                    return _Storage(self.find_storage(key, count * dtype.itemsize), dtype)
+        raise pickle.UnpicklingError("it refers to something that is not a storage")
 
     def _call(self, function: Any, arguments: Any) -> Any:
         if isinstance(function, Unsupported):
@@ -317,24 +262,18 @@ class _Unpickler(pickle._Unpickler):
             case "_rebuild_from_type_v2", (rebuild, _, tuple() as inner, _):  # a tensor with attributes
                 return self._call(rebuild, inner)
             case "_rebuild_tensor", (storage, offset, sizes, strides):
-                return self._tensor(storage, offset, sizes, strides)
+                return self._tensor(storage, offset, sizes, strides, [])
             case "_rebuild_tensor_v2", (storage, offset, sizes, strides, _, _, *metadata):
-                return self._tensor(storage, offset, sizes, strides, metadata=metadata)
+                return self._tensor(storage, offset, sizes, strides, metadata)
             case "_rebuild_tensor_v3", (storage, offset, sizes, strides, _, _, torch.dtype() as dtype, *metadata):
-                return self._tensor(storage, offset, sizes, strides, dtype, metadata)
+                return self._tensor(storage, offset, sizes, strides, metadata, dtype)
         raise pickle.UnpicklingError(f"it calls {function.name.replace(' ', '.')} in a way that torch.save does not")
 
     def _tensor(
-        self,
-        storage: Any,
-        offset: Any,
-        sizes: Any,
-        strides: Any,
-        dtype: torch.dtype | None = None,
-        metadata: list[Any] | None = None,
+        self, storage: Any, offset: Any, sizes: Any, strides: Any, metadata: list[Any], dtype: torch.dtype | None = None
     ) -> Tensor | Unsupported:
         """A view of a storage, which must hold all that the view claims."""
-        if any(metadata or ()):
+        if any(metadata):
             return Unsupported("a conjugated or negated tensor")
         if len(sizes) != len(strides) or len(sizes) > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")

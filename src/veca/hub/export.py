@@ -14,8 +14,9 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -98,7 +99,9 @@ def export(
     form = format_of(path, form)
     cores = (model.budget or model.config.num_cores) if cores is None else cores
     _check_request(model, cores, size, form, dtype)
-    _check_installed(form)
+    for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
+        with needs_extra("ONNX files need", "export"):
+            importlib.import_module(package)
     check_writable(path)
     # Files are traced on the CPU, and checked against the model in float32.
     original = BudgetModel(copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False), cores)
@@ -119,14 +122,13 @@ def export(
                 _compile_aoti(program, file, metadata_props)
         checks = check_file(file, form, original, size) if check else []
         # `not <=`: an error of NaN is wrong too.
-        wrong = [(each, key) for each in checks for key in OUTPUTS if not each.errors[key] <= TOLERANCE.get(dtype, 1e9)]
-        if wrong:
-            each, key = wrong[0]
-            raise ArgumentError(
-                f"{path} was not written: at {each.batch} × {each.size[0]}×{each.size[1]} its {key} is "
-                f"{each.errors[key]:.1e} away from PyTorch's, more than {TOLERANCE[dtype]:.0e} for {dtype}; "
-                "check=False (--no-check) writes it all the same"
-            )
+        limit = TOLERANCE.get(dtype, 1e9)
+        for batch, (height, width), errors, *_ in checks:
+            for key, error in errors.items():
+                if not error <= limit:
+                    where = f"at {batch} × {height}×{width} its {key} is {error:.1e} away from PyTorch's"
+                    rule = f"more than {limit:.0e} for {dtype}; check=False (--no-check) writes it all the same"
+                    raise ArgumentError(f"{path} was not written: {where}, {rule}")
         os.replace(file, part)
     return checks
 
@@ -208,10 +210,9 @@ def to_onnx(program: torch.export.ExportedProgram) -> Any:
     del model.graph.value_info[:], model.graph.metadata_props[:]
     for node in model.graph.node:
         del node.metadata_props[:]
-    names = {"images": ("batch", "", "height", "width"), "cls": ("batch",), "patches": ("batch", "patches")}
-    names["coordinates"] = ("", "batch")
+    names = {"images": ["batch", "", "height", "width"], "patches": ["batch", "patches"], "coordinates": ["", "batch"]}
     for value in (*model.graph.input, *model.graph.output):
-        for axis, axis_name in zip(value.type.tensor_type.shape.dim, names[value.name], strict=False):
+        for axis, axis_name in zip(value.type.tensor_type.shape.dim, names.get(value.name, ["batch"]), strict=False):
             if axis_name and not axis.HasField("dim_value"):
                 axis.dim_param = axis_name
     return model
@@ -279,52 +280,43 @@ def check_file(
         warnings.filterwarnings("ignore", message=".*was not trained")
         for batch, (height, width) in cases:
             images = torch.randn(batch, model_at_budget.model.config.in_chans, height, width, generator=random)
-            pairs = zip(OUTPUTS, run(images), model_at_budget(images), strict=True)
-            errors = {key: float((f - e).norm() / e.norm().clamp_min(1e-30)) for key, f, e in pairs}
-            seconds = [
-                min(timed(lambda: call(images), images.device) for _ in range(3)) / batch  # noqa: B023 (called at once)
-                for call in (run, model_at_budget)
-            ]
-            checks.append(ExportCheck(batch, (height, width), errors, seconds[0], seconds[1]))
+            errors = output_errors(run(images), model_at_budget(images))
+            calls = (partial(run, images), partial(model_at_budget, images))
+            file_s, torch_s = (min(timed(call, images.device) for _ in range(3)) / batch for call in calls)
+            checks.append(ExportCheck(batch, (height, width), errors, file_s, torch_s))
     return checks
 
 
+def output_errors(outputs: Iterable[Tensor], expected: Iterable[Tensor]) -> dict[str, float]:
+    """‖output − expected‖ / ‖expected‖ by the name of the output."""
+    pairs = zip(OUTPUTS, outputs, expected, strict=True)
+    return {key: float((a - b).norm() / b.norm().clamp_min(1e-30)) for key, a, b in pairs}
+
+
 def _check_request(model: Veca, cores: int, size: ImageSize | None, form: ExportFormat, dtype: str) -> None:
-    config = model.config
+    patch, num_cores = model.config.patch_size, model.config.num_cores
     if isinstance(model, FastVeca) or any(module._compiled_call_impl is not None for module in model.modules()):
         raise ArgumentError("an optimized model cannot be exported: export the model it was made from")
     if type(model).forward is not Veca.forward:
-        raise ArgumentError(
-            f"a {type(model).__name__} is not called as a Veca is; veca.save it, and export what veca.load gives"
-        )
+        way_out = "veca.save it, and export what veca.load gives"
+        raise ArgumentError(f"a {type(model).__name__} is not called as a Veca is; {way_out}")
     if model.coordinate_alpha.is_meta:
         raise ArgumentError("the model is on the meta device and has no weights; load them first")
-    if not is_budget(cores, config.num_cores):
-        raise ArgumentError(f"cores={cores!r}; a budget is an integer from 1 to {config.num_cores}")
-    if size is not None and (min(size) < config.patch_size or any(side % config.patch_size for side in size)):
-        near = "x".join(map(str, nearest_sizes(*size, config.patch_size)))
-        raise ArgumentError(
-            f"size {size[0]}x{size[1]}: sides must be positive multiples of {config.patch_size}. Nearest: {near}"
-        )
+    if not is_budget(cores, num_cores):
+        raise ArgumentError(f"cores={cores!r}; a budget is an integer from 1 to {num_cores}")
+    if size is not None and (min(size) < patch or any(side % patch for side in size)):
+        near = "x".join(map(str, nearest_sizes(*size, patch)))
+        raise ArgumentError(f"size {size[0]}x{size[1]}: sides must be positive multiples of {patch}. Nearest: {near}")
     if dtype not in get_args(ExportDtype):
         raise ArgumentError(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(ExportDtype))}")
     if form == "onnx" and dtype == "bfloat16":
         raise ArgumentError("dtype bfloat16 in an ONNX file: hardly a runtime computes in it; choose float16 or a .pt2")
     if form != "onnx" and dtype == "int8":
-        raise ArgumentError(
-            f"dtype int8 with format {form}: it is made by onnxruntime; write to a file that ends in .onnx"
-        )
-    width = 2 if dtype == "float16" else 4
-    if form == "onnx" and (weight := width * sum(p.numel() for p in model.parameters())) >= ONNX_BYTES:
-        raise ArgumentError(
-            f"the weights are {weight / 1e9:.1f} GB; an ONNX file holds at most 2: choose float16 or a .pt2"
-        )
-
-
-def _check_installed(form: ExportFormat) -> None:
-    for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
-        with needs_extra("ONNX files need", "export"):
-            importlib.import_module(package)
+        raise ArgumentError(f"dtype int8 with format {form}: onnxruntime makes it; write to a file that ends in .onnx")
+    size_bytes = (2 if dtype == "float16" else 4) * sum(p.numel() for p in model.parameters())
+    if form == "onnx" and size_bytes >= ONNX_BYTES:
+        weights = f"the weights are {size_bytes / 1e9:.1f} GB"
+        raise ArgumentError(f"{weights}; an ONNX file holds at most 2: choose float16 or a .pt2")
 
 
 @contextmanager
@@ -333,8 +325,7 @@ def _silence_exporters() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

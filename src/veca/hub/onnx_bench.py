@@ -14,17 +14,12 @@ from torch import Tensor
 
 from veca.checkpoint import load_or_random
 from veca.errors import ArgumentError
-from veca.hub.export import OUTPUTS, BudgetModel, ExportDtype, RunFile, export, open_file, parse_size
+from veca.hub.export import OUTPUTS, BudgetModel, ExportDtype, RunFile, export, open_file, output_errors, parse_size
 from veca.utils.timing import measure
 
 
 def bench_onnx(
-    model: str = "veca_tiny",
-    sizes: Sequence[str] = ("224", "256", "320x480", "512", "768"),
-    cores: Sequence[int] = (8, 32, 64),
-    dtype: ExportDtype = "float32",
-    threads: int = 1,
-    repeats: int = 7,
+    model: str, sizes: Sequence[str], cores: Sequence[int], dtype: ExportDtype, threads: int, repeats: int
 ) -> None:
     """Print the error and the median time of an ONNX file of `model` beside eager float32 PyTorch.
 
@@ -57,9 +52,8 @@ def bench_onnx(
 def compare_outputs(
     run: RunFile, plain: BudgetModel, images: Tensor, repeats: int
 ) -> tuple[dict[str, float], float, float]:
-    """‖a − b‖ / ‖b‖ of each output, and the median seconds of `run` (a) and `plain` (b), which take turns."""
+    """The errors of `run` against `plain`, and the median seconds of both, which take turns."""
     with torch.inference_mode():
-        outputs = zip(OUTPUTS, run(images), plain(images), strict=True)
-        errors = {key: float((a - b).norm() / b.norm()) for key, a, b in outputs}
+        errors = output_errors(run(images), plain(images))
         seconds = measure({"onnx": lambda: run(images), "torch": lambda: plain(images)}, images.device, repeats)
     return errors, statistics.median(seconds["onnx"]), statistics.median(seconds["torch"])

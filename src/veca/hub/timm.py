@@ -8,6 +8,7 @@ attributes that timm's tools read are there. Tensors have the same names as in `
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,14 @@ class TimmVeca(Veca):
         self.global_pool = _check_pool(global_pool)
         self.head_drop = nn.Dropout(drop_rate)
         self.has_class_token = True
-        self.feature_info = [
-            {"module": f"blocks.{i}", "num_chs": config.embed_dim, "reduction": config.patch_size}
-            for i in range(config.depth)
-        ]
-        if drop_path_rate:
-            blocks: Any = self.blocks
-            for i, block in enumerate(blocks):
-                rate = drop_path_rate * i / max(1, config.depth - 1)
-                # A hook drops the residual branch of a sample; hooked layers take no fused path.
-                for layer in (block.attn, block.mlp):
-                    layer.drop_path = DropPath(rate)
-                    layer.register_forward_hook(_drop_path)
+        shape = {"num_chs": config.embed_dim, "reduction": config.patch_size}
+        self.feature_info = [{"module": f"blocks.{i}", **shape} for i in range(config.depth)]
+        blocks: Any = self.blocks if drop_path_rate else ()
+        for i, block in enumerate(blocks):
+            # A hook drops the residual branch of a sample; hooked layers take no fused path.
+            for layer in (block.attn, block.mlp):
+                layer.drop_path = DropPath(drop_path_rate * i / max(1, config.depth - 1))
+                layer.register_forward_hook(_drop_path)
         self.set_input_size(img_size)
 
     @property
@@ -117,9 +114,8 @@ class TimmVeca(Veca):
         if height % patch or width % patch or min(height, width) < patch:
             raise ArgumentError(f"img_size={img_size}; sides must be positive multiples of {patch}")
         grid = height // patch, width // patch
-        vars(self.patch_embed).update(
-            img_size=(height, width), patch_size=(patch, patch), grid_size=grid, num_patches=grid[0] * grid[1]
-        )
+        nominal = {"img_size": (height, width), "patch_size": (patch, patch), "grid_size": grid}
+        vars(self.patch_embed).update(nominal, num_patches=grid[0] * grid[1])
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -130,15 +126,13 @@ class TimmVeca(Veca):
         self.blocks = self.blocks[:depth]
         self.coordinate_heads = self.coordinate_heads[: depth - 1]
         self.coordinate_alpha = nn.Parameter(self.coordinate_alpha.detach()[: depth - 1].clone())
-        fields = {**self.config.to_dict(), "depth": depth}
+        self.config = dataclasses.replace(self.config, depth=depth)
         if prune_norm:
             self.norm = nn.Identity()  # type: ignore[assignment]  # called the same way
         if prune_head:
             self.output_proj = nn.Identity()
             self.num_features = self.head_hidden_size = self.embed_dim
-            fields["output_dim"] = None
-        self.config = VecaConfig.from_dict(fields)
-        if prune_head:
+            self.config = dataclasses.replace(self.config, output_dim=None)
             self.reset_classifier(0, "")
         return take
 
@@ -169,19 +163,13 @@ class TimmVeca(Veca):
         """Parameter names by layer, for layer-wise learning rates; a coordinate head belongs to the block before it."""
         return {
             "stem": r"^(?:cores|core_states|coordinate_alpha|patch_embed)",
-            "blocks": [
-                (r"^blocks\.(\d+)", None),
-                (r"^coordinate_heads\.(\d+)", None),
-                (r"^(?:norm|output_proj)", (99999,)),
-            ],
+            "blocks": [(r"^(?:blocks|coordinate_heads)\.(\d+)", None), (r"^(?:norm|output_proj)", (99999,))],
         }
 
 
 def _check_pool(pool: str) -> str:
     if pool not in POOLS:
-        raise ArgumentError(
-            f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (no pool)"
-        )
+        raise ArgumentError(f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (none)")
     return pool
 
 
@@ -230,7 +218,6 @@ def _register(size: str) -> None:
     name = f"{size}_patch16"
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        out_indices = kwargs.pop("out_indices", 3)
         config = SIZES[size]
         overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
         file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
@@ -238,14 +225,8 @@ def _register(size: str) -> None:
             if pretrained:
                 config = load(file, device="meta").config  # it may have an `output_dim`, a teacher's width
             kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)
-        return timm.models.build_model_with_cfg(
-            TimmVeca,
-            name,
-            pretrained,
-            model_cfg=config,
-            feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-            **kwargs,
-        )
+        kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
+        return timm.models.build_model_with_cfg(TimmVeca, name, pretrained, model_cfg=config, **kwargs)
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"`{size}` of veca; `kwargs` are those of `TimmVeca`."

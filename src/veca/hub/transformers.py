@@ -15,18 +15,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor, nn
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForImageClassification,
-    BatchFeature,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import BatchFeature, PreTrainedConfig, PreTrainedModel
 from transformers.backbone_utils import BackboneConfigMixin, BackboneMixin
 from transformers.image_processing_utils import BaseImageProcessor, get_size_dict
 from transformers.image_transforms import to_pil_image
@@ -165,12 +157,7 @@ class VecaPreTrainedModel(PreTrainedModel):
         return self.veca.grad_checkpointing
 
     def _pass(
-        self,
-        pixel_values: Tensor,
-        cores: int | None,
-        hidden: bool | None,
-        attentions: bool | None,
-        cls_only: bool = False,
+        self, images: Tensor, cores: int | None, hidden: bool | None, attentions: bool | None, cls_only: bool = False
     ) -> tuple[Any, dict[str, Any]]:
         """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless requested."""
         hidden = self.config.output_hidden_states if hidden is None else hidden
@@ -178,7 +165,7 @@ class VecaPreTrainedModel(PreTrainedModel):
         cores = self.config.cores if cores is None else cores
         take = range(-1, len(self.veca.blocks)) if hidden else ()
         with recorded_attention(self.veca, bool(attentions)) as maps:
-            x, _, taken = self.veca._run(pixel_values, cores, take, cls_only=cls_only and not hidden)
+            x, _, taken = self.veca._run(images, cores, take, cls_only=cls_only and not hidden)
         more = {"hidden_states": tuple(taken) if hidden else None, "attentions": tuple(maps) if attentions else None}
         return self.veca.output_proj(x), more
 
@@ -286,23 +273,18 @@ class VecaImageProcessor(BaseImageProcessor):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.size = get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
-        self.fit = fit
+        self.size, self.fit = get_size_dict(size, default_to_square=fit in ("crop", "stretch")), fit
         self.image_mean, self.image_std = list(image_mean), list(image_std)
 
     def preprocess(
-        self,
-        images: Any,
-        size: int | dict[str, int] | None = None,
-        fit: Fit | None = None,
-        return_tensors: str | None = None,
+        self, images: Any, size: int | dict[str, int] | None = None, fit: Fit | None = None, return_tensors: Any = None
     ) -> BatchFeature:
         """Images (Pillow, arrays, tensors, paths, URLs; one or a list) → normalised tensors (3, H, W)."""
         fit = fit or self.fit
         side = self.size if size is None else get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
         flat: Any = make_flat_list_of_images(self.fetch_images(images))
-        pixel_values = [self._preprocess_image(image, side, fit) for image in flat]
-        return BatchFeature({"pixel_values": pixel_values}, tensor_type=return_tensors)
+        tensors = [self._preprocess_image(image, side, fit) for image in flat]
+        return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
 
     def _preprocess_image(self, image: Any, size: dict[str, int], fit: Fit) -> Tensor:
         sides = tuple(size.values())
@@ -313,10 +295,9 @@ class VecaImageProcessor(BaseImageProcessor):
         return (pixels - mean) / std
 
 
-AutoConfig.register("veca", VecaConfig, exist_ok=True)
-AutoModel.register(VecaConfig, VecaModel, exist_ok=True)
-AutoModelForImageClassification.register(VecaConfig, VecaForImageClassification, exist_ok=True)
-AutoBackbone.register(VecaConfig, VecaBackbone, exist_ok=True)
-AutoImageProcessor.register(
-    VecaConfig, exist_ok=True, image_processor_classes=dict.fromkeys(("torchvision", "pil"), VecaImageProcessor)
-)
+transformers.AutoConfig.register("veca", VecaConfig, exist_ok=True)
+transformers.AutoModel.register(VecaConfig, VecaModel, exist_ok=True)
+transformers.AutoModelForImageClassification.register(VecaConfig, VecaForImageClassification, exist_ok=True)
+transformers.AutoBackbone.register(VecaConfig, VecaBackbone, exist_ok=True)
+_PROCESSORS: dict[str, type] = dict.fromkeys(("torchvision", "pil"), VecaImageProcessor)
+transformers.AutoImageProcessor.register(VecaConfig, image_processor_classes=_PROCESSORS, exist_ok=True)

@@ -9,12 +9,7 @@ from torch import nn
 from veca.config import VecaConfig, size_name
 from veca.errors import needs_extra
 
-DENSE_VITS = {
-    "veca_small": "vit_small_patch16_dinov3",
-    "veca_small_plus": "vit_small_plus_patch16_dinov3",
-    "veca_base": "vit_base_patch16_dinov3",
-    "veca_large": "vit_large_patch16_dinov3",
-}
+DENSE_VITS = {f"veca_{size}": f"vit_{size}_patch16_dinov3" for size in ("small", "small_plus", "base", "large")}
 """timm's names of the dense ViTs that have the depth, width and heads of a named VECA."""
 
 

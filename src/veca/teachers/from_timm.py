@@ -25,16 +25,15 @@ class TimmTeacher(Teacher):
     def __init__(self, model: nn.Module, meet: Meet = "input") -> None:
         from timm.data.config import resolve_data_config
 
-        about = resolve_data_config({}, model=model)
+        timm_model, about = cast(Any, model), resolve_data_config({}, model=model)
         prefix = getattr(model, "num_prefix_tokens", None)  # class token and registers; None: not a ViT
         if prefix is not None and hasattr(model, "patch_embed"):
-            stride = cast(Any, model).patch_embed.patch_size[0]
+            stride = timm_model.patch_embed.patch_size[0]
         elif getattr(model, "feature_info", None):
-            stride = cast(Any, model).feature_info[-1]["reduction"]
+            stride = timm_model.feature_info[-1]["reduction"]
         else:
             raise TeacherError(f"{type(model).__name__}: timm does not say how many pixels a cell of its map has")
-        width = cast(int, model.num_features)
-        super().__init__(width, stride, about["mean"], about["std"], raw=prefix is None, meet=meet)
+        super().__init__(timm_model.num_features, stride, about["mean"], about["std"], raw=prefix is None, meet=meet)
         self.prefix, self.pooled = prefix, prefix is None
         # A prefix may be registers alone, without a class token.
         self.class_token = bool(getattr(model, "has_class_token", prefix))
@@ -46,10 +45,8 @@ class TimmTeacher(Teacher):
         if self.prefix is None:
             dense = out if getattr(model, "output_fmt", "NCHW") == "NCHW" else out.permute(0, 3, 1, 2)
             return dense.mean((2, 3)), dense
-        grid = tuple(side // self.stride for side in images.shape[-2:])
-        dense = out[:, self.prefix :].mT.unflatten(2, grid)
         cls = out[:, 0] if self.class_token else model.forward_head(out, pre_logits=True)
-        return cls, dense
+        return cls, self.to_map(out[:, self.prefix :], images)
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
         return None if self.prefix is None else super().patch_embedding()
@@ -70,7 +67,7 @@ def timm_teacher(
         raise TeacherError(f"timm has no model {name!r}{did_you_mean(name, known)}; timm.list_models() has them all")
     if file is None and pretrained:
         _check_weights(name)
-    tensors = None if file is None else read_weights(Path(file))
+    tensors = {} if file is None else read_weights(Path(file))
     options = {"pretrained": pretrained and file is None, "num_classes": 0, **options}
     try:
         model = timm.create_model(name, dynamic_img_size=True, **options)
@@ -78,10 +75,9 @@ def timm_teacher(
         model = timm.create_model(name, **options)
     teacher = TimmTeacher(model, meet)
     teacher.name, teacher.weights = f"timm:{name}", "random"
-    if tensors is not None:
+    if file is not None:
         _load_weights(model, tensors, f"{file}")
-        teacher.name = f"timm:{name}@{file}"
-        teacher.weights = describe_file(Path(cast(str, file)))
+        teacher.name, teacher.weights = f"timm:{name}@{file}", describe_file(Path(file))
     elif pretrained:
         teacher.weights = f"timm's {name.split('.')[0]}.{cast(Any, model).pretrained_cfg.get('tag', '')}"
     return teacher
@@ -100,10 +96,8 @@ def _check_weights(name: str) -> None:
         has = f"it has {', '.join(tags)}" if tags else f"give a local file: timm:{name}@weights.safetensors"
         raise TeacherError(f"timm has no weights {name!r}{did_you_mean(name, tags)}; {has}")
     if any("QuickGELU" in str(note) for note in about.notes or ()) and "quickgelu" not in name:
-        raise TeacherError(
-            f"{name}: its weights were trained with QuickGELU, which this model does not compute; "
-            f"take timm:{name.replace('_clip_', '_clip_quickgelu_')}"
-        )
+        exact = name.replace("_clip_", "_clip_quickgelu_")
+        raise TeacherError(f"{name}: its weights were trained with QuickGELU, not its activation; take timm:{exact}")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -115,17 +109,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return read_safetensors(path)[0]
         contents = read_torch_file(path)
     except pickle.UnpicklingError as error:
-        raise TeacherError(
-            f"{path}: refused, it holds more than tensors and plain data, or is no checkpoint. "
-            "Save its state_dict alone, as safetensors or with torch.save"
-        ) from error
+        problem = "refused, it holds more than tensors and plain data, or is no checkpoint"
+        raise TeacherError(f"{path}: {problem}. Save its state_dict, as safetensors or with torch.save") from error
     except ValueError as error:
         raise TeacherError(f"{path}: damaged, or no file of weights: {error}") from error
+    contents = contents if isinstance(contents, dict) else {}
     for key in ("state_dict", "model"):
-        if isinstance(contents, dict) and isinstance(contents.get(key), dict):
+        if isinstance(contents.get(key), dict):
             contents = contents[key]
-    tensors = contents if isinstance(contents, dict) else {}
-    tensors = {str(name).removeprefix("module."): t for name, t in tensors.items() if isinstance(t, Tensor)}
+    tensors = {str(name).removeprefix("module."): t for name, t in contents.items() if isinstance(t, Tensor)}
     if not tensors:
         raise TeacherError(f"{path}: holds no tensors by name; a teacher's weights are a state_dict")
     return tensors
@@ -149,9 +141,8 @@ def _load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> N
         reason = excerpt((str(error).split("\n") or [""])[-1].strip() or type(error).__name__)
         raise TeacherError(f"{where}: not the weights of this {kind}: {reason} Name its own model") from error
     heads = cast(Any, model).pretrained_cfg.get("classifier") or ()
-    heads = (heads,) if isinstance(heads, str) else tuple(heads)
-    foreign = [name for name in foreign if not name.startswith(tuple(f"{head}." for head in heads))]
-    for what, names in (("has no", missing), ("has also", foreign)):
-        if names:
-            problem = f"it {what} {join_names(names)}"
-            raise TeacherError(f"{where}: not the weights of this {kind}: {problem}. Name its own model")
+    classifier = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
+    foreign = [name for name in foreign if not name.startswith(classifier)]
+    if missing or foreign:
+        problem = f"has no {join_names(missing)}" if missing else f"has also {join_names(foreign)}"
+        raise TeacherError(f"{where}: not the weights of this {kind}: it {problem}. Name its own model")

