@@ -631,7 +631,7 @@ def test_the_progress_line_is_shown_when_asked_for(photos: Path, capsys: pytest.
 def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.bench_data([str(photos)], resolution=32, workers=1, batch_size=2, seconds=0.1)
     shown = capsys.readouterr().out
-    assert "10 pictures at 32" in shown
+    assert "10 images at 32" in shown
     assert "1 workers, batch 2" in shown
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +22,6 @@ from torch import Tensor
 from veca.data.index import DataError, ImageIndex
 from veca.data.loader import Batch, too_many_failures, validation_loader
 from veca.data.sampler import BatchPlan, TrainSampler, TransformParams, crop_offset
-from veca.data.transforms import Augmentation
 from veca.images.resize import Mode, resize_matrix
 from veca.utils.console import progress_bar
 
@@ -74,7 +74,7 @@ class DeviceImageCache:
         self.unreadable = {i: (name, reasons[name]) for i, name in names.items()}
 
 
-class DeviceLoader:
+class DeviceLoader(AbstractContextManager["DeviceLoader"]):
     """The batches of `train_loader`, made from cached images.
 
     With cached `targets`, crops start and end at cells of the maps, and batches bring their targets.
@@ -82,9 +82,6 @@ class DeviceLoader:
 
     def __init__(self, cache: DeviceImageCache, sampler: TrainSampler, targets: CachedTargets | None = None) -> None:
         self.cache, self.sampler, self.targets = cache, sampler, targets
-
-    def __enter__(self) -> DeviceLoader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -119,9 +116,7 @@ class DeviceLoader:
             grid = resolution // patch
             cells = crop_matrices(self.targets.cells, spans, grid, "bilinear", torch.bfloat16, device)
             targets = self.targets.crop(index, cells[y_crop], _flip_rows(cells[x_crop], flip))
-        augmentation = None
-        if self.sampler.augment in ("trivial", "colour"):
-            augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
+        augmentation = params.augmentation() if self.sampler.augment in ("trivial", "colour") else None
         return Batch(images, augmentation, torch.tensor(numbers), torch.tensor(plan.variants), skipped, targets)
 
     def _cell_spans(self, params: TransformParams, cells: int) -> tuple[Spans, NDArray[np.int64], NDArray[np.int64]]:

@@ -20,10 +20,7 @@ CROP_RATIO = 1.125
 
 
 def fit_image(
-    image: Image.Image,
-    size: int | tuple[int, int] | None,
-    fit: Fit = "crop",
-    max_pixels: int = MAX_PIXELS,
+    image: Image.Image, size: int | tuple[int, int] | None, fit: Fit = "crop", max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
     """Resize an RGB image (bicubic, antialiased) so that both sides are multiples of 16.
 
