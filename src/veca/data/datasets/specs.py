@@ -61,11 +61,6 @@ class Spec:
         )
 
 
-def _load_specs() -> dict[str, Spec]:
-    table = tomllib.loads((files("veca.data.datasets") / "published.toml").read_text("utf-8"))
-    return {name: _make_spec(name, **row) for name, row in table.items()}
-
-
 def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **row: Any) -> Spec:
     # By name, when this module is imported: a misspelt reader or field fails there, not when a dataset is loaded.
     read = getattr(classification if row["task"] in ("classify", "multilabel") else dense, f"read_{reader}")
@@ -77,5 +72,6 @@ def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **r
     return Spec(name=name, read=partial(read, **layout) if layout else read, **row)
 
 
-SPECS = _load_specs()
+_TABLE = tomllib.loads((files("veca.data.datasets") / "published.toml").read_text("utf-8"))
+SPECS = {name: _make_spec(name, **row) for name, row in _TABLE.items()}
 """The published datasets by name."""
