@@ -163,10 +163,10 @@ def check_length(data: bytes, size: int) -> bytes:
 
 def _read_stream(stream: IO[bytes]) -> bytes:
     """Read a stream of unknown length, which might never end, up to the limit."""
-    pieces, size = list[bytes](), 0
+    data = bytearray()
     with stream:
         while piece := stream.read(_BLOCK_BYTES):
-            pieces.append(piece)
-            if (size := size + len(piece)) > MAX_IMAGE_BYTES:
+            data += piece
+            if len(data) > MAX_IMAGE_BYTES:
                 raise ImageError(f"more than {MAX_IMAGE_BYTES:,} bytes; so many are read")
-    return b"".join(pieces)
+    return bytes(data)

@@ -56,11 +56,11 @@ def fit_image(
     pad_rows, pad_columns = -rows % PATCH, -columns % PATCH
     total = (rows + pad_rows) * (columns + pad_columns)
     if total > max_pixels:
-        raise ImageTooLargeError(
-            f"{height}×{width}; fit={fit!r} with size={size} would make it "
-            f"{rows + pad_rows}×{columns + pad_columns} = {total:,} pixels, and at most {max_pixels:,} "
-            f"are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
+        made = (
+            f"fit={fit!r} with size={size} would make it {rows + pad_rows}×{columns + pad_columns} = {total:,} pixels"
         )
+        rule = f"at most {max_pixels:,} are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
+        raise ImageTooLargeError(f"{height}×{width}; {made}, and {rule}")
     if fit == "crop":
         return crop_centre(image, columns, rows)
     image = resample(image, (columns, rows), (0, 0, width, height))
