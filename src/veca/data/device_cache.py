@@ -50,20 +50,17 @@ class DeviceImageCache:
     ) -> None:
         self.side, needed = side, len(index) * 3 * side**2
         if device.type == "cuda" and needed > 0.5 * (free := torch.cuda.mem_get_info(device)[0]):
-            raise DataError(
-                f"data.resident={side}: {len(index):,} pictures take {needed / 2**30:.1f} GiB, more than half of "
-                f"the {free / 2**30:.1f} GiB that {device} has free. Keep smaller ones, or leave data.resident out"
+            taken = (
+                f"{len(index):,} pictures take {needed / 2**30:.1f} GiB, more than half of the {free / 2**30:.1f} GiB"
             )
+            way_out = "Keep smaller ones, or leave data.resident out"
+            raise DataError(f"data.resident={side}: {taken} that {device} has free. {way_out}")
         self.images = torch.zeros(len(index), 3, side, side, dtype=torch.uint8, device=device)
         loaded = torch.zeros(len(index), dtype=torch.bool)
         reasons: dict[str, str] = {}
         columns = "decoding pictures", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with (
-            validation_loader(
-                index, side, _DECODE_BATCH, workers=workers, short_side=1.0, max_pixels=max_pixels
-            ) as batches,
-            progress_bar(*columns, shown=progress) as bar,
-        ):
+        loader = validation_loader(index, side, _DECODE_BATCH, 0, 1, workers, short_side=1.0, max_pixels=max_pixels)
+        with loader as batches, progress_bar(*columns, shown=progress) as bar:
             task = bar.add_task("", total=len(index))
             for batch in batches:
                 reasons |= dict(batch.skipped)

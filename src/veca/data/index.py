@@ -36,7 +36,8 @@ from veca.utils.files import atomic_path
 
 _FORMAT = 1
 _FLUSH_ROWS = 1 << 16
-_INDEX_SCHEMA = pa.schema({"name": pa.large_binary(), "offset": pa.int64(), "bytes": pa.int64()})
+_FIELDS = pa.field("name", pa.large_binary()), pa.field("offset", pa.int64()), pa.field("bytes", pa.int64())
+_INDEX_SCHEMA = pa.schema(_FIELDS)
 
 
 class DataError(VecaError, ValueError):
@@ -83,7 +84,7 @@ class ImageIndex:
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
         unsupported = UnsupportedFiles()
-        saved, table = _load_index(cache)
+        saved, table = _load_index(cache) if cache is not None else ([], _INDEX_SCHEMA.empty_table())
         columns = "{task.description}", "{task.fields[count]}", TimeElapsedColumn()
         with progress_bar(*columns, shown=progress) as bar:
             task = bar.add_task("finding pictures", total=None, count="")
@@ -159,7 +160,7 @@ class ImageIndex:
         return self.__dict__ | {"_datasets": {}}  # worker processes open their own
 
 
-def _load_index(path: Path | None) -> tuple[list[_Container], pa.Table]:
+def _load_index(path: Path) -> tuple[list[_Container], pa.Table]:
     """Read a saved index; an empty one if there is no such file or it is not one of ours."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # pyarrow's own errors are among these
         table = pq.read_table(path)

@@ -49,6 +49,10 @@ def describe_error(error: Exception, name: str) -> str:
     return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
 
 
+# Where TrivialAugmentWide is applied
+Where = Literal["cpu", "gpu"]
+
+
 # Embedding: a stream of items to a stream of records
 
 
@@ -358,11 +362,7 @@ def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def train_loader(
-    index: ImageIndex,
-    sampler: TrainSampler,
-    workers: int = 8,
-    max_pixels: int = MAX_PIXELS,
-    where: Literal["cpu", "gpu"] = "cpu",
+    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: Where = "cpu"
 ) -> ImageLoader:
     """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
     apply_op = where == "cpu" or sampler.augment in ("flip", "none")

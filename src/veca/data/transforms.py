@@ -97,9 +97,8 @@ def random_crop_and_flip(
         raise ArgumentError(f"the image is {height}×{width}, its label {tuple(label.shape)}; resize them to one size")
     padding = 0, max(0, size[1] - width), 0, max(0, size[0] - height)
     image, label = F.pad(image, padding), F.pad(label, padding, value=fill)
-    top, left = (
-        int(torch.randint(max(0, room) + 1, (), generator=generator)) for room in (height - size[0], width - size[1])
-    )
+    rooms = max(0, height - size[0]), max(0, width - size[1])
+    top, left = (int(torch.randint(room + 1, (), generator=generator)) for room in rooms)
     flip = bool(torch.randint(2, (), generator=generator))
     image, label = (x[..., top : top + size[0], left : left + size[1]] for x in (image, label))
     return (image.flip(-1), label.flip(-1)) if flip else (image, label)
@@ -114,9 +113,8 @@ def slide_windows(
     window of a row or column moves inwards to end with the image, and no window is larger than the image.
     """
     if min(stride) < 1 or any(step > side for step, side in zip(stride, window, strict=True)):
-        raise ArgumentError(
-            f"stride is {stride}, window {window}; a stride must be between 1 and the window, or pixels are missed"
-        )
+        rule = "a stride must be between 1 and the window, or pixels are missed"
+        raise ArgumentError(f"stride is {stride}, window {window}; {rule}")
     height, width = images.shape[-2:]
     rows, columns = min(window[0], height), min(window[1], width)
     # The last step of each side may end beyond the image, and is moved back.
@@ -127,10 +125,8 @@ def slide_windows(
         window_slice = ..., slice(top, top + rows), slice(left, left + columns)
         scores = function(images[window_slice])
         if tuple(scores.shape[-2:]) != (rows, columns):
-            raise ArgumentError(
-                f"a window of {rows}×{columns} came back as {tuple(scores.shape)}; its last two sides must stay: "
-                "resize the scores to the window"
-            )
+            rule = "its last two sides must stay: resize the scores to the window"
+            raise ArgumentError(f"a window of {rows}×{columns} came back as {tuple(scores.shape)}; {rule}")
         if not total.numel():
             total = scores.new_zeros(*scores.shape[:-2], height, width)
         total[window_slice] += scores

@@ -289,11 +289,8 @@ def _check_ppm_header(stream: BinaryIO, size: int) -> None:
 
 
 # Checks by the first bytes of a file
-_CHECKS = {
-    b"\x89PNG": _check_png_chunks,
-    b"GIF8": _check_gif_blocks,
-    **{b"P%c" % kind: _check_ppm_header for kind in b"123456fF"},
-}
+_CHECKS = {b"P%c" % kind: _check_ppm_header for kind in b"123456fF"}
+_CHECKS |= {b"\x89PNG": _check_png_chunks, b"GIF8": _check_gif_blocks}
 
 
 def _check_pixels(image: Image.Image, max_pixels: int) -> None:

@@ -11,22 +11,19 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images.decode import MAX_PIXELS, ImageError, Source, decode, image_errors, orientation
-from veca.images.fit import Fit, check_fit, fit_image
+from veca.images.fit import Fit, FitSize, check_fit, fit_image
 from veca.images.tensors import normalize, to_tensor
 
 # What makes an image upright, by its EXIF orientation from 2 on; 1 is upright
 _TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
 _TRANSPOSE = {code: Image.Transpose[name] for code, name in enumerate(_TURNS, start=2)}
 _BAND_PIXELS = 2**22
+Colour = tuple[int, int, int]
+WHITE: Colour = (255, 255, 255)
 
 
 def load_image(
-    source: Source,
-    size: int | tuple[int, int] | None = 512,
-    fit: Fit = "crop",
-    *,
-    max_pixels: int = MAX_PIXELS,
-    background: tuple[int, int, int] = (255, 255, 255),
+    source: Source, size: FitSize = 512, fit: Fit = "crop", *, max_pixels: int = MAX_PIXELS, background: Colour = WHITE
 ) -> Tensor:
     """Load an image as a float32 tensor (3, H, W), ready for the model: open, fit, normalise.
 
@@ -41,11 +38,7 @@ def load_image(
 
 
 def open_image(
-    source: Source,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    background: tuple[int, int, int] = (255, 255, 255),
-    at_least: int | None = None,
+    source: Source, *, max_pixels: int = MAX_PIXELS, background: Colour = WHITE, at_least: int | None = None
 ) -> Image.Image:
     """Open an image as fully decoded, upright RGB, or raise `ImageError`.
 
@@ -99,7 +92,7 @@ def open_values(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[Any]
     return values
 
 
-def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def _to_rgb(image: Image.Image, background: Colour) -> Image.Image:
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     rgb = Image.new("RGB", image.size, background)

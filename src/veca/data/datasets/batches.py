@@ -11,21 +11,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from veca.data.datasets.base import Split
 from veca.data.transforms import CROP_AREA, CROP_ASPECT, centre_crop, random_resized_crop, seeded_random
-from veca.data.workers import WorkerDiedError, WorkerPool
+from veca.data.workers import ResultT, WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
 from veca.images.fit import CROP_RATIO
 
-T = TypeVar("T")
+# Makes a batch of a list of items
+Collate = Callable[[Any], Any]
 
 
 class UnreadableImageError(VecaError, ValueError):
@@ -64,7 +66,7 @@ class CropTransform:
         return {**crops, "side": self.side, "pass": self.epoch, "seed": self.seed}
 
 
-def load_or_explain(split: Split, i: int, load: Callable[[], T]) -> T | str:
+def try_load(split: Split, i: int, load: Callable[[], ResultT]) -> ResultT | str:
     """Return what `load` makes of image `i`, or its name and why it cannot be read."""
     try:
         return load()
@@ -74,14 +76,14 @@ def load_or_explain(split: Split, i: int, load: Callable[[], T]) -> T | str:
 
 
 @dataclass(frozen=True)
-class CroppedImages:
+class CroppedImages(Dataset[Any]):
     """The cropped images of a split by number: (number, pixels), or (number, reason) for an unreadable one."""
 
     split: Split
     transform: CropTransform
 
     def __getitem__(self, i: int) -> tuple[int, NDArray[np.uint8] | str]:
-        return i, load_or_explain(self.split, i, lambda: self.transform(self.split, i))
+        return i, try_load(self.split, i, lambda: self.transform(self.split, i))
 
 
 def join_some(items: Sequence[str], limit: int = 5) -> str:
@@ -102,11 +104,7 @@ def stack_crops(side: int, crops: Sequence[tuple[int, Any]]) -> tuple[NDArray[np
 
 @contextmanager
 def decode_batches(
-    dataset: Any,
-    batches: Iterable[Sequence[Any]],
-    workers: int,
-    collate: Callable[[Any], Any] = list,
-    forked: bool = False,
+    dataset: Any, batches: Iterable[Sequence[Any]], workers: int, collate: Collate = list, forked: bool = False
 ) -> Iterator[Iterator[Any]]:
     """Iterate over the items of each batch of indices, made by worker processes (0: by this process).
 
@@ -122,7 +120,7 @@ def decode_batches(
         raise ArgumentError(f"a decoding process died: {error}. {way_out}") from error
 
 
-def _load_batch(dataset: Any, collate: Callable[[Any], Any], indices: Sequence[Any]) -> Any:
+def _load_batch(dataset: Any, collate: Collate, indices: Sequence[Any]) -> Any:
     return collate([dataset[i] for i in indices])
 
 

@@ -15,6 +15,9 @@ from veca.data.datasets import layout
 from veca.data.datasets.base import DatasetError, FileList, LabelMaps, Split
 from veca.data.datasets.layout import PublishedSplits
 
+# Alternative names, by split
+_Names = Mapping[str, Sequence[str]]
+
 
 def _masked_images(
     root: Path, images: Sequence[str], masks: Sequence[str], train_ids: tables.TrainIds, variable: str = ""
@@ -85,11 +88,8 @@ def read_ade20k(root: Path) -> PublishedSplits:
 
 
 def read_cityscapes(root: Path) -> PublishedSplits:
-    ends = "_leftImg8bit.png", "_gtFine_labelIds.png"
-    splits = {
-        split: _paired_folders(root, f"leftImg8bit/{split}", f"gtFine/{split}", ends, tables.cityscapes_ids())
-        for split in ("train", "val")
-    }
+    ends, ids = ("_leftImg8bit.png", "_gtFine_labelIds.png"), tables.cityscapes_ids()
+    splits = {s: _paired_folders(root, f"leftImg8bit/{s}", f"gtFine/{s}", ends, ids) for s in ("train", "val")}
     return PublishedSplits(splits, list(tables.CITYSCAPES.values()))
 
 
@@ -114,12 +114,7 @@ def read_coco(root: Path, things_only: bool) -> PublishedSplits:
 
 
 def read_depth_lists(
-    root: Path,
-    lists: Mapping[str, Sequence[str]],
-    images: Mapping[str, Sequence[str]],
-    depths: Mapping[str, Sequence[str]],
-    units_per_metre: int,
-    scene: str,
+    root: Path, lists: _Names, images: _Names, depths: _Names, units_per_metre: int, scene: str
 ) -> PublishedSplits:
     """Lists of lines `image depth …`, where "None" stands for no depth and the line is left out.
 

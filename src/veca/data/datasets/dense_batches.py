@@ -20,13 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from PIL import Image
 
 from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.data.datasets.batches import (
-    LabelledBatch,
-    UnreadableImageError,
-    decode_batches,
-    load_or_explain,
-    shuffled_batches,
-)
+from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, decode_batches, shuffled_batches, try_load
 from veca.data.transforms import random_crop_and_flip, resize_nearest, resize_short_side, seeded_random
 from veca.images import ImageError, open_image
 
@@ -139,7 +133,7 @@ class _LoadedPairs:
 
     def __getitem__(self, index: Any) -> _Pair | str:
         i = index[-1] if isinstance(index, tuple) else index
-        return load_or_explain(self.split, i, lambda: self.load(index))
+        return try_load(self.split, i, lambda: self.load(index))
 
 
 def _random_crop(

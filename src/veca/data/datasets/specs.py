@@ -55,10 +55,8 @@ class Spec:
         """Return an error message that shows the expected layout."""
         tree = "\n".join(f"    {line}" for line in self.tree.strip().splitlines())
         below = f", or below it as {' or '.join(self.folders)}" if self.folders else ""
-        return (
-            f"{self.name}: {reason}. {self.title} is expected in the folder that is given{below}:\n{tree}\n"
-            f"Get it from {self.source} ({self.licence})"
-        )
+        expected = f"{self.title} is expected in the folder that is given{below}:\n{tree}"
+        return f"{self.name}: {reason}. {expected}\nGet it from {self.source} ({self.licence})"
 
 
 def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **row: Any) -> Spec:
