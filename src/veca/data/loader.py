@@ -342,7 +342,9 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                         augmentation = self._decoder.sampler.sample(images, variants).augmentation()
                     numbers, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
                     yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, numbers, which, skipped)
-        except WorkerDiedError as error:
+        except RuntimeError as error:  # a builtin: an open loop may end with the interpreter, after this module is gone
+            if not isinstance(error, WorkerDiedError):
+                raise
             reason = "Memory may be short (fewer data.workers need less), or somebody killed it"
             raise DataError(f"a process that reads pictures has died: {error}. {reason}") from error
 

@@ -113,9 +113,11 @@ def decode_batches(
     try:
         with WorkerPool(partial(_load_batch, dataset, collate), map(list, batches), workers, fork=forked) as decoded:
             yield decoded
-    except torch.OutOfMemoryError as error:
-        raise ArgumentError("no memory on the device: lower --batch-size") from error
-    except WorkerDiedError as error:
+    except RuntimeError as error:  # a builtin: a block left open may end with the interpreter, after torch is gone
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ArgumentError("no memory on the device: lower --batch-size") from error
+        if not isinstance(error, WorkerDiedError):
+            raise
         way_out = "Most often memory ran out: take fewer --workers. Finished work is kept"
         raise ArgumentError(f"a decoding process died: {error}. {way_out}") from error
 
