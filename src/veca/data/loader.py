@@ -207,23 +207,28 @@ class _CropResult(NamedTuple):
     error: str = ""
 
 
+@dataclass
 class _CropDecoder:
-    """Decodes the images of a task, in a worker process."""
+    """Decodes the images of a task, in a worker process.
 
-    def __init__(
-        self, index: ImageIndex, sampler: TrainSampler, max_pixels: int, apply_op: bool, replace: bool, slots: int
-    ) -> None:
-        self.index, self.sampler, self.max_pixels = index, sampler, max_pixels
-        self.apply_op, self.replace, self.slots = apply_op, replace, slots
-        # Anonymous memory that forked processes share: it is not taken from /dev/shm, of which containers have little.
-        self.shared = mmap.mmap(-1, slots * _SLOT_BYTES) if slots else None
+    Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op` the operation of
+    TrivialAugmentWide is left to `to_model_input`, with the same pixels.
+    """
+
+    index: ImageIndex
+    sampler: TrainSampler
+    max_pixels: int
+    replace: bool
+    apply_op: bool = True
+    # Slots for the pixels of tasks under way, shared by forked processes
+    shared: mmap.mmap | None = None
 
     def slot(self, task: _CropTask) -> NDArray[np.uint8] | None:
         """Return the shared memory for a task's pixels, None where there is none or not enough."""
         shape = _pixel_shape(task.plan)
         if self.shared is None or math.prod(shape) > _SLOT_BYTES:
             return None
-        offset = task.number % self.slots * _SLOT_BYTES
+        offset = task.number * _SLOT_BYTES % len(self.shared)
         return np.frombuffer(self.shared, np.uint8, math.prod(shape), offset).reshape(shape)
 
     def __call__(self, task: _CropTask) -> _CropResult:
@@ -266,29 +271,19 @@ def too_many_failures(name: str, reason: str) -> str:
 class ImageLoader(AbstractContextManager["ImageLoader"]):
     """Batches of an index, decoded ahead by `workers` processes (0: by this one), which end with the `with` block.
 
-    Iterating again starts over. Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op`
-    the operation of TrivialAugmentWide is left to `to_model_input`, with the same pixels.
+    Made by `train_loader` and `validation_loader`. Iterating again starts over.
     """
 
-    def __init__(
-        self,
-        index: ImageIndex,
-        sampler: TrainSampler,
-        plans: Iterable[BatchPlan],
-        *,
-        workers: int,
-        max_pixels: int,
-        replace: bool,
-        apply_op: bool = True,
-    ) -> None:
-        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(sampler.batch_size / max(1, workers))))
+    def __init__(self, decoder: _CropDecoder, plans: Iterable[BatchPlan], workers: int) -> None:
+        self._decoder, self._plans, self._workers, self._fork = decoder, plans, workers, sys.platform == "linux"
+        batch_size = decoder.sampler.batch_size
+        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(batch_size / max(1, workers))))
         # Two batches ahead, shared by the workers
-        self._prefetch = max(2, math.ceil(2 * sampler.batch_size / (self._task_images * max(1, workers))))
-        self._fork = sys.platform == "linux"
-        # One slot more than tasks under way: a slot is read before the task after those is begun.
-        slots = workers * self._prefetch + 1 if workers and self._fork else 0
-        self._decoder = _CropDecoder(index, sampler, max_pixels, apply_op, replace, slots)
-        self._plans, self._workers = plans, workers
+        self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * max(1, workers))))
+        if workers and self._fork:
+            # Anonymous memory: it is not taken from /dev/shm, of which containers have little. One slot more than tasks
+            # under way: a slot is read before the task after those is begun.
+            decoder.shared = mmap.mmap(-1, (workers * self._prefetch + 1) * _SLOT_BYTES)
         self._pool: WorkerPool[_CropTask, _CropResult] | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -368,7 +363,7 @@ def train_loader(
 ) -> ImageLoader:
     """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
     apply_op = where == "cpu" or sampler.augment in ("flip", "none")
-    return ImageLoader(index, sampler, sampler, workers=workers, max_pixels=max_pixels, replace=True, apply_op=apply_op)
+    return ImageLoader(_CropDecoder(index, sampler, max_pixels, replace=True, apply_op=apply_op), sampler, workers)
 
 
 def validation_loader(
@@ -389,4 +384,4 @@ def validation_loader(
     starts = range(rank * batch_size, len(index), world_size * batch_size)
     images = [range(start, min(start + batch_size, len(index))) for start in starts]
     plans = [BatchPlan(resolution, part, [0] * len(part)) for part in images]
-    return ImageLoader(index, sampler, plans, workers=workers, max_pixels=max_pixels, replace=False)
+    return ImageLoader(_CropDecoder(index, sampler, max_pixels, replace=False), plans, workers)
