@@ -26,7 +26,6 @@ from veca.data.sampler import TrainSampler
 from veca.model import Veca
 from veca.optimized import RECOMPILE_LIMIT
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
-from veca.train import parallel
 from veca.train.checkpoints import (
     TensorFiles,
     module_tensors,
@@ -39,7 +38,20 @@ from veca.train.ema import Ema
 from veca.train.engine import RunEngine
 from veca.train.objective import Losses, Student
 from veca.train.optimizers import Optimizers, make_optimizers, split_parameters
-from veca.train.parallel import World
+from veca.train.parallel import (
+    World,
+    any_of,
+    copy_into,
+    gathered,
+    largest,
+    processes,
+    replicate,
+    run_folder,
+    shard,
+    sync_gradients,
+    to_host,
+    unshard,
+)
 from veca.train.plan import flops_at, run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_distill_report
@@ -73,12 +85,10 @@ def distill(
 
     A run of the same recipe in the folder is continued, unless it is to `restart`.
     """
-    with parallel.processes(device) as world:
+    with processes(device) as world:
         recipe.pass_batch(world.size)  # an impossible one is refused before anything is written
-        with parallel.run_folder(folder, world):
-            run = Distillation(recipe, folder, world, restart, say)
-            run.wandb = wandb
-            return run.run()
+        with run_folder(folder, world):
+            return Distillation(recipe, folder, world, restart=restart, wandb=wandb, say=say).run()
 
 
 class Distillation(RunEngine):
@@ -86,13 +96,23 @@ class Distillation(RunEngine):
 
     model: Veca
     loss_names = Losses._fields
-    write_report = staticmethod(write_distill_report)
-    nonfinite_advice = "The last checkpoint is from before; lower schedule.peak or use precision=float32, and run again"
+    nonfinite_advice = (
+        "The last checkpoint is from before; lower schedule.peak, or use precision=float32, and run again"
+    )
 
-    def __init__(self, recipe: Recipe, folder: Path, world: World, restart: bool = False, say: Say = print) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        world: World,
+        *,
+        restart: bool = False,
+        wandb: str | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
         _check_start(recipe, folder)
-        super().__init__(folder, world, restart, say)
-        self.recipe = recipe
+        super().__init__(folder, world, restart=restart, say=say)
+        self.recipe, self.wandb = recipe, wandb
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
         if self.checkpoint:  # before anything large is loaded
             _check_recipe(facts, recipe, folder)
@@ -103,7 +123,7 @@ class Distillation(RunEngine):
         self.model = make_student(recipe, self.teacher).to(world.device)
         self.sharded = recipe.parallel == "fsdp"
         if self.sharded:  # before the optimizers, which must hold the sharded parameters
-            parallel.shard(self.model, world)
+            shard(self.model, world)
         self.model.set_grad_checkpointing(recipe.grad_checkpointing)
         self.optimizers = make_optimizers(self.model, recipe.schedule.peak, recipe.weight_decay, _product_dtype(recipe))
         self.ema = Ema(self.model, recipe.ema)
@@ -126,15 +146,15 @@ class Distillation(RunEngine):
             for block in self.model.blocks:
                 block.compile(dynamic=True)
             self.teacher.compile(dynamic=False)
-        self.student = parallel.replicate(Student(self.model, recipe), world, recipe.parallel)
+        self.student = replicate(Student(self.model, recipe), world, recipe.parallel)
 
     # Steps
 
     def draws(self, step: int) -> tuple[int, int]:
         """Budget and resolution of a step, the same in every process."""
-        odds = {"budget": self.recipe.budgets, "resolution": self.recipe.odds_at(step)}
-        budget, resolution = (draw(odd, name, self.recipe.seed, step) for name, odd in odds.items())
-        return budget, resolution
+        recipe, seed = self.recipe, self.recipe.seed
+        budget = draw(recipe.budgets, "budget", seed, step)
+        return budget, draw(recipe.odds_at(step), "resolution", seed, step)
 
     def batches(self) -> ImageLoader | DeviceLoader:
         if self.recipe.compile:
@@ -151,8 +171,8 @@ class Distillation(RunEngine):
         progress = self.world.first
         cache = DeviceImageCache(self.images, data.resident, self.device, data.workers, data.max_pixels, progress)
         maps = None
-        if precision := recipe.teacher.resident:
-            dtype = torch.bfloat16 if precision == "bfloat16" else torch.float8_e4m3fn
+        if recipe.teacher.resident is not None:
+            dtype = torch.bfloat16 if recipe.teacher.resident == "bfloat16" else torch.float8_e4m3fn
             maps = TeacherMaps(cache, self.runner, dtype, data.short_side, progress)
         return DeviceLoader(cache, sampler, maps)
 
@@ -167,21 +187,23 @@ class Distillation(RunEngine):
             targets = self.runner.targets(images) if batch.targets is None else batch.targets
             # Seeded per step, so that a resumed run repeats it, whatever was drawn before.
             torch.manual_seed(step_seed("model", recipe.seed, self.step))
-            with parallel.sync_gradients(self.student, last=i == passes - 1):
+            with sync_gradients(self.student, last=i == passes - 1):
                 with self.runner.autocast():
                     losses.append(self.student(images, budget, targets))
                 (losses[-1].total / passes).backward()
-        norm = parallel.unshard(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        norm = unshard(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         # Whether to skip the step is decided on the device: asking would make the host wait for every step.
         finite = torch.stack([norm, *(each.total.detach() for each in losses)]).isfinite().all()
-        skip = parallel.largest((~finite).float(), self.world)
+        skip = largest((~finite).float(), self.world)
         schedule = recipe.schedule
         self.optimizers.step(learning_rate(self.step, self.steps, self.warmup, schedule.peak, schedule.low), skip)
         self.optimizers.zero_grad()
         self.ema.update(skip)
         self.skipped_steps.update(skip)
         # Means over the passes stay on the device until they are logged.
-        means = {name: torch.stack([getattr(x, name).detach() for x in losses]).mean() for name in self.loss_names}
+        means = {
+            name: torch.stack([getattr(each, name).detach() for each in losses]).mean() for name in self.loss_names
+        }
         self.meter.update({**means, "gradient_norm": norm}, recipe.batch, budget, resolution)
         self.step += 1
 
@@ -192,24 +214,26 @@ class Distillation(RunEngine):
     def memory_advice(self) -> str:
         recipe, (budget, resolution) = self.recipe, self.draws(self.step)
         size = recipe.pass_batch(self.world.size)
-        ways = {
-            f"accumulate={2 * recipe.accumulate}": size > 1,
-            "grad_checkpointing=true": not recipe.grad_checkpointing,
-            "teacher.resident=null": recipe.teacher.resident is not None,
-            "data.resident=null": recipe.data.resident is not None,
-        }
-        what = f"{size} images per pass at {resolution} px with {budget} cores, at step {self.step:,}"
-        return f"{what}; set {', or '.join(way for way, helps in ways.items() if helps)}"
+        ways = [f"accumulate={2 * recipe.accumulate}"] * (size > 1)
+        ways += ["grad_checkpointing=true"] * (not recipe.grad_checkpointing)
+        ways += ["teacher.resident=null"] * (recipe.teacher.resident is not None)
+        ways += ["data.resident=null"] * (recipe.data.resident is not None)
+        return (
+            f"{size} images per pass at {resolution} px with {budget} cores, at step {self.step:,}; "
+            f"set {', or '.join(ways)}"
+        )
 
     # Logging and validation
 
     def settings(self) -> dict[str, Any]:
         return self.recipe.to_dict()
 
+    def learning_rate(self) -> float:
+        return float(self.optimizers.adamw.param_groups[0]["lr"])
+
     def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        share = values["images_per_s"] / self.world.size * flops_at(self.step - 1, self.model.config, self.recipe)
-        rate = float(self.optimizers.adamw.param_groups[0]["lr"])
-        return {"learning_rate": rate, "floor_share": share / self._peak_rate}
+        work = flops_at(self.step - 1, self.model.config, self.recipe)
+        return {"floor_share": values["images_per_s"] / self.world.size * work / self._peak_rate}
 
     @cached_property
     def _peak_rate(self) -> float:
@@ -217,7 +241,7 @@ class Distillation(RunEngine):
         return matrix_rate(self.device, _product_dtype(self.recipe)) if self.device.type == "cuda" else float("nan")
 
     def log_unreadable(self) -> None:
-        unreadable = [pair for pairs in parallel.gathered(self.runner.unreadable, self.world) for pair in pairs]
+        unreadable = [pair for pairs in gathered(self.runner.unreadable, self.world) for pair in pairs]
         self.runner.unreadable, self.unreadable_count = [], self.unreadable_count + len(unreadable)
         for name, reason in dict(unreadable).items():
             if name not in self.unreadable_names:  # once: it comes again every epoch
@@ -243,7 +267,7 @@ class Distillation(RunEngine):
                 failure = error.strerror or str(error)
                 self.event(f"unsaved: best weights, at step {self.step:,}: {failure}")
         # All processes must agree on the best: a full disk is seen by the first alone.
-        if not parallel.any_of(bool(failure), self.world):
+        if not any_of(bool(failure), self.world):
             self.best = mean
 
     # Checkpoints and results
@@ -253,7 +277,7 @@ class Distillation(RunEngine):
         for kind, optimizer in zip(Optimizers._fields, self.optimizers, strict=True):
             files["optimizers"] |= optimizer_tensors(self.model, optimizer, f"{kind}/")
         if isinstance(self.teacher, Standardized):
-            files["teacher"] = {name: parallel.to_host(getattr(self.teacher, name)) for name in _STATISTICS}
+            files["teacher"] = {name: to_host(getattr(self.teacher, name)) for name in _STATISTICS}
         return files
 
     def _restore(self, files: TensorFiles) -> None:
@@ -261,7 +285,7 @@ class Distillation(RunEngine):
         for kind, optimizer in zip(Optimizers._fields, self.optimizers, strict=True):
             restore_optimizer(self.model, optimizer, files["optimizers"], f"{kind}/")
         for name, average in self.ema.named():
-            parallel.copy_into(average, files["ema"][name])
+            copy_into(average, files["ema"][name])
         if isinstance(self.teacher, Standardized):
             for name in _STATISTICS:
                 getattr(self.teacher, name).copy_(files["teacher"][name])
@@ -343,6 +367,10 @@ class Distillation(RunEngine):
             counts |= {"skipped": self.skipped_steps.read()[0], "total_steps": self.steps}
             self.write_json("summary.json", self.checkpoint_facts() | counts | {"model": self.recipe.model.size})
 
+    def write_report(self) -> Path:
+        return write_distill_report(self.folder)
+
+
 def make_teacher(recipe: Recipe) -> Teacher | Standardized:
     """The frozen teacher, standardized where the recipe or its kind asks for it."""
     teacher = load_teacher(recipe.teacher.name, recipe.teacher.meet, recipe.teacher.trust_remote_code)
@@ -386,7 +414,7 @@ def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex
 
     folder.mkdir(parents=True, exist_ok=True)
     images = find() if world.first else None
-    parallel.gathered(None, world)  # the others wait for the index
+    gathered(None, world)  # the others wait for the index
     return images or find()
 
 
@@ -403,26 +431,32 @@ def _check_recipe(facts: Mapping[str, Any], recipe: Recipe, folder: Path) -> Non
     """Refuse to resume with another recipe, except for keys that do not change what is learned."""
     if "recipe" not in facts:
         raise RecipeError(f"{folder} holds a run of `veca finetune`: take another --out")
-    changed = [
+    different = [
         f"{key}: {before!r}, now {now!r}"
         for key, before, now in _recipe_differences(facts["recipe"], recipe.to_dict())
-        if not f"{key}.".replace("[", ".").startswith(tuple(f"{free}." for free in _CHANGEABLE_KEYS))
+        if not any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in _CHANGEABLE_KEYS)
     ]
-    if changed:
-        way_out = "Take another --out, or --overwrite to begin anew in it"
-        raise RecipeError(f"{folder} holds a run of another recipe ({'; '.join(changed)}). {way_out}")
+    if different:
+        raise RecipeError(
+            f"{folder} holds a run of another recipe ({'; '.join(different)}). "
+            "Take another --out, or --overwrite to begin anew in it"
+        )
 
 
 def _check_data(facts: Mapping[str, Any], images: ImageIndex, recipe: Recipe, folder: Path) -> None:
     """Refuse to resume with other images, or another number of them per step."""
     if facts["pictures"] != images.fingerprint:
-        way_out = f"Bring those back, or begin anew: --overwrite, or another --out with model.start={folder}/best"
-        raise RecipeError(f"data.train: these are not the pictures that {folder} was trained with so far. {way_out}")
+        raise RecipeError(
+            f"data.train: these are not the pictures that {folder} was trained with so far. Bring those back, "
+            f"or begin anew: --overwrite, or another --out with model.start={folder}/best"
+        )
     # Earlier versions counted the images of one pass of all processes.
     before = facts.get("images_per_step") or facts["batch"] * facts["recipe"]["accumulate"]
     if before != recipe.batch:
-        rule = f"the run in {folder} has had {before} images per step, over all processes"
-        raise RecipeError(f"batch={recipe.batch}: {rule}. Set batch={before} to continue it")
+        raise RecipeError(
+            f"batch={recipe.batch}: the run in {folder} has had {before} images per step, over all processes. Set "
+            f"batch={before} to continue it"
+        )
 
 
 def _recipe_differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -432,7 +466,7 @@ def _recipe_differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str
         for name in dict.fromkeys([*old, *new]):
             yield from _recipe_differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, pair in enumerate(zip(old, new, strict=True)):
-            yield from _recipe_differences(*pair, f"{key}[{i}]")
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _recipe_differences(a, b, f"{key}[{i}]")
     elif old != new:
         yield key, old, new
