@@ -632,7 +632,7 @@ def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) ->
     bench.bench_data([str(photos)], resolution=32, workers=1, batch_size=2, seconds=0.1)
     shown = capsys.readouterr().out
     assert "10 images at 32" in shown
-    assert "1 workers, batch 2" in shown
+    assert "1 workers, batch size 2" in shown
 
 
 def test_a_second_loop_starts_again(photos: Path) -> None:

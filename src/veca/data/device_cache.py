@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +22,6 @@ from torch import Tensor
 from veca.data.index import DataError, ImageIndex
 from veca.data.loader import Batch, too_many_failures, validation_loader
 from veca.data.sampler import BatchPlan, TrainSampler, TransformParams, crop_offset
-from veca.data.transforms import Augmentation
 from veca.images.resize import Mode, resize_matrix
 from veca.utils.console import progress_bar
 
@@ -50,20 +50,17 @@ class DeviceImageCache:
     ) -> None:
         self.side, needed = side, len(index) * 3 * side**2
         if device.type == "cuda" and needed > 0.5 * (free := torch.cuda.mem_get_info(device)[0]):
-            raise DataError(
-                f"data.resident={side}: {len(index):,} pictures take {needed / 2**30:.1f} GiB, more than half of "
-                f"the {free / 2**30:.1f} GiB that {device} has free. Keep smaller ones, or leave data.resident out"
+            taken = (
+                f"{len(index):,} pictures take {needed / 2**30:.1f} GiB, more than half of the {free / 2**30:.1f} GiB"
             )
+            way_out = "Keep smaller ones, or leave data.resident out"
+            raise DataError(f"data.resident={side}: {taken} that {device} has free. {way_out}")
         self.images = torch.zeros(len(index), 3, side, side, dtype=torch.uint8, device=device)
         loaded = torch.zeros(len(index), dtype=torch.bool)
         reasons: dict[str, str] = {}
         columns = "decoding pictures", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with (
-            validation_loader(
-                index, side, _DECODE_BATCH, workers=workers, short_side=1.0, max_pixels=max_pixels
-            ) as batches,
-            progress_bar(*columns, shown=progress) as bar,
-        ):
+        loader = validation_loader(index, side, _DECODE_BATCH, 0, 1, workers, short_side=1.0, max_pixels=max_pixels)
+        with loader as batches, progress_bar(*columns, shown=progress) as bar:
             task = bar.add_task("", total=len(index))
             for batch in batches:
                 reasons |= dict(batch.skipped)
@@ -74,7 +71,7 @@ class DeviceImageCache:
         self.unreadable = {i: (name, reasons[name]) for i, name in names.items()}
 
 
-class DeviceLoader:
+class DeviceLoader(AbstractContextManager["DeviceLoader"]):
     """The batches of `train_loader`, made from cached images.
 
     With cached `targets`, crops start and end at cells of the maps, and batches bring their targets.
@@ -82,9 +79,6 @@ class DeviceLoader:
 
     def __init__(self, cache: DeviceImageCache, sampler: TrainSampler, targets: CachedTargets | None = None) -> None:
         self.cache, self.sampler, self.targets = cache, sampler, targets
-
-    def __enter__(self) -> DeviceLoader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -119,9 +113,7 @@ class DeviceLoader:
             grid = resolution // patch
             cells = crop_matrices(self.targets.cells, spans, grid, "bilinear", torch.bfloat16, device)
             targets = self.targets.crop(index, cells[y_crop], _flip_rows(cells[x_crop], flip))
-        augmentation = None
-        if self.sampler.augment in ("trivial", "colour"):
-            augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
+        augmentation = params.augmentation() if self.sampler.augment in ("trivial", "colour") else None
         return Batch(images, augmentation, torch.tensor(numbers), torch.tensor(plan.variants), skipped, targets)
 
     def _cell_spans(self, params: TransformParams, cells: int) -> tuple[Spans, NDArray[np.int64], NDArray[np.int64]]:

@@ -10,12 +10,14 @@ Folders are listed anew each time; the headers of a shard are read once and kept
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,14 +42,6 @@ _INDEX_SCHEMA = pa.schema(_FIELDS)
 
 class DataError(VecaError, ValueError):
     """Images that cannot be loaded; the message says which, why and the remedy."""
-
-
-class _ImageRow(NamedTuple):
-    """An image: its name relative to its container, its offset (-1 if it is a file of its own), its size or -1."""
-
-    name: bytes
-    offset: int
-    bytes: int
 
 
 @dataclass
@@ -90,7 +84,7 @@ class ImageIndex:
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
         unsupported = UnsupportedFiles()
-        old, new = _IndexBuilder.load(cache) if cache is not None else _IndexBuilder(), _IndexBuilder()
+        saved, table = _load_index(cache) if cache is not None else ([], _INDEX_SCHEMA.empty_table())
         columns = "{task.description}", "{task.fields[count]}", TimeElapsedColumn()
         with progress_bar(*columns, shown=progress) as bar:
             task = bar.add_task("finding pictures", total=None, count="")
@@ -100,19 +94,21 @@ class ImageIndex:
                 rate = f", {count / seconds:,.0f}/s" if seconds > 1 else ""
                 bar.update(task, count=f"{count:,}{rate}")
 
+            builder = _IndexBuilder(saved, table, show)
             for source in sources:
-                before = new.count
+                before = builder.count
                 with collect_unsupported() as of_source:
-                    new.add(source, old, show)
-                show(new.count)
-                if new.count == before:
-                    raise DataError(of_source.append_to(new.describe_empty(source)))
+                    builder.add(source)
+                show(builder.count)
+                if builder.count == before:
+                    raise DataError(of_source.append_to(builder.describe_empty(source)))
                 unsupported |= of_source
         if progress:
             unsupported.warn()
-        if cache is not None and new.containers != old.containers:
-            new.save(cache)
-        return cls(new.containers, new.table())
+        table = builder.table()
+        if cache is not None and builder.containers != saved:
+            _save_index(cache, builder.containers, table)
+        return cls(builder.containers, table)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -164,48 +160,49 @@ class ImageIndex:
         return self.__dict__ | {"_datasets": {}}  # worker processes open their own
 
 
+def _load_index(path: Path) -> tuple[list[_Container], pa.Table]:
+    """Read a saved index; an empty one if there is no such file or it is not one of ours."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # pyarrow's own errors are among these
+        table = pq.read_table(path)
+        saved = json.loads((table.schema.metadata or {})[b"veca"])
+        containers = [_Container(**{**c, "problems": [tuple(p) for p in c["problems"]]}) for c in saved["places"]]
+        table = table.replace_schema_metadata()
+        complete = sum(container.rows for container in containers) == len(table) and table.schema == _INDEX_SCHEMA
+        if saved["format"] == _FORMAT and complete:
+            return containers, table
+    return [], _INDEX_SCHEMA.empty_table()
+
+
+def _save_index(path: Path, containers: Sequence[_Container], table: pa.Table) -> None:
+    metadata = {"format": _FORMAT, "places": [asdict(container) for container in containers]}
+    with atomic_path(path) as part:
+        pq.write_table(table.replace_schema_metadata({"veca": json.dumps(metadata)}), part, compression="zstd")
+
+
 class _IndexBuilder:
-    """An index being built, or as it was saved: containers, and their rows one after the other."""
+    """An index being built: containers, and their rows one after the other.
 
-    def __init__(self, containers: Sequence[_Container] = (), table: pa.Table | None = None) -> None:
-        self.containers = list(containers)
-        self._parts = [table if table is not None else _INDEX_SCHEMA.empty_table()]
-        self._rows: list[_ImageRow] = []
-        starts = np.cumsum([0, *(container.rows for container in self.containers)]).tolist()
-        self._shards = {(c.address, c.stamp): (c, start) for c, start in zip(self.containers, starts, strict=False)}
-        self.count = starts[-1]
+    Rows of shards that are unchanged are taken from the saved index. `show` is called with the number of images.
+    """
 
-    @classmethod
-    def load(cls, path: Path) -> _IndexBuilder:
-        """Read a saved index; an empty one if there is no such file or it is not one of ours."""
-        try:
-            table = pq.read_table(path)
-            saved = json.loads((table.schema.metadata or {})[b"veca"])
-            containers = [_Container(**{**c, "problems": [tuple(p) for p in c["problems"]]}) for c in saved["places"]]
-            table = table.replace_schema_metadata()
-            complete = sum(container.rows for container in containers) == len(table) and table.schema == _INDEX_SCHEMA
-            return cls(containers, table) if saved["format"] == _FORMAT and complete else cls()
-        except (OSError, ValueError, KeyError, TypeError):  # pyarrow's own errors are among these
-            return cls()
-
-    def save(self, path: Path) -> None:
-        metadata = {"format": _FORMAT, "places": [asdict(container) for container in self.containers]}
-        table = self.table().replace_schema_metadata({"veca": json.dumps(metadata)})
-        with atomic_path(path) as part:
-            pq.write_table(table, part, compression="zstd")
+    def __init__(self, saved: Sequence[_Container], table: pa.Table, show: Callable[[int], None]) -> None:
+        self.containers, self.count, self._show = list[_Container](), 0, show
+        # Each row: name relative to the container, offset (-1 if it is a file of its own), size or -1
+        self._parts, self._rows = [_INDEX_SCHEMA.empty_table()], list[tuple[bytes, int, int]]()
+        starts = itertools.accumulate((container.rows for container in saved), initial=0)
+        self._saved = {(c.address, c.stamp): (c, table.slice(i, c.rows)) for c, i in zip(saved, starts, strict=False)}
 
     def table(self) -> pa.Table:
         self._flush()
-        self._parts = [pa.concat_tables(self._parts)]
-        return self._parts[0]
+        return pa.concat_tables(self._parts)
 
-    def add(self, source: str, old: _IndexBuilder, show: Callable[[int], None]) -> None:
-        """Add the images of one source; rows of unchanged shards are taken from `old`."""
+    def add(self, source: str) -> None:
+        """Add the images of one source."""
         if source.startswith("hf:"):
             dataset = _open_dataset(source)
             self.containers.append(_Container("dataset", source, dataset._fingerprint))
             for row, size in enumerate(_dataset_sizes(dataset)):
-                self._add_row(_ImageRow(b"", row, int(size)), show)
+                self._add_row(b"", row, int(size))
             return
         try:
             root, files = list_files(source, SHARDS)
@@ -214,7 +211,7 @@ class _IndexBuilder:
             raise DataError(f"{error}{hint}") from error
         for file in map(add_stamp, files):
             if file.path.lower().endswith(SHARDS) and not file.error:
-                self._add_shard(file.path, file.stamp, old, show)
+                self._add_shard(file.path, file.stamp)
                 continue
             base = root if file.path.startswith(f"{root}/") else ""
             if not self.containers or (self.containers[-1].kind, self.containers[-1].address) != ("files", base):
@@ -224,21 +221,21 @@ class _IndexBuilder:
                 container.problems.append((file.name, file.error))
                 continue
             name = os.fsencode(file.path[len(base) + 1 :] if base else file.path)
-            self._add_row(_ImageRow(name, -1, file.file_size), show)
+            self._add_row(name, -1, file.file_size)
             # A hash of the stamps of all, so that the saved index is updated when a file changes.
             container.stamp = hashlib.blake2b(f"{container.stamp} {file.stamp}".encode(), digest_size=8).hexdigest()
 
-    def _add_shard(self, address: str, stamp: str, old: _IndexBuilder, show: Callable[[int], None]) -> None:
+    def _add_shard(self, address: str, stamp: str) -> None:
         if address.lower().endswith("gz"):
             reason = "pictures in a packed archive cannot be read one by one, in any order"
             raise DataError(f"{as_text(address)}: {reason}. Unpack it to .tar with gunzip")
-        if known := old._shards.get((address, stamp)):
-            container, start = known
+        if (address, stamp) in self._saved:
+            container, rows = self._saved[address, stamp]
             self._flush()
             self.containers.append(container)
-            self._parts.append(old.table().slice(start, container.rows))
+            self._parts.append(rows)
             self.count += container.rows
-            show(self.count)
+            self._show(self.count)
             return
         container = _Container("shard", address, stamp)
         self.containers.append(container)
@@ -247,22 +244,21 @@ class _IndexBuilder:
             if item.span is None:
                 container.problems.append((item.name, item.error))
             else:
-                self._add_row(_ImageRow(item.name[prefix:].encode(), *item.span), show)
+                self._add_row(item.name[prefix:].encode(), *item.span)
 
-    def _add_row(self, row: _ImageRow, show: Callable[[int], None]) -> None:
+    def _add_row(self, name: bytes, offset: int, size: int) -> None:
         """Add an image to the last container."""
-        self._rows.append(row)
+        self._rows.append((name, offset, size))
         self.containers[-1].rows += 1
         self.count += 1
         if self.count % 1000 == 0:
-            show(self.count)
+            self._show(self.count)
         if len(self._rows) >= _FLUSH_ROWS:
             self._flush()
 
     def _flush(self) -> None:
         if self._rows:
-            columns = zip(_INDEX_SCHEMA.names, zip(*self._rows, strict=True), strict=True)
-            self._parts.append(pa.table({name: list(values) for name, values in columns}, schema=_INDEX_SCHEMA))
+            self._parts.append(pa.table(list(zip(*self._rows, strict=True)), schema=_INDEX_SCHEMA))
             self._rows = []
 
     def describe_empty(self, source: str) -> str:

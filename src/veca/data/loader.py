@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import mmap
-import queue
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent import futures
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ _SENT_BYTES = 1 << 27
 _TASK_IMAGES = 16
 # Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory.
 _SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
-# How long to wait for a thread that waits for a worker
+# How long to wait for a thread that waits for a worker, which may hang and is killed after this
 _JOIN_SECONDS = 10.0
 # A JPEG is decoded at reduced size as long as this many pixels are left for each one of the result
 _DRAFT_FACTOR = 2
@@ -47,6 +47,10 @@ def describe_error(error: Exception, name: str) -> str:
     """Return why an image cannot be read, without its name, fit for a table."""
     reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
     return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
+
+
+# Where TrivialAugmentWide is applied
+Where = Literal["cpu", "gpu"]
 
 
 # Embedding: a stream of items to a stream of records
@@ -77,8 +81,7 @@ class _ItemDecoder:
         if item.number == _PADDING.number:
             return Record("", number=item.number)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow may emit tens of thousands for one file
+            with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
                 image = open_image(_read_item(item), max_pixels=self.max_pixels)
             # An array, not a tensor: tensors travel in shared memory, of which containers have little.
             pixels = to_tensor(fit_image(image, self.size, self.fit, self.max_pixels)).numpy()
@@ -196,7 +199,7 @@ class _CropTask(NamedTuple):
 
 
 class _CropResult(NamedTuple):
-    """What a worker made of a task; `pixels` only if they are not in shared memory."""
+    """The images of a task that were read; `pixels` only if they are not in shared memory."""
 
     images: list[int]
     skipped: list[tuple[str, str]]
@@ -204,23 +207,28 @@ class _CropResult(NamedTuple):
     error: str = ""
 
 
+@dataclass
 class _CropDecoder:
-    """Decodes the images of a task, in a worker process."""
+    """Decodes the images of a task, in a worker process.
 
-    def __init__(
-        self, index: ImageIndex, sampler: TrainSampler, max_pixels: int, apply_op: bool, replace: bool, slots: int
-    ) -> None:
-        self.index, self.sampler, self.max_pixels = index, sampler, max_pixels
-        self.apply_op, self.replace, self.slots = apply_op, replace, slots
-        # Anonymous memory that forked processes share: it is not taken from /dev/shm, of which containers have little.
-        self.shared = mmap.mmap(-1, slots * _SLOT_BYTES) if slots else None
+    Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op` the operation of
+    TrivialAugmentWide is left to `to_model_input`, with the same pixels.
+    """
+
+    index: ImageIndex
+    sampler: TrainSampler
+    max_pixels: int
+    replace: bool
+    apply_op: bool = True
+    # Slots for the pixels of tasks under way, shared by forked processes
+    shared: mmap.mmap | None = None
 
     def slot(self, task: _CropTask) -> NDArray[np.uint8] | None:
         """Return the shared memory for a task's pixels, None where there is none or not enough."""
         shape = _pixel_shape(task.plan)
         if self.shared is None or math.prod(shape) > _SLOT_BYTES:
             return None
-        offset = task.number % self.slots * _SLOT_BYTES
+        offset = task.number * _SLOT_BYTES % len(self.shared)
         return np.frombuffer(self.shared, np.uint8, math.prod(shape), offset).reshape(shape)
 
     def __call__(self, task: _CropTask) -> _CropResult:
@@ -260,62 +268,40 @@ def too_many_failures(name: str, reason: str) -> str:
     return f"{MAX_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}"
 
 
-class ImageLoader:
+class ImageLoader(AbstractContextManager["ImageLoader"]):
     """Batches of an index, decoded ahead by `workers` processes (0: by this one), which end with the `with` block.
 
-    Iterating again starts over. Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op`
-    the operation of TrivialAugmentWide is left to `to_model_input`, with the same pixels.
+    Made by `train_loader` and `validation_loader`. Iterating again starts over.
     """
 
-    def __init__(
-        self,
-        index: ImageIndex,
-        sampler: TrainSampler,
-        plans: Iterable[BatchPlan],
-        *,
-        workers: int,
-        max_pixels: int,
-        replace: bool,
-        apply_op: bool = True,
-    ) -> None:
-        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(sampler.batch_size / max(1, workers))))
+    def __init__(self, decoder: _CropDecoder, plans: Iterable[BatchPlan], workers: int) -> None:
+        self._decoder, self._plans, self._workers, self._fork = decoder, plans, workers, sys.platform == "linux"
+        batch_size = decoder.sampler.batch_size
+        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(batch_size / max(1, workers))))
         # Two batches ahead, shared by the workers
-        self._prefetch = max(2, math.ceil(2 * sampler.batch_size / (self._task_images * max(1, workers))))
-        self._fork = sys.platform == "linux"
-        # One slot more than tasks under way: a slot is read before the task after those is begun.
-        slots = workers * self._prefetch + 1 if workers and self._fork else 0
-        self._decoder = _CropDecoder(index, sampler, max_pixels, apply_op, replace, slots)
-        self._plans, self._workers = plans, workers
+        self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * max(1, workers))))
+        if workers and self._fork:
+            # Anonymous memory: it is not taken from /dev/shm, of which containers have little. One slot more than tasks
+            # under way: a slot is read before the task after those is begun.
+            decoder.shared = mmap.mmap(-1, (workers * self._prefetch + 1) * _SLOT_BYTES)
         self._pool: WorkerPool[_CropTask, _CropResult] | None = None
 
-    def __enter__(self) -> ImageLoader:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the workers."""
         if self._pool is not None:
             self._pool.close()
         self._pool = None
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
-        pending = deque[tuple[BatchPlan, _CropTask]]()
-
-        def tasks() -> Iterator[_CropTask]:
-            for plan, task in self._tasks():
-                pending.append((plan, task))
-                yield task
-
-        self._pool = pool = WorkerPool(self._decoder, tasks(), self._workers, self._prefetch, self._fork)
+        self.__exit__()
+        sent, pending = tee(self._tasks())
+        tasks = (task for _, task in sent)
+        self._pool = pool = WorkerPool(self._decoder, tasks, self._workers, self._prefetch, self._fork)
         batches = self._collect(pool, pending)
         try:
-            yield from _prefetch_one(batches) if self._workers else batches
+            yield from _prefetch_batches(batches) if self._workers else batches
         finally:
             if self._pool is pool:  # and not that of a later loop
-                self.close()
+                self.__exit__()
 
     def _tasks(self) -> Iterator[tuple[BatchPlan, _CropTask]]:
         """Split batches into tasks that fit in a slot, numbered through."""
@@ -327,80 +313,57 @@ class ImageLoader:
                 yield plan, _CropTask(number, BatchPlan(plan.resolution, plan.images[part], plan.variants[part]))
                 number += 1
 
-    def _collect(self, results: Iterator[_CropResult], pending: deque[tuple[BatchPlan, _CropTask]]) -> Iterator[Batch]:
+    def _collect(self, results: Iterator[_CropResult], tasks: Iterator[tuple[BatchPlan, _CropTask]]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
         pixels, images, skipped, handled = torch.empty(0), list[int](), list[tuple[str, str]](), 0
-        while (result := self._next(results)) is not None:
-            plan, task = pending.popleft()
-            if result.error:
-                raise DataError(f"{result.error}. Check the sources and data.max_pixels")
-            if not handled:
-                pixels = torch.empty(_pixel_shape(plan), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-                images, skipped = [], []
-            part = result.pixels if result.pixels is not None else self._decoder.slot(task)
-            assert part is not None
-            # Copied by numpy: torch would use a thread per core, which the workers need.
-            pixels.numpy()[len(images) : len(images) + len(result.images)] = part[: len(result.images)]
-            images += result.images
-            skipped += result.skipped
-            handled += len(task.plan.images)
-            if handled == len(plan.images):
-                variants, handled = plan.variants[: len(images)], 0
-                augmentation = None
-                if not self._decoder.apply_op:
-                    params = self._decoder.sampler.sample(images, variants)
-                    augmentation = Augmentation(torch.from_numpy(params.op), torch.from_numpy(params.strength))
-                numbers, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
-                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, numbers, which, skipped)
-
-    @staticmethod
-    def _next(results: Iterator[_CropResult]) -> _CropResult | None:
         try:
-            return next(results, None)
-        except WorkerDiedError as error:
+            for result, (plan, task) in zip(results, tasks, strict=True):
+                if result.error:
+                    raise DataError(f"{result.error}. Check the sources and data.max_pixels")
+                if not handled:
+                    pixels = torch.empty(_pixel_shape(plan), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                    images, skipped = [], []
+                part = result.pixels if result.pixels is not None else self._decoder.slot(task)
+                assert part is not None
+                # Copied by numpy: torch would use a thread per core, which the workers need.
+                pixels.numpy()[len(images) : len(images) + len(result.images)] = part[: len(result.images)]
+                images += result.images
+                skipped += result.skipped
+                handled += len(task.plan.images)
+                if handled == len(plan.images):
+                    variants, handled = plan.variants[: len(images)], 0
+                    augmentation = None
+                    if not self._decoder.apply_op:
+                        augmentation = self._decoder.sampler.sample(images, variants).augmentation()
+                    numbers, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
+                    yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, numbers, which, skipped)
+        except RuntimeError as error:  # a builtin: an open loop may end with the interpreter, after this module is gone
+            if not isinstance(error, WorkerDiedError):
+                raise
             reason = "Memory may be short (fewer data.workers need less), or somebody killed it"
             raise DataError(f"a process that reads pictures has died: {error}. {reason}") from error
 
 
-def _prefetch_one(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Assemble each batch in a thread while the one before it is in use."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
-    stop = threading.Event()
-
-    def work() -> None:
-        try:
-            for batch in batches:
-                ready.put(batch)
-                if stop.is_set():
-                    return
-            ready.put(None)
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=work, name="batches", daemon=True)
-    thread.start()
+def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Assemble up to two batches in a thread while the one before them is in use."""
+    thread = futures.ThreadPoolExecutor(1)
+    pending = deque(thread.submit(next, batches, None) for _ in range(2))
     try:
-        while (batch := ready.get()) is not None:
-            if isinstance(batch, BaseException):
-                raise batch
+        while (batch := pending[0].result()) is not None:
+            pending.popleft()
+            pending.append(thread.submit(next, batches, None))
             yield batch
     finally:
-        stop.set()
-        with suppress(queue.Empty):
-            ready.get_nowait()  # so that the thread can put its last one
-        thread.join(_JOIN_SECONDS)  # it may wait for a worker that hangs, which is killed after this
+        thread.shutdown(wait=False, cancel_futures=True)
+        futures.wait([task for task in pending if not task.cancelled()], _JOIN_SECONDS)
 
 
 def train_loader(
-    index: ImageIndex,
-    sampler: TrainSampler,
-    workers: int = 8,
-    max_pixels: int = MAX_PIXELS,
-    where: Literal["cpu", "gpu"] = "cpu",
+    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: Where = "cpu"
 ) -> ImageLoader:
     """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
     apply_op = where == "cpu" or sampler.augment in ("flip", "none")
-    return ImageLoader(index, sampler, sampler, workers=workers, max_pixels=max_pixels, replace=True, apply_op=apply_op)
+    return ImageLoader(_CropDecoder(index, sampler, max_pixels, replace=True, apply_op=apply_op), sampler, workers)
 
 
 def validation_loader(
@@ -421,4 +384,4 @@ def validation_loader(
     starts = range(rank * batch_size, len(index), world_size * batch_size)
     images = [range(start, min(start + batch_size, len(index))) for start in starts]
     plans = [BatchPlan(resolution, part, [0] * len(part)) for part in images]
-    return ImageLoader(index, sampler, plans, workers=workers, max_pixels=max_pixels, replace=False)
+    return ImageLoader(_CropDecoder(index, sampler, max_pixels, replace=False), plans, workers)

@@ -97,10 +97,8 @@ def _checked_pages(file: IO[bytes], chunk: pq.ColumnChunkMetaData, limit: int) -
     for page in _iter_pages(file, chunk):
         pages.append(page)
         if page.unpacked > PAGE_BYTES:
-            raise TableError(
-                f"a page of {page.unpacked:,} bytes; at most {PAGE_BYTES:,} are read. Write the table with smaller row "
-                "groups"
-            )
+            rule = f"at most {PAGE_BYTES:,} are read. Write the table with smaller row groups"
+            raise TableError(f"a page of {page.unpacked:,} bytes; {rule}")
         largest = page.unpacked // max(page.values, 1)
         if page.kind == _DICTIONARY and page.unpacked > VALUE_BYTES >= largest:
             largest = _largest_value(file, page, chunk.compression)

@@ -55,10 +55,9 @@ def list_remote(source: str, containers: tuple[str, ...]) -> tuple[str, Iterator
             infos, root = {path: fs.info(path)}, path.rpartition("/")[0]
         else:
             infos, root = fs.find(path, detail=True), path.rstrip("/")
-    except ImportError as error:
-        raise SourceError(f"{source}: {error}") from error
-    except Exception as error:  # every file system has its own exceptions
-        raise SourceError(f"{source}: cannot be listed ({type(error).__name__}: {error})") from error
+    except Exception as error:  # every file system has its own exceptions; ImportError names the missing package
+        reason = error if isinstance(error, ImportError) else f"cannot be listed ({type(error).__name__}: {error})"
+        raise SourceError(f"{source}: {reason}") from error
     if path in infos and not glob.has_magic(path):  # one file keeps the address it was given by, query and all
         return source.rpartition("/")[0], iter([(source, _stamp(infos[path]))])
     suffixes = tuple(EXTENSIONS) + (containers if glob.has_magic(path) else ())
@@ -163,10 +162,10 @@ def check_length(data: bytes, size: int) -> bytes:
 
 def _read_stream(stream: IO[bytes]) -> bytes:
     """Read a stream of unknown length, which might never end, up to the limit."""
-    pieces, size = list[bytes](), 0
+    data = bytearray()
     with stream:
         while piece := stream.read(_BLOCK_BYTES):
-            pieces.append(piece)
-            if (size := size + len(piece)) > MAX_IMAGE_BYTES:
+            data += piece
+            if len(data) > MAX_IMAGE_BYTES:
                 raise ImageError(f"more than {MAX_IMAGE_BYTES:,} bytes; so many are read")
-    return b"".join(pieces)
+    return bytes(data)

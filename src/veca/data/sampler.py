@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
-from veca.data.transforms import COLOUR_OPS, OPS, choose_ops
+from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, choose_ops
 
 AugmentMode = Literal["trivial", "colour", "flip", "none"]
 
@@ -57,6 +58,10 @@ class TransformParams(NamedTuple):
     def item(self) -> TransformParams:
         """Return the parameters of the first of several images, as plain numbers."""
         return TransformParams(*(values[0].item() for values in self))
+
+    def augmentation(self) -> Augmentation:
+        """Return the operations of several images, for `augment_batch`."""
+        return Augmentation(torch.from_numpy(self.op), torch.from_numpy(self.strength))
 
 
 @dataclass

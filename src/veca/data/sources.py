@@ -31,6 +31,10 @@ SHARDS = (".tar", ".tar.gz", ".tgz")
 TABLES = (".parquet",)
 
 _LABELS = {"seg", "depth", "mask", "label"}
+_REFUSED_KINDS = {
+    "sparse": "a sparse file in an archive; only regular files are read. Pack it again without --sparse",
+    "other": "a link or special file in an archive; only regular files are read",
+}
 
 # Called with an archive's path and how many of its bytes (uncompressed) were read: images may be far apart in it
 OnRead = Callable[[str, int], None]
@@ -246,12 +250,8 @@ def shard_items(
 
 
 def _member_item(path: str, reader: TarReader, member: Member, read: bool, limit: int) -> Item:
-    name, error = as_text(f"{path}/{member.name}"), member.error
-    if not error and member.kind == "sparse":
-        error = "a sparse file in an archive; only regular files are read. Pack it again without --sparse"
-    elif not error and member.kind != "file":
-        error = "a link or special file in an archive; only regular files are read"
-    elif not error and member.size > limit:
+    name, error = as_text(f"{path}/{member.name}"), member.error or _REFUSED_KINDS.get(member.kind, "")
+    if not error and member.size > limit:
         error = f"{member.size:,} bytes in an archive; at most {limit:,} are read"
     if error:
         return Item(name, error=error)

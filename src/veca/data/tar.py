@@ -69,11 +69,6 @@ class TarReader:
         while self.position < position and self.read(min(_PIECE, position - self.position)):
             pass
 
-    def ends_before(self, position: int) -> bool:
-        """Tell whether the file ends before `position`, and skip there."""
-        self.skip_to(position - 1)
-        return not self.read(1)
-
     def _advance(self, size: int) -> None:
         self.position += size
         if self.on_read is not None:
@@ -127,16 +122,19 @@ class _ExtendedHeader:
         self.used += head.size if head.kind in _LONG_NAME + _PAX else 0  # of others nothing is read
         if self.used > HEADER_BYTES:
             self.error = f"a header of {head.size:,} bytes in an archive; at most {HEADER_BYTES:,} are read"
-            if reader.ends_before(end):
+            reader.skip_to(end - 1)
+            if not reader.read(1):
                 raise TarError(f"it ends within a header of {head.size:,} bytes")
         elif head.kind == _LONG_NAME:
             self.name = self.name or reader.read(head.size).partition(b"\0")[0]
         elif head.kind in _PAX:
             records = _pax_records(reader.read(head.size))
-            path = records.get(b"GNU.sparse.name") or records.get(b"path", b"").rstrip(b"/")
-            self.name = self.name or path
+            self.name = self.name or records.get(b"GNU.sparse.name") or records.get(b"path", b"").rstrip(b"/")
             self.sparse = self.sparse or any(key.startswith(b"GNU.sparse.") for key in records)
-            self.size = _pax_size(records) if self.size is None else self.size
+            if self.size is None and (digits := records.get(b"size")) is not None:
+                if not digits.isdigit() or len(digits) > 20:
+                    raise TarError("broken header")
+                self.size = int(digits)
         reader.skip_to(end)
 
 
@@ -189,15 +187,6 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
             records[key] = value
         start = end
     return records
-
-
-def _pax_size(records: dict[bytes, bytes]) -> int | None:
-    digits = records.get(b"size")
-    if digits is None:
-        return None
-    if not digits.isdigit() or len(digits) > 20:
-        raise TarError("broken header")
-    return int(digits)
 
 
 def _skip_sparse_map(reader: TarReader, block: bytes) -> None:

@@ -10,6 +10,7 @@ Shapes: B images of H × W pixels, R rows and columns; `...` is any leading shap
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -91,16 +92,13 @@ def random_crop_and_flip(
     Shorter sides are padded at their end: the image with zeros, the label with `fill`, the value that does not count
     (for depths 0).
     """
-    if image.shape[-2:] != label.shape[-2:]:
-        raise ArgumentError(
-            f"the image is {tuple(image.shape[-2:])}, its label {tuple(label.shape[-2:])}; resize them to one size"
-        )
-    below, beside = (max(0, wanted - side) for wanted, side in zip(size, image.shape[-2:], strict=True))
-    image, label = F.pad(image, (0, beside, 0, below)), F.pad(label, (0, beside, 0, below), value=fill)
-    top, left = (
-        int(torch.randint(side - wanted + 1, (), generator=generator))
-        for wanted, side in zip(size, image.shape[-2:], strict=True)
-    )
+    height, width = image.shape[-2:]
+    if (height, width) != label.shape[-2:]:
+        raise ArgumentError(f"the image is {height}×{width}, its label {tuple(label.shape)}; resize them to one size")
+    padding = 0, max(0, size[1] - width), 0, max(0, size[0] - height)
+    image, label = F.pad(image, padding), F.pad(label, padding, value=fill)
+    rooms = max(0, height - size[0]), max(0, width - size[1])
+    top, left = (int(torch.randint(room + 1, (), generator=generator)) for room in rooms)
     flip = bool(torch.randint(2, (), generator=generator))
     image, label = (x[..., top : top + size[0], left : left + size[1]] for x in (image, label))
     return (image.flip(-1), label.flip(-1)) if flip else (image, label)
@@ -115,40 +113,25 @@ def slide_windows(
     window of a row or column moves inwards to end with the image, and no window is larger than the image.
     """
     if min(stride) < 1 or any(step > side for step, side in zip(stride, window, strict=True)):
-        raise ArgumentError(
-            f"stride is {stride}, window {window}; a stride must be between 1 and the window, or pixels are missed"
-        )
+        rule = "a stride must be between 1 and the window, or pixels are missed"
+        raise ArgumentError(f"stride is {stride}, window {window}; {rule}")
     height, width = images.shape[-2:]
     rows, columns = min(window[0], height), min(window[1], width)
-    tops, lefts = _window_starts(height, rows, stride[0]), _window_starts(width, columns, stride[1])
-    total: Tensor | None = None
-    for top in tops:
-        for left in lefts:
-            window_slice = ..., slice(top, top + rows), slice(left, left + columns)
-            scores = function(images[window_slice])
-            if tuple(scores.shape[-2:]) != (rows, columns):
-                raise ArgumentError(
-                    f"a window of {rows}×{columns} came back as {tuple(scores.shape)}; its last two sides must stay: "
-                    "resize the scores to the window"
-                )
-            if total is None:
-                total = scores.new_zeros(*scores.shape[:-2], height, width)
-            total[window_slice] += scores
-    assert total is not None
-    counts = (_count_windows(height, rows, tops)[:, None] * _count_windows(width, columns, lefts)).to(total)
-    return total / counts
-
-
-def _window_starts(side: int, window: int, stride: int) -> list[int]:
-    count = max(side - window + stride - 1, 0) // stride + 1
-    return [min(i * stride, side - window) for i in range(count)]
-
-
-def _count_windows(side: int, window: int, starts: list[int]) -> Tensor:
-    count = torch.zeros(side)
-    for start in starts:
-        count[start : start + window] += 1
-    return count
+    # The last step of each side may end beyond the image, and is moved back.
+    tops, lefts = range(0, height - rows + stride[0], stride[0]), range(0, width - columns + stride[1], stride[1])
+    total, counts = torch.empty(0), torch.zeros(height, width)
+    for top, left in itertools.product(tops, lefts):
+        top, left = min(top, height - rows), min(left, width - columns)
+        window_slice = ..., slice(top, top + rows), slice(left, left + columns)
+        scores = function(images[window_slice])
+        if tuple(scores.shape[-2:]) != (rows, columns):
+            rule = "its last two sides must stay: resize the scores to the window"
+            raise ArgumentError(f"a window of {rows}×{columns} came back as {tuple(scores.shape)}; {rule}")
+        if not total.numel():
+            total = scores.new_zeros(*scores.shape[:-2], height, width)
+        total[window_slice] += scores
+        counts[window_slice] += 1
+    return total / counts.to(total)
 
 
 # Number of strengths of each operation
@@ -171,7 +154,6 @@ _GEOMETRIC = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"
 COLOUR_OPS = tuple(number for number, name in enumerate(OPS) if name not in _GEOMETRIC)
 _BY_VALUE = frozenset({"Brightness", "Contrast", "Posterize", "Solarize"})
 _BY_HISTOGRAM = frozenset({"AutoContrast", "Equalize"})
-_ENHANCERS = {"Brightness": ImageEnhance.Brightness, "Color": ImageEnhance.Color, "Contrast": ImageEnhance.Contrast}
 
 
 class Augmentation(NamedTuple):
@@ -195,10 +177,9 @@ def augment_image(image: Image.Image, op: int, strength: float) -> Image.Image:
     name = OPS[op]
     if name in _GEOMETRIC:
         return image.transform(image.size, Image.Transform.AFFINE, _affine(name, strength, image.width, image.height))
-    if name in _ENHANCERS:
-        return _ENHANCERS[name](image).enhance(1.0 + strength)
-    if name == "Sharpness":
-        return ImageEnhance.Sharpness(image).enhance(1.0 + strength) if min(image.size) > 2 else image
+    if name in _MAX_STRENGTH:
+        enhanced: Image.Image = getattr(ImageEnhance, name)(image).enhance(1.0 + strength)
+        return enhanced
     if name == "Posterize":
         return ImageOps.posterize(image, int(strength))
     if name == "Solarize":
@@ -210,18 +191,14 @@ def augment_image(image: Image.Image, op: int, strength: float) -> Image.Image:
 
 def _affine(name: str, strength: float, width: int, height: int) -> tuple[float, ...]:
     """Return (a, b, c, d, e, f): the pixel at (x, y) comes from (ax + by + c, dx + ey + f)."""
-    if name == "ShearX":
-        return 1.0, strength, 0.0, 0.0, 1.0, 0.0
-    if name == "ShearY":
-        return 1.0, 0.0, 0.0, strength, 1.0, 0.0
-    if name == "TranslateX":
-        return 1.0, 0.0, -float(int(strength)), 0.0, 1.0, 0.0
-    if name == "TranslateY":
-        return 1.0, 0.0, 0.0, 0.0, 1.0, -float(int(strength))
-    angle = -math.radians(strength % 360)  # Rotate, around the centre
-    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
-    x, y = width / 2, height / 2
-    return cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y
+    if name == "Rotate":  # around the centre
+        angle, x, y = -math.radians(strength % 360), width / 2, height / 2
+        cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+        return cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y
+    matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    position = {"ShearX": 1, "ShearY": 3, "TranslateX": 2, "TranslateY": 5}[name]
+    matrix[position] = -float(int(strength)) if name.startswith("Translate") else strength
+    return tuple(matrix)
 
 
 def augment_batch(images: Tensor, augmentation: Augmentation) -> Tensor:
@@ -307,9 +284,8 @@ def _autocontrast_table(counts: Tensor, levels: Tensor) -> Tensor:
     present = counts > 0
     low = levels.expand_as(present).masked_fill(~present, 255).amin(2, keepdim=True).double()
     high = (levels * present).amax(2, keepdim=True).double()
-    scale = torch.full_like(low, 255) / (high - low).clamp_min(
-        1
-    )  # 255 / tensor would be computed as 255 · (1 / tensor), rounded twice
+    # Not 255 / tensor, which is computed as 255 · (1 / tensor) and rounded twice.
+    scale = torch.full_like(low, 255) / (high - low).clamp_min(1)
     stretched = (levels.double() * scale + -low * scale).trunc().clamp(0, 255)
     return torch.where(high > low, stretched, levels.double())
 

@@ -19,24 +19,6 @@ from veca.images.load import load_image, open_image, open_values
 from veca.images.tensors import MEAN, STD, normalize, pad_to_multiple, resize_to_multiple, to_tensor
 from veca.inputs import nearest_sizes
 
-__all__ = [
-    "EXTENSIONS",
-    "MAX_PIXELS",
-    "MEAN",
-    "PATCH",
-    "STD",
-    "Fit",
-    "ImageError",
-    "ImageTooLargeError",
-    "Source",
-    "fit_image",
-    "load_image",
-    "nearest_sizes",
-    "normalize",
-    "open_image",
-    "open_values",
-    "pad_to_multiple",
-    "resample",
-    "resize_to_multiple",
-    "to_tensor",
-]
+__all__ = ["EXTENSIONS", "MAX_PIXELS", "MEAN", "PATCH", "STD", "Fit", "ImageError", "ImageTooLargeError", "Source"]
+__all__ += ["fit_image", "load_image", "nearest_sizes", "normalize", "open_image", "open_values", "pad_to_multiple"]
+__all__ += ["resample", "resize_to_multiple", "to_tensor"]

@@ -55,7 +55,7 @@ _saved: tuple[int | None, bool] = (None, False)
 
 
 @contextmanager
-def strict_pillow(limit: int) -> Iterator[None]:
+def _strict_pillow(limit: int) -> Iterator[None]:
     """Set Pillow's global switches to strict while any thread is inside the block.
 
     Another library may have set Pillow to accept truncated files or images of any size.
@@ -78,6 +78,41 @@ def strict_pillow(limit: int) -> Iterator[None]:
                 Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
 
 
+@contextmanager
+def image_errors(source: Source, max_pixels: int) -> Iterator[None]:
+    """Run the block with strict Pillow settings; any exception becomes an `ImageError` with name, reason and remedy."""
+    name = _source_name(source)
+    try:
+        with _strict_pillow(4 * max_pixels):
+            yield
+    except ImageError as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__
+    except Image.DecompressionBombError as error:
+        rule = f"more than {4 * max_pixels:,} pixels; at most {max_pixels:,} are opened"
+        raise ImageTooLargeError(f"{name}: {rule}. Shrink it or raise max_pixels") from error
+    except UnidentifiedImageError as error:
+        suffix = unsupported_suffix(source)
+        rule = f"{suffix} is not read, only" if suffix else "not one of"
+        raise ImageError(f"{name}: {rule} {', '.join(FORMATS)}; save it as PNG") from error
+    except Exception as error:  # Pillow raises almost anything on damaged files
+        raise ImageError(f"{name}: damaged or truncated ({type(error).__name__}: {error}); save it again") from error
+
+
+def _source_name(source: object) -> str:
+    if isinstance(source, bytes | bytearray | memoryview):
+        return "<bytes>"
+    if isinstance(source, Image.Image):
+        name = getattr(source, "filename", "") or "<image>"
+    elif hasattr(source, "read"):
+        name = getattr(source, "name", "<stream>")
+    elif isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+    else:
+        raise TypeError(f"source is {type(source).__name__}; pass a path, bytes, a binary stream or a Pillow image")
+    text = str(name)
+    return text if text and text.isprintable() else repr(name)
+
+
 def max_bytes(max_pixels: int) -> int:
     """Return the size of the largest file that is read for an image of `max_pixels`."""
     # The largest pixels, 16-bit RGBA, take 8 bytes each; the rest is room for metadata.
@@ -85,7 +120,7 @@ def max_bytes(max_pixels: int) -> int:
 
 
 def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Image.Image:
-    """Decode the image in `source`, in the mode of the file; call it inside `strict_pillow`.
+    """Decode the image in `source`, in the mode of the file; call it inside `image_errors`.
 
     With `at_least`, a JPEG may be decoded at a half, a quarter or an eighth of its size, its short side no shorter than
     that. `info["extent"]` is then its exact size: the image may cover its last column and row only in part.
@@ -118,9 +153,7 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
             if image.format == "TIFF" and unsupported_suffix(source):
                 raise UnidentifiedImageError
             if isinstance(image, TiffImagePlugin.TiffImageFile) and _is_preview(image):
-                raise ImageError(
-                    "its first page is a small preview, as in raws of cameras; save the picture itself as PNG"
-                )
+                raise ImageError("its first page is a small preview, as in raws of cameras; save the picture as PNG")
             _check_header(image, size, passes, max_pixels)
             extent: tuple[float, float] = image.size
             # A rotated image would begin with its partly covered pixels, which an extent cannot describe.
@@ -159,8 +192,7 @@ def _open_regular(path: str, flags: int) -> int:
         # Without this flag, opening a pipe would wait for its writer, forever if there is none.
         handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ImageError(f"{reason}; check the path") from error
+        raise ImageError(f"{(error.strerror or str(error)).lower()}; check the path") from error
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
     os.close(handle)
@@ -257,11 +289,8 @@ def _check_ppm_header(stream: BinaryIO, size: int) -> None:
 
 
 # Checks by the first bytes of a file
-_CHECKS = {
-    b"\x89PNG": _check_png_chunks,
-    b"GIF8": _check_gif_blocks,
-    **{b"P%c" % kind: _check_ppm_header for kind in b"123456fF"},
-}
+_CHECKS = {b"P%c" % kind: _check_ppm_header for kind in b"123456fF"}
+_CHECKS |= {b"\x89PNG": _check_png_chunks, b"GIF8": _check_gif_blocks}
 
 
 def _check_pixels(image: Image.Image, max_pixels: int) -> None:

@@ -13,18 +13,15 @@ from veca.images.decode import MAX_PIXELS, ImageTooLargeError
 from veca.inputs import nearest_sizes
 
 Fit = Literal["crop", "stretch", "keep", "pad"]
+# One side, or (height, width)
+FitSize = int | tuple[int, int] | None
 
 PATCH = 16
 # Short side of the resized image over the side of its centre crop: 288 for 256
 CROP_RATIO = 1.125
 
 
-def fit_image(
-    image: Image.Image,
-    size: int | tuple[int, int] | None,
-    fit: Fit = "crop",
-    max_pixels: int = MAX_PIXELS,
-) -> Image.Image:
+def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Resize an RGB image (bicubic, antialiased) so that both sides are multiples of 16.
 
     - "crop": the evaluation transform. The short side becomes 1.125 × `size` and the centre is kept.
@@ -59,11 +56,9 @@ def fit_image(
     pad_rows, pad_columns = -rows % PATCH, -columns % PATCH
     total = (rows + pad_rows) * (columns + pad_columns)
     if total > max_pixels:
-        raise ImageTooLargeError(
-            f"{height}×{width}; fit={fit!r} with size={size} would make it "
-            f"{rows + pad_rows}×{columns + pad_columns} = {total:,} pixels, and at most {max_pixels:,} "
-            f"are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
-        )
+        made = f"{rows + pad_rows}×{columns + pad_columns} = {total:,} pixels"
+        rule = f"at most {max_pixels:,} are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
+        raise ImageTooLargeError(f"{height}×{width}; fit={fit!r} with size={size} would make it {made}, and {rule}")
     if fit == "crop":
         return crop_centre(image, columns, rows)
     image = resample(image, (columns, rows), (0, 0, width, height))
@@ -93,7 +88,7 @@ def resample(image: Image.Image, size: tuple[int, int], box: tuple[float, float,
     return image.resize(size, Image.Resampling.BICUBIC, (left, top, right, bottom))
 
 
-def check_fit(size: int | tuple[int, int] | None, fit: str) -> None:
+def check_fit(size: FitSize, fit: str) -> None:
     """Raise `ArgumentError` unless `fit_image` can use both."""
     if fit not in get_args(Fit):
         raise ArgumentError(f"fit is {fit!r}; it must be one of {', '.join(get_args(Fit))}")

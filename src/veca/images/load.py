@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images.decode import (
-    FORMATS,
-    MAX_PIXELS,
-    ImageError,
-    ImageTooLargeError,
-    Source,
-    decode,
-    orientation,
-    strict_pillow,
-)
-from veca.images.fit import Fit, check_fit, fit_image
-from veca.images.formats import unsupported_suffix
+from veca.images.decode import MAX_PIXELS, ImageError, Source, decode, image_errors, orientation
+from veca.images.fit import Fit, FitSize, check_fit, fit_image
 from veca.images.tensors import normalize, to_tensor
 
-# What makes an image upright, by its EXIF orientation
-_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# What makes an image upright, by its EXIF orientation from 2 on; 1 is upright
+_TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
+_TRANSPOSE = {code: Image.Transpose[name] for code, name in enumerate(_TURNS, start=2)}
 _BAND_PIXELS = 2**22
+Colour = tuple[int, int, int]
+WHITE: Colour = (255, 255, 255)
 
 
 def load_image(
-    source: Source,
-    size: int | tuple[int, int] | None = 512,
-    fit: Fit = "crop",
-    *,
-    max_pixels: int = MAX_PIXELS,
-    background: tuple[int, int, int] = (255, 255, 255),
+    source: Source, size: FitSize = 512, fit: Fit = "crop", *, max_pixels: int = MAX_PIXELS, background: Colour = WHITE
 ) -> Tensor:
     """Load an image as a float32 tensor (3, H, W), ready for the model: open, fit, normalise.
 
@@ -55,19 +32,13 @@ def load_image(
     """
     check_fit(size, fit)
     image = open_image(source, max_pixels=max_pixels, background=background)
-    try:
+    with image_errors(source, max_pixels):  # it may get too large
         image = fit_image(image, size, fit, max_pixels)
-    except ImageTooLargeError as error:
-        raise ImageTooLargeError(f"{_source_name(source)}: {error}") from None
     return normalize(to_tensor(image))
 
 
 def open_image(
-    source: Source,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    background: tuple[int, int, int] = (255, 255, 255),
-    at_least: int | None = None,
+    source: Source, *, max_pixels: int = MAX_PIXELS, background: Colour = WHITE, at_least: int | None = None
 ) -> Image.Image:
     """Open an image as fully decoded, upright RGB, or raise `ImageError`.
 
@@ -85,7 +56,7 @@ def open_image(
     """
     if len(background) != 3 or not all(0 <= value <= 255 for value in background):
         raise ArgumentError(f"background is {background}; it must be three numbers from 0 to 255")
-    with _image_errors(source, max_pixels):
+    with image_errors(source, max_pixels):
         image = decode(source, max_pixels, at_least)
         transpose = _TRANSPOSE.get(orientation(image))
         rgb = _to_rgb(image, background)
@@ -108,7 +79,7 @@ def open_values(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[Any]
     >>> open_values(Image.new("L", (3, 2), 7)).tolist()
     [[7, 7, 7], [7, 7, 7]]
     """
-    with _image_errors(source, max_pixels):
+    with image_errors(source, max_pixels):
         image = decode(source, max_pixels)
         values = np.array(image)  # a copy: the image may be the caller's
         if values.dtype == np.bool_:
@@ -121,44 +92,7 @@ def open_values(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[Any]
     return values
 
 
-@contextmanager
-def _image_errors(source: Source, max_pixels: int) -> Iterator[None]:
-    """Run the block with strict Pillow settings; any exception becomes an `ImageError` with name, reason and remedy."""
-    name = _source_name(source)
-    try:
-        with strict_pillow(4 * max_pixels):
-            yield
-    except ImageError as error:
-        raise type(error)(f"{name}: {error}") from error.__cause__
-    except Image.DecompressionBombError as error:
-        rule = f"more than {4 * max_pixels:,} pixels; at most {max_pixels:,} are opened"
-        raise ImageTooLargeError(f"{name}: {rule}. Shrink it or raise max_pixels") from error
-    except UnidentifiedImageError as error:
-        suffix = unsupported_suffix(source)
-        rule = f"{suffix} is not read, only" if suffix else "not one of"
-        raise ImageError(f"{name}: {rule} {', '.join(FORMATS)}; save it as PNG") from error
-    except Exception as error:  # Pillow raises almost anything on damaged files
-        cause = f"{type(error).__name__}: {error}"
-        raise ImageError(f"{name}: damaged or truncated ({cause}); save it again") from error
-
-
-def _source_name(source: object) -> str:
-    if isinstance(source, bytes | bytearray | memoryview):
-        return "<bytes>"
-    if isinstance(source, Image.Image):
-        name = getattr(source, "filename", "") or "<image>"
-    elif hasattr(source, "read"):
-        name = getattr(source, "name", "<stream>")
-    elif isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-    else:
-        kind = type(source).__name__
-        raise TypeError(f"source is {kind}; pass a path, bytes, a binary stream or a Pillow image")
-    text = str(name)
-    return text if text and text.isprintable() else repr(name)
-
-
-def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def _to_rgb(image: Image.Image, background: Colour) -> Image.Image:
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     rgb = Image.new("RGB", image.size, background)
@@ -183,10 +117,8 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     low, high = values.min(), values.max()
     top = 1 if image.mode == "F" else 65535
     if not (low >= 0 and high <= top):  # so that NaN is refused too
-        raise ImageError(
-            f"grey values run from {low} to {high}; in {values.dtype} pictures they must lie in "
-            f"0 to {top}. Rescale them first"
-        )
+        rule = f"in {values.dtype} pictures they must lie in 0 to {top}. Rescale them first"
+        raise ImageError(f"grey values run from {low} to {high}; {rule}")
     grey = Image.fromarray((values * (255 / top) + 0.5).astype(np.uint8))
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):

@@ -16,8 +16,6 @@ def sample_images() -> list[Path]:
     folders = [Path(folder) / "data" for folder in (spec and spec.submodule_search_locations) or ()]
     paths = [folder / name for folder in folders for name in SAMPLES if (folder / name).is_file()]
     if not paths:
-        raise ArgumentError(
-            "no pictures given, and the sample photos come with scikit-image, which is not installed: "
-            "pip install 'veca[viz]', or pass pictures of your own"
-        )
+        reason = "the sample photos come with scikit-image, which is not installed"
+        raise ArgumentError(f"no pictures given, and {reason}: pip install 'veca[viz]', or pass pictures of your own")
     return paths

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -93,9 +93,14 @@ class FileList:
 
     def digest(self) -> bytes:
         """Return a hash of the names, but not of the folder's path."""
-        digest = hashlib.sha256(np.ascontiguousarray(self._ends, "<i8").data)
-        digest.update(self._names)
-        return digest.digest()
+        return _sha256(np.ascontiguousarray(self._ends, "<i8").data, self._names)
+
+
+def _sha256(*parts: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def evenly_spaced(count: int, limit: int) -> list[int]:
@@ -110,6 +115,7 @@ def _file_size(path: str) -> int:
         return -1
 
 
+@dataclass(frozen=True, eq=False)
 class LabelMaps:
     """Masks or depth maps, decoded when asked for.
 
@@ -117,14 +123,10 @@ class LabelMaps:
     `units_per_metre` the maps are depths. With `variable` the files are MATLAB's and the map is the variable so named.
     """
 
-    def __init__(
-        self,
-        files: FileList,
-        train_ids: NDArray[np.int16] | None = None,
-        units_per_metre: float = 0,
-        variable: str = "",
-    ) -> None:
-        self.files, self.train_ids, self.units_per_metre, self.variable = files, train_ids, units_per_metre, variable
+    files: FileList
+    train_ids: NDArray[np.int16] | None = None
+    units_per_metre: float = 0
+    variable: str = ""
 
     def __len__(self) -> int:
         return len(self.files)
@@ -161,13 +163,11 @@ class LabelMaps:
         return values
 
     def take(self, indices: Iterable[int]) -> LabelMaps:
-        return LabelMaps(self.files.take(indices), self.train_ids, self.units_per_metre, self.variable)
+        return replace(self, files=self.files.take(indices))
 
     def digest(self) -> bytes:
-        digest = hashlib.sha256(self.files.digest())
-        digest.update(f"{self.units_per_metre} {self.variable}".encode())
-        digest.update(b"" if self.train_ids is None else np.ascontiguousarray(self.train_ids, "<i2").data)
-        return digest.digest()
+        train_ids = b"" if self.train_ids is None else np.ascontiguousarray(self.train_ids, "<i2").data
+        return _sha256(self.files.digest(), f"{self.units_per_metre} {self.variable}".encode(), train_ids)
 
 
 class Split:
@@ -218,20 +218,17 @@ class Split:
 
         So files that were replaced under the same names are noticed without reading all of them.
         """
-        digest = hashlib.sha256(self.digest())
+        parts: list[bytes | memoryview] = [self.digest()]
         for files in (self.images, *([self.maps.files] if self.maps else [])):
-            digest.update(np.ascontiguousarray(files.sizes(), "<i8").data)
-            for i in evenly_spaced(len(files), HASHED_FILES):
-                digest.update(hashlib.sha256(files.read_bytes(i)).digest())
-        return digest.hexdigest()
+            sample = evenly_spaced(len(files), HASHED_FILES)
+            parts += [np.ascontiguousarray(files.sizes(), "<i8").data, *(_sha256(files.read_bytes(i)) for i in sample)]
+        return _sha256(*parts).hex()
 
     def digest(self) -> bytes:
-        digest = hashlib.sha256(self.images.digest())
         if isinstance(self._targets, LabelMaps):
-            digest.update(self._targets.digest())
-        else:
-            digest.update(np.ascontiguousarray(self._targets, self._targets.dtype.newbyteorder("<")).data)
-        return digest.digest()
+            return _sha256(self.images.digest(), self._targets.digest())
+        labels = np.ascontiguousarray(self._targets, self._targets.dtype.newbyteorder("<"))
+        return _sha256(self.images.digest(), labels.data)
 
 
 @dataclass(frozen=True)
@@ -285,10 +282,8 @@ class ProbeData:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of names, labels and splits, but not of the folder's path; of masks, their names and class mapping."""
-        digest = hashlib.sha256(f"veca dataset 1 {self.task} {self.ignore} {self.classes}".encode())
-        for name, split in sorted(self.splits.items()):
-            digest.update(name.encode() + split.digest())
-        return digest.hexdigest()
+        splits = (name.encode() + split.digest() for name, split in sorted(self.splits.items()))
+        return _sha256(f"veca dataset 1 {self.task} {self.ignore} {self.classes}".encode(), *splits).hex()
 
 
 def held_out(split: Split, share: float = HELD_OUT, groups: Sequence[Any] | None = None) -> tuple[Split, Split]:

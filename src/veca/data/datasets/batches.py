@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,13 @@ from torch.utils.data import Dataset
 
 from veca.data.datasets.base import Split
 from veca.data.transforms import CROP_AREA, CROP_ASPECT, centre_crop, random_resized_crop, seeded_random
-from veca.data.workers import WorkerDiedError, WorkerPool
+from veca.data.workers import ResultT, WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
 from veca.images.fit import CROP_RATIO
+
+# Makes a batch of a list of items
+Collate = Callable[[Any], Any]
 
 
 class UnreadableImageError(VecaError, ValueError):
@@ -62,23 +66,24 @@ class CropTransform:
         return {**crops, "side": self.side, "pass": self.epoch, "seed": self.seed}
 
 
+def try_load(split: Split, i: int, load: Callable[[], ResultT]) -> ResultT | str:
+    """Return what `load` makes of image `i`, or its name and why it cannot be read."""
+    try:
+        return load()
+    except (ImageError, OSError) as error:
+        reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{split.images.path(i)}: ")
+        return f"{split.name(i)}: {reason}"[:1000]
+
+
+@dataclass(frozen=True)
 class CroppedImages(Dataset[Any]):
     """The cropped images of a split by number: (number, pixels), or (number, reason) for an unreadable one."""
 
-    def __init__(self, split: Split, transform: CropTransform) -> None:
-        self.split, self.transform = split, transform
+    split: Split
+    transform: CropTransform
 
     def __getitem__(self, i: int) -> tuple[int, NDArray[np.uint8] | str]:
-        try:
-            return i, self.transform(self.split, i)
-        except (ImageError, OSError) as error:
-            return i, describe_unreadable(self.split, i, error)
-
-
-def describe_unreadable(split: Split, i: int, error: Exception) -> str:
-    """Return the name of an image and why it cannot be read, without repeating its path."""
-    reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{split.images.path(i)}: ")
-    return f"{split.name(i)}: {reason}"[:1000]
+        return i, try_load(self.split, i, lambda: self.transform(self.split, i))
 
 
 def join_some(items: Sequence[str], limit: int = 5) -> str:
@@ -99,38 +104,26 @@ def stack_crops(side: int, crops: Sequence[tuple[int, Any]]) -> tuple[NDArray[np
 
 @contextmanager
 def decode_batches(
-    dataset: Any,
-    batches: Iterable[Sequence[Any]],
-    workers: int,
-    collate: Callable[[Any], Any] = list,
-    forked: bool = False,
+    dataset: Any, batches: Iterable[Sequence[Any]], workers: int, collate: Collate = list, forked: bool = False
 ) -> Iterator[Iterator[Any]]:
     """Iterate over the items of each batch of indices, made by worker processes (0: by this process).
 
     `forked` workers inherit everything in this process, such as a compiled model.
     """
     try:
-        with WorkerPool(_CollatedItems(dataset, collate), map(list, batches), workers, fork=forked) as decoded:
+        with WorkerPool(partial(_load_batch, dataset, collate), map(list, batches), workers, fork=forked) as decoded:
             yield decoded
-    except RuntimeError as error:
+    except RuntimeError as error:  # a builtin: a block left open may end with the interpreter, after torch is gone
         if isinstance(error, torch.OutOfMemoryError):
             raise ArgumentError("no memory on the device: lower --batch-size") from error
         if not isinstance(error, WorkerDiedError):
             raise
-        raise ArgumentError(
-            f"a decoding process died: {error}. Most often memory ran out: take fewer --workers. Finished work is kept"
-        ) from error
+        way_out = "Most often memory ran out: take fewer --workers. Finished work is kept"
+        raise ArgumentError(f"a decoding process died: {error}. {way_out}") from error
 
 
-@dataclass(frozen=True)
-class _CollatedItems:
-    """The items of a batch of indices, collated."""
-
-    dataset: Any
-    collate: Callable[[Any], Any]
-
-    def __call__(self, indices: Sequence[Any]) -> Any:
-        return self.collate([self.dataset[i] for i in indices])
+def _load_batch(dataset: Any, collate: Collate, indices: Sequence[Any]) -> Any:
+    return collate([dataset[i] for i in indices])
 
 
 def shuffled_batches(
@@ -140,14 +133,12 @@ def shuffled_batches(
 
     `batch_size` is that of all processes together. A step follows from the seed alone, so a run can start at any.
     """
-    epoch, order = -1, np.arange(count)
     share = batch_size // world_size
+
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> list[int]:
+        return np.random.default_rng([seed, epoch]).permutation(count).tolist()
+
     for step in steps:
-        batch = []
         first = step * batch_size + rank * share
-        for position in range(first, first + share):
-            if position // count != epoch:
-                epoch = position // count
-                order = np.random.default_rng([seed, epoch]).permutation(count)
-            batch.append((position, int(order[position % count])))
-        yield batch
+        yield [(position, order(position // count)[position % count]) for position in range(first, first + share)]

@@ -12,21 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from veca.data.datasets import layout
 from veca.data.datasets.base import DatasetError, FileList, Split, lowest_hashes
 from veca.data.datasets.classes import VOC
-from veca.data.datasets.layout import (
-    PublishedSplits,
-    check_files_exist,
-    class_folders,
-    first_existing,
-    images_in,
-    index_of_class,
-    labelled_images,
-    parse_class,
-    read_columns,
-    read_lines,
-    subfolders,
-)
+from veca.data.datasets.layout import PublishedSplits
 from veca.data.datasets.matlab import load_mat
 
 _KAGGLE = "ILSVRC/Data/CLS-LOC"
@@ -42,38 +31,32 @@ _CALTECH_TRAIN = 30
 def read_imagenet(root: Path) -> PublishedSplits:
     """Class numbers follow the sorted WordNet ids, as do ImageNetV2's folders and ReaL's labels."""
     images = root / _KAGGLE if (root / _KAGGLE).is_dir() else root
-    ids = subfolders(images / "train")
+    ids = layout.subfolders(images / "train")
     names: dict[str, str] = {}
     for file in ("LOC_synset_mapping.txt", "synset_words.txt"):  # without either, the ids serve as names
         if (root / file).exists():
-            names = dict(line.split(" ", 1) for line in read_lines(root / file) if " " in line)
-    splits = {"train": class_folders(images, "train", ids), "val": _imagenet_val(root, images, ids)}
+            names = dict(line.split(" ", 1) for line in layout.read_lines(root / file) if " " in line)
+    splits = {"train": layout.class_folders(images, "train", ids), "val": _imagenet_val(root, images, ids)}
     return PublishedSplits(splits, [names.get(wnid, wnid) for wnid in ids])
 
 
 def _imagenet_val(root: Path, images: Path, ids: list[str]) -> Split:
     """Validation images are in class folders, or all in one with the list of the Kaggle release."""
-    folders = subfolders(images / "val")
-    if folders:
+    val, listed = images / "val", root / "LOC_val_solution.csv"
+    if folders := layout.subfolders(val):
         if unknown := sorted(set(folders) - set(ids)):
-            raise DatasetError(f"{images / 'val'} has the class {unknown[0]}, which {images / 'train'} has not")
-        return class_folders(images, "val", ids)
-    listed = root / "LOC_val_solution.csv"
+            raise DatasetError(f"{val} has the class {unknown[0]}, which {images / 'train'} has not")
+        return layout.class_folders(images, "val", ids)
     if not listed.exists():
-        raise DatasetError(
-            f"{images / 'val'} has no folders of classes, and {root} has no {listed.name} with the labels"
-        )
-    rows = [line.split(",", 1) for line in read_lines(listed)[1:]]
+        raise DatasetError(f"{val} has no folders of classes, and {root} has no {listed.name} with the labels")
+    rows = [line.split(",", 1) for line in layout.read_lines(listed)[1:]]
     names = [f"val/{row[0]}.JPEG" for row in rows]
-    return labelled_images(images, names, (index_of_class(ids, row[-1].split()[0], listed) for row in rows))
+    return layout.labelled(images, names, (layout.class_index(ids, row[-1].split()[0], listed) for row in rows))
 
 
 def read_imagenetv2(root: Path) -> PublishedSplits:
-    numbers = {name: parse_class(name, root, _IMAGENET_CLASSES, 0) for name in subfolders(root) if name.isdecimal()}
-    folders = sorted(numbers, key=numbers.__getitem__)
-    images = [(name, numbers[folder]) for folder in folders for name in images_in(root, folder)]
-    split = labelled_images(root, [name for name, _ in images], (label for _, label in images))
-    return PublishedSplits({"test": split}, [str(i) for i in range(_IMAGENET_CLASSES)])
+    classes = [str(i) for i in range(_IMAGENET_CLASSES)]
+    return PublishedSplits({"test": layout.class_folders(root, "", classes)}, classes)
 
 
 def read_imagenet_real(root: Path) -> PublishedSplits:
@@ -81,12 +64,12 @@ def read_imagenet_real(root: Path) -> PublishedSplits:
     images = root / _KAGGLE if (root / _KAGGLE).is_dir() else root
     listed = root / "real.json"
     try:
-        valid = json.loads("\n".join(read_lines(listed)))
+        valid = json.loads("\n".join(layout.read_lines(listed)))
     except (json.JSONDecodeError, RecursionError):
         valid = None
     if not isinstance(valid, list) or not all(isinstance(labels, list) for labels in valid):
         raise DatasetError(f"{listed} is not a list with a list of labels for each validation picture")
-    numbered = sorted((int(match[1]), n) for n in images_in(images, "val") if (match := _VAL_NUMBER.search(n)))
+    numbered = sorted((int(match[1]), n) for n in layout.images_in(images, "val") if (match := _VAL_NUMBER.search(n)))
     # real.json has an entry for each of the 50,000 validation images in order; this copy may have fewer of them.
     if not numbered or not 1 <= numbered[0][0] <= numbered[-1][0] <= len(valid):
         count = f"{len(numbered):,} pictures ILSVRC2012_val_….JPEG"
@@ -94,28 +77,30 @@ def read_imagenet_real(root: Path) -> PublishedSplits:
     rows = [(valid[i - 1], name) for i, name in numbered if valid[i - 1]]
     marks = np.zeros((len(rows), _IMAGENET_CLASSES), np.int8)
     for row, (labels, _) in zip(marks, rows, strict=True):
-        row[[parse_class(str(label), listed, _IMAGENET_CLASSES, start=0) for label in labels]] = 1
+        row[[layout.parse_class(str(label), listed, _IMAGENET_CLASSES, start=0) for label in labels]] = 1
     split = Split(FileList(images, [name for _, name in rows]), marks)
-    check_files_exist(split.images)
-    folders = subfolders(images / "val")
+    layout.check_files_exist(split.images)
+    folders = layout.subfolders(images / "val")
     classes = folders if len(folders) == _IMAGENET_CLASSES else [str(i) for i in range(_IMAGENET_CLASSES)]
     return PublishedSplits({"test": split}, classes)
 
 
 def read_places365(root: Path) -> PublishedSplits:
     if not (root / "categories_places365.txt").exists():  # the "easy" archive, in class folders
-        classes = subfolders(root / "train")
-        return PublishedSplits({name: class_folders(root, name, classes) for name in ("train", "val")}, classes)
-    categories = read_columns(root / "categories_places365.txt", 2)
+        classes = layout.subfolders(root / "train")
+        return PublishedSplits({name: layout.class_folders(root, name, classes) for name in ("train", "val")}, classes)
+    categories = layout.read_columns(root / "categories_places365.txt", 2)
     count, splits = len(categories), {}
     for split, listed, *folders in (
         ("train", "places365_train_standard.txt", "data_256_standard", "data_large_standard", "data_256"),
         ("val", "places365_val.txt", "val_256", "val_large"),
     ):
-        folder, rows = first_existing(root, *folders), read_columns(root / listed, 2)
+        folder, rows = layout.first_existing(root, *folders), layout.read_columns(root / listed, 2)
         names = [f"{folder}/{row[0].lstrip('/')}" for row in rows]
-        splits[split] = labelled_images(root, names, (parse_class(row[1], root / listed, count, 0) for row in rows))
-    categories.sort(key=lambda row: parse_class(row[1], root, count, 0))
+        splits[split] = layout.labelled(
+            root, names, (layout.parse_class(row[1], root / listed, count, 0) for row in rows)
+        )
+    categories.sort(key=lambda row: layout.parse_class(row[1], root, count, 0))
     return PublishedSplits(splits, [row[0].split("/", 2)[-1] for row in categories])
 
 
@@ -125,15 +110,15 @@ def read_path_lists(root: Path, lists: Mapping[str, Sequence[str]], image: str, 
     `lists` has the alternative names of the list of each split, `classes` the list of the classes; without it they are
     those of the paths, sorted.
     """
-    files = {split: root / (first_existing(root, *names) if names[1:] else names[0]) for split, names in lists.items()}
-    paths = {split: [line.rpartition("/") for line in read_lines(file)] for split, file in files.items()}
-    every = read_lines(root / classes) if classes else sorted({path[0] for rows in paths.values() for path in rows})
+    files = {split: root / layout.first_existing(root, *names) for split, names in lists.items()}
+    paths = {split: [line.rpartition("/") for line in layout.read_lines(file)] for split, file in files.items()}
+    every = layout.read_lines(root / classes) if classes else sorted({p[0] for rows in paths.values() for p in rows})
     index, splits = {name: i for i, name in enumerate(every)}, {}
     for split, rows in paths.items():
         if unknown := next((path for path in rows if path[0] not in index), None):
             raise DatasetError(f"{files[split]} names {''.join(unknown)!r}, whose class is not in {classes}")
         names = [image.format("".join(path).lstrip("/")) for path in rows]
-        splits[split] = labelled_images(root, names, (index[path[0]] for path in rows))
+        splits[split] = layout.labelled(root, names, (index[path[0]] for path in rows))
     # SUN397 has its classes as /a/abbey, sorted by the first letter.
     return PublishedSplits(splits, [name.split("/", 2)[-1] for name in every])
 
@@ -150,18 +135,16 @@ class _CifarImages(FileList):
 
 def read_cifar(root: Path, classes: str, label_bytes: int, **files: Sequence[str]) -> PublishedSplits:
     """Files of each split with records of `label_bytes` bytes, the last of which is the class, and the image."""
-    names, record = read_lines(root / classes), label_bytes + 3 * _CIFAR_PIXELS
+    names, record = layout.read_lines(root / classes), label_bytes + 3 * _CIFAR_PIXELS
     splits = {}
     for split, batches in files.items():
         images, spans, labels = [], [], []
         for batch in batches:
-            try:
+            with layout.reading(root / batch):
                 size = (root / batch).stat().st_size
                 if not size or size % record:
                     raise DatasetError(f"{root / batch} has {size:,} bytes, not a multiple of {record:,}; get it again")
                 column = np.memmap(root / batch, np.uint8, "r", shape=(size // record, record))[:, label_bytes - 1]
-            except OSError as error:
-                raise DatasetError(f"{root / batch}: {(error.strerror or str(error)).lower()}") from error
             labels.append(column.astype(np.int64))
             images += [f"{batch}\0{i}" for i in range(len(column))]
             spans += [(i * record + label_bytes, 3 * _CIFAR_PIXELS) for i in range(len(column))]
@@ -175,24 +158,24 @@ def read_cifar(root: Path, classes: str, label_bytes: int, **files: Sequence[str
 def read_cars(root: Path) -> PublishedSplits:
     names = np.atleast_1d(load_mat(root / "devkit/cars_meta.mat", "class_names")["class_names"])
     # The devkit's own annotations of test have no classes; the labels were published later in another file.
-    test = first_existing(root, "cars_test_annos_withlabels.mat", "devkit/cars_test_annos_withlabels.mat")
+    test = layout.first_existing(root, "cars_test_annos_withlabels.mat", "devkit/cars_test_annos_withlabels.mat")
     splits = {}
     for split, listed in (("train", "devkit/cars_train_annos.mat"), ("test", test)):
         rows = np.atleast_1d(load_mat(root / listed, "annotations")["annotations"])
         if rows.dtype.names is None or not {"fname", "class"}.issubset(rows.dtype.names):
             raise DatasetError(f"{root / listed} has no fname and class; for test take the file with labels")
-        labels = (parse_class(str(row["class"]), root / listed, len(names)) for row in rows)
-        splits[split] = labelled_images(root, [f"cars_{split}/{row['fname']}" for row in rows], labels)
+        labels = (layout.parse_class(str(row["class"]), root / listed, len(names)) for row in rows)
+        splits[split] = layout.labelled(root, [f"cars_{split}/{row['fname']}" for row in rows], labels)
     return PublishedSplits(splits, [str(name) for name in names])
 
 
 def read_aircraft(root: Path) -> PublishedSplits:
-    classes, splits = read_lines(root / "data/variants.txt"), {}
+    classes, splits = layout.read_lines(root / "data/variants.txt"), {}
     for split in ("train", "val", "test"):
         listed = root / f"data/images_variant_{split}.txt"
-        rows = [line.split(" ", 1) for line in read_lines(listed)]  # names have spaces: 0034309 Boeing 717
+        rows = [line.split(" ", 1) for line in layout.read_lines(listed)]  # names have spaces: 0034309 Boeing 717
         names = [f"data/images/{row[0]}.jpg" for row in rows]
-        splits[split] = labelled_images(root, names, (index_of_class(classes, row[-1], listed) for row in rows))
+        splits[split] = layout.labelled(root, names, (layout.class_index(classes, row[-1], listed) for row in rows))
     return PublishedSplits(splits, classes)
 
 
@@ -203,53 +186,52 @@ def read_voc2007(root: Path) -> PublishedSplits:
     """
     lists, splits = root / "ImageSets/Main", {}
     for split in ("train", "val", "test"):
-        names = read_lines(lists / f"{split}.txt")
+        names = layout.read_lines(lists / f"{split}.txt")
         marks = np.zeros((len(names), len(VOC)), np.int8)
         for column, name in enumerate(VOC):
             listed = lists / f"{name}_{split}.txt"
-            rows = dict(row[:2] for row in read_columns(listed, 2))
+            rows = dict(row[:2] for row in layout.read_columns(listed, 2))
             if missing := next((key for key in names if rows.get(key) not in _VOC_MARKS), None):
                 raise DatasetError(f"{listed} has no 1, 0 or -1 for picture {missing}")
             marks[:, column] = [_VOC_MARKS[rows[key]] for key in names]
         splits[split] = Split(FileList(root, [f"JPEGImages/{name}.jpg" for name in names]), marks)
-        check_files_exist(splits[split].images)
+        layout.check_files_exist(splits[split].images)
     return PublishedSplits(splits, list(VOC))
 
 
 def read_caltech101(root: Path) -> PublishedSplits:
     """There is no official split: of each class, the 30 images whose names have the lowest hashes are train."""
-    classes = subfolders(root / "101_ObjectCategories")
-    images = class_folders(root, "101_ObjectCategories", classes)
+    classes = layout.subfolders(root / "101_ObjectCategories")
+    images = layout.class_folders(root, "101_ObjectCategories", classes)
     train = lowest_hashes(images, lambda count: min(_CALTECH_TRAIN, count - 1))
-    return PublishedSplits(
-        {name: images.take(np.flatnonzero(train == (name == "train"))) for name in ("train", "test")}, classes
-    )
+    splits = {"train": images.take(np.flatnonzero(train)), "test": images.take(np.flatnonzero(~train))}
+    return PublishedSplits(splits, classes)
 
 
 def read_pets(root: Path) -> PublishedSplits:
     splits, names = {}, dict[int, str]()
     for split, part in (("train", "trainval"), ("test", "test")):
         listed = root / f"annotations/{part}.txt"
-        rows = [row for row in read_columns(listed, 2) if not row[0].startswith("#")]
-        labels = [parse_class(row[1], listed, 37) for row in rows]
-        splits[split] = labelled_images(root, [f"images/{row[0]}.jpg" for row in rows], labels)
+        rows = [row for row in layout.read_columns(listed, 2) if not row[0].startswith("#")]
+        labels = [layout.parse_class(row[1], listed, 37) for row in rows]
+        splits[split] = layout.labelled(root, [f"images/{row[0]}.jpg" for row in rows], labels)
         # Images are named by their breed: american_bulldog_9.
         names |= {label: row[0].rpartition("_")[0] for label, row in zip(labels, rows, strict=True)}
     return PublishedSplits(splits, [names.get(i, f"class {i + 1}") for i in range(max(names) + 1)])
 
 
 def read_cub200(root: Path) -> PublishedSplits:
-    classes = [row[1] for row in read_columns(root / "classes.txt", 2)]
+    classes = [row[1] for row in layout.read_columns(root / "classes.txt", 2)]
     listed = root / "image_class_labels.txt"
-    labels = {row[0]: parse_class(row[1], listed, len(classes)) for row in read_columns(listed, 2)}
-    is_train = {row[0]: row[1] for row in read_columns(root / "train_test_split.txt", 2)}
-    images = read_columns(root / "images.txt", 2)
+    labels = {row[0]: layout.parse_class(row[1], listed, len(classes)) for row in layout.read_columns(listed, 2)}
+    is_train = {row[0]: row[1] for row in layout.read_columns(root / "train_test_split.txt", 2)}
+    images = layout.read_columns(root / "images.txt", 2)
     if missing := next((row[0] for row in images if row[0] not in labels or row[0] not in is_train), None):
         raise DatasetError(f"picture {missing} of images.txt is not in the two other lists")
     splits = {}
     for split, mark in (("train", "1"), ("test", "0")):
         rows = [row for row in images if is_train[row[0]] == mark]
-        splits[split] = labelled_images(root, [f"images/{row[1]}" for row in rows], (labels[row[0]] for row in rows))
+        splits[split] = layout.labelled(root, [f"images/{row[1]}" for row in rows], (labels[row[0]] for row in rows))
     return PublishedSplits(splits, [name.partition(".")[2] or name for name in classes])
 
 
@@ -263,6 +245,6 @@ def read_flowers102(root: Path) -> PublishedSplits:
         ids = np.atleast_1d(ids_by_key[key]).tolist()
         if not all(1 <= i <= len(labels) for i in ids):
             raise DatasetError(f"{root / 'setid.mat'} has picture {max(ids)}; imagelabels.mat has {len(labels):,}")
-        classes = (parse_class(str(labels[i - 1]), root / "imagelabels.mat", 102) for i in ids)
-        splits[split] = labelled_images(root, [f"jpg/image_{i:05d}.jpg" for i in ids], classes)
+        classes = (layout.parse_class(str(labels[i - 1]), root / "imagelabels.mat", 102) for i in ids)
+        splits[split] = layout.labelled(root, [f"jpg/image_{i:05d}.jpg" for i in ids], classes)
     return PublishedSplits(splits, [str(i) for i in range(1, 103)])

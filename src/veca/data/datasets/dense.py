@@ -11,15 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from veca.data.datasets import classes as tables
+from veca.data.datasets import layout
 from veca.data.datasets.base import DatasetError, FileList, LabelMaps, Split
-from veca.data.datasets.layout import (
-    PublishedSplits,
-    check_files_exist,
-    first_existing,
-    images_in,
-    read_columns,
-    read_lines,
-)
+from veca.data.datasets.layout import PublishedSplits
+
+# Alternative names, by split
+_Names = Mapping[str, Sequence[str]]
 
 
 def _masked_images(
@@ -27,15 +24,15 @@ def _masked_images(
 ) -> Split:
     files, mask_files = FileList(root, images), FileList(root, masks)
     split = Split(files, LabelMaps(mask_files, train_ids, variable=variable))
-    check_files_exist(files)
-    check_files_exist(mask_files)
+    layout.check_files_exist(files)
+    layout.check_files_exist(mask_files)
     return split
 
 
 def _paired_folders(root: Path, images: str, masks: str, ends: tuple[str, str], train_ids: tables.TrainIds) -> Split:
     """Pair the masks of a folder, NAME + ends[1], with the images NAME + ends[0] of another."""
     image_end, mask_end = ends
-    names = [name for name in images_in(root, masks) if name.endswith(mask_end)]
+    names = [name for name in layout.images_in(root, masks) if name.endswith(mask_end)]
     if not names:
         raise DatasetError(f"{root / masks} has no masks *{mask_end}")
     stems = [name[len(masks) + 1 : -len(mask_end)] for name in names]
@@ -54,24 +51,24 @@ def read_voc2012(root: Path, train_list: str, train_masks: str) -> PublishedSpli
     train_ids, splits = tables.identity(1 + len(tables.VOC)), {}
     for split, listed, folder in (("train", train_list, train_masks), ("val", "val", "SegmentationClass")):
         # The list of trainaug also exists with paths: /JPEGImages/2007_000032.jpg /SegmentationClassAug/….
-        rows = read_columns(root / f"ImageSets/Segmentation/{listed}.txt", 1)
+        rows = layout.read_columns(root / f"ImageSets/Segmentation/{listed}.txt", 1)
         splits[split] = _listed_masks(root, [Path(row[0]).stem for row in rows], folder, train_ids)
     return PublishedSplits(splits, ["background", *tables.VOC])
 
 
 def read_context60(root: Path) -> PublishedSplits:
     """Masks as the toolboxes convert them, or the 459 labels of the release, mapped by the names in its list."""
-    lists = first_existing(root, "ImageSets/SegmentationContext", "ImageSets/Main")
+    lists = layout.first_existing(root, "ImageSets/SegmentationContext", "ImageSets/Main")
     if (root / "SegmentationClassContext").is_dir():
-        layout = "SegmentationClassContext", tables.identity(len(tables.CONTEXT)), ".png", ""
+        masks = "SegmentationClassContext", tables.identity(len(tables.CONTEXT)), ".png", ""
     else:
-        layout = "trainval", tables.context_ids(_context_labels(root / "labels.txt")), ".mat", "LabelMap"
-    stems = {split: read_lines(root / lists / f"{split}.txt") for split in ("train", "val")}
-    return PublishedSplits({s: _listed_masks(root, stems[s], *layout) for s in stems}, list(tables.CONTEXT))
+        masks = "trainval", tables.context_ids(_context_labels(root / "labels.txt")), ".mat", "LabelMap"
+    stems = {split: layout.read_lines(root / lists / f"{split}.txt") for split in ("train", "val")}
+    return PublishedSplits({s: _listed_masks(root, stems[s], *masks) for s in stems}, list(tables.CONTEXT))
 
 
 def _context_labels(path: Path) -> dict[int, str]:
-    pairs = [line.split(":", 1) for line in read_lines(path)]
+    pairs = [line.split(":", 1) for line in layout.read_lines(path)]
     if not all(len(pair) == 2 and pair[0].isdecimal() and int(pair[0]) < 1 << 16 for pair in pairs):
         raise DatasetError(f"{path} is not a list of lines such as '2: aeroplane'")
     return {int(pair[0]): pair[1].strip() for pair in pairs}
@@ -83,7 +80,7 @@ def read_ade20k(root: Path) -> PublishedSplits:
         for split, name in (("train", "training"), ("val", "validation"))
     }
     listed = root / "objectInfo150.txt"
-    rows = [line.split("\t") for line in read_lines(listed)[1:]]
+    rows = [line.split("\t") for line in layout.read_lines(listed)[1:]]
     names = {int(row[0]): row[-1].strip() for row in rows if row[0].strip().isdecimal()}
     if sorted(names) != list(range(1, 151)):
         raise DatasetError(f"{listed} has {len(names)} classes in columns set apart by tabs; 150 are expected")
@@ -91,11 +88,8 @@ def read_ade20k(root: Path) -> PublishedSplits:
 
 
 def read_cityscapes(root: Path) -> PublishedSplits:
-    ends = "_leftImg8bit.png", "_gtFine_labelIds.png"
-    splits = {
-        split: _paired_folders(root, f"leftImg8bit/{split}", f"gtFine/{split}", ends, tables.cityscapes_ids())
-        for split in ("train", "val")
-    }
+    ends, ids = ("_leftImg8bit.png", "_gtFine_labelIds.png"), tables.cityscapes_ids()
+    splits = {s: _paired_folders(root, f"leftImg8bit/{s}", f"gtFine/{s}", ends, ids) for s in ("train", "val")}
     return PublishedSplits(splits, list(tables.CITYSCAPES.values()))
 
 
@@ -106,11 +100,11 @@ def read_coco(root: Path, things_only: bool) -> PublishedSplits:
         train_ids, classes, converted = tables.coco_object_ids(), tables.COCO_OBJECT, "_instanceTrainIds.png"
     splits = {}
     for split, folder in (("train", "train2017"), ("val", "val2017")):
-        images = first_existing(root, f"images/{folder}", folder)
+        images = layout.first_existing(root, f"images/{folder}", folder)
         tops = ("annotations", "stuffthingmaps", "stuffthingmaps_trainval2017")
-        masks = first_existing(root, *(f"{top}/{folder}" for top in tops))
+        masks = layout.first_existing(root, *(f"{top}/{folder}" for top in tops))
         # Converted masks lie beside the released ones in mmsegmentation's layout; the released ones are preferred.
-        released = [name for name in images_in(root, masks) if not name.endswith("TrainIds.png")]
+        released = [name for name in layout.images_in(root, masks) if not name.endswith("TrainIds.png")]
         if released:
             names = [f"{images}/{Path(name).stem}.jpg" for name in released]
             splits[split] = _masked_images(root, names, released, train_ids)
@@ -120,12 +114,7 @@ def read_coco(root: Path, things_only: bool) -> PublishedSplits:
 
 
 def read_depth_lists(
-    root: Path,
-    lists: Mapping[str, Sequence[str]],
-    images: Mapping[str, Sequence[str]],
-    depths: Mapping[str, Sequence[str]],
-    units_per_metre: int,
-    scene: str,
+    root: Path, lists: _Names, images: _Names, depths: _Names, units_per_metre: int, scene: str
 ) -> PublishedSplits:
     """Lists of lines `image depth …`, where "None" stands for no depth and the line is left out.
 
@@ -134,8 +123,8 @@ def read_depth_lists(
     """
     splits = {}
     for split, names in lists.items():
-        listed = root / first_existing(root, *names)
-        rows = [row for row in read_columns(listed, 2) if row[1] != "None"]
+        listed = root / layout.first_existing(root, *names)
+        rows = [row for row in layout.read_columns(listed, 2) if row[1] != "None"]
         if not rows:
             raise DatasetError(f"{listed} names no picture with a depth")
         image_files = FileList(root, [_find_below(root, row[0], images[split]) for row in rows])
@@ -148,10 +137,7 @@ def read_depth_lists(
 
 
 def _find_below(root: Path, name: str, folders: Sequence[str]) -> str:
-    paths = [os.path.join(folder, name.lstrip("/")) for folder in folders]
-    if (existing := next((path for path in paths if (root / path).exists()), None)) is None:
-        raise DatasetError(f"{root} has none of {', '.join(paths)}, which its list names")
-    return existing
+    return layout.first_existing(root, *(os.path.join(folder, name.lstrip("/")) for folder in folders))
 
 
 def read_nyuv2_labelled(root: Path) -> PublishedSplits:
@@ -159,11 +145,11 @@ def read_nyuv2_labelled(root: Path) -> PublishedSplits:
     splits = {}
     for split in ("train", "test"):
         folder = f"official_splits/{split}"
-        images = [name for name in images_in(root, folder) if Path(name).name.startswith("rgb_")]
+        images = [name for name in layout.images_in(root, folder) if Path(name).name.startswith("rgb_")]
         depths = [f"{Path(n).parent}/sync_depth_{Path(n).stem.removeprefix('rgb_')}.png" for n in images]
         if not images:
             raise DatasetError(f"{root / folder} has no pictures SCENE/rgb_….jpg")
         depth_files = FileList(root, depths)
         splits[split] = Split(FileList(root, images), LabelMaps(depth_files, units_per_metre=1000))
-        check_files_exist(depth_files)
+        layout.check_files_exist(depth_files)
     return PublishedSplits(splits, [])

@@ -19,14 +19,8 @@ from veca.data.datasets.classes import identity, make_train_ids
 from veca.data.datasets.layout import class_folders, images_in, read_lines, subfolders, warn_unlabelled
 from veca.images import EXTENSIONS
 
-SPLIT_FOLDERS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "test": "test",
-}
+SPLIT_FOLDERS = {"train": "train", "training": "train", "test": "test"}
+SPLIT_FOLDERS |= dict.fromkeys(("val", "valid", "validation"), "val")
 _MAP_FOLDERS = {"segment": ("masks", "annotations", "labels"), "depth": ("depths", "depth")}
 _SCANNED_MASKS = 1000
 """So many masks are searched for class numbers where `classes.txt` is missing."""
@@ -94,8 +88,8 @@ def _pair_by_stem(root: Path, images: str, maps: str, task: str) -> Split:
     )
     if unpaired := sorted(set(by_stem) ^ set(maps_by_stem)):
         missing_in = maps if unpaired[0] in by_stem else images
-        more = f"and {len(unpaired) - 1} more are in only one"
-        raise DatasetError(f"{root}: {unpaired[0]} is missing in {missing_in}, {more}")
+        others = len(unpaired) - 1
+        raise DatasetError(f"{root}: {unpaired[0]} is missing in {missing_in}, and {others} more are in only one")
     if not by_stem:
         raise DatasetError(f"{root / images}: has no pictures. Expected:{LAYOUT}")
     map_files = FileList(root, [maps_by_stem[stem] for stem in by_stem])
@@ -122,9 +116,4 @@ def restrict_to_classes(splits: dict[str, Split], classes: list[str]) -> tuple[d
     if len(classes) > IGNORE:  # class 255 cannot be used: its value means "ignore"
         pairs = [(i, i) for i in range(len(classes)) if i != IGNORE]
         train_ids = make_train_ids([*pairs, (IGNORE, IGNORE)], len(classes))
-    restricted = {
-        name: Split(split.images, LabelMaps(split.maps.files, train_ids))
-        for name, split in splits.items()
-        if split.maps
-    }
-    return restricted, classes
+    return {k: Split(s.images, LabelMaps(s.maps.files, train_ids)) for k, s in splits.items() if s.maps}, classes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,16 +32,22 @@ class PublishedSplits(NamedTuple):
 
 def read_lines(path: Path) -> list[str]:
     """Read the non-empty lines of a list, stripped."""
-    try:
-        if path.stat().st_size > _MAX_LIST_BYTES:
-            size = path.stat().st_size
+    with reading(path):
+        if (size := path.stat().st_size) > _MAX_LIST_BYTES:
             raise DatasetError(f"{path} has {size:,} bytes; at most {_MAX_LIST_BYTES:,} are read of a list")
         lines = path.read_text("utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of the block, which reads a file or folder, into `DatasetError` with its path."""
+    try:
+        yield
     except OSError as error:
         raise DatasetError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:
         raise DatasetError(f"{path} is not a text file") from error
-    return [line.strip() for line in lines if line.strip()]
 
 
 def read_columns(path: Path, columns: int) -> list[list[str]]:
@@ -58,14 +66,14 @@ def parse_class(text: str, path: Path, count: int, start: int = 1) -> int:
     return value
 
 
-def index_of_class(classes: Sequence[str], name: str, path: Path) -> int:
+def class_index(classes: Sequence[str], name: str, path: Path) -> int:
     try:
         return classes.index(name)
     except ValueError:
         raise DatasetError(f"{path} names the class {name!r}, which is not among the {len(classes)} classes") from None
 
 
-def labelled_images(root: Path, names: Sequence[str], labels: Iterable[int]) -> Split:
+def labelled(root: Path, names: Sequence[str], labels: Iterable[int]) -> Split:
     """Return a classification split, after a check that the images exist."""
     split = Split(FileList(root, names), np.fromiter(labels, np.int64))
     check_files_exist(split.images)
@@ -76,16 +84,14 @@ def check_files_exist(files: FileList) -> None:
     """Check a sample of the files: a list does not say what was unpacked."""
     checked = evenly_spaced(len(files), _CHECKED_FILES)
     if missing := [i for i in checked if not os.path.exists(files.path(i))]:
-        count = f"{len(missing):,} of {len(checked):,} checked files are missing"
-        raise DatasetError(f"{count}, such as {files.path(missing[0])}")
+        example = files.path(missing[0])
+        raise DatasetError(f"{len(missing):,} of {len(checked):,} checked files are missing, such as {example}")
 
 
 def subfolders(folder: Path) -> list[str]:
     """Return the sorted names of the folders in `folder` that are not hidden."""
-    try:
+    with reading(folder):
         return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
-    except OSError as error:
-        raise DatasetError(f"{folder}: {(error.strerror or str(error)).lower()}") from error
 
 
 def images_in(root: Path, folder: str) -> list[str]:
@@ -101,16 +107,12 @@ def images_in(root: Path, folder: str) -> list[str]:
 
 def class_folders(root: Path, folder: str, classes: Sequence[str]) -> Split:
     """Return the images of `root/folder/CLASS/…`."""
-    names: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        if (root / folder / name).is_dir():
-            images = images_in(root, f"{folder}/{name}" if folder else name)
-            names += images
-            labels += [label] * len(images)
+    present = [i for i, name in enumerate(classes) if (root / folder / name).is_dir()]
+    images = {label: images_in(root, os.path.join(folder, classes[label])) for label in present}
+    names = list(chain.from_iterable(images.values()))
     if not names:
         raise DatasetError(f"{root / folder} has no pictures in folders of classes")
-    return Split(FileList(root, names), np.array(labels, np.int64))
+    return Split(FileList(root, names), np.repeat(present, [len(images[label]) for label in present]).astype(np.int64))
 
 
 def first_existing(root: Path, *names: str) -> str:

@@ -9,17 +9,8 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from veca.data.datasets.base import (
-    HELD_OUT,
-    IGNORE,
-    DatasetError,
-    DepthRules,
-    LabelTask,
-    ProbeData,
-    Split,
-    evenly_spaced,
-    held_out,
-)
+from veca.data.datasets import base
+from veca.data.datasets.base import DatasetError, DepthRules, ProbeData, Split
 from veca.data.datasets.folders import LAYOUT, read_folder, restrict_to_classes
 from veca.data.datasets.layout import PublishedSplits, read_lines
 from veca.data.datasets.shards import dataset_name, find_shards, read_shards
@@ -77,7 +68,7 @@ def limit_splits(data: ProbeData, limit: int | None) -> ProbeData:
         return data
     if limit < 1:
         raise ArgumentError(f"limit is {limit}; at least one picture of each split is needed")
-    splits = {name: split.take(evenly_spaced(len(split), limit)) for name, split in data.splits.items()}
+    splits = {name: split.take(base.evenly_spaced(len(split), limit)) for name, split in data.splits.items()}
     counts = {name: len(split) for name, split in splits.items()}
     return dataclasses.replace(data, splits=splits, protocol={**data.protocol, "counts": counts, "limit": limit})
 
@@ -101,11 +92,9 @@ def _load_published(spec: Spec, root: Path) -> ProbeData:
 
 def _differences_from_published(spec: Spec, published: PublishedSplits) -> list[str]:
     """Say where this copy is not what was published: it can be used, but its score is not the benchmark's."""
-    problems = [
-        f"{name} has {len(published.splits[name]):,} pictures; {count:,} were published"
-        for name, count in spec.sizes.items()
-        if len(published.splits[name]) != count
-    ]
+    counts = {name: len(published.splits[name]) for name in spec.sizes}
+    wrong = [name for name, count in spec.sizes.items() if counts[name] != count]
+    problems = [f"{name} has {counts[name]:,} pictures; {spec.sizes[name]:,} were published" for name in wrong]
     if len(published.classes) != spec.classes:
         problems.append(f"there are {len(published.classes):,} classes; {spec.classes:,} were published")
     return problems
@@ -113,9 +102,9 @@ def _differences_from_published(spec: Spec, published: PublishedSplits) -> list[
 
 def _hold_out_val(splits: dict[str, Split], groups: Any = None) -> tuple[dict[str, Split], str]:
     """Return the splits with a val that was held out of train, and a description of it."""
-    train, val = held_out(splits["train"], groups=groups)
+    train, val = base.held_out(splits["train"], groups=groups)
     unit = "whole scenes" if groups is not None else "every class" if splits["train"].maps is None else "the pictures"
-    about = f"{len(val):,} of train, {HELD_OUT:.0%} of {unit}, fixed by a hash of their names"
+    about = f"{len(val):,} of train, {base.HELD_OUT:.0%} of {unit}, fixed by a hash of their names"
     return {"train": train, "val": val, **{name: s for name, s in splits.items() if name != "train"}}, about
 
 
@@ -149,7 +138,7 @@ def _load_own(name: str, task: str, splits: dict[str, Split], classes: list[str]
     about: dict[str, Any] = {"dataset": name}
     needed = 3 if "all" in splits else 2  # images of a class, so that every split gets one
     if "all" in splits:
-        train, test = held_out(splits.pop("all"), _TEST_SHARE)
+        train, test = base.held_out(splits.pop("all"), _TEST_SHARE)
         splits |= {"train": train, "test": test}
         about["test"] = f"{_TEST_SHARE:.0%}, fixed by a hash of the names"
     if "train" in splits and "val" not in splits:
@@ -157,17 +146,15 @@ def _load_own(name: str, task: str, splits: dict[str, Split], classes: list[str]
     # A fixed order, so that reports and progress do not depend on how the folders are called.
     splits = {split: splits[split] for split in ("train", "val", "test") if split in splits}
     if empty := [split for split, images in splits.items() if not len(images)]:
-        unit = "of a class" if task == "classify" else "in all"
-        raise DatasetError(
-            f"{name}: no picture is left for {' and '.join(empty)}, which is held out of train: that takes {needed} "
-            f"pictures {unit}. Add some, or make the splits yourself: train, val, test"
-        )
+        rule = f"that takes {needed} pictures {'of a class' if task == 'classify' else 'in all'}"
+        reason = f"no picture is left for {' and '.join(empty)}, which is held out of train: {rule}"
+        raise DatasetError(f"{name}: {reason}. Add some, or make the splits yourself: train, val, test")
     if task == "segment":
         splits, classes = restrict_to_classes(splits, classes)
     if task == "classify":
         classes = _check_classes(name, splits, classes)
-    depth, ignore = DepthRules() if task == "depth" else None, IGNORE if task == "segment" else None
-    return _complete_protocol(ProbeData(name, cast(LabelTask, task), classes, splits, ignore, depth, about))
+    depth, ignore = DepthRules() if task == "depth" else None, base.IGNORE if task == "segment" else None
+    return _complete_protocol(ProbeData(name, cast(base.LabelTask, task), classes, splits, ignore, depth, about))
 
 
 def _check_classes(name: str, splits: dict[str, Split], classes: list[str]) -> list[str]:
@@ -178,15 +165,11 @@ def _check_classes(name: str, splits: dict[str, Split], classes: list[str]) -> l
     if present[-1] >= len(classes):
         raise DatasetError(f"{name}: has class {present[-1]}, but {len(classes)} names of classes")
     if len(present) < 2:
-        raise DatasetError(
-            f"{name}: all pictures are of one class, {classes[present[0]]}; at least two are needed to tell apart. "
-            f"Expected:{LAYOUT}"
-        )
+        only = f"all pictures are of one class, {classes[present[0]]}"
+        raise DatasetError(f"{name}: {only}; at least two are needed to tell apart. Expected:{LAYOUT}")
     trained = set(splits["train"].labels.tolist()) if "train" in splits else set(range(len(classes)))
     if lacking := [label for i, label in enumerate(classes) if i not in trained]:
         listed = ", ".join(lacking[:_LISTED_CLASSES]) + " …" * (len(lacking) > _LISTED_CLASSES)
-        warn_caller(
-            f"{name}: {len(lacking):,} of {len(classes):,} classes have no picture to learn from: {listed}. Add some, "
-            "or remove the folder or the name if it is no class"
-        )
+        reason = f"{len(lacking):,} of {len(classes):,} classes have no picture to learn from: {listed}"
+        warn_caller(f"{name}: {reason}. Add some, or remove the folder or the name if it is no class")
     return classes

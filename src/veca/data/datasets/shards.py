@@ -96,9 +96,7 @@ def _index_members(shards: Sequence[str], root: str) -> _Samples:
     samples: _Samples = {}
     for path in shards:
         if not path.endswith(".tar"):
-            raise DatasetError(
-                f"{path}: a compressed archive allows no random access; decompress it to .tar with gunzip"
-            )
+            raise DatasetError(f"{path}: compressed archives have no random access; decompress it to .tar with gunzip")
         prefix, shard = len(as_text(path)) + 1, os.path.relpath(path, root)
         # All members: the walk for images alone would leave out labels such as 7.seg.png.
         for item in shard_items(path, wanted=lambda name: True):

@@ -55,15 +55,8 @@ class Spec:
         """Return an error message that shows the expected layout."""
         tree = "\n".join(f"    {line}" for line in self.tree.strip().splitlines())
         below = f", or below it as {' or '.join(self.folders)}" if self.folders else ""
-        return (
-            f"{self.name}: {reason}. {self.title} is expected in the folder that is given{below}:\n{tree}\n"
-            f"Get it from {self.source} ({self.licence})"
-        )
-
-
-def _load_specs() -> dict[str, Spec]:
-    table = tomllib.loads((files("veca.data.datasets") / "published.toml").read_text("utf-8"))
-    return {name: _make_spec(name, **row) for name, row in table.items()}
+        expected = f"{self.title} is expected in the folder that is given{below}:\n{tree}"
+        return f"{self.name}: {reason}. {expected}\nGet it from {self.source} ({self.licence})"
 
 
 def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **row: Any) -> Spec:
@@ -77,5 +70,6 @@ def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **r
     return Spec(name=name, read=partial(read, **layout) if layout else read, **row)
 
 
-SPECS = _load_specs()
+_TABLE = tomllib.loads((files("veca.data.datasets") / "published.toml").read_text("utf-8"))
+SPECS = {name: _make_spec(name, **row) for name, row in _TABLE.items()}
 """The published datasets by name."""
