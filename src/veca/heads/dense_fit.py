@@ -177,12 +177,13 @@ class _Fit:
 
     def __init__(self, head: DenseHead, rates: Sequence[float]) -> None:
         self.rates = tuple(rates)
-        self.heads = head.stack(len(rates)).train()
+        self.heads = head.stack(len(rates))
         self.best, self.best_ranks = [copy.deepcopy(head) for _ in rates], [-math.inf] * len(rates)
         self.losses: list[Tensor] = []
         self.scores: list[tuple[dict[str, float], ...]] = []
 
     def backward(self, batch: DenseBatch, device: torch.device | str) -> None:
+        self.heads.train()  # scoring leaves them in eval mode
         patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
         x, size, losses = self.heads.normed(patches, cls), (labels.shape[-2], labels.shape[-1]), []
         for heads in self.heads.groups(x, size):
@@ -206,14 +207,12 @@ class _Fit:
 def evaluate(
     heads: DenseHead, batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
 ) -> list[dict[str, float]]:
-    """Return the scores of each head of a stack over whole images at the size of their labels."""
-    metrics, mode = heads.metrics(device), heads.training
-    heads.eval()
+    """Return the scores of each head of a stack, now in eval mode, over whole images at the size of their labels."""
+    metrics = heads.eval().metrics(device)
     for batch in batches:
         patches, cls, labels = (tensor.to(device) for tensor in batch)
         for predicted, part in heads.predictions(patches, cls, (labels.shape[-2], labels.shape[-1])):
             metrics.update(predicted, labels, part)
-    heads.train(mode)
     return [each.compute() for each in metrics.each()]
 
 
