@@ -179,7 +179,6 @@ class _DenseSize:
 
     def summarize(self, sweep: DenseSweep, scored: DenseMetrics) -> dict[str, Any]:
         """Return what a row says of a sweep and of its best head's score."""
-
         segments = isinstance(scored, Confusion)
 
         def shown(name: str, number: float) -> float:

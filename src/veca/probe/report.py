@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class _Gallery:
             data, kind = self._read(path)
         except (ValueError, OSError) as error:
             reason = "is not there" if isinstance(error, FileNotFoundError) else printable(str(error))
-            self.unusable.append(Unusable(printable(path)[:120], f"of {row.file} {reason}"))
+            self.unusable.append((printable(path)[:120], f"of {row.file} {reason}"))
             return ""
         self.bytes_left -= len(data)
         return data_uri(data, kind)
@@ -234,17 +234,15 @@ def _row_table(rows: Sequence[ProbeResult]) -> tuple[ResultTable, list[str]]:
 
 def rows_csv(rows: Sequence[ProbeResult]) -> str:
     """One line for each result and, after it, for each further dataset that its head was scored on."""
-    scored: list[tuple[ProbeResult, str | None, Mapping[str, float]]] = []
-    for row in rows:
-        scored += [(row, None, row.metrics), *((row, other, values) for other, values in row.also.items())]
+    scored = [(row, other, row.on(other)[1]) for row in rows for other in (None, *row.also)]
     names = list(dict.fromkeys(name for _, _, values in scored for name in values))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_csv_columns(rows[0], None), *map(_csv_cell, names)])
     # A metric that a result does not have is an empty cell.
     for row, other, values in scored:
-        cells = [*_csv_columns(row, other).values(), *(values.get(name) for name in names)]
-        writer.writerow([_csv_cell(cell) for cell in cells])
+        cells = [*_csv_columns(row, other).values(), *map(values.get, names)]
+        writer.writerow(map(_csv_cell, cells))
     return text.getvalue()
 
 

@@ -157,10 +157,11 @@ def _feature_probe(kind: FeatureKind, passes: int, probe: Callable[[Job, _Cached
         # Other test sets are scored with the same head, on the split they are published for.
         splits = [*((data, name) for name in data.splits), *((other, other.report) for other in jobs[0].also)]
         seconds = 0.0
-        for dataset, name, crop in [(dataset, name, crop) for dataset, name in splits for crop in crops(name)]:
-            title = f"{backbone.name} {dataset.name} {name} {jobs[0].size} px"
-            title += "" if crop.epoch is None else f", pass {crop.epoch + 1}"
-            seconds += extraction.run(dataset.splits[name], crop, [job.cores for job in jobs], title)
+        for dataset, name in splits:
+            for crop in crops(name):
+                title = f"{backbone.name} {dataset.name} {name} {jobs[0].size} px"
+                title += "" if crop.epoch is None else f", pass {crop.epoch + 1}"
+                seconds += extraction.run(dataset.splits[name], crop, [job.cores for job in jobs], title)
         for job in jobs:
             began = time.perf_counter()
             features = _CachedFeatures(extraction, job.cores, crops, settings.skip_bad, {})
