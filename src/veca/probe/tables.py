@@ -129,8 +129,8 @@ def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[
         splitting = [k for k in names if any(len({v.get(k) for _, v in same}) > 1 for same in places)]
         drifting |= {k for k in names if k not in splitting and len({v.get(k) for _, v in settings}) > 1}
         # One series for each combination of the splitting settings, named by the first three of them.
-        by_settings = _group_by(settings, lambda item: tuple(item[1].get(k) for k in splitting))
-        for key, same in by_settings.items():
+        keyed = [(row, tuple(values.get(k) for k in splitting)) for row, values in settings]
+        for key, same in _group_by(keyed, lambda item: item[1]).items():
             parts = [f"{k.rpartition('.')[2]} {(v or 'not set')[:24]}" for k, v in zip(splitting, key, strict=True)]
             more = "" if len(parts) <= 3 else f" and {len(parts) - 3} more"
             name = f"{model} ({', '.join(parts[:3])}{more})" if parts else model
