@@ -194,8 +194,8 @@ class SegmentationHead(DenseHead):
         values = labels.cpu().numpy()
         wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignore)]
         if len(wrong):  # on a GPU the loss would abort the process
-            allowed = f"0…{self.classes - 1} and {self.ignore} for what does not count"
-            raise ArgumentError(f"a label is {int(wrong[0])}; this head takes {allowed}: give it all, or the one to ignore")
+            rule = f"this head takes 0…{self.classes - 1} and {self.ignore} for what does not count"
+            raise ArgumentError(f"a label is {int(wrong[0])}; {rule}: give it all classes, or the label to ignore")
 
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-3)

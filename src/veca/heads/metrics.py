@@ -199,8 +199,8 @@ class DepthErrors(_HeadMetrics):
         silog = (log_squared - log.square()).clamp_min(0).sqrt()
         # In the order of `NAMES`.
         errors = [squared.sqrt(), relative, *within, log_abs / math.log(10), log_squared.sqrt(), silog]
-        errors = torch.stack([*errors, torch.ones_like(count)])
-        totals += torch.where(count > 0, errors, 0.0).sum(-1).movedim(0, -1)
+        added = torch.stack([*errors, torch.ones_like(count)])
+        totals += torch.where(count > 0, added, 0.0).sum(-1).movedim(0, -1)
 
     def compute(self) -> dict[str, float]:
         """Return by name: `rmse`, `abs_rel`, `delta1` (share within a factor of 1.25), `delta2`, `delta3` (its powers),

@@ -63,10 +63,10 @@ def paper_numbers() -> tuple[PaperNumber, ...]:
     """All numbers, in the order of the tables."""
     names = _paper()["models"]
     return tuple(
-        PaperNumber(table["table"], *column, names.get(printed, printed), printed, cores, size, value)
+        PaperNumber(table["table"], task, dataset, metric, names.get(printed, printed), printed, cores, size, value)
         for table in _paper()["tables"]
         for printed, cores, size, values in table["rows"]
-        for column, value in zip(table["columns"], values, strict=True)
+        for (task, dataset, metric), value in zip(table["columns"], values, strict=True)
     )
 
 

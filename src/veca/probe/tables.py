@@ -15,7 +15,8 @@ from veca.report.page import heat_rows, levels
 from veca.utils.text import printable
 
 TASK_ORDER = ("classify", "knn", "segment", "depth")
-Key, Item = TypeVar("Key", bound=Hashable), TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 
 
 class Comparison(NamedTuple):
