@@ -345,7 +345,7 @@ def test_the_file_says_what_it_is_of(story, pictures, tmp_path):
 
 def lines_of(chart):
     """Points of the lines of a chart, in pixels; dotted ones apart."""
-    strokes = [mark for mark in chart.marks if mark.kind == "path" and mark.role == "line"]
+    strokes = [mark for mark in chart.marks if getattr(mark, "role", "") == "line"]
     return [[np.array(s.runs[0]) for s in strokes if bool(s.dash) == dotted] for dotted in (False, True)]
 
 
