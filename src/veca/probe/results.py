@@ -159,10 +159,8 @@ def parse_row(raw: Any, file: str) -> ProbeResult:
     if not isinstance(raw, dict):
         raise ArgumentError("holds no JSON object, and is no row")
     if raw.get("schema", SCHEMA) != SCHEMA:
-        raise ArgumentError(
-            f"is of version {raw['schema']!r} of the format of rows; this veca reads version {SCHEMA}: use the veca "
-            "that wrote it, or one as new"
-        )
+        reads = f"this veca reads version {SCHEMA}: use the veca that wrote it, or one as new"
+        raise ArgumentError(f"is of version {raw['schema']!r} of the format of rows; {reads}")
     if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
         raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
     for key in ("model", "data", "metrics"):

@@ -95,10 +95,8 @@ class Job:
         """Write the row: `values` are those that only the computation gives, `skipped` the images it left out."""
         metrics = values["metrics"]
         if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            raise ArgumentError(
-                f"{self.name}: {wrong[0]} is {metrics[wrong[0]]}: nothing was scored, or the head diverged. "
-                "Look at the labels, or take lower rates"
-            )
+            way = "nothing was scored, or the head diverged. Look at the labels, or take lower rates"
+            raise ArgumentError(f"{self.name}: {wrong[0]} is {metrics[wrong[0]]}: {way}")
         data, backbone = self.data, self.backbone
         counts = {split: len(data.splits.get(split, ())) for split in ("train", "val", "test")}
         protocol = {**self.protocol, "data": data.protocol, **backbone.running}

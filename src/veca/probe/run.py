@@ -80,9 +80,8 @@ def classify(
 def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSettings, warn: Warn = print) -> list[Row]:
     """Classify by nearest neighbours among train, and val if test is scored: nothing is chosen on val."""
     if data.task == "multilabel":
-        raise DatasetError(
-            f"{data.name} has several labels for a picture, which k-NN does not support: use `veca probe classify`"
-        )
+        way = "use `veca probe classify`"
+        raise DatasetError(f"{data.name} has several labels for a picture, which k-NN does not support: {way}")
     check_probe_data(data, ("classify",), warn)
     # Whatever is not scored can vote.
     neighbours = ("train", "val") if data.report == "test" and "val" in data.splits else ("train",)
