@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -84,10 +84,14 @@ def fit_dense(
     A pass of `train` must last for `steps` batches. `options` are those of `fit_many`.
     """
 
-    def score(stacks: Sequence[DenseHead]) -> list[list[dict[str, float]]]:
-        return [evaluate(stacks[0], validation(), device)]
+    def checked() -> Iterator[list[DenseBatch]]:
+        for batch in train():
+            head.check(batch.labels)
+            yield [batch]
 
-    (sweep,) = fit_many([head], lambda: ([batch] for batch in train()), score, device=device, **options)
+    (sweep,) = fit_many(
+        [head], checked, lambda stacks: [evaluate(stacks[0], validation(), device)], device=device, **options
+    )
     return sweep
 
 
@@ -103,21 +107,18 @@ def fit_many(
     power: float = 0.9,
     warmup: int = 0,
     device: torch.device | str = "cpu",
-    checked: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[DenseSweep]:
     """`fit_dense` for several heads in one pass over the images, each head with features of its own.
 
     train:
-        Yields for every step a batch for each head.
+        Yields for every step a batch for each head, with labels that passed `DenseHead.check`.
     score:
         Returns validation scores for stacks of heads: for each of `heads`, those of its copies, one for each rate.
     every:
         Score the heads after every so many steps, and after the last; None: after the last only.
     power:
         Of the polynomial schedule; 0.9 is DeepLab's and mmsegmentation's. DINOv2 used 1.0, with 1,500 steps of warm-up.
-    checked:
-        The labels have been through `DenseHead.check`, which synchronizes with a GPU they are on.
     progress:
         Called with the number of steps done and of all steps.
     """
@@ -133,8 +134,6 @@ def fit_many(
     for batches in islice(train(), steps):
         optimizer.zero_grad(set_to_none=False)  # gradients are views of those of the stacks
         for fit, batch in zip(fits, batches, strict=True):
-            if not checked:
-                fit.heads.check(batch.labels)
             fit.backward(batch, device)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * polynomial(done, steps, power, warmup)
@@ -153,10 +152,8 @@ def fit_many(
 
 def _set_statistics(heads: Sequence[DenseHead], steps: Iterable[Sequence[DenseBatch]]) -> None:
     """Compute the statistics of heads that standardize, in a pass of its own: the first training step needs them."""
-    moments = [
-        [head.moments(batch) for head, batch in zip(heads, batches, strict=True)]
-        for batches in islice(steps, STATISTICS_BATCHES)
-    ]
+    steps = islice(steps, STATISTICS_BATCHES)
+    moments = [[head.moments(batch) for head, batch in zip(heads, batches, strict=True)] for batches in steps]
     for i, head in enumerate(heads):
         head.use_moments(step[i] for step in moments)
 

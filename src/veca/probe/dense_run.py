@@ -133,7 +133,7 @@ class _DenseSize:
                 [self.head] * len(self.jobs), self.training_batches,
                 lambda stacks: [[each.compute() for each in m.each()] for m in self.evaluate(stacks, "val")],
                 rates=settings.rates, steps=settings.steps, every=settings.eval_every, decay=settings.decay,
-                power=settings.power, warmup=settings.warmup, device=self.backbone.device, checked=True,
+                power=settings.power, warmup=settings.warmup, device=self.backbone.device,
                 progress=lambda done, steps: advance(1),
             )  # fmt: skip
         metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
@@ -194,10 +194,7 @@ class _DenseSize:
             "metrics": {name.replace("miou", "mIoU"): shown(name, number) for name, number in scored.compute().items()},
             "per_class": iou and percent_by_class(self.data.classes, iou),
             "best": {"rate": sweep.rates[sweep.best], "decay": decay, "step": sweep.best_step},
-            "sweep": [
-                {"rate": rate, "decay": decay, "val": best_of(curve)}
-                for rate, curve in zip(sweep.rates, curves, strict=True)
-            ],
+            "sweep": [{"rate": r, "decay": decay, "val": best_of(c)} for r, c in zip(sweep.rates, curves, strict=True)],
             "curve": {"val": curves[sweep.best]},
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,8 @@ def classify(
         heads = {**settings.describe(), "optimizer": "SGD", "schedule": "cosine", "chosen_on": "val"}
         return {**_preprocessing(side), "train_view": crop, **heads, "also": [other.name for other in also]}
 
-    def probe(job: Job, features: _CachedFeatures) -> dict[str, Any]:
-        return _probe_linear(job, features, settings)
-
-    common = Job("classify", backbone, data, out, settings, also)
-    return run_probe(common, protocol, _feature_probe(settings.feature, settings.passes, probe), warn)
+    compute = _feature_probe(settings.feature, settings.passes, partial(_probe_linear, settings))
+    return run_probe(Job("classify", backbone, data, out, settings, also), protocol, compute, warn)
 
 
 def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSettings, warn: Warn = print) -> list[Row]:
@@ -97,9 +95,8 @@ def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSetti
         metrics = {"top1": accuracies[settings.ks[-1]], **{f"top1_k{k}": value for k, value in accuracies.items()}}
         return {"metric": "top1", "metrics": _to_percent(metrics)}
 
-    return run_probe(
-        Job("knn", backbone, data, out, settings), protocol, _feature_probe(settings.feature, 0, probe), warn
-    )
+    compute = _feature_probe(settings.feature, 0, probe)
+    return run_probe(Job("knn", backbone, data, out, settings), protocol, compute, warn)
 
 
 def _preprocessing(side: int) -> dict[str, Any]:
@@ -171,7 +168,7 @@ def _feature_probe(kind: FeatureKind, passes: int, probe: Callable[[Job, _Cached
     return compute
 
 
-def _probe_linear(job: Job, features: _CachedFeatures, settings: ClassifySettings) -> dict[str, Any]:
+def _probe_linear(settings: ClassifySettings, job: Job, features: _CachedFeatures) -> dict[str, Any]:
     data, multilabel = job.data, job.data.task == "multilabel"
     train, val, test = (features(data, name) for name in ("train", "val", data.report))
     title = f"heads, {job.backbone.name if job.cores is None else f'{job.cores} cores'}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from veca.data.datasets import SPECS
 from veca.probe import paper
@@ -43,20 +43,6 @@ class ResultTable(NamedTuple):
     def word_columns(self) -> list[int]:
         """Columns of text, not of numbers."""
         return [i for i, head in enumerate(self.heads) if head in ("model", "which", "from")]
-
-
-class HeatGrid(NamedTuple):
-    """Scores of one series by resolution (rows) and budget (columns)."""
-
-    series: str
-    cores: Sequence[int]
-    rows: dict[str, list[tuple[str, float]]]
-    """(text, level in [0, 1]) of each cell, the best at 1."""
-
-    def as_table(self) -> ResultTable:
-        """The grid without colours."""
-        rows = [[name, *(text for text, _ in cells)] for name, cells in self.rows.items()]
-        return ResultTable(["cores", *map(str, self.cores)], rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +198,7 @@ def results_table(group: Group, best: bool = False) -> ResultTable:
     notes, rows = list[str](), list[list[str]]()
     for series in group.series:
         for row in [series.best] if best else series.rows:
-            place = [_or_dash(row.cores), str(row.size), *([str(row.seed)] if seeds else [])]
+            place = [*_place(row), *([str(row.seed)] if seeds else [])]
             for dataset in (None, *row.also):
                 metric, metrics = row.on(dataset)
                 name = series.name if dataset is None else f"↳ {dataset}, same head"
@@ -248,14 +234,14 @@ def overview_table(groups: Iterable[Group]) -> ResultTable:
     for group in groups:
         for series in group.series:
             best = series.best
-            place = [f"{group.dataset}, {group.task}", series.name, _or_dash(best.cores), str(best.size)]
             value = [metric_name(group.metric), metric_text(group.metric, best.value)]
-            rows.append([*place, *value, *_paper_cells(compare_with_paper(best), group.metric, notes)])
+            compared = _paper_cells(compare_with_paper(best), group.metric, notes)
+            rows.append([f"{group.dataset}, {group.task}", series.name, *_place(best), *value, *compared])
     return ResultTable(heads, rows, notes)
 
 
-def heat_grid(group: Group, series: Series) -> HeatGrid | None:
-    """Resolutions × budgets of one series, where both vary."""
+def heat_grid(group: Group, series: Series) -> dict[str, Any] | None:
+    """Scores of one series by resolution (rows) and budget (columns), where both vary; `plain` is without colours."""
     cores = sorted({row.cores for row in series.rows if row.cores is not None})
     sizes = sorted({row.size for row in series.rows if row.cores is not None})
     if len(cores) < 2 or len(sizes) < 2:
@@ -263,7 +249,9 @@ def heat_grid(group: Group, series: Series) -> HeatGrid | None:
     values = {(s, c): series.mean(c, s) for s in sizes for c in cores}
     scaled = levels(values, lower_is_better(group.metric))
     rows = heat_rows(values, scaled, {s: f"{s} px" for s in sizes}, cores, partial(metric_text, group.metric))
-    return HeatGrid(series.name, cores, rows)
+    plain = [[name, *(text for text, _ in cells)] for name, cells in rows.items()]
+    table = ResultTable(["cores", *map(str, cores)], plain)
+    return {"series": series.name, "cores": cores, "rows": rows, "plain": table}
 
 
 def class_table(group: Group) -> ResultTable | None:
@@ -275,20 +263,17 @@ def class_table(group: Group) -> ResultTable | None:
     names = sorted(first, key=first.__getitem__, reverse=not lower_is_better(group.metric))
     # Classes that only other series have follow by name.
     names += sorted({name for _, row in best for name in row.per_class}.difference(first))
-    rows = [
-        [name, *(metric_text(group.metric, row.per_class.get(name, math.nan)) for _, row in best)] for name in names
-    ]
+    text = partial(metric_text, group.metric)
+    rows = [[name, *(text(row.per_class.get(name, math.nan)) for _, row in best)] for name in names]
     return ResultTable(["class", *(f"{series.name}, {row.place}" for series, row in best)], rows)
 
 
 def paper_table(group: Group) -> ResultTable | None:
     """All numbers of the paper on the dataset of a group."""
-    rows = [
-        [n.printed, _or_dash(n.cores), str(n.size), metric_text(n.metric, n.value), f"Table {n.table}"]
-        for n in paper.find(group.task, group.dataset, group.metric)
-    ]
+    numbers = paper.find(group.task, group.dataset, group.metric)
+    rows = [[n.printed, *_place(n), metric_text(n.metric, n.value), f"Table {n.table}"] for n in numbers]
     return ResultTable(["model", "C", "px", group.metric, "from"], rows) if rows else None
 
 
-def _or_dash(cores: int | None) -> str:
-    return "–" if cores is None else str(cores)
+def _place(row: ProbeResult | paper.PaperNumber) -> list[str]:
+    return ["–" if row.cores is None else str(row.cores), str(row.size)]
