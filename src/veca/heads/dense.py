@@ -219,6 +219,7 @@ class DepthHead(DenseHead):
     """
 
     metric, higher_is_better = "rmse", False
+    depths: Tensor
 
     def __init__(
         self,
@@ -241,7 +242,6 @@ class DepthHead(DenseHead):
             raise ArgumentError(f"loss is {loss!r}; choose sig, l1 or l2")
         self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
         self.gradient_weight, self.upsample = gradient_weight, upsample
-        self.depths: Tensor
         self.register_buffer("depths", torch.linspace(low, high, bins))
         if not bins:
             # Start at the middle of the range: random weights over thousands of channels would be metres off.
@@ -261,8 +261,7 @@ class DepthHead(DenseHead):
         return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
     def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        rows, columns = x.shape[1:3]
-        return len(x) * max(self.bins * self.upsample**2 * rows * columns, size[0] * size[1])
+        return len(x) * max(self.bins * self.upsample**2 * x.shape[1] * x.shape[2], size[0] * size[1])
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         valid = (labels > self.low) & (labels < self.high)

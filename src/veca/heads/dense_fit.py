@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from veca.errors import ArgumentError
 from veca.heads.dense import DenseBatch, DenseHead
 
+Batches: TypeAlias = Callable[[], Iterable[DenseBatch]]
 STATISTICS_BATCHES = 64
 """At most this many batches give the statistics of a head that standardizes."""
 
@@ -71,12 +72,7 @@ def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
 
 
 def fit_dense(
-    head: DenseHead,
-    train: Callable[[], Iterable[DenseBatch]],
-    validation: Callable[[], Iterable[DenseBatch]],
-    *,
-    device: torch.device | str = "cpu",
-    **options: Any,
+    head: DenseHead, train: Batches, validation: Batches, *, device: torch.device | str = "cpu", **options: Any
 ) -> DenseSweep:
     """Train a copy of `head` for each rate with AdamW on the same batches; keep each at its best on validation.
 
@@ -107,7 +103,7 @@ def fit_many(
     power: float = 0.9,
     warmup: int = 0,
     device: torch.device | str = "cpu",
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] = lambda done, steps: None,
 ) -> list[DenseSweep]:
     """`fit_dense` for several heads in one pass over the images, each head with features of its own.
 
@@ -143,8 +139,7 @@ def fit_many(
             evaluated.append(done)
             for fit, scores in zip(fits, score([fit.heads for fit in fits]), strict=True):
                 fit.keep_best(scores)
-        if progress is not None:
-            progress(done, steps)
+        progress(done, steps)
     if done < steps:
         raise ArgumentError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
     return [fit.sweep(evaluated) for fit in fits]

@@ -27,15 +27,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca.checkpoint import write_tensors
+from veca.data.datasets import batches
 from veca.data.datasets.base import Split
-from veca.data.datasets.batches import (
-    CroppedImages,
-    CropTransform,
-    UnreadableImageError,
-    decode_batches,
-    join_some,
-    stack_crops,
-)
 from veca.errors import ArgumentError
 from veca.heads.frozen import FeatureKind, FrozenBackbone
 from veca.utils.files import atomic_path
@@ -85,7 +78,7 @@ class Extraction:
         starts = enumerate(range(0, len(split), step))
         return [(self.folder / f"{key}-{n:03d}.safetensors", images[start : start + step]) for n, start in starts]
 
-    def key(self, split: Split, transform: CropTransform, cores: int | None) -> str:
+    def key(self, split: Split, transform: batches.CropTransform, cores: int | None) -> str:
         """Return a hash of everything the features depend on."""
         # The batch size is a part of it, as rounding depends on it.
         return digest_of(
@@ -93,7 +86,7 @@ class Extraction:
             view=transform.describe(), cores=cores, kind=self.kind, batch=self.batch(transform.side),
         )  # fmt: skip
 
-    def run(self, split: Split, transform: CropTransform, budgets: Sequence[int | None], title: str) -> float:
+    def run(self, split: Split, transform: batches.CropTransform, budgets: Sequence[int | None], title: str) -> float:
         """Make sure that the features of `split` at all `budgets` are on disk; return the seconds it took."""
         began = time.perf_counter()
         # For each part the files that are missing: it is computed again only at their budgets.
@@ -106,15 +99,17 @@ class Extraction:
             return 0.0
         todo = dict(sorted(todo.items(), key=lambda item: item[0].start))
         step = self.batch(transform.side)
-        batches = {part[i : i + step]: list(files) for part, files in todo.items() for i in range(0, len(part), step)}
-        collate: Callable[[Any], Any] = functools.partial(stack_crops, transform.side)
+        pending = {part[i : i + step]: list(files) for part, files in todo.items() for i in range(0, len(part), step)}
+        collate: Callable[[Any], Any] = functools.partial(batches.stack_crops, transform.side)
         if forked := self.workers > 0 and self.backbone.forks:
             self.warm_up(transform.side, budgets)
-            by_start = {batch.start: missing for batch, missing in batches.items()}
+            by_start = {batch.start: missing for batch, missing in pending.items()}
             collate = functools.partial(_compute_in_worker, self, transform.side, by_start)
-        workers = min(self.workers, len(batches))
+        workers = min(self.workers, len(pending))
         with (
-            decode_batches(CroppedImages(split, transform), batches, workers, collate, forked) as decoded,
+            batches.decode_batches(
+                batches.CroppedImages(split, transform), pending, workers, collate, forked
+            ) as decoded,
             bar(title, sum(map(len, todo)), "pictures", self.progress) as advance,
         ):
             for part, files in todo.items():
@@ -156,7 +151,7 @@ class Extraction:
         finally:
             torch.set_num_threads(threads)
 
-    def load(self, split: Split, transform: CropTransform, cores: int | None) -> Features:
+    def load(self, split: Split, transform: batches.CropTransform, cores: int | None) -> Features:
         """Load what `run` left on disk."""
         values: list[Tensor] = []
         bad: dict[int, str] = {}
@@ -178,7 +173,7 @@ def _compute_in_worker(
     extraction: Extraction, side: int, budgets: Mapping[int, Sequence[int | None]], crops: Sequence[tuple[int, Any]]
 ) -> tuple[ByBudget, dict[int, str]]:
     """Collate function of forked workers: from crops to features. The first image of a batch tells its budgets."""
-    pixels, bad = stack_crops(side, crops)
+    pixels, bad = batches.stack_crops(side, crops)
     with extraction.backbone.as_forked():
         return extraction.features(pixels, budgets[crops[0][0]]), bad
 
@@ -212,8 +207,9 @@ def drop_unreadable(features: Features, labels: Tensor, skip: bool, where: str) 
     if not bad:
         return values, labels
     if not skip:
-        some = f"{len(bad):,} of {len(values):,} pictures of {where} cannot be read: {join_some(list(bad.values()))}"
-        raise UnreadableImageError(f"{some}. Repair them, or leave them out with --skip-bad")
+        some = f"{len(bad):,} of {len(values):,} pictures of {where}"
+        why = f"cannot be read: {batches.join_some(list(bad.values()))}"
+        raise batches.UnreadableImageError(f"{some} {why}. Repair them, or leave them out with --skip-bad")
     readable = torch.ones(len(values), dtype=torch.bool)
     readable[list(bad)] = False
     return values[readable], labels[readable]

@@ -108,7 +108,7 @@ def train_linear(
     multilabel: bool = False,
     standardize: bool = False,
     device: torch.device | str | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] = lambda done, epochs: None,
 ) -> LinearSweep:
     """Train a head for each rate × decay on features (N, D) and score all of them on validation after every epoch.
 
@@ -153,8 +153,7 @@ def train_linear(
         losses.append(loss / len(features))
         scores.append(_validate(heads, mean, deviation, validation_features, validation_labels))
         heads.keep_best(scores[-1])
-        if progress is not None:
-            progress(epoch + 1, epochs)
+        progress(epoch + 1, epochs)
     curves = torch.stack(losses).cpu(), torch.stack(scores).cpu()
     return LinearSweep(pairs, heads.best_weight, heads.best_bias, mean, deviation, *curves)
 

@@ -157,11 +157,8 @@ class Confusion(_HeadMetrics):
         """
         counts = self.counts.double()
         right = counts.diagonal()
-        accuracies = {
-            "pixel_accuracy": float(right.sum() / counts.sum()),
-            "class_accuracy": float((right / counts.sum(1)).nanmean()),
-        }
-        return {"miou": float(self.iou().nanmean()), **accuracies}
+        values = self.iou().nanmean(), right.sum() / counts.sum(), (right / counts.sum(1)).nanmean()
+        return dict(zip(("miou", "pixel_accuracy", "class_accuracy"), map(float, values), strict=True))
 
 
 class DepthErrors(_HeadMetrics):

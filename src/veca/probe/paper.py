@@ -79,14 +79,9 @@ def find(
     >>> [(n.table, n.value) for n in find("segment", "coco-object", model="VECA-B", cores=64, size=512)]
     [('1', 63.58), ('S11', 62.58)]
     """
-    dataset = _paper()["near"].get(dataset, [dataset])[0]
-    wanted = {"task": task, "dataset": dataset, "model": model, "cores": cores, "size": size}
-    return [
-        n
-        for n in paper_numbers()
-        if all(value in (None, getattr(n, key)) for key, value in wanted.items())
-        and metric in (None, n.metric, n.metric.lower())
-    ]
+    same = [n for n in paper_numbers() if (n.task, n.dataset) == (task, _paper()["near"].get(dataset, [dataset])[0])]
+    same = [n for n in same if metric in (None, n.metric, n.metric.lower()) and model in (None, n.model)]
+    return [n for n in same if cores in (None, n.cores) and size in (None, n.size)]
 
 
 def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int) -> PaperNumber | None:

@@ -51,15 +51,9 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
     ordered = [row for group in groups for series in group.series for row in series.rows]
     lines, protocols = _row_table(ordered)
-    context = {
-        "name": folder.resolve().name,
-        "paper_name": paper.name(),
-        "banner": bool(unusable),
-        "unusable": unusable,
-        "facts": _folder_facts(rows, groups),
-        "overview": tables.overview_table(groups),
-        "groups": sections,
-    }
+    context = {"name": folder.resolve().name, "paper_name": paper.name(), "facts": _folder_facts(rows, groups)}
+    context |= {"overview": tables.overview_table(groups), "groups": sections}
+    context |= {"banner": bool(unusable), "unusable": unusable}
     write_text(folder / "rows.csv", rows_csv(rows))
     write_page(folder / "report.md", "probe.md", **context, rows=lines, protocols=protocols)
     details = [_row_context(row) for row in ordered]
@@ -108,10 +102,9 @@ def _group_context(group: Group, gallery: _Gallery) -> dict[str, Any]:
 
 def _best_and_worst(classes: ResultTable) -> ResultTable:
     rows, skipped = classes.rows, len(classes.rows) - 2 * SHOWN_CLASSES
-    if skipped > 0:
-        gap = ["…", *[f"{skipped} more"] * (len(classes.heads) - 1)]
-        rows = [*rows[:SHOWN_CLASSES], gap, *rows[-SHOWN_CLASSES:]]
-    return ResultTable(classes.heads, rows)
+    gap = ["…", *[f"{skipped} more"] * (len(classes.heads) - 1)]
+    shown = [*rows[:SHOWN_CLASSES], gap, *rows[-SHOWN_CLASSES:]] if skipped > 0 else rows
+    return ResultTable(classes.heads, shown)
 
 
 def _markdown_images(row: ProbeResult) -> list[list[str]]:
@@ -182,18 +175,12 @@ def tone_gaps(table: ResultTable) -> list[Sequence[str]]:
 
 def _row_context(row: ProbeResult) -> dict[str, Any]:
     """One result, with the chart of its best head and the table of its sweep."""
-    curve = None
-    if len(row.curve) > 1:
-        points = [(float(i), value) for i, value in enumerate(row.curve, 1)]
-        label = f"{row.metric} of the best head at each validation"
-        curve = line_chart([Line("", points)], "validation", f"{row.metric} on val", label)
-    return {
-        "result": row,
-        "score": metric_text(row.metric, row.value),
-        "times": {name: duration(seconds) for name, seconds in row.seconds.items()},
-        "sweep": _sweep_grid(row),
-        "curve": curve,
-    }
+    line = Line("", [(float(i), value) for i, value in enumerate(row.curve, 1)])
+    label = f"{row.metric} of the best head at each validation"
+    curve = line_chart([line], "validation", f"{row.metric} on val", label) if len(row.curve) > 1 else None
+    times = {name: duration(seconds) for name, seconds in row.seconds.items()}
+    score = metric_text(row.metric, row.value)
+    return {"result": row, "score": score, "times": times, "sweep": _sweep_grid(row), "curve": curve}
 
 
 def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:

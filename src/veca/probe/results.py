@@ -18,6 +18,8 @@ SCHEMA = 1  # of row files; a file of another is not read
 MAX_ROW_BYTES = 2**26
 Unusable: TypeAlias = tuple[str, str]
 """A file that is left out of a report, and the reason."""
+_BROKEN_JSON = "is not whole JSON: "
+_DAMAGE = {json.JSONDecodeError: _BROKEN_JSON, RecursionError: _BROKEN_JSON, UnicodeDecodeError: "is not UTF-8 text: "}
 _LOWER_IS_BETTER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNORECASE)
 _IN_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
 
@@ -65,9 +67,8 @@ class ProbeResult:
     @property
     def goodness(self) -> float:
         """The main metric with the sign that makes higher better; -inf where it is missing."""
-        if not math.isfinite(self.value):
-            return -math.inf
-        return -self.value if lower_is_better(self.metric) else self.value
+        signed = -self.value if lower_is_better(self.metric) else self.value
+        return signed if math.isfinite(signed) else -math.inf
 
     @property
     def place(self) -> str:
@@ -108,9 +109,8 @@ def lower_is_better(metric: str) -> bool:
 
 def metric_unit(metric: str) -> str:
     """'%', 'm' or nothing."""
-    if metric.lower() == "rmse":
-        return "m"
-    return "%" if _IN_PERCENT.search(metric) and not lower_is_better(metric) else ""
+    percent = _IN_PERCENT.search(metric) and not lower_is_better(metric)
+    return "m" if metric.lower() == "rmse" else "%" if percent else ""
 
 
 def metric_text(metric: str, value: float, sign: str = "") -> str:
@@ -147,9 +147,7 @@ def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
                 raise ArgumentError(f"is larger than {MAX_ROW_BYTES >> 20} MiB, which no row is")
             rows.append(parse_row(json.loads(path.read_text(encoding="utf-8")), name))
         except (ValueError, OSError, RecursionError) as error:
-            damaged = isinstance(error, json.JSONDecodeError | RecursionError)
-            reason = "is not whole JSON: " if damaged else "is not UTF-8: " * isinstance(error, UnicodeDecodeError)
-            unusable.append((name, reason + printable(str(error))))
+            unusable.append((name, _DAMAGE.get(type(error), "") + printable(str(error))))
     rows.sort(key=lambda r: (r.task, r.dataset, r.model, r.size, r.cores or 0, r.seed, r.file))
     return rows, unusable
 

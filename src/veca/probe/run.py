@@ -195,13 +195,11 @@ def _probe_linear(settings: ClassifySettings, job: Job, features: _CachedFeature
 
 def _score_classes(head: LinearHead, features: Tensor, labels: Tensor) -> tuple[dict[str, float], Tensor]:
     """Return the metrics, and of each class (C) its accuracy or average precision."""
-    metrics, scores = score(head, features, labels), head.scores(features)
-    own = labels.to(scores.device)
+    metrics, scores, own = score(head, features, labels), head.scores(features), labels.to(head.bias.device)
     if labels.ndim == 2:
-        metrics = {"mAP": metrics["map"], "mAP11": score(head, features, labels, "11")["map"]}
-        return metrics, average_precision(scores, own).cpu()
-    hits = top_k_hits(scores, own).cpu()
-    labels = labels.cpu()
+        eleven = score(head, features, labels, "11")["map"]
+        return {"mAP": metrics["map"], "mAP11": eleven}, average_precision(scores, own).cpu()
+    hits, labels = top_k_hits(scores, own).cpu(), labels.cpu()
     # A class without test images divides 0 by 0: NaN, which the mean leaves out.
     right, count = (torch.bincount(each, minlength=len(head.bias)) for each in (labels[hits], labels))
     per_class = right.double() / count

@@ -182,10 +182,9 @@ def _data_notes(row: ProbeResult) -> list[str]:
     problems = row.protocol.get("problems")
     if isinstance(problems, list) and problems:
         return [f"{row.dataset}: {printable(str(problem))}" for problem in problems[:4]]
-    spec, count = SPECS.get(row.dataset), sum(row.counts.values())
-    if spec is None or count == sum(spec.sizes.values()):
-        return []
-    return [f"{count:,} pictures of {row.dataset}; {sum(spec.sizes.values()):,} were published"]
+    count = sum(row.counts.values())
+    published = sum(SPECS[row.dataset].sizes.values()) if row.dataset in SPECS else count
+    return [f"{count:,} pictures of {row.dataset}; {published:,} were published"] if count != published else []
 
 
 def results_table(group: Group, best: bool = False) -> ResultTable:

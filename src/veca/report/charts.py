@@ -325,13 +325,12 @@ def chart_grid(
         for line in textwrap.wrap(text, int((width - 2 * gap) / (GLYPH_WIDTH * size))):
             top += 1.35 * size
             marks.append(Label(gap, top, line, size, colour, bold=colour != "muted"))
-    title_lines = max(text.count("\n") + 1 for text, _ in panels)
-    row_height = title_lines * 20 + 10 + chart_height
+    row_height = max(text.count("\n") + 1 for text, _ in panels) * 20 + 10 + chart_height
     placed = []
     for i, (text, chart) in enumerate(panels):
         x, y = gap + i % columns * (chart_width + gap), top + gap + i // columns * (row_height + gap)
         for k, line in enumerate(text.split("\n")):
             marks.append(Label(x, y + 20 * (k + 1), line, 15, "ink" if k == 0 else "muted", bold=k == 0))
         placed.append((x, y + row_height - chart_height, chart))
-    height = placed[-1][1] + chart_height + gap
-    return Chart(width, height, marks, title or "; ".join(text for text, _ in panels), placed)
+    label = title or "; ".join(text for text, _ in panels)
+    return Chart(width, placed[-1][1] + chart_height + gap, marks, label, placed)
