@@ -51,8 +51,8 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
     ordered = [row for group in groups for series in group.series for row in series.rows]
     lines, protocols = _row_table(ordered)
-    context = {"name": folder.resolve().name, "paper_name": paper.name(), "facts": _folder_facts(rows, groups)}
-    context |= {"overview": tables.overview_table(groups), "groups": sections}
+    context: dict[str, Any] = {"name": folder.resolve().name, "paper_name": paper.name(), "groups": sections}
+    context |= {"facts": _folder_facts(rows, groups), "overview": tables.overview_table(groups)}
     context |= {"banner": bool(unusable), "unusable": unusable}
     write_text(folder / "rows.csv", rows_csv(rows))
     write_page(folder / "report.md", "probe.md", **context, rows=lines, protocols=protocols)
