@@ -345,7 +345,7 @@ def test_the_file_says_what_it_is_of(story, pictures, tmp_path):
 
 def lines_of(chart):
     """Points of the lines of a chart, in pixels; dotted ones apart."""
-    strokes = [mark for mark in chart.marks if mark.kind == "path" and mark.role == "line"]
+    strokes = [mark for mark in chart.marks if getattr(mark, "role", "") == "line"]
     return [[np.array(s.runs[0]) for s in strokes if bool(s.dash) == dotted] for dotted in (False, True)]
 
 
@@ -368,8 +368,8 @@ def test_the_chart_shows_the_numbers(story):
     along_y(lines_of(heard)[0][1], 64 * np.mean(at.heard.cores, 0))
     assert len(lines_of(kept)[0]) == 3
     assert lines_of(kept)[0][1][0, 1] > lines_of(kept)[0][1][1, 1], "64 cores keep more than 16"
-    assert {m.text for m in maps.marks if m.kind == "label" and m.full} == {"16 cores", "64 cores"}
-    words = " ".join(mark.text for mark in chart.marks if mark.kind == "label")
+    assert {m.text for m in maps.marks if getattr(m, "full", "")} == {"16 cores", "64 cores"}
+    words = " ".join(mark.text for mark in chart.marks if hasattr(mark, "text"))
     assert "5 pictures of 64 px" in words
     assert "random" not in words
 

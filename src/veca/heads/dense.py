@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from veca.images.resize import resize_maps
 Norm: TypeAlias = Literal["none", "batchnorm", "standardize"]
 """What comes before the Linear; `standardize` uses statistics of the training features, computed once."""
 DepthLoss: TypeAlias = Literal["sig", "l1", "l2"]
+DenseMetrics: TypeAlias = Confusion | DepthErrors
 MAX_OUTPUTS = 2**27
 """Numbers in one output of a stack, half a GB; training takes three times that."""
 PIXELS = (-3, -2, -1)
@@ -39,14 +40,6 @@ class DenseBatch(NamedTuple):
     """(B, H, W): class numbers, or metres."""
 
 
-class DenseMetrics(Protocol):
-    """Accumulates predictions of heads, then computes scores by name."""
-
-    def update(self, predicted: Tensor, labels: Tensor, heads: slice = ALL) -> None: ...
-    def compute(self) -> dict[str, float]: ...
-    def each(self) -> Sequence[DenseMetrics]: ...
-
-
 class DenseHead(nn.Module, ABC):
     """Norm and Linear over [patch, global feature]; subclasses say what the outputs mean.
 
@@ -56,18 +49,17 @@ class DenseHead(nn.Module, ABC):
     metric: str
     """The score by which heads are selected."""
     higher_is_better: bool
+    mean: Tensor
+    deviation: Tensor
 
     def __init__(self, width: int, channels: int, norm: Norm, seed: int) -> None:
         super().__init__()
         if norm not in get_args(Norm):
             raise ArgumentError(f"norm is {norm!r}; choose none, batchnorm or standardize")
         self.width, self.norm, inputs = width, norm, 2 * width
-        self.batchnorm, self.gain, self.shift = None, None, None
-        if norm == "batchnorm":
-            self.batchnorm = nn.BatchNorm1d(inputs, affine=False)
-            self.gain, self.shift = nn.Parameter(torch.ones(inputs)), nn.Parameter(torch.zeros(inputs))
-        self.mean: Tensor
-        self.deviation: Tensor
+        self.batchnorm = nn.BatchNorm1d(inputs, affine=False) if norm == "batchnorm" else None
+        self.gain = nn.Parameter(torch.ones(inputs)) if norm == "batchnorm" else None
+        self.shift = nn.Parameter(torch.zeros(inputs)) if norm == "batchnorm" else None
         self.register_buffer("mean", torch.zeros(inputs))
         self.register_buffer("deviation", torch.ones(inputs))
         generator = torch.Generator().manual_seed(seed)  # nn.Linear would draw from the global generator
@@ -76,25 +68,24 @@ class DenseHead(nn.Module, ABC):
 
     def stack(self, count: int) -> Self:
         """Return `count` copies of this head as one stack."""
-        stacked = copy.deepcopy(self)  # the copies are equal at first; the learning rates make them differ
-        for parameter in stacked.parameters():
-            parameter.data = parameter.data.expand(count, *parameter.shape).clone()
-        return stacked
+        # The copies are equal at first; the learning rates make them differ.
+        return self._reshaped(lambda data: data.expand(count, *data.shape))
 
     def part(self, k: int) -> Self:
         """Return a copy of head `k` of this stack."""
-        single = copy.deepcopy(self)
-        for parameter in single.parameters():
-            parameter.data = parameter.data[k].clone()
-        return single
+        return self._reshaped(lambda data: data[k])
+
+    def _reshaped(self, reshape: Callable[[Tensor], Tensor]) -> Self:
+        head = copy.deepcopy(self)
+        for parameter in head.parameters():
+            parameter.data = reshape(parameter.data).clone()
+        return head
 
     def inputs(self, patches: Tensor, cls: Tensor) -> Tensor:
         """Return the input of the norm (B, h, w, 2 D)."""
         if patches.shape[1] != self.width or tuple(cls.shape) != tuple(patches.shape[:2]):
-            raise ArgumentError(
-                f"patches are {tuple(patches.shape)}, the global feature {tuple(cls.shape)}; this head takes "
-                f"(B, {self.width}, h, w) and (B, {self.width})"
-            )
+            shapes = f"patches are {tuple(patches.shape)}, the global feature {tuple(cls.shape)}"
+            raise ArgumentError(f"{shapes}; this head takes (B, {self.width}, h, w) and (B, {self.width})")
         patches = patches.float().permute(0, 2, 3, 1)
         return torch.cat([patches, cls.float()[:, None, None].expand_as(patches)], 3)
 
@@ -193,9 +184,8 @@ class SegmentationHead(DenseHead):
         """Return the mean cross-entropy over the pixels that are not ignored; 0 if there are none."""
         labels = labels.long()
         expanded = labels.expand(*output.shape[:-4], *labels.shape)
-        losses = F.cross_entropy(
-            output.flatten(0, -4), expanded.flatten(0, -3), ignore_index=self.ignore, reduction="none"
-        )
+        flat = output.flatten(0, -4), expanded.flatten(0, -3)
+        losses = F.cross_entropy(*flat, ignore_index=self.ignore, reduction="none")
         return losses.view_as(expanded).sum(PIXELS) / (labels != self.ignore).sum().clamp_min(1)
 
     def check(self, labels: Tensor) -> None:
@@ -204,10 +194,8 @@ class SegmentationHead(DenseHead):
         values = labels.cpu().numpy()
         wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignore)]
         if len(wrong):  # on a GPU the loss would abort the process
-            raise ArgumentError(
-                f"a label is {int(wrong[0])}; this head takes 0…{self.classes - 1} and {self.ignore} for what does not "
-                "count: give it the number of classes the labels have, or the label to ignore"
-            )
+            rule = f"this head takes 0…{self.classes - 1} and {self.ignore} for what does not count"
+            raise ArgumentError(f"a label is {int(wrong[0])}; {rule}: give it all classes, or the label to ignore")
 
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-3)
@@ -231,6 +219,7 @@ class DepthHead(DenseHead):
     """
 
     metric, higher_is_better = "rmse", False
+    depths: Tensor
 
     def __init__(
         self,
@@ -247,15 +236,12 @@ class DepthHead(DenseHead):
     ) -> None:
         super().__init__(width, bins or 1, norm, seed)
         if not 0 < low < high or bins < 0 or bins == 1:
-            raise ArgumentError(
-                f"low is {low}, high {high}, bins {bins}; depths need 0 < low < high, in metres, and two bins or more; "
-                "bins=0 is plain regression"
-            )
+            rule = "depths need 0 < low < high, in metres, and two bins or more, or 0 for plain regression"
+            raise ArgumentError(f"low is {low}, high {high}, bins {bins}; {rule}")
         if loss not in get_args(DepthLoss):
             raise ArgumentError(f"loss is {loss!r}; choose sig, l1 or l2")
         self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
         self.gradient_weight, self.upsample = gradient_weight, upsample
-        self.depths: Tensor
         self.register_buffer("depths", torch.linspace(low, high, bins))
         if not bins:
             # Start at the middle of the range: random weights over thousands of channels would be metres off.
@@ -275,8 +261,7 @@ class DepthHead(DenseHead):
         return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
     def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        rows, columns = x.shape[1:3]
-        return len(x) * max(self.bins * self.upsample**2 * rows * columns, size[0] * size[1])
+        return len(x) * max(self.bins * self.upsample**2 * x.shape[1] * x.shape[2], size[0] * size[1])
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         valid = (labels > self.low) & (labels < self.high)

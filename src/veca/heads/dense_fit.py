@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from veca.errors import ArgumentError
 from veca.heads.dense import DenseBatch, DenseHead
 
+Batches: TypeAlias = Callable[[], Iterable[DenseBatch]]
 STATISTICS_BATCHES = 64
 """At most this many batches give the statistics of a head that standardizes."""
 
@@ -71,12 +72,7 @@ def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
 
 
 def fit_dense(
-    head: DenseHead,
-    train: Callable[[], Iterable[DenseBatch]],
-    validation: Callable[[], Iterable[DenseBatch]],
-    *,
-    device: torch.device | str = "cpu",
-    **options: Any,
+    head: DenseHead, train: Batches, validation: Batches, *, device: torch.device | str = "cpu", **options: Any
 ) -> DenseSweep:
     """Train a copy of `head` for each rate with AdamW on the same batches; keep each at its best on validation.
 
@@ -84,10 +80,14 @@ def fit_dense(
     A pass of `train` must last for `steps` batches. `options` are those of `fit_many`.
     """
 
-    def score(stacks: Sequence[DenseHead]) -> list[list[dict[str, float]]]:
-        return [evaluate(stacks[0], validation(), device)]
+    def checked() -> Iterator[list[DenseBatch]]:
+        for batch in train():
+            head.check(batch.labels)
+            yield [batch]
 
-    (sweep,) = fit_many([head], lambda: ([batch] for batch in train()), score, device=device, **options)
+    (sweep,) = fit_many(
+        [head], checked, lambda stacks: [evaluate(stacks[0], validation(), device)], device=device, **options
+    )
     return sweep
 
 
@@ -103,21 +103,18 @@ def fit_many(
     power: float = 0.9,
     warmup: int = 0,
     device: torch.device | str = "cpu",
-    checked: bool = False,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] = lambda done, steps: None,
 ) -> list[DenseSweep]:
     """`fit_dense` for several heads in one pass over the images, each head with features of its own.
 
     train:
-        Yields for every step a batch for each head.
+        Yields for every step a batch for each head, with labels that passed `DenseHead.check`.
     score:
         Returns validation scores for stacks of heads: for each of `heads`, those of its copies, one for each rate.
     every:
         Score the heads after every so many steps, and after the last; None: after the last only.
     power:
         Of the polynomial schedule; 0.9 is DeepLab's and mmsegmentation's. DINOv2 used 1.0, with 1,500 steps of warm-up.
-    checked:
-        The labels have been through `DenseHead.check`, which synchronizes with a GPU they are on.
     progress:
         Called with the number of steps done and of all steps.
     """
@@ -133,8 +130,6 @@ def fit_many(
     for batches in islice(train(), steps):
         optimizer.zero_grad(set_to_none=False)  # gradients are views of those of the stacks
         for fit, batch in zip(fits, batches, strict=True):
-            if not checked:
-                fit.heads.check(batch.labels)
             fit.backward(batch, device)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * polynomial(done, steps, power, warmup)
@@ -144,8 +139,7 @@ def fit_many(
             evaluated.append(done)
             for fit, scores in zip(fits, score([fit.heads for fit in fits]), strict=True):
                 fit.keep_best(scores)
-        if progress is not None:
-            progress(done, steps)
+        progress(done, steps)
     if done < steps:
         raise ArgumentError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
     return [fit.sweep(evaluated) for fit in fits]
@@ -153,10 +147,8 @@ def fit_many(
 
 def _set_statistics(heads: Sequence[DenseHead], steps: Iterable[Sequence[DenseBatch]]) -> None:
     """Compute the statistics of heads that standardize, in a pass of its own: the first training step needs them."""
-    moments = [
-        [head.moments(batch) for head, batch in zip(heads, batches, strict=True)]
-        for batches in islice(steps, STATISTICS_BATCHES)
-    ]
+    steps = islice(steps, STATISTICS_BATCHES)
+    moments = [[head.moments(batch) for head, batch in zip(heads, batches, strict=True)] for batches in steps]
     for i, head in enumerate(heads):
         head.use_moments(step[i] for step in moments)
 
@@ -177,12 +169,13 @@ class _Fit:
 
     def __init__(self, head: DenseHead, rates: Sequence[float]) -> None:
         self.rates = tuple(rates)
-        self.heads = head.stack(len(rates)).train()
+        self.heads = head.stack(len(rates))
         self.best, self.best_ranks = [copy.deepcopy(head) for _ in rates], [-math.inf] * len(rates)
         self.losses: list[Tensor] = []
         self.scores: list[tuple[dict[str, float], ...]] = []
 
     def backward(self, batch: DenseBatch, device: torch.device | str) -> None:
+        self.heads.train()  # scoring leaves them in eval mode
         patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
         x, size, losses = self.heads.normed(patches, cls), (labels.shape[-2], labels.shape[-1]), []
         for heads in self.heads.groups(x, size):
@@ -206,14 +199,12 @@ class _Fit:
 def evaluate(
     heads: DenseHead, batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
 ) -> list[dict[str, float]]:
-    """Return the scores of each head of a stack over whole images at the size of their labels."""
-    metrics, mode = heads.metrics(device), heads.training
-    heads.eval()
+    """Return the scores of each head of a stack, now in eval mode, over whole images at the size of their labels."""
+    metrics = heads.eval().metrics(device)
     for batch in batches:
         patches, cls, labels = (tensor.to(device) for tensor in batch)
         for predicted, part in heads.predictions(patches, cls, (labels.shape[-2], labels.shape[-1])):
             metrics.update(predicted, labels, part)
-    heads.train(mode)
     return [each.compute() for each in metrics.each()]
 
 

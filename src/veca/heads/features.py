@@ -27,15 +27,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca.checkpoint import write_tensors
+from veca.data.datasets import batches
 from veca.data.datasets.base import Split
-from veca.data.datasets.batches import (
-    CroppedImages,
-    CropTransform,
-    UnreadableImageError,
-    decode_batches,
-    join_some,
-    stack_crops,
-)
 from veca.errors import ArgumentError
 from veca.heads.frozen import FeatureKind, FrozenBackbone
 from veca.utils.files import atomic_path
@@ -78,12 +71,14 @@ class Extraction:
         pixels = PIXELS_ON_CPU if self.backbone.device.type == "cpu" else PIXELS
         return self.at_once or max(1, pixels // side**2)
 
-    def parts(self, split: Split) -> list[range]:
-        """Return the images of each file."""
-        length = PART_ON_CPU if self.backbone.device.type == "cpu" else PART
-        return [range(start, min(start + length, len(split))) for start in range(0, len(split), length)]
+    def parts(self, split: Split, key: str) -> list[tuple[Path, range]]:
+        """Return each file, and its images."""
+        images = range(len(split))
+        step = PART_ON_CPU if self.backbone.device.type == "cpu" else PART
+        starts = enumerate(range(0, len(split), step))
+        return [(self.folder / f"{key}-{n:03d}.safetensors", images[start : start + step]) for n, start in starts]
 
-    def key(self, split: Split, transform: CropTransform, cores: int | None) -> str:
+    def key(self, split: Split, transform: batches.CropTransform, cores: int | None) -> str:
         """Return a hash of everything the features depend on."""
         # The batch size is a part of it, as rounding depends on it.
         return digest_of(
@@ -91,46 +86,45 @@ class Extraction:
             view=transform.describe(), cores=cores, kind=self.kind, batch=self.batch(transform.side),
         )  # fmt: skip
 
-    def run(self, split: Split, transform: CropTransform, budgets: Sequence[int | None], title: str) -> float:
+    def run(self, split: Split, transform: batches.CropTransform, budgets: Sequence[int | None], title: str) -> float:
         """Make sure that the features of `split` at all `budgets` are on disk; return the seconds it took."""
         began = time.perf_counter()
-        keys = {cores: self.key(split, transform, cores) for cores in budgets}
-        # A part is computed again only at the budgets that miss it.
-        todo = {
-            (number, part): missing
-            for number, part in enumerate(self.parts(split))
-            if (missing := [c for c in budgets if _read_features(self._file(keys[c], number), len(part)) is None])
-        }
+        # For each part the files that are missing: it is computed again only at their budgets.
+        todo: dict[range, dict[int | None, Path]] = {}
+        for cores in budgets:
+            for file, part in self.parts(split, self.key(split, transform, cores)):
+                if _read_features(file, len(part)) is None:
+                    todo.setdefault(part, {})[cores] = file
         if not todo:
             return 0.0
+        todo = dict(sorted(todo.items(), key=lambda item: item[0].start))
         step = self.batch(transform.side)
-        batches = {
-            part[i : i + step]: missing for (_, part), missing in todo.items() for i in range(0, len(part), step)
-        }
-        collate: Callable[[Any], Any] = functools.partial(stack_crops, transform.side)
+        pending = {part[i : i + step]: list(files) for part, files in todo.items() for i in range(0, len(part), step)}
+        collate: Callable[[Any], Any] = functools.partial(batches.stack_crops, transform.side)
         if forked := self.workers > 0 and self.backbone.forks:
             self.warm_up(transform.side, budgets)
-            budgets_by_start = {batch.start: missing for batch, missing in batches.items()}
-            collate = functools.partial(_compute_in_worker, self, transform.side, budgets_by_start)
-        workers = min(self.workers, len(batches))
+            by_start = {batch.start: missing for batch, missing in pending.items()}
+            collate = functools.partial(_compute_in_worker, self, transform.side, by_start)
+        workers = min(self.workers, len(pending))
         with (
-            decode_batches(CroppedImages(split, transform), batches, workers, collate, forked) as decoded,
-            bar(title, sum(len(part) for _, part in todo), "pictures", self.progress) as advance,
+            batches.decode_batches(
+                batches.CroppedImages(split, transform), pending, workers, collate, forked
+            ) as decoded,
+            bar(title, sum(map(len, todo)), "pictures", self.progress) as advance,
         ):
-            for (number, part), missing in todo.items():
-                pieces: dict[int | None, list[NDArray[Any]]] = {cores: [] for cores in missing}
+            for part, files in todo.items():
+                pieces: list[ByBudget] = []
                 bad: dict[int, str] = {}
                 for start in range(0, len(part), step):
                     computed, errors = next(decoded)
                     bad |= errors
-                    for cores, values in (computed if forked else self.features(computed, missing)).items():
-                        pieces[cores].append(values)
+                    pieces.append(computed if forked else self.features(computed, list(files)))
                     advance(len(part[start : start + step]))
                 # Written part by part, each atomically: an interrupted run continues after the last.
-                for cores in missing:
-                    values = np.concatenate(pieces[cores])
+                for cores, file in files.items():
+                    values = np.concatenate([piece[cores] for piece in pieces])
                     values[[i - part.start for i in bad]] = 0
-                    _write_features(self._file(keys[cores], number), torch.from_numpy(values), bad)
+                    _write_features(file, torch.from_numpy(values), bad)
         return time.perf_counter() - began
 
     def features(self, pixels: NDArray[np.uint8], budgets: Sequence[int | None]) -> ByBudget:
@@ -157,21 +151,17 @@ class Extraction:
         finally:
             torch.set_num_threads(threads)
 
-    def load(self, split: Split, transform: CropTransform, cores: int | None) -> Features:
+    def load(self, split: Split, transform: batches.CropTransform, cores: int | None) -> Features:
         """Load what `run` left on disk."""
-        key = self.key(split, transform, cores)
         values: list[Tensor] = []
         bad: dict[int, str] = {}
-        for number, part in enumerate(self.parts(split)):
-            features = _read_features(self._file(key, number), len(part))
+        for file, part in self.parts(split, self.key(split, transform, cores)):
+            features = _read_features(file, len(part))
             if features is None:
-                raise ArgumentError(f"{self._file(key, number)} is damaged or gone since it was written; run it again")
+                raise ArgumentError(f"{file} is damaged or gone since it was written; run it again")
             values.append(features.values)
             bad |= features.bad
         return Features(torch.cat(values), bad)
-
-    def _file(self, key: str, part: int) -> Path:
-        return self.folder / f"{key}-{part:03d}.safetensors"
 
 
 def digest_of(**parts: Any) -> str:
@@ -180,15 +170,12 @@ def digest_of(**parts: Any) -> str:
 
 
 def _compute_in_worker(
-    extraction: Extraction,
-    side: int,
-    budgets_by_start: Mapping[int, Sequence[int | None]],
-    crops: Sequence[tuple[int, Any]],
+    extraction: Extraction, side: int, budgets: Mapping[int, Sequence[int | None]], crops: Sequence[tuple[int, Any]]
 ) -> tuple[ByBudget, dict[int, str]]:
     """Collate function of forked workers: from crops to features. The first image of a batch tells its budgets."""
-    pixels, bad = stack_crops(side, crops)
+    pixels, bad = batches.stack_crops(side, crops)
     with extraction.backbone.as_forked():
-        return extraction.features(pixels, budgets_by_start[crops[0][0]]), bad
+        return extraction.features(pixels, budgets[crops[0][0]]), bad
 
 
 def _write_features(path: Path, values: Tensor, bad: Mapping[int, str]) -> None:
@@ -220,10 +207,9 @@ def drop_unreadable(features: Features, labels: Tensor, skip: bool, where: str) 
     if not bad:
         return values, labels
     if not skip:
-        raise UnreadableImageError(
-            f"{len(bad):,} of {len(values):,} pictures of {where} cannot be read: {join_some(list(bad.values()))}. "
-            "Repair them, or leave them out with --skip-bad"
-        )
+        some = f"{len(bad):,} of {len(values):,} pictures of {where}"
+        why = f"cannot be read: {batches.join_some(list(bad.values()))}"
+        raise batches.UnreadableImageError(f"{some} {why}. Repair them, or leave them out with --skip-bad")
     readable = torch.ones(len(values), dtype=torch.bool)
     readable[list(bad)] = False
     return values[readable], labels[readable]

@@ -43,6 +43,8 @@ class FrozenBackbone(ABC):
     """
 
     budgets: tuple[int, ...] | None = None
+    rounds_sizes = False
+    """Whether a size that is no multiple of the patch is rounded to one, or refused."""
 
     def __init__(
         self,
@@ -83,17 +85,13 @@ class FrozenBackbone(ABC):
         return nullcontext()
 
     def side(self, size: int) -> int:
-        """Return the side in pixels of the input when `size` is asked for; unless overridden, `size` must fit."""
-        self.check_side(size)
-        if size < self.patch or size % self.patch:
-            near = nearest_sizes(size, size, self.patch)[0]
+        """Return the side in pixels of the input when `size` is asked for."""
+        if not 1 <= size <= (limit := math.isqrt(MAX_PIXELS)):
+            raise BackboneError(f"size {quoted(size)}: a side has at least {self.patch} and at most {limit:,} pixels")
+        near = nearest_sizes(size, size, self.patch)[0]
+        if size != near and not self.rounds_sizes:
             raise BackboneError(f"size {size}: {self.name} takes multiples of {self.patch}. Nearest: {near}")
-        return size
-
-    def check_side(self, size: int) -> None:
-        """Refuse a side whose square has more pixels than images may have."""
-        if size > (limit := math.isqrt(MAX_PIXELS)):
-            raise BackboneError(f"size {quoted(size)}: a side has at most {limit:,} pixels")
+        return near
 
     def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
         """Return the budgets to run at: those asked for, or the default when None."""
@@ -165,7 +163,6 @@ class FrozenVeca(FrozenBackbone):
         except RuntimeError as error:
             if "InvalidCxxCompiler" not in str(error):
                 raise
-            raise BackboneError(
-                "--compile needs a C++ compiler and finds none: install g++, or leave it out"
-            ) from error
+            way = "install g++, or leave it out"
+            raise BackboneError(f"--compile needs a C++ compiler and finds none: {way}") from error
         return output.cls, output.feature_map if dense else None

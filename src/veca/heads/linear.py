@@ -108,7 +108,7 @@ def train_linear(
     multilabel: bool = False,
     standardize: bool = False,
     device: torch.device | str | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] = lambda done, epochs: None,
 ) -> LinearSweep:
     """Train a head for each rate × decay on features (N, D) and score all of them on validation after every epoch.
 
@@ -125,21 +125,18 @@ def train_linear(
         Called with the number of epochs done and of all epochs.
     """
     if not rates or not decays or min(epochs, batch) < 1:
-        raise ArgumentError(
-            f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}: at least one of each is needed"
-        )
+        counts = f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}"
+        raise ArgumentError(f"{counts}: at least one of each is needed")
     _check_labels("training", features, labels, classes, multilabel)
     _check_labels("validation", validation_features, validation_labels, classes, multilabel)
     width = features.shape[1]
-    if width != validation_features.shape[1]:
-        widths = f"training features are {width} wide, validation ones {validation_features.shape[1]}"
-        raise ArgumentError(f"{widths}: extract them with the same model")
+    if width != (other := validation_features.shape[1]):
+        raise ArgumentError(f"training features are {width} wide, validation ones {other}: use one model for both")
     if multilabel and not (validation_labels > 0).any():
         raise ArgumentError("no validation example has any class: there is no average precision to select by")
     device = torch.device(device) if device is not None else features.device
-    mean, deviation = torch.zeros(width, device=device), torch.ones(width, device=device)
-    if standardize:
-        mean, deviation = _channel_statistics(features, device)
+    plain = torch.zeros(width, device=device), torch.ones(width, device=device)
+    mean, deviation = _channel_statistics(features, device) if standardize else plain
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
     pairs = tuple((float(rate), float(decay)) for rate in rates for decay in decays)
     heads = _SgdHeads(pairs, torch.randn(classes, width, generator=generator).to(device) * INITIAL_DEVIATION)
@@ -156,8 +153,7 @@ def train_linear(
         losses.append(loss / len(features))
         scores.append(_validate(heads, mean, deviation, validation_features, validation_labels))
         heads.keep_best(scores[-1])
-        if progress is not None:
-            progress(epoch + 1, epochs)
+        progress(epoch + 1, epochs)
     curves = torch.stack(losses).cpu(), torch.stack(scores).cpu()
     return LinearSweep(pairs, heads.best_weight, heads.best_bias, mean, deviation, *curves)
 
@@ -168,10 +164,9 @@ def score(head: LinearHead, features: Tensor, labels: Tensor, points: Literal["a
 
     For `points` see `average_precision`.
     """
-    classes, multilabel = len(head.bias), labels.ndim == 2
-    _check_labels("these", features, labels, classes, multilabel)
+    _check_labels("these", features, labels, len(head.bias), labels.ndim == 2)
     scores, labels = head.scores(features), labels.to(head.bias.device)
-    if multilabel:
+    if labels.ndim == 2:
         return {"map": float(mean_average_precision(scores, labels, points))}
     return {f"top{k}": float(top_k_hits(scores, labels, k).double().mean()) for k in (1, 5)}
 
@@ -182,13 +177,11 @@ def score_valid_labels(head: LinearHead, features: Tensor, valid: Tensor) -> flo
 
     `valid` (N, C) is true for each valid label.
     """
-    if tuple(valid.shape) != (len(features), len(head.bias)) or not valid.any():
-        raise ArgumentError(
-            f"valid labels are {tuple(valid.shape)}, {int(valid.sum())} of them true; {len(features)} features and "
-            f"{len(head.bias)} classes need ({len(features)}, {len(head.bias)}) and a true one"
-        )
-    scores = head.scores(features)
-    return float(valid_label_accuracy(scores, valid.to(scores.device)))
+    n, c = len(features), len(head.bias)
+    if tuple(valid.shape) != (n, c) or not valid.any():
+        given = f"valid labels are {tuple(valid.shape)}, {int(valid.sum())} of them true"
+        raise ArgumentError(f"{given}; {n} features and {c} classes need ({n}, {c}) and a true one")
+    return float(valid_label_accuracy(head.scores(features), valid.to(head.bias.device)))
 
 
 class _SgdHeads:
@@ -272,10 +265,9 @@ def _chunk_rows(features: Tensor, scores: int) -> int:
 def _check_labels(name: str, features: Tensor, labels: Tensor, classes: int, multilabel: bool) -> None:
     shape = (len(features), classes) if multilabel else (len(features),)
     if features.ndim != 2 or not len(features) or tuple(labels.shape) != shape:
-        raise ArgumentError(
-            f"{name} features are {tuple(features.shape)} and labels {tuple(labels.shape)}; with {classes} classes and "
-            f"multilabel={multilabel} they must be (N, D) and {'(N, classes)' if multilabel else '(N)'}, N at least 1"
-        )
+        given = f"{name} features are {tuple(features.shape)} and labels {tuple(labels.shape)}"
+        rule = f"(N, D) and {f'(N, {classes})' if multilabel else '(N)'}, N at least 1, with multilabel={multilabel}"
+        raise ArgumentError(f"{given}; they must be {rule}")
     low, high = int(labels.min()), int(labels.max())
     allowed = (-1, 1) if multilabel else (0, classes - 1)
     if low < allowed[0] or high > allowed[1]:

@@ -85,11 +85,8 @@ def mean_average_precision(scores: Tensor, targets: Tensor, points: Literal["all
 
 def percent_by_class(classes: Sequence[str], shares: Iterable[float]) -> dict[str, float]:
     """Return shares in percent by class name, without NaNs; a repeated name gets the class's number appended."""
-    named: dict[str, float] = {}
-    for number, (name, share) in enumerate(zip(classes, shares, strict=True)):
-        if not math.isnan(share):
-            named[f"{name} ({number})" if classes.count(name) > 1 else name] = round(100 * share, 4)
-    return named
+    names = [f"{name} ({i})" if classes.count(name) > 1 else name for i, name in enumerate(classes)]
+    return {name: round(100 * x, 4) for name, x in zip(names, shares, strict=True) if not math.isnan(x)}
 
 
 class _HeadMetrics:
@@ -100,9 +97,9 @@ class _HeadMetrics:
     def _check_shape(self, predicted: Tensor, labels: Tensor, heads: slice, name: str, way: str) -> Tensor:
         """Return the totals of some heads, after a check that the predictions are theirs."""
         totals = self.totals[heads]
-        if predicted.shape != totals.shape[:-1] + labels.shape:
-            shapes = f"predictions are {tuple(predicted.shape)}, {name} {tuple(labels.shape)}"
-            raise ArgumentError(f"{shapes}; they must have one shape: {way}")
+        shapes = tuple(predicted.shape), tuple(labels.shape)
+        if shapes[0] != totals.shape[:-1] + shapes[1]:
+            raise ArgumentError(f"predictions are {shapes[0]}, {name} {shapes[1]}; they must have one shape: {way}")
         return totals
 
     def each(self) -> list[Self]:
@@ -142,19 +139,15 @@ class Confusion(_HeadMetrics):
 
     @property
     def counts(self) -> Tensor:
-        invalid = int(self.totals[-1])
-        if invalid:
-            raise ArgumentError(
-                f"{invalid} pixels have a class outside 0…{self.classes - 1} that is not the ignored {self.ignore}: "
-                "give the number of classes the labels have, or the label to ignore"
-            )
+        if invalid := int(self.totals[-1]):
+            allowed = f"0…{self.classes - 1} that is not the ignored {self.ignore}"
+            raise ArgumentError(f"{invalid} pixels have a class outside {allowed}: give all classes, or that to ignore")
         return self.totals[:-2].view(self.classes, self.classes)
 
     def iou(self) -> Tensor:
         """Return the intersection over union of each class (C); NaN for one neither labelled nor predicted."""
         counts = self.counts.double()
-        intersection = counts.diagonal()
-        return intersection / (counts.sum(0) + counts.sum(1) - intersection)
+        return counts.diagonal() / (counts.sum(0) + counts.sum(1) - counts.diagonal())
 
     def compute(self) -> dict[str, float]:
         """Return `miou`, `pixel_accuracy` and `class_accuracy` (the mean over classes).
@@ -164,12 +157,8 @@ class Confusion(_HeadMetrics):
         """
         counts = self.counts.double()
         right = counts.diagonal()
-        scores = {
-            "miou": self.iou().nanmean(),
-            "pixel_accuracy": right.sum() / counts.sum(),
-            "class_accuracy": (right / counts.sum(1)).nanmean(),
-        }
-        return {name: float(value) for name, value in scores.items()}
+        values = self.iou().nanmean(), right.sum() / counts.sum(), (right / counts.sum(1)).nanmean()
+        return dict(zip(("miou", "pixel_accuracy", "class_accuracy"), map(float, values), strict=True))
 
 
 class DepthErrors(_HeadMetrics):
@@ -202,9 +191,13 @@ class DepthErrors(_HeadMetrics):
         terms = [(predicted - depth).square(), (predicted - depth).abs() / depth]
         terms += [((ratio < 1.25**power) & valid).double() for power in (1, 2, 3)]
         terms += [log.abs(), log.square(), log, valid.double().expand_as(log)]
-        sums = torch.stack([term.sum(-1) for term in terms])
-        errors = torch.cat([_image_errors(sums), torch.ones_like(sums[:1])])
-        totals += torch.where(sums[-1] > 0, errors, 0.0).sum(-1).movedim(0, -1)
+        *sums, count = torch.stack([term.sum(-1) for term in terms])
+        squared, relative, *within, log_abs, log_squared, log = torch.stack(sums) / count
+        silog = (log_squared - log.square()).clamp_min(0).sqrt()
+        # In the order of `NAMES`.
+        errors = [squared.sqrt(), relative, *within, log_abs / math.log(10), log_squared.sqrt(), silog]
+        added = torch.stack([*errors, torch.ones_like(count)])
+        totals += torch.where(count > 0, added, 0.0).sum(-1).movedim(0, -1)
 
     def compute(self) -> dict[str, float]:
         """Return by name: `rmse`, `abs_rel`, `delta1` (share within a factor of 1.25), `delta2`, `delta3` (its powers),
@@ -212,20 +205,3 @@ class DepthErrors(_HeadMetrics):
         """
         means = self.totals[:-1] / self.totals[-1]
         return dict(zip(self.NAMES, means.tolist(), strict=True))
-
-
-def _image_errors(sums: Tensor) -> Tensor:
-    """Return the errors (8, ...) in the order of `NAMES`, from sums over pixels (9, ...) that end with their number."""
-    squared, relative, *within, log_abs, log_squared, log = sums[:-1] / sums[-1]
-    silog = (log_squared - log.square()).clamp_min(0).sqrt()
-    rows = [squared.sqrt(), relative, *within, log_abs / math.log(10), log_squared.sqrt(), silog]
-    return torch.stack(rows)
-
-
-def by_class(classes: Sequence[str], values: Iterable[float]) -> dict[str, float]:
-    """Scores in percent by class name, without nan; a name that comes twice has the number of its class after it."""
-    named: dict[str, float] = {}
-    for number, (name, value) in enumerate(zip(classes, values, strict=True)):
-        if not math.isnan(value):
-            named[f"{name} ({number})" if classes.count(name) > 1 else name] = round(100 * value, 4)
-    return named

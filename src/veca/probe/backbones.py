@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES
 from veca.heads.frozen import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
-from veca.images import nearest_sizes
 from veca.utils.device import choose_device
 from veca.utils.text import did_you_mean
 
@@ -41,31 +40,30 @@ class OnnxBackbone(FrozenBackbone):
         try:
             self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
             metadata = self.session.get_modelmeta().custom_metadata_map
-            budget, patch, mean, std = (json.loads(metadata[key]) for key in ("cores", "patch_size", "mean", "std"))
+            self.budget, patch, mean, std = (
+                json.loads(metadata[key]) for key in ("cores", "patch_size", "mean", "std")
+            )
             self.export_size, about = metadata["size"], {k: metadata[k] for k in ("model", "dtype", "veca_version")}
             about |= {"config": json.loads(metadata["config"]), "provenance": json.loads(metadata["provenance"])}
         except Exception as error:  # onnxruntime's exceptions have no base class in common
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BackboneError(f"{path} is not a file that `veca export` wrote: {reason}") from error
-        self.budgets = (budget,)
+        self.budgets = (self.budget,)
         about |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "onnxruntime": onnxruntime.__version__}
         width = next(output.shape[1] for output in self.session.get_outputs() if output.name == "cls")
         super().__init__(str(path), "onnx", patch, width, mean, std, torch.device("cpu"), "float32", about)
 
     def side(self, size: int) -> int:
         if self.export_size not in ("dynamic", f"{size}x{size}"):
-            raise BackboneError(
-                f"size {size}: {self.name} takes {self.export_size} only; export with --size dynamic for any"
-            )
+            way = "export with --size dynamic for any"
+            raise BackboneError(f"size {size}: {self.name} takes {self.export_size} only; {way}")
         return super().side(size)
 
     def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
-        assert self.budgets is not None
-        if requested and (wrong := [budget for budget in requested if budget not in self.budgets]):
-            raise BackboneError(
-                f"cores {wrong[0]}: {self.name} was exported for {self.budgets[0]}; export a file for each budget"
-            )
-        return self.budgets
+        if wrong := [budget for budget in requested or () if budget != self.budget]:
+            exported = f"{self.name} was exported for {self.budget}; export a file for each budget"
+            raise BackboneError(f"cores {wrong[0]}: {exported}")
+        return (self.budget,)
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
         outputs = self.session.run(["cls", "patches"] if dense else ["cls"], {"images": images.numpy()})
@@ -77,21 +75,16 @@ class OnnxBackbone(FrozenBackbone):
 class TeacherBackbone(FrozenBackbone):
     """Any backbone that can be a teacher: see `veca.teachers`."""
 
+    rounds_sizes = True
+
     def __init__(self, teacher: Any, name: str, device: torch.device, precision: FrozenPrecision) -> None:
         about = {"sha256": weights_hash(teacher), "weights": teacher.weights, "library": teacher.library}
         if teacher.library in ("timm", "transformers"):
             about["library_version"] = version(teacher.library)
         about |= {"class": type(teacher.model).__name__, "config": _describe_config(teacher.model)}
-        super().__init__(
-            name, teacher.library, teacher.stride, teacher.width, teacher.mean, teacher.std, device, precision, about
-        )
+        of_teacher = teacher.library, teacher.stride, teacher.width, teacher.mean, teacher.std
+        super().__init__(name, *of_teacher, device, precision, about)
         self.teacher = teacher.to(device).eval().requires_grad_(False)
-
-    def side(self, size: int) -> int:
-        self.check_side(size)
-        if size < 1:
-            raise BackboneError(f"size {size}: a side has at least {self.patch} pixels for {self.name}")
-        return nearest_sizes(size, size, self.patch)[0]
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
         cls, patches = self.teacher.features(images)
@@ -123,9 +116,8 @@ def load_backbone(
 
         return TeacherBackbone(load_teacher(source), source, chosen, precision)
     except ImportError as error:
-        raise BackboneError(
-            f"{source} needs {error.name}, which is not installed: pip install 'veca[train]'"
-        ) from error
+        way = "pip install 'veca[train]'"
+        raise BackboneError(f"{source} needs {error.name}, which is not installed: {way}") from error
 
 
 def _is_veca(source: str) -> bool:
@@ -141,11 +133,9 @@ def _is_veca(source: str) -> bool:
             return True  # an unreadable config is reported when the folder is loaded as a VECA
     if source in PACKAGED_BACKBONES or source.startswith("timm:") or "/" in source:
         return False
-    raise BackboneError(
-        f"there is no model {source!r}{did_you_mean(source, (*SIZES, *PACKAGED_BACKBONES))}. A model is a VECA by name "
-        f"({', '.join(SIZES)}), file or folder, {', '.join(PACKAGED_BACKBONES)}, timm:NAME, timm:NAME@FILE, or what "
-        "transformers loads: OWNER/NAME on the hub, or a folder"
-    )
+    names = f"a VECA by name ({', '.join(SIZES)}), file or folder, {', '.join(PACKAGED_BACKBONES)}"
+    rule = f"A model is {names}, timm:NAME, timm:NAME@FILE, or what transformers loads: OWNER/NAME, or a folder"
+    raise BackboneError(f"there is no model {source!r}{did_you_mean(source, (*SIZES, *PACKAGED_BACKBONES))}. {rule}")
 
 
 def _describe_config(model: nn.Module) -> dict[str, Any]:

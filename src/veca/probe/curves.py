@@ -15,6 +15,8 @@ from veca.report.charts import Chart, Line, Point, line_chart, shorten_middle
 MAX_LINES = 6  # of ours in one chart; with more, each model has its own chart
 LABEL_LETTERS = 22  # that fit beside a line
 Along: TypeAlias = Literal["budget", "resolution"]
+_FixedLine: TypeAlias = tuple[int | None, list[Point]]
+"""Points along the budget at a resolution, or along the resolution at a budget."""
 
 
 class Curve(NamedTuple):
@@ -23,13 +25,6 @@ class Curve(NamedTuple):
     title: str
     chart: Chart
     caption: str
-
-
-class _ScoreLine(NamedTuple):
-    name: str
-    fixed: int | None
-    """The resolution, along the budget; the budget, along the resolution."""
-    points: Sequence[Point]
 
 
 def draw_curves(group: Group) -> list[Curve]:
@@ -42,8 +37,7 @@ def draw_curves(group: Group) -> list[Curve]:
         fixed = group.sizes if along == "budget" else group.cores
         room = LABEL_LETTERS - (len(f", {_fixed_text(max(fixed), along)}") if len(fixed) > 1 else 0)
         names = dict(zip(group.series, short_names([s.name for s in group.series], room), strict=True))
-        count = sum(len(_own_lines(series, along, "")) for series in group.series)
-        apart = count > MAX_LINES and len(group.series) > 1
+        apart = sum(len(_own_lines(series, along)) for series in group.series) > MAX_LINES and len(group.series) > 1
         for i, part in enumerate([[series] for series in group.series] if apart else [list(group.series)], 1):
             lines, left_out = _chart_lines(group, part, along, names)
             if len({x for line in lines for x, _ in line.points}) < 2:  # a single point is in the table already
@@ -62,67 +56,63 @@ def short_names(names: Sequence[str], limit: int = LABEL_LETTERS) -> list[str]:
     ['dinov3-vits16-pretrai…', 'dinov3-vitb16-pretrai…', 'tiny']
     """
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
-    for short in (
-        list(names),
-        last,
-        [name if len(name) <= limit else f"{name[: limit - 1]}…" for name in last],
-        [shorten_middle(name, limit) for name in names],
-    ):
+    cut = [name if len(name) <= limit else f"{name[: limit - 1]}…" for name in last]
+    for short in (list(names), last, cut, [shorten_middle(name, limit) for name in names]):
         if len(set(short)) == len(set(names)) and max(map(len, short), default=0) <= limit:
             return short
     return [f"{i}: {shorten_middle(name, limit - len(str(i)) - 2)}" for i, name in enumerate(names, 1)]
 
 
-def _lines_by_fixed(scores: Iterable[tuple[int | None, int, float]], along: Along, name: str) -> list[_ScoreLine]:
+def _lines_by_fixed(scores: Iterable[tuple[int | None, int, float]], along: Along) -> list[_FixedLine]:
     """Lines through (cores, size, value), one for each resolution or budget; of equal places the first counts."""
     points: dict[int | None, dict[float, float]] = {}
     for cores, size, value in scores:
         fixed, x = (size, cores) if along == "budget" else (cores, size)
         if x is not None and math.isfinite(value):
             points.setdefault(fixed, {}).setdefault(float(x), value)
-    order = sorted(points, key=lambda fixed: fixed or 0)
-    return [_ScoreLine(name, fixed, sorted(points[fixed].items())) for fixed in order]
+    return [(fixed, sorted(points[fixed].items())) for fixed in sorted(points, key=lambda fixed: fixed or 0)]
 
 
-def _own_lines(series: Series, along: Along, name: str) -> list[_ScoreLine]:
-    scores = ((row.cores, row.size, series.mean(row.cores, row.size)) for row in series.rows)
-    return _lines_by_fixed(scores, along, name)
+def _own_lines(series: Series, along: Along) -> list[_FixedLine]:
+    return _lines_by_fixed(((row.cores, row.size, series.mean(row.cores, row.size)) for row in series.rows), along)
 
 
-def _paper_lines(group: Group, part: Sequence[Series], along: Along) -> list[_ScoreLine]:
+def _paper_lines(group: Group, part: Sequence[Series], along: Along) -> dict[str, _FixedLine]:
     """The longest curve of each model of the paper that one of our results is compared with."""
     compared = [found.number.model for series in part for row in series.rows if (found := compare_with_paper(row))]
-    longest = []
+    longest = {}
     for model in dict.fromkeys(compared):
         scores = ((n.cores, n.size, n.value) for n in paper.find(group.task, group.dataset, group.metric, model))
-        lines = _lines_by_fixed(scores, along, f"paper {model}")
-        longest += [max(lines, key=lambda line: len(line.points))] if lines else []
-    return [line for line in longest if len(line.points) > 1]
+        lines = [line for line in _lines_by_fixed(scores, along) if len(line[1]) > 1]
+        if lines:
+            longest[model] = max(lines, key=lambda line: len(line[1]))
+    return longest
 
 
 def _chart_lines(
     group: Group, part: Sequence[Series], along: Along, names: Mapping[Series, str]
 ) -> tuple[list[Line], int]:
     """The lines of a chart, and how many of ours are left out: for want of room, or as single points beside curves."""
-    by_series = [_own_lines(series, along, names[series]) for series in part]
-    count = sum(map(len, by_series))
-    if not count:
+    own, count = [], 0
+    for series in part:
+        lines = _own_lines(series, along)
+        count += len(lines)
+        curves = [line for line in lines if len(line[1]) > 1]
+        own += [(names[series], *line) for line in curves or lines]
+    if not own:
         return [], 0
-    own = []
-    for lines in by_series:
-        has_curve = any(len(line.points) > 1 for line in lines)
-        own += [line for line in lines if len(line.points) > 1 or not has_curve]
     if len(own) > MAX_LINES:
         own = [own[round(i * (len(own) - 1) / (MAX_LINES - 1))] for i in range(MAX_LINES)]  # evenly, with both ends
     quoted = _paper_lines(group, part, along)
-    several = len({line.fixed for line in (*own, *quoted)}) > 1  # then each line says at what it was measured
+    # Where they differ, each line says at what it was measured.
+    several = len({fixed for _, fixed, _ in own} | {fixed for fixed, _ in quoted.values()}) > 1
     drawn = []
-    for i, line in enumerate(own):
-        fixed = _fixed_text(line.fixed, along) if several else ""
-        drawn.append(Line(_label(line.name if len(part) > 1 or not fixed else "", fixed), line.points, i, dots=True))
-    for line in quoted:
-        fixed = f", {_fixed_text(line.fixed, along)}" if several and line.fixed is not None else ""
-        drawn.append(Line(f"{line.name}{fixed}", line.points, dots=True, quoted=True))
+    for i, (name, fixed, points) in enumerate(own):
+        text = _fixed_text(fixed, along) if several else ""
+        drawn.append(Line(_label(name if len(part) > 1 or not text else "", text), points, i, dots=True))
+    for model, (fixed, points) in quoted.items():
+        text = f", {_fixed_text(fixed, along)}" if several and fixed is not None else ""
+        drawn.append(Line(f"paper {model}{text}", points, dots=True, quoted=True))
     if along == "budget":
         drawn += _levels_without_budget(group, drawn, names)
     return drawn, count - len(own)
@@ -162,9 +152,6 @@ def _draw_lines(group: Group, along: Along, lines: Sequence[Line]) -> Chart:
 
 
 def _caption(group: Group, lines: Sequence[Line], left_out: int) -> str:
-    sentences = ["Lower is better." if lower_is_better(group.metric) else "Higher is better."]
-    if any(line.quoted for line in lines):
-        sentences.append("Grey squares: the paper's.")
-    if left_out:
-        sentences.append(f"Not drawn: {left_out} more of the table.")
-    return " ".join(sentences)
+    text = "Lower is better." if lower_is_better(group.metric) else "Higher is better."
+    text += " Grey squares: the paper's." if any(line.quoted for line in lines) else ""
+    return text + (f" Not drawn: {left_out} more of the table." if left_out else "")

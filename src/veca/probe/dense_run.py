@@ -26,8 +26,7 @@ from veca.heads.dense_fit import DenseSweep, fit_many
 from veca.heads.frozen import FrozenBackbone
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
-from veca.probe.rows import Job, ProbeTask, Row
-from veca.probe.run import ProbeResult, ProbeSettings, Warn, check_probe_data, run_probe
+from veca.probe.rows import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
 from veca.utils.progress import bar
 
@@ -77,7 +76,7 @@ def segment(
     head = SegmentationHead(
         backbone.width, len(data.classes), norm=_NORMS[settings.norm], ignore=ignore, seed=settings.seed
     )
-    return _probe_dense("segment", backbone, data, out, settings, head, {"ignore": ignore}, warn)
+    return _probe_dense(Job("segment", backbone, data, out, settings), settings, head, {"ignore": ignore}, warn)
 
 
 def depth(
@@ -95,47 +94,38 @@ def depth(
         "low": head.low, "high": head.high, "gradient_weight": head.gradient_weight, "upsample": head.upsample,
         "average": "image", "eval_crop": rules.crop, "input_crop": rules.input_crop,
     }  # fmt: skip
-    return _probe_dense("depth", backbone, data, out, settings, head, about, warn)
+    return _probe_dense(Job("depth", backbone, data, out, settings), settings, head, about, warn)
 
 
 def _probe_dense(
-    task: ProbeTask,
-    backbone: FrozenBackbone,
-    data: ProbeData,
-    out: Path,
-    settings: DenseSettings,
-    head: DenseHead,
-    about_head: dict[str, Any],
-    warn: Warn,
+    probe: Job, settings: DenseSettings, head: DenseHead, about_head: dict[str, Any], warn: Warn
 ) -> list[Row]:
     def protocol(side: int) -> dict[str, Any]:
         windows = f"windows of {side}×{side}, stride {_stride(side)}" if settings.slide else "whole picture"
+        multiple = f"the other to a multiple of {probe.backbone.patch}"
         preprocessing = {
             "train": f"short side {side}, random crop of {side}×{side}, flip",
             "resize": "bicubic, antialiased",
-            "score": f"short side {side}, the other to a multiple of {backbone.patch}, {windows}, labels as they are",
+            "score": f"short side {side}, {multiple}, {windows}, labels as they are",
         }
         fit = {"every": settings.eval_every, "optimizer": "AdamW", "schedule": "polynomial", "chosen_on": "val"}
         inputs = {"input": "each patch with the global feature", "preprocessing": preprocessing}
         return {**inputs, **settings.describe("at_once"), **fit, **about_head}
 
-    def compute(jobs: Sequence[Job], side: int) -> Iterator[ProbeResult]:
-        return _DenseSize(jobs, side, settings, head, out).run()
-
-    return run_probe(task, backbone, data, out, settings, protocol, compute, warn)
+    return run_probe(probe, protocol, lambda jobs, side: _DenseSize(jobs, side, settings, head).run(), warn)
 
 
 class _DenseSize:
     """Trains and scores the heads of all budgets at one size, in one pass over the images."""
 
-    def __init__(self, jobs: Sequence[Job], side: int, settings: DenseSettings, head: DenseHead, out: Path) -> None:
-        self.jobs, self.side, self.settings, self.head, self.out = jobs, side, settings, head, out
+    def __init__(self, jobs: Sequence[Job], side: int, settings: DenseSettings, head: DenseHead) -> None:
+        self.jobs, self.side, self.settings, self.head = jobs, side, settings, head
         self.backbone, self.data = jobs[0].backbone, jobs[0].data
         self.loader = DenseLoader(
             self.data, side, self.backbone.patch, settings.batch, settings.seed, settings.workers, settings.skip_bad
         )
 
-    def run(self) -> Iterator[ProbeResult]:
+    def run(self) -> Iterator[tuple[Job, dict[str, Any], dict[str, list[str]]]]:
         settings, began = self.settings, time.perf_counter()
         title = f"{self.backbone.name} {self.data.name} {self.jobs[0].size} px"
         with bar(title, settings.steps, "steps", settings.progress) as advance:
@@ -143,18 +133,17 @@ class _DenseSize:
                 [self.head] * len(self.jobs), self.training_batches,
                 lambda stacks: [[each.compute() for each in m.each()] for m in self.evaluate(stacks, "val")],
                 rates=settings.rates, steps=settings.steps, every=settings.eval_every, decay=settings.decay,
-                power=settings.power, warmup=settings.warmup, device=self.backbone.device, checked=True,
+                power=settings.power, warmup=settings.warmup, device=self.backbone.device,
                 progress=lambda done, steps: advance(1),
             )  # fmt: skip
         metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
+        # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
         seconds = {"features": 0.0, "head": (time.perf_counter() - began) / len(self.jobs)}
         skipped = {where: sorted(names) for where, names in self.loader.skipped.items()}
-        # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
-        grid = (self.side // self.backbone.patch,) * 2
+        about = {"grid": (self.side // self.backbone.patch,) * 2, "seconds": seconds}
         for job, sweep, scored in zip(self.jobs, sweeps, metrics, strict=True):
             gallery = self.make_gallery(job, sweep.head)
-            values = {"grid": grid, "gallery": gallery, "seconds": seconds, **self.summarize(sweep, scored)}
-            yield ProbeResult(job, values, skipped)
+            yield job, {**about, "gallery": gallery, **self.summarize(sweep, scored)}, skipped
 
     def training_batches(self) -> Iterator[list[DenseBatch]]:
         """Yield for each step the features of one batch of images at the budget of each job."""
@@ -165,18 +154,13 @@ class _DenseSize:
 
     @torch.no_grad()
     def evaluate(self, heads: Sequence[DenseHead], split: str) -> list[DenseMetrics]:
-        """Score the heads, or stacks of them, that belong to each job on a split."""
-        device = self.backbone.device
-        metrics, modes = [head.metrics(device) for head in heads], [head.training for head in heads]
-        for head in heads:
-            head.eval()
+        """Score the heads, or stacks of them, that belong to each job on a split; they are in eval mode afterwards."""
+        metrics = [head.eval().metrics(self.backbone.device) for head in heads]
         for pixels, labels in self.loader.scoring(split):
-            images, labels = self.backbone.prepare(pixels), labels.to(device)
+            images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device)
             for job, head, scored in zip(self.jobs, heads, metrics, strict=True):
                 for predicted, part in self.predictions(images, labels, job.cores, head):
                     scored.update(predicted, labels, part)
-        for head, mode in zip(heads, modes, strict=True):
-            head.train(mode)
         return metrics
 
     def predictions(
@@ -195,29 +179,23 @@ class _DenseSize:
 
     def summarize(self, sweep: DenseSweep, scored: DenseMetrics) -> dict[str, Any]:
         """Return what a row says of a sweep and of its best head's score."""
-        segments, per_class = isinstance(scored, Confusion), None
-        if isinstance(scored, Confusion):
-            per_class = percent_by_class(self.data.classes, scored.iou().tolist())
-
-        def value(scores: dict[str, float]) -> float:
-            return round(scores[sweep.head.metric] * (100 if segments else 1), 4)
+        segments = isinstance(scored, Confusion)
 
         def shown(name: str, number: float) -> float:
             # Shares in percent; errors as they are, in metres or logarithms.
             return round(100 * number, 4) if segments or name.startswith("delta") else round(number, 6)
 
+        metric, decay, unit = sweep.head.metric, self.settings.decay, 100 if segments else 1
+        curves = [[round(scores[k][metric] * unit, 4) for scores in sweep.scores] for k in range(len(sweep.rates))]
         best_of = max if sweep.head.higher_is_better else min
-        decay = self.settings.decay
+        iou = scored.iou().tolist() if isinstance(scored, Confusion) else None
         return {
-            "metric": "mIoU" if segments else "rmse",
+            "metric": metric.replace("miou", "mIoU"),
             "metrics": {name.replace("miou", "mIoU"): shown(name, number) for name, number in scored.compute().items()},
-            "per_class": per_class,
+            "per_class": iou and percent_by_class(self.data.classes, iou),
             "best": {"rate": sweep.rates[sweep.best], "decay": decay, "step": sweep.best_step},
-            "sweep": [
-                {"rate": rate, "decay": decay, "val": best_of(value(scores[k]) for scores in sweep.scores)}
-                for k, rate in enumerate(sweep.rates)
-            ],
-            "curve": {"val": [value(scores[sweep.best]) for scores in sweep.scores]},
+            "sweep": [{"rate": r, "decay": decay, "val": best_of(c)} for r, c in zip(sweep.rates, curves, strict=True)],
+            "curve": {"val": curves[sweep.best]},
         }
 
     @torch.no_grad()
@@ -226,21 +204,14 @@ class _DenseSize:
         split, gallery = self.data.splits[self.data.report], []
         stem = f"{job.task}-{split.content_hash[:12]}"
         for i in range(min(GALLERY, len(split))):
-            batch = self.loader.one(self.data.report, i)
-            if batch is None:
-                continue
-            images = self.backbone.prepare(batch.pixels)
-            ((predicted, _),) = self.predictions(images, batch.labels, job.cores, head)
-            # The cropped original, at the size of its label, beside which it is shown.
-            image, _ = open_pair(split, i, self.data.depth, scored=True)
-            label, prediction = self.colour(batch.labels[0]), self.colour(predicted[0].cpu(), batch.labels[0])
-            gallery.append(
-                {
-                    "image": save_picture(image, self.out, f"{stem}-{i}.webp"),
-                    "label": save_picture(label, self.out, f"{stem}-{i}-label.png"),
-                    "prediction": save_picture(prediction, self.out, f"{job.name}-{i}.png"),
-                }
-            )
+            if batch := self.loader.one(self.data.report, i):
+                ((predicted, _),) = self.predictions(self.backbone.prepare(batch.pixels), batch.labels, job.cores, head)
+                # The cropped original, at the size of its label, beside which it is shown.
+                image, _ = open_pair(split, i, self.data.depth, scored=True)
+                label, prediction = self.colour(batch.labels[0]), self.colour(predicted[0].cpu(), batch.labels[0])
+                files = {"image": (image, f"{stem}-{i}.webp"), "label": (label, f"{stem}-{i}-label.png")}
+                files["prediction"] = prediction, f"{job.name}-{i}.png"
+                gallery.append({kind: save_picture(shown, job.folder, name) for kind, (shown, name) in files.items()})
         return gallery
 
     def colour(self, values: Tensor, reference: Tensor | None = None) -> Image.Image:

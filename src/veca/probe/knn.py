@@ -28,14 +28,11 @@ def neighbours(
     Features may be on any device and of any float type; a chunk at a time is moved to `device` (None: the queries').
     """
     if train.ndim != 2 or queries.ndim != 2 or train.shape[1] != queries.shape[1]:
-        raise ArgumentError(
-            f"training features are {tuple(train.shape)}, queries {tuple(queries.shape)}; both must be (number, width) "
-            "with one width: extract them with the same model"
-        )
+        shapes = f"training features are {tuple(train.shape)}, queries {tuple(queries.shape)}"
+        raise ArgumentError(f"{shapes}; both must be (number, width) with one width: extract them with the same model")
     if not 1 <= k <= len(train):
-        raise ArgumentError(
-            f"k is {k}; it must be between 1 and the number of training features, which is {len(train)}"
-        )
+        rule = "it must be between 1 and the number of training features"
+        raise ArgumentError(f"k is {k}; {rule}, which is {len(train)}")
     device = torch.device(device) if device is not None else queries.device
     rows = min(4096, len(train))
     cosines, indices = [], []
@@ -45,8 +42,7 @@ def neighbours(
         # Keep the k best so far and merge each chunk of training features into them.
         for start in range(0, len(train), rows):
             similarity = directions @ _unit_vectors(train[start : start + rows], device).T
-            keys = _sort_keys(similarity, start)
-            best = torch.cat([best, keys.topk(min(k, keys.shape[1])).values], 1)
+            best = torch.cat([best, _sort_keys(similarity, start)], 1)
             best = best.topk(min(k, best.shape[1])).values
         cosines.append(_key_similarity(best))
         indices.append(~best & 0xFFFFFFFF)
@@ -79,9 +75,8 @@ def knn_accuracy(
     """Return top-1 of the queries (Q, D) for each k, from training features (N, D) with labels (N)."""
     for name, features, own in (("training features", train, labels), ("queries", queries, query_labels)):
         if own.shape != features.shape[:1]:
-            raise ArgumentError(
-                f"{len(features)} {name} have labels of shape {tuple(own.shape)}; give one label for each"
-            )
+            shape = tuple(own.shape)
+            raise ArgumentError(f"{len(features)} {name} have labels of shape {shape}; give one label for each")
     cosines, indices = neighbours(train, queries, max(ks), device)
     classes = 1 + int(max(labels.max(), query_labels.max()))
     neighbour_labels, query_labels = labels.to(indices.device)[indices], query_labels.to(indices.device)

@@ -15,29 +15,14 @@ from veca.config import VecaConfig, size_name
 
 MODEL_SIZES = ("T", "S", "S+", "B", "L", "H", "g")  # from small to large; the paper has S to L
 VECA_SIZES = {"veca_tiny": "T", "veca_small": "S", "veca_small_plus": "S+", "veca_base": "B", "veca_large": "L"}
-# Patterns in model names; the first that matches counts.
-_SIZE_PATTERNS = (
-    ("H", r"huge|vith(?=\d)"),
-    ("g", r"giant|vitg(?=\d)|7b"),
-    ("S+", r"small[-_]?plus|vits16plus|splus"),
-    ("T", r"tiny|vitt(?=\d)"),
-    ("S", r"small|vits(?=\d)"),
-    ("B", r"base|vitb(?=\d)|b[-_]?16|[-_]b(?=[-_.]|$)"),
-    ("L", r"large|vitl(?=\d)|l[-_]?1[46]|[-_]l(?=[-_.]|$)"),
-)
-_FAMILY_PATTERNS = (
-    ("DINOv3", r"dinov3"),
-    ("DINOv2-reg", r"reg\d?_dinov2|dinov2.*reg"),
-    ("DINOv2", r"dinov2"),
-    ("SigLIP2", r"siglip-?2|siglip.*v2_webli"),
-    ("C-RADIOv3", r"c-radio_?v3"),
-    ("AM-RADIOv2.5", r"(?<!c-)radio_?v2\.5"),
-    ("DFN-CLIP", r"dfn"),
-    ("OpenCLIP", r"clip.*laion|laion.*clip|openclip"),
-    ("CLIP", r"clip.*openai|openai.*clip"),
-)
-# Models that are not the paper's: another patch size, architecture or training data.
-_NOT_IN_PAPER = r"patch32|b[-_]?32|convnext|sat493m"
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Family and size of a model, in the paper's terms."""
+
+    family: str
+    size: str
 
 
 @dataclass(frozen=True)
@@ -58,20 +43,9 @@ class PaperNumber:
     value: float
 
     @property
-    def family(self) -> str:
-        return self.model.rpartition("-")[0]
-
-    @property
-    def model_size(self) -> str:
-        return self.model.rpartition("-")[2]
-
-
-@dataclass(frozen=True)
-class Kin:
-    """Family and size of a model, in the paper's terms."""
-
-    family: str
-    size: str
+    def kin(self) -> Kin:
+        family, _, size = self.model.rpartition("-")
+        return Kin(family, size)
 
 
 @functools.cache
@@ -87,12 +61,10 @@ def name() -> str:
 @functools.cache
 def paper_numbers() -> tuple[PaperNumber, ...]:
     """All numbers, in the order of the tables."""
-    paper = _paper()
+    names = _paper()["models"]
     return tuple(
-        PaperNumber(
-            table["table"], task, dataset, metric, paper["models"].get(printed, printed), printed, cores, size, value
-        )
-        for table in paper["tables"]
+        PaperNumber(table["table"], task, dataset, metric, names.get(printed, printed), printed, cores, size, value)
+        for table in _paper()["tables"]
         for printed, cores, size, values in table["rows"]
         for (task, dataset, metric), value in zip(table["columns"], values, strict=True)
     )
@@ -107,13 +79,9 @@ def find(
     >>> [(n.table, n.value) for n in find("segment", "coco-object", model="VECA-B", cores=64, size=512)]
     [('1', 63.58), ('S11', 62.58)]
     """
-    wanted = {"task": task, "dataset": same_dataset(dataset)[0], "model": model, "cores": cores, "size": size}
-    return [
-        n
-        for n in paper_numbers()
-        if all(value in (None, getattr(n, key)) for key, value in wanted.items())
-        and metric in (None, n.metric, n.metric.lower())
-    ]
+    same = [n for n in paper_numbers() if (n.task, n.dataset) == (task, _paper()["near"].get(dataset, [dataset])[0])]
+    same = [n for n in same if metric in (None, n.metric, n.metric.lower()) and model in (None, n.model)]
+    return [n for n in same if cores in (None, n.cores) and size in (None, n.size)]
 
 
 def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, size: int) -> PaperNumber | None:
@@ -125,23 +93,18 @@ def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, s
     """
 
     def distance(n: PaperNumber) -> tuple[float, float]:
-        model = abs(MODEL_SIZES.index(n.model_size) - MODEL_SIZES.index(kin.size))
+        model = abs(MODEL_SIZES.index(n.kin.size) - MODEL_SIZES.index(kin.size))
         budget = abs(math.log2(n.cores / cores)) if n.cores and cores else 0.0
         return model, budget + abs(math.log2(n.size / size))
 
-    candidates = [n for n in find(task, dataset, metric) if n.family == kin.family]
+    candidates = [n for n in find(task, dataset, metric) if n.kin.family == kin.family]
     return min((n for n in candidates if (n.cores is None) == (cores is None)), key=distance, default=None)
 
 
-def same_dataset(dataset: str) -> tuple[str, str]:
-    """The paper's name of a dataset or of the one it is a variant of, and how a variant differs."""
-    near, how = _paper()["near"].get(dataset, (dataset, ""))
-    return str(near), str(how)
-
-
-def caveat(dataset: str) -> str:
-    """What is uncertain about the paper's numbers on a dataset."""
-    return str(_paper()["caveats"].get(dataset, ""))
+def dataset_notes(dataset: str) -> list[str]:
+    """How a dataset differs from the paper's that it is a variant of, and what is uncertain about those numbers."""
+    near, caveats = _paper()["near"], _paper()["caveats"]
+    return [*near.get(dataset, [])[1:], *([caveats[dataset]] if dataset in caveats else [])]
 
 
 def other_settings(task: str, settings: Mapping[str, Any]) -> list[str]:
@@ -171,20 +134,14 @@ def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
     Kin(family='DINOv2-reg', size='B')
     >>> kin("resnet50", "timm", {})
     """
-    text = name.lower()
-    if kind == "veca":
-        config = about.get("config")
-        size = _veca_size(config) if isinstance(config, Mapping) and config else _size_in(text)
-        return Kin("VECA", size) if size else None
-    if re.search(_NOT_IN_PAPER, text):
-        return None
-    family = next((family for family, pattern in _FAMILY_PATTERNS if re.search(pattern, text)), None)
-    size = _size_in(text)
+
+    def match(patterns: str) -> str | None:
+        return next((text for text, pattern in _paper()[patterns] if re.search(pattern, name.lower())), None)
+
+    config = about.get("config")
+    family = "VECA" if kind == "veca" else match("families")
+    size = _veca_size(config) if kind == "veca" and isinstance(config, Mapping) and config else match("sizes")
     return Kin(family, size) if family and size else None
-
-
-def _size_in(text: str) -> str | None:
-    return next((size for size, pattern in _SIZE_PATTERNS if re.search(pattern, text)), None)
 
 
 def _veca_size(config: Mapping[str, Any]) -> str | None:

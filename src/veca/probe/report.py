@@ -10,8 +10,8 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +44,16 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     if not rows:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
         raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
-    groups, gallery = tables.group_rows(rows), _Gallery(folder)
+    groups = tables.group_rows(rows)
+    gallery = _Gallery(folder, unusable)
     sections = [_group_context(group, gallery) for group in groups]
     for curve in (curve for section in sections for curve in section["curves"]):
         write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
-    unusable += gallery.unusable
     ordered = [row for group in groups for series in group.series for row in series.rows]
     lines, protocols = _row_table(ordered)
-    context = {
-        "name": folder.resolve().name,
-        "paper_name": paper.name(),
-        "banner": bool(unusable),
-        "unusable": unusable,
-        "facts": _folder_facts(rows, groups),
-        "overview": tables.overview_table(groups),
-        "groups": sections,
-    }
+    context: dict[str, Any] = {"name": folder.resolve().name, "paper_name": paper.name(), "groups": sections}
+    context |= {"facts": _folder_facts(rows, groups), "overview": tables.overview_table(groups)}
+    context |= {"banner": bool(unusable), "unusable": unusable}
     write_text(folder / "rows.csv", rows_csv(rows))
     write_page(folder / "report.md", "probe.md", **context, rows=lines, protocols=protocols)
     details = [_row_context(row) for row in ordered]
@@ -68,24 +62,24 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
 
 
 def _folder_facts(rows: Sequence[ProbeResult], groups: Sequence[Group]) -> dict[str, str]:
+    def listed(names: Iterable[Any], limit: int | None = None) -> str:
+        ordered = sorted(set(names))
+        more = f" and {len(ordered) - limit} more" if limit and len(ordered) > limit else ""
+        return ", ".join(map(str, ordered[:limit])) + more
+
     dates = sorted(row.date[:10] for row in rows if row.date)
-    versions = sorted({f"veca {row.versions['veca']}" for row in rows if "veca" in row.versions})
-    devices = sorted({row.versions["device"] for row in rows if "device" in row.versions})
+    made_with = [listed(f"veca {row.versions['veca']}" for row in rows if "veca" in row.versions)]
+    made_with += [listed(row.versions["device"] for row in rows if "device" in row.versions)]
     return {
         "Rows": f"{len(rows):,}",
-        "Models": _list_names({row.model for row in rows}),
-        "Datasets": _list_names({row.dataset for row in rows}),
-        "Budgets": ", ".join(map(str, sorted({c for group in groups for c in group.cores}))) or "none",
-        "Resolutions": ", ".join(map(str, sorted({s for group in groups for s in group.sizes}))) + " px",
+        "Models": listed((row.model for row in rows), 4),
+        "Datasets": listed((row.dataset for row in rows), 4),
+        "Budgets": listed(cores for group in groups for cores in group.cores) or "none",
+        "Resolutions": listed(size for group in groups for size in group.sizes) + " px",
         "Time spent": duration(math.fsum(v for row in rows for v in row.seconds.values())),
         "When": " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–",
-        "Made with": ", ".join([*versions, *devices]) or "–",
+        "Made with": ", ".join(filter(None, made_with)) or "–",
     }
-
-
-def _list_names(names: set[str], limit: int = 4) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
 def _group_context(group: Group, gallery: _Gallery) -> dict[str, Any]:
@@ -108,10 +102,9 @@ def _group_context(group: Group, gallery: _Gallery) -> dict[str, Any]:
 
 def _best_and_worst(classes: ResultTable) -> ResultTable:
     rows, skipped = classes.rows, len(classes.rows) - 2 * SHOWN_CLASSES
-    if skipped > 0:
-        gap = ["…", *[f"{skipped} more"] * (len(classes.heads) - 1)]
-        rows = [*rows[:SHOWN_CLASSES], gap, *rows[-SHOWN_CLASSES:]]
-    return ResultTable(classes.heads, rows)
+    gap = ["…", *[f"{skipped} more"] * (len(classes.heads) - 1)]
+    shown = [*rows[:SHOWN_CLASSES], gap, *rows[-SHOWN_CLASSES:]] if skipped > 0 else rows
+    return ResultTable(classes.heads, shown)
 
 
 def _markdown_images(row: ProbeResult) -> list[list[str]]:
@@ -126,14 +119,15 @@ class _Gallery:
     """Images of a folder as data URIs, as long as the page has room."""
 
     folder: Path
-    unusable: list[Unusable] = field(default_factory=list)
+    unusable: list[Unusable]
+    """Images that cannot be shown are added here."""
     bytes_left: int = MAX_GALLERY_BYTES
 
     def strips(self, series: Series) -> list[list[tuple[str, str, str]]]:
         """Per image: itself, its label, its predictions at the least and the greatest budget of the best resolution."""
         own = [row for row in series.rows if row.gallery and row.size == series.best.size]
         own.sort(key=lambda row: (row.cores or 0, row.goodness))
-        rows = own if len(own) < 2 else [own[0], own[-1]]
+        rows = own[:1] + own[1:][-1:]
         heads = ["picture", "label", *(f"prediction, {row.place}" for row in rows)]
         by_image: dict[str, list[str]] = {}
         for i, row in enumerate(rows):
@@ -151,28 +145,22 @@ class _Gallery:
         if not isinstance(path, str) or not path:
             return ""
         try:
-            data, kind = self._read(path)
+            file = (self.folder / path).resolve()  # symbolic links too must not lead out of the folder
+            if not file.is_relative_to(self.folder.resolve()):
+                raise ArgumentError("lies outside the folder")
+            kind, start = IMAGE_TYPES.get(file.suffix.lower().replace("jpeg", "jpg"), ("", b""))
+            if not kind:
+                raise ArgumentError("is no .png, .webp or .jpg")
+            if (size := file.stat().st_size) > min(self.bytes_left, MAX_IMAGE_BYTES):
+                raise ArgumentError(f"has {size:,} bytes, more than the page has room for")
+            if not (data := file.read_bytes()).startswith(start):
+                raise ArgumentError("is no picture of its kind")
         except (ValueError, OSError) as error:
             reason = "is not there" if isinstance(error, FileNotFoundError) else printable(str(error))
-            self.unusable.append(Unusable(printable(path)[:120], f"of {row.file} {reason}"))
+            self.unusable.append((printable(path)[:120], f"of {row.file} {reason}"))
             return ""
         self.bytes_left -= len(data)
         return data_uri(data, kind)
-
-    def _read(self, path: str) -> tuple[bytes, str]:
-        file = (self.folder / path).resolve()  # symbolic links too must not lead out of the folder
-        if not file.is_relative_to(self.folder.resolve()):
-            raise ArgumentError("lies outside the folder")
-        kind, start = IMAGE_TYPES.get(file.suffix.lower().replace("jpeg", "jpg"), ("", b""))
-        if not kind:
-            raise ArgumentError("is no .png, .webp or .jpg")
-        size = file.stat().st_size
-        if size > min(self.bytes_left, MAX_IMAGE_BYTES):
-            raise ArgumentError(f"has {size:,} bytes, more than the page has room for")
-        data = file.read_bytes()
-        if not data.startswith(start):
-            raise ArgumentError("is no picture of its kind")
-        return data, kind
 
 
 def tone_gaps(table: ResultTable) -> list[Sequence[str]]:
@@ -187,30 +175,21 @@ def tone_gaps(table: ResultTable) -> list[Sequence[str]]:
 
 def _row_context(row: ProbeResult) -> dict[str, Any]:
     """One result, with the chart of its best head and the table of its sweep."""
-    curve = None
-    if len(row.curve) > 1:
-        points = [(float(i), value) for i, value in enumerate(row.curve, 1)]
-        label = f"{row.metric} of the best head at each validation"
-        curve = line_chart([Line("", points)], "validation", f"{row.metric} on val", label)
-    return {
-        "result": row,
-        "score": metric_text(row.metric, row.value),
-        "times": {name: duration(seconds) for name, seconds in row.seconds.items()},
-        "sweep": _sweep_grid(row),
-        "curve": curve,
-    }
+    line = Line("", [(float(i), value) for i, value in enumerate(row.curve, 1)])
+    label = f"{row.metric} of the best head at each validation"
+    curve = line_chart([line], "validation", f"{row.metric} on val", label) if len(row.curve) > 1 else None
+    times = {name: duration(seconds) for name, seconds in row.seconds.items()}
+    score = metric_text(row.metric, row.value)
+    return {"result": row, "score": score, "times": times, "sweep": _sweep_grid(row), "curve": curve}
 
 
 def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
     """Decays × rates of a sweep, each with its best score on val."""
-    values = {
-        (head["decay"], head["rate"]): head.get("val", math.nan)
-        for head in row.sweep
-        if {"rate", "decay"} <= head.keys()
-    }
+    heads = [head for head in row.sweep if {"rate", "decay"} <= head.keys()]
+    values = {(head["decay"], head["rate"]): head.get("val", math.nan) for head in heads}
     if len(values) < 2:
         return None
-    rates, decays = (sorted({pair[i] for pair in values}) for i in (1, 0))
+    decays, rates = (sorted(set(each)) for each in zip(*values, strict=True))
     scaled = levels(values, lower_is_better(row.metric))
     rows = heat_rows(values, scaled, {decay: f"{decay:g}" for decay in decays}, rates)
     return {"rates": [f"{rate:g}" for rate in rates], "rows": rows}
@@ -234,17 +213,15 @@ def _row_table(rows: Sequence[ProbeResult]) -> tuple[ResultTable, list[str]]:
 
 def rows_csv(rows: Sequence[ProbeResult]) -> str:
     """One line for each result and, after it, for each further dataset that its head was scored on."""
-    scored: list[tuple[ProbeResult, str | None, Mapping[str, float]]] = []
-    for row in rows:
-        scored += [(row, None, row.metrics), *((row, other, values) for other, values in row.also.items())]
+    scored = [(row, other, row.on(other)[1]) for row in rows for other in (None, *row.also)]
     names = list(dict.fromkeys(name for _, _, values in scored for name in values))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_csv_columns(rows[0], None), *map(_csv_cell, names)])
     # A metric that a result does not have is an empty cell.
     for row, other, values in scored:
-        cells = [*_csv_columns(row, other).values(), *(values.get(name) for name in names)]
-        writer.writerow([_csv_cell(cell) for cell in cells])
+        cells = [*_csv_columns(row, other).values(), *map(values.get, names)]
+        writer.writerow(map(_csv_cell, cells))
     return text.getvalue()
 
 

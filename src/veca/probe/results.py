@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from veca.errors import ArgumentError
 from veca.probe import paper
@@ -16,6 +16,10 @@ from veca.utils.text import number, printable
 
 SCHEMA = 1  # of row files; a file of another is not read
 MAX_ROW_BYTES = 2**26
+Unusable: TypeAlias = tuple[str, str]
+"""A file that is left out of a report, and the reason."""
+_BROKEN_JSON = "is not whole JSON: "
+_DAMAGE = {json.JSONDecodeError: _BROKEN_JSON, RecursionError: _BROKEN_JSON, UnicodeDecodeError: "is not UTF-8 text: "}
 _LOWER_IS_BETTER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNORECASE)
 _IN_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
 
@@ -63,9 +67,8 @@ class ProbeResult:
     @property
     def goodness(self) -> float:
         """The main metric with the sign that makes higher better; -inf where it is missing."""
-        if not math.isfinite(self.value):
-            return -math.inf
-        return -self.value if lower_is_better(self.metric) else self.value
+        signed = -self.value if lower_is_better(self.metric) else self.value
+        return signed if math.isfinite(signed) else -math.inf
 
     @property
     def place(self) -> str:
@@ -76,11 +79,15 @@ class ProbeResult:
     def kin(self) -> paper.Kin | None:
         return paper.kin(self.model, self.kind, self.about)
 
-    def on(self, dataset: str) -> tuple[str, float]:
-        """Metric and score on one of the datasets in `also`: by the row's own metric, or else by the first."""
+    def on(self, dataset: str | None) -> tuple[str, Mapping[str, float]]:
+        """Main metric and all metrics on the row's own dataset (None), or on one of those in `also`.
+
+        On those it is the row's metric, or else the first.
+        """
+        if dataset is None:
+            return self.metric, self.metrics
         metrics = self.also[dataset]
-        name = self.metric if self.metric in metrics else next(iter(metrics), self.metric)
-        return name, metrics.get(name, math.nan)
+        return self.metric if self.metric in metrics else next(iter(metrics), self.metric), metrics
 
     def sweep_note(self) -> str:
         """Says so if the best rate is at the end of the sweep, where a wider one might do better."""
@@ -89,13 +96,6 @@ class ProbeResult:
             return ""
         end = "lowest" if self.best["rate"] == rates[0] else "highest"
         return f"the {end} rate of the sweep: others may do better"
-
-
-class Unusable(NamedTuple):
-    """A file that is left out of a report, and the reason."""
-
-    file: str
-    reason: str
 
 
 def lower_is_better(metric: str) -> bool:
@@ -109,9 +109,8 @@ def lower_is_better(metric: str) -> bool:
 
 def metric_unit(metric: str) -> str:
     """'%', 'm' or nothing."""
-    if metric.lower() == "rmse":
-        return "m"
-    return "%" if _IN_PERCENT.search(metric) and not lower_is_better(metric) else ""
+    percent = _IN_PERCENT.search(metric) and not lower_is_better(metric)
+    return "m" if metric.lower() == "rmse" else "%" if percent else ""
 
 
 def metric_text(metric: str, value: float, sign: str = "") -> str:
@@ -147,12 +146,8 @@ def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
             if path.stat().st_size > MAX_ROW_BYTES:
                 raise ArgumentError(f"is larger than {MAX_ROW_BYTES >> 20} MiB, which no row is")
             rows.append(parse_row(json.loads(path.read_text(encoding="utf-8")), name))
-        except UnicodeDecodeError:
-            unusable.append(Unusable(name, "is not UTF-8 text"))
-        except (json.JSONDecodeError, RecursionError) as error:
-            unusable.append(Unusable(name, f"is not whole JSON: {printable(str(error))}"))
-        except (ValueError, OSError) as error:
-            unusable.append(Unusable(name, printable(str(error))))
+        except (ValueError, OSError, RecursionError) as error:
+            unusable.append((name, _DAMAGE.get(type(error), "") + printable(str(error))))
     rows.sort(key=lambda r: (r.task, r.dataset, r.model, r.size, r.cores or 0, r.seed, r.file))
     return rows, unusable
 
@@ -162,58 +157,43 @@ def parse_row(raw: Any, file: str) -> ProbeResult:
     if not isinstance(raw, dict):
         raise ArgumentError("holds no JSON object, and is no row")
     if raw.get("schema", SCHEMA) != SCHEMA:
-        raise ArgumentError(
-            f"is of version {raw['schema']!r} of the format of rows; this veca reads version {SCHEMA}: use the veca "
-            "that wrote it, or one as new"
-        )
+        reads = f"this veca reads version {SCHEMA}: use the veca that wrote it, or one as new"
+        raise ArgumentError(f"is of version {raw['schema']!r} of the format of rows; {reads}")
     if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
         raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
     for key in ("model", "data", "metrics"):
         _check_field(key, raw[key], isinstance(raw[key], dict), "an object was expected")
-    model, data = raw["model"], raw["data"]
-    cores, seed = raw.get("cores"), raw.get("seed")
+    model, data, cores = raw["model"], raw["data"], raw.get("cores")
+    names = {"task": raw["task"], "model": model.get("name"), "dataset": data.get("name"), "metric": raw["metric"]}
+    for key, value in names.items():
+        _check_field(f"{key} name", value, isinstance(value, str) and bool(value), "a name was expected")
+    for key, value in {"size": raw["size"], "cores": 1 if cores is None else cores}.items():
+        _check_field(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
+    texts = {"kind": model.get("kind"), "fingerprint": data.get("fingerprint")}
+    texts |= {key: raw.get(key) for key in ("scored_on", "date")}
+    fields: dict[str, Any] = {key: _text(value) for key, value in (names | texts).items()}
+    fields |= {key: _only_numbers(raw.get(key)) for key in ("metrics", "per_class", "best", "seconds")}
     return ProbeResult(
         file=file,
-        task=_require_name("task", raw["task"]),
-        model=_require_name("model name", model.get("name")),
-        kind=_text(model.get("kind")),
         about=as_mapping(model.get("about")),
-        dataset=_require_name("data name", data.get("name")),
         counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
-        fingerprint=_text(data.get("fingerprint")),
-        cores=None if cores is None else _positive("cores", cores),
-        size=_positive("size", raw["size"]),
-        seed=seed if type(seed) is int else 0,
-        scored_on=_text(raw.get("scored_on")),
-        metric=_require_name("metric", raw["metric"]),
-        metrics=_only_numbers(raw["metrics"]),
-        per_class=_only_numbers(raw.get("per_class")),
-        best=_only_numbers(raw.get("best")),
+        cores=cores,
+        size=raw["size"],
+        seed=raw["seed"] if type(raw.get("seed")) is int else 0,
         sweep=[_only_numbers(head) for head in _as_list(raw.get("sweep"))],
         curve=[float(v) for v in _as_list(as_mapping(raw.get("curve")).get("val")) if _is_number(v)],
         protocol=as_mapping(raw.get("protocol")),
         gallery=[entry for entry in _as_list(raw.get("gallery")) if isinstance(entry, dict)],
         also={printable(name): _only_numbers(values) for name, values in as_mapping(raw.get("also")).items()},
         versions={printable(name): _text(version) for name, version in as_mapping(raw.get("versions")).items()},
-        seconds=_only_numbers(raw.get("seconds")),
-        date=_text(raw.get("date")),
         grid=[n for n in _as_list(raw.get("grid")) if type(n) is int],
+        **fields,
     )
 
 
 def _check_field(key: str, value: Any, valid: bool, rule: str) -> None:
     if not valid:
         raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; {rule}: it is no row of `veca probe`")
-
-
-def _require_name(key: str, value: Any) -> str:
-    _check_field(key, value, isinstance(value, str) and bool(value), "a name was expected")
-    return printable(value)
-
-
-def _positive(key: str, value: Any) -> int:
-    _check_field(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
-    return int(value)
 
 
 def _text(value: Any) -> str:

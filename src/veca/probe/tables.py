@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from veca.data.datasets import SPECS
 from veca.probe import paper
@@ -15,6 +15,8 @@ from veca.report.page import heat_rows, levels
 from veca.utils.text import printable
 
 TASK_ORDER = ("classify", "knn", "segment", "depth")
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 
 
 class Comparison(NamedTuple):
@@ -41,20 +43,6 @@ class ResultTable(NamedTuple):
     def word_columns(self) -> list[int]:
         """Columns of text, not of numbers."""
         return [i for i, head in enumerate(self.heads) if head in ("model", "which", "from")]
-
-
-class HeatGrid(NamedTuple):
-    """Scores of one series by resolution (rows) and budget (columns)."""
-
-    series: str
-    cores: Sequence[int]
-    rows: dict[str, list[tuple[str, float]]]
-    """(text, level in [0, 1]) of each cell, the best at 1."""
-
-    def as_table(self) -> ResultTable:
-        """The grid without colours."""
-        rows = [[name, *(text for text, _ in cells)] for name, cells in self.rows.items()]
-        return ResultTable(["cores", *map(str, self.cores)], rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +87,16 @@ class Group:
         return sorted({row.size for row in self.rows})
 
 
+def _group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def group_rows(rows: Sequence[ProbeResult]) -> list[Group]:
     """The results of each task, dataset and metric together."""
-    by_key: dict[tuple[str, str, str], list[ProbeResult]] = {}
-    for row in rows:
-        by_key.setdefault((row.task, row.dataset, row.metric), []).append(row)
+    by_key = _group_by(rows, lambda row: (row.task, row.dataset, row.metric))
     order = {task: i for i, task in enumerate(TASK_ORDER)}
     keys = sorted(by_key, key=lambda key: (order.get(key[0], len(order)), key))
     return [Group(*key, by_key[key], *_split_into_series(by_key[key])) for key in keys]
@@ -114,44 +107,36 @@ def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[
 
     A setting that changes along with the resolution, as the crop does, does not make another series: it is drifting.
     """
-    # 1. By model.
-    by_model: dict[str, list[ProbeResult]] = {}
-    for row in rows:
-        by_model.setdefault(row.model, []).append(row)
     series, drifting = [], set[str]()
-    for model, own in by_model.items():
-        settings = [_settings_of(row) for row in own]
-        by_place: dict[tuple[int | None, int], list[dict[str, str]]] = {}
-        for row, values in zip(own, settings, strict=True):
-            by_place.setdefault((row.cores, row.size), []).append(values)
-        # 2. A setting splits a model's results where it differs between two at the same place.
-        names = sorted({name for values in settings for name in values})
-        splitting = [k for k in names if any(len({v.get(k) for v in same}) > 1 for same in by_place.values())]
-        drifting |= {k for k in names if k not in splitting and len({v.get(k) for v in settings}) > 1}
-        # 3. One series for each combination of the splitting settings, named by the first three of them.
-        by_settings: dict[tuple[str | None, ...], list[ProbeResult]] = {}
-        for row, values in zip(own, settings, strict=True):
-            by_settings.setdefault(tuple(values.get(k) for k in splitting), []).append(row)
-        for key, same in by_settings.items():
+    for model, own in _group_by(rows, lambda row: row.model).items():
+        # A setting splits a model's results where it differs between two at the same place.
+        settings = [(row, _settings_of(row)) for row in own]
+        places = _group_by(settings, lambda item: (item[0].cores, item[0].size)).values()
+        names = sorted({name for _, values in settings for name in values})
+        splitting = [k for k in names if any(len({v.get(k) for _, v in same}) > 1 for same in places)]
+        drifting |= {k for k in names if k not in splitting and len({v.get(k) for _, v in settings}) > 1}
+        # One series for each combination of the splitting settings, named by the first three of them.
+        keyed = [(row, tuple(values.get(k) for k in splitting)) for row, values in settings]
+        for key, same in _group_by(keyed, lambda item: item[1]).items():
             parts = [f"{k.rpartition('.')[2]} {(v or 'not set')[:24]}" for k, v in zip(splitting, key, strict=True)]
             more = "" if len(parts) <= 3 else f" and {len(parts) - 3} more"
-            series.append(Series(f"{model} ({', '.join(parts[:3])}{more})" if parts else model, same))
+            name = f"{model} ({', '.join(parts[:3])}{more})" if parts else model
+            series.append(Series(name, [row for row, _ in same]))
     return series, sorted(drifting)
 
 
 def _settings_of(row: ProbeResult) -> dict[str, str]:
     """Everything that determines a score besides model, budget, resolution and seed."""
-    about = {"weights": row.about} if row.about else {}
-    settings = flatten_settings(
-        {**row.protocol, **about, "data fingerprint": row.fingerprint, "scored on": row.scored_on}
-    )
-    return {name: value for name, value in settings.items() if name.rpartition(".")[2] != "seed"}
+    settings = {**row.protocol, "data fingerprint": row.fingerprint, "scored on": row.scored_on}
+    settings |= {"weights": row.about} if row.about else {}
+    return {name: value for name, value in flatten_settings(settings).items() if name.rpartition(".")[2] != "seed"}
 
 
 def compare_with_paper(row: ProbeResult, dataset: str | None = None) -> Comparison | None:
     """A result, or its score on one of its further datasets, beside the paper's nearest number, if there is one."""
-    name, (metric, value) = (row.dataset, (row.metric, row.value)) if dataset is None else (dataset, row.on(dataset))
-    kin = row.kin
+    name = row.dataset if dataset is None else dataset
+    metric, metrics = row.on(dataset)
+    value, kin = metrics.get(metric, math.nan), row.kin
     if kin is None or not math.isfinite(value):
         return None
     nearest = paper.nearest(row.task, name, metric, kin, row.cores, row.size)
@@ -159,7 +144,7 @@ def compare_with_paper(row: ProbeResult, dataset: str | None = None) -> Comparis
         return None
     gap = value - nearest.value
     better = (gap < 0) if lower_is_better(metric) else (gap > 0)
-    return Comparison(nearest, gap, better, nearest.model_size == kin.size, _differences_from(row, name, kin, nearest))
+    return Comparison(nearest, gap, better, nearest.kin.size == kin.size, _differences_from(row, name, kin, nearest))
 
 
 def _differences_from(row: ProbeResult, dataset: str, kin: paper.Kin, quoted: paper.PaperNumber) -> list[str]:
@@ -167,8 +152,7 @@ def _differences_from(row: ProbeResult, dataset: str, kin: paper.Kin, quoted: pa
         _model_note(row, kin, quoted),
         f"the paper's number is at C = {quoted.cores}" if quoted.cores != row.cores else "",
         f"the paper's number is at {quoted.size} px" if quoted.size != row.size else "",
-        paper.same_dataset(dataset)[1],
-        paper.caveat(dataset),
+        *paper.dataset_notes(dataset),
         *(_data_notes(row) if dataset == row.dataset else []),
         *(f"another protocol: {setting}" for setting in paper.other_settings(row.task, row.protocol)),
         "scored on val, not on test" if row.scored_on == "val" and row.counts.get("test") else "",
@@ -179,7 +163,7 @@ def _differences_from(row: ProbeResult, dataset: str, kin: paper.Kin, quoted: pa
 
 
 def _model_note(row: ProbeResult, kin: paper.Kin, quoted: paper.PaperNumber) -> str:
-    other = "" if quoted.model_size == kin.size else f"; of another size, and {quoted.model} the paper's nearest"
+    other = "" if quoted.kin.size == kin.size else f"; of another size, and {quoted.model} the paper's nearest"
     if kin.family != "VECA":
         return f"another size; {quoted.model} is the paper's nearest" if other else ""
     provenance = as_mapping(row.about.get("provenance"))
@@ -198,10 +182,9 @@ def _data_notes(row: ProbeResult) -> list[str]:
     problems = row.protocol.get("problems")
     if isinstance(problems, list) and problems:
         return [f"{row.dataset}: {printable(str(problem))}" for problem in problems[:4]]
-    spec, count = SPECS.get(row.dataset), sum(row.counts.values())
-    if spec is None or count == sum(spec.sizes.values()):
-        return []
-    return [f"{count:,} pictures of {row.dataset}; {sum(spec.sizes.values()):,} were published"]
+    count = sum(row.counts.values())
+    published = sum(SPECS[row.dataset].sizes.values()) if row.dataset in SPECS else count
+    return [f"{count:,} pictures of {row.dataset}; {published:,} were published"] if count != published else []
 
 
 def results_table(group: Group, best: bool = False) -> ResultTable:
@@ -214,14 +197,11 @@ def results_table(group: Group, best: bool = False) -> ResultTable:
     notes, rows = list[str](), list[list[str]]()
     for series in group.series:
         for row in [series.best] if best else series.rows:
-            place = [_or_dash(row.cores), str(row.size), *([str(row.seed)] if seeds else [])]
-            rows.append([series.name, *place, *(metric_text(n, row.metrics.get(n, math.nan)) for n in names)])
-            rows[-1] += _paper_cells(compare_with_paper(row), row.metric, notes) if compared else []
-            for dataset, metrics in row.also.items():
-                metric, value = row.on(dataset)
-                values = {metric: value, **metrics}
-                rows.append([f"↳ {dataset}, same head", *place])
-                rows[-1] += [metric_text(n, values.get(n, math.nan)) for n in names]
+            place = [*_place(row), *([str(row.seed)] if seeds else [])]
+            for dataset in (None, *row.also):
+                metric, metrics = row.on(dataset)
+                name = series.name if dataset is None else f"↳ {dataset}, same head"
+                rows.append([name, *place, *(metric_text(n, metrics.get(n, math.nan)) for n in names)])
                 rows[-1] += _paper_cells(compare_with_paper(row, dataset), metric, notes) if compared else []
     return ResultTable(heads, rows, notes)
 
@@ -253,14 +233,14 @@ def overview_table(groups: Iterable[Group]) -> ResultTable:
     for group in groups:
         for series in group.series:
             best = series.best
-            place = [f"{group.dataset}, {group.task}", series.name, _or_dash(best.cores), str(best.size)]
             value = [metric_name(group.metric), metric_text(group.metric, best.value)]
-            rows.append([*place, *value, *_paper_cells(compare_with_paper(best), group.metric, notes)])
+            compared = _paper_cells(compare_with_paper(best), group.metric, notes)
+            rows.append([f"{group.dataset}, {group.task}", series.name, *_place(best), *value, *compared])
     return ResultTable(heads, rows, notes)
 
 
-def heat_grid(group: Group, series: Series) -> HeatGrid | None:
-    """Resolutions × budgets of one series, where both vary."""
+def heat_grid(group: Group, series: Series) -> dict[str, Any] | None:
+    """Scores of one series by resolution (rows) and budget (columns), where both vary; `plain` is without colours."""
     cores = sorted({row.cores for row in series.rows if row.cores is not None})
     sizes = sorted({row.size for row in series.rows if row.cores is not None})
     if len(cores) < 2 or len(sizes) < 2:
@@ -268,7 +248,9 @@ def heat_grid(group: Group, series: Series) -> HeatGrid | None:
     values = {(s, c): series.mean(c, s) for s in sizes for c in cores}
     scaled = levels(values, lower_is_better(group.metric))
     rows = heat_rows(values, scaled, {s: f"{s} px" for s in sizes}, cores, partial(metric_text, group.metric))
-    return HeatGrid(series.name, cores, rows)
+    plain = [[name, *(text for text, _ in cells)] for name, cells in rows.items()]
+    table = ResultTable(["cores", *map(str, cores)], plain)
+    return {"series": series.name, "cores": cores, "rows": rows, "plain": table}
 
 
 def class_table(group: Group) -> ResultTable | None:
@@ -280,20 +262,17 @@ def class_table(group: Group) -> ResultTable | None:
     names = sorted(first, key=first.__getitem__, reverse=not lower_is_better(group.metric))
     # Classes that only other series have follow by name.
     names += sorted({name for _, row in best for name in row.per_class}.difference(first))
-    rows = [
-        [name, *(metric_text(group.metric, row.per_class.get(name, math.nan)) for _, row in best)] for name in names
-    ]
+    text = partial(metric_text, group.metric)
+    rows = [[name, *(text(row.per_class.get(name, math.nan)) for _, row in best)] for name in names]
     return ResultTable(["class", *(f"{series.name}, {row.place}" for series, row in best)], rows)
 
 
 def paper_table(group: Group) -> ResultTable | None:
     """All numbers of the paper on the dataset of a group."""
-    rows = [
-        [n.printed, _or_dash(n.cores), str(n.size), metric_text(n.metric, n.value), f"Table {n.table}"]
-        for n in paper.find(group.task, group.dataset, group.metric)
-    ]
+    numbers = paper.find(group.task, group.dataset, group.metric)
+    rows = [[n.printed, *_place(n), metric_text(n.metric, n.value), f"Table {n.table}"] for n in numbers]
     return ResultTable(["model", "C", "px", group.metric, "from"], rows) if rows else None
 
 
-def _or_dash(cores: int | None) -> str:
-    return "–" if cores is None else str(cores)
+def _place(row: ProbeResult | paper.PaperNumber) -> list[str]:
+    return ["–" if row.cores is None else str(row.cores), str(row.size)]

@@ -6,11 +6,11 @@ A `Chart` put into a template becomes inline SVG that takes the colours of the p
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from veca.report.colours import LINE_COLOURS
 from veca.report.page import render
@@ -41,30 +41,25 @@ class Line(NamedTuple):
 
 
 # What a chart consists of, in pixels. `role` and `colour` are keys of `veca.report.colours`.
-@dataclass(frozen=True)
-class Polyline:
+class Polyline(NamedTuple):
     """Lines through runs of points, or filled shapes, as the role says."""
 
     runs: Sequence[Sequence[Point]]
     role: str
     colour: str
     dash: str = ""
-    kind: ClassVar = "path"
 
 
-@dataclass(frozen=True)
-class Dot:
+class Dot(NamedTuple):
     """A marked point: a circle or a square."""
 
     x: float
     y: float
     colour: str
     square: bool = False
-    kind: ClassVar = "dot"
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """A line of text; x and y are of its baseline, at the anchor."""
 
     x: float
@@ -77,14 +72,12 @@ class Label:
     """The whole text where `text` is cut; SVG shows it under the pointer."""
     vertical: bool = False
     bold: bool = False
-    kind: ClassVar = "label"
 
 
 Mark: TypeAlias = Polyline | Dot | Label
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A finished layout; without marks there was nothing to draw."""
 
     width: float
@@ -125,9 +118,8 @@ class Axis:
     ) -> None:
         self.log, self.start, self.end, self.form = log, start, end, form
         low, high = min(values), max(values)
-        if high <= low:  # one value, or equal ones: an axis needs a range
-            spare = (abs(low) or 1) / 10
-            low, high = low - spare, high + spare
+        spare = (abs(low) or 1) / 10 if high <= low else 0  # one value, or equal ones: an axis needs a range
+        low, high = low - spare, high + spare
         first, last = self._scaled(low), self._scaled(high)
         room = margin * (last - first)
         self.first = first - (0 if low == 0 else room)  # an axis from zero starts at its line
@@ -202,9 +194,8 @@ def line_chart(
     if not finite:
         return Chart(frame.width, frame.height, [], label, wide=wide)
     xs, ys = [p[0] for p in finite], [*(p[1] for p in finite), *include]
-    for line in lines:
-        bounds = [y + sign * std for (_, y), std in zip(line.points, line.band, strict=False) for sign in (-1, 1)]
-        ys += [y for y in bounds if _drawable((0, y))]
+    bands = [band for line in lines for band in zip(line.points, line.band, strict=False)]
+    ys += [y + side for (_, y), half in bands for side in (-half, half) if _drawable((0, y + side))]
     log_x = log_x and min(xs) > 0
     log_y = y_scale == "log" or (y_scale == "auto" and min(ys) > 0 and max(ys) / min(ys) >= 20)
     log_y = log_y and min(ys) > 1e-200 and max(ys) < 1e200  # beyond, the ends of the axis are no floats
@@ -213,10 +204,8 @@ def line_chart(
     right = frame.width - (frame.room_for(names) + 38 if names else 24)
     x_axis = Axis(xs, _left_of_axes(frame, y_axis), right, log_x)
     x_ticks = sorted(set(xs)) if ticks_at_points else [x for x, _ in x_axis.ticks(6)]
-    marks = _axes(frame, x_axis, y_axis, x_title, y_title, x_ticks)
-    marks += _end_labels(lines, frame, x_axis, y_axis)
-    for line in lines:
-        marks += _line_marks(line, x_axis, y_axis)
+    marks = _axes(frame, x_axis, y_axis, x_title, y_title, x_ticks) + _end_labels(lines, frame, x_axis, y_axis)
+    marks += [mark for line in lines for mark in _line_marks(line, x_axis, y_axis)]
     return Chart(frame.width, frame.height, marks, label, wide=wide)
 
 
@@ -277,18 +266,13 @@ def _dash(line: Line) -> str:
 
 def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
     """The band of a line, the line with gaps where it breaks, and its dots, in the order in which they are drawn."""
-    runs: list[list[Point]] = [[]]
-    low, high = list[Point](), list[Point]()
-    for i, (x, y) in enumerate(line.points):
-        if not _drawable((x, y)):
-            runs.append([])
-            continue
-        runs[-1].append((x_axis.at(x), y_axis.at(y)))
-        if line.band and math.isfinite(line.band[i]):
-            low.append((x_axis.at(x), y_axis.at(y - line.band[i])))
-            high.append((x_axis.at(x), y_axis.at(y + line.band[i])))
-    runs, colour = [run for run in runs if run], _colour(line)
-    marks: list[Mark] = [Polyline([[*low, *reversed(high)]], "band", colour)] if low else []
+    colour, marks = _colour(line), list[Mark]()
+    groups = itertools.groupby(line.points, _drawable)
+    runs = [[(x_axis.at(x), y_axis.at(y)) for x, y in run] for drawable, run in groups if drawable]
+    halves = zip(line.points, line.band, strict=False)
+    if band := [(x, y, half) for (x, y), half in halves if _drawable((x, y)) and math.isfinite(half)]:
+        edges = [[(x_axis.at(x), y_axis.at(y + sign * half)) for x, y, half in band] for sign in (-1, 1)]
+        marks.append(Polyline([[*edges[0], *reversed(edges[1])]], "band", colour))
     marks.append(Polyline(runs, "faint" if line.faint else "line", colour, _dash(line)))
     if line.dots:
         marks += [Dot(x, y, colour, line.quoted) for run in runs for x, y in run]
@@ -297,14 +281,10 @@ def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
 
 def _end_labels(lines: Sequence[Line], frame: Frame, x_axis: Axis, y_axis: Axis) -> list[Mark]:
     """Names of the lines right of the axes, each as near to the last point of its line as the others allow."""
-    ends = []
-    for line in lines:
-        if line.name and (finite := list(filter(_drawable, line.points))):
-            ends.append((y_axis.at(finite[-1][1]), x_axis.at(finite[-1][0]), line))
-    ends.sort(key=lambda end: end[0])
+    last = [(line, p) for line in lines if line.name and (p := next(filter(_drawable, reversed(line.points)), None))]
+    ends = sorted(((y_axis.at(y), x_axis.at(x), line) for line, (x, y) in last), key=lambda end: end[0])
     heights = spread_apart([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
-    marks: list[Mark] = []
-    edge = x_axis.end + 10
+    marks, edge = list[Mark](), x_axis.end + 10
     for (y, x, line), height in zip(ends, heights, strict=True):
         marks.append(Polyline([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
         marks.append(Polyline([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
@@ -319,12 +299,9 @@ def spread_apart(positions: Sequence[float], low: float, high: float, gap: float
     >>> spread_apart([10, 11, 50], 0, 60, 10), spread_apart([58, 59], 0, 60, 10)
     ([10, 20, 50], [50, 60])
     """
-    moved: list[float] = []
-    for position in positions:  # downwards, away from the one before; then back up from the lower bound
-        moved.append(max(position, moved[-1] + gap) if moved else max(position, low))
-    for i in range(len(moved) - 1, -1, -1):
-        moved[i] = min(moved[i], high if i == len(moved) - 1 else moved[i + 1] - gap)
-    return moved
+    # Downwards, away from the one before; then back up from the lower bound.
+    moved = list(itertools.accumulate(positions, lambda before, own: max(own, before + gap), initial=low - gap))[1:]
+    return list(itertools.accumulate(moved[::-1], lambda below, own: min(own, below - gap), initial=high + gap))[:0:-1]
 
 
 def shorten_middle(text: str, limit: int) -> str:
@@ -333,9 +310,7 @@ def shorten_middle(text: str, limit: int) -> str:
     >>> shorten_middle("veca_small_plus", 9), shorten_middle("short", 9)
     ('veca…plus', 'short')
     """
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]}…{text[len(text) - (limit - 1) // 2 :]}"
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[len(text) - (limit - 1) // 2 :]}"
 
 
 def chart_grid(
@@ -350,13 +325,12 @@ def chart_grid(
         for line in textwrap.wrap(text, int((width - 2 * gap) / (GLYPH_WIDTH * size))):
             top += 1.35 * size
             marks.append(Label(gap, top, line, size, colour, bold=colour != "muted"))
-    title_lines = max(text.count("\n") + 1 for text, _ in panels)
-    row_height = title_lines * 20 + 10 + chart_height
+    row_height = max(text.count("\n") + 1 for text, _ in panels) * 20 + 10 + chart_height
     placed = []
     for i, (text, chart) in enumerate(panels):
         x, y = gap + i % columns * (chart_width + gap), top + gap + i // columns * (row_height + gap)
         for k, line in enumerate(text.split("\n")):
             marks.append(Label(x, y + 20 * (k + 1), line, 15, "ink" if k == 0 else "muted", bold=k == 0))
         placed.append((x, y + row_height - chart_height, chart))
-    height = placed[-1][1] + chart_height + gap
-    return Chart(width, height, marks, title or "; ".join(text for text, _ in panels), placed)
+    label = title or "; ".join(text for text, _ in panels)
+    return Chart(width, placed[-1][1] + chart_height + gap, marks, label, placed)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,7 +53,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "md": escape_markdown, "json": _as_json, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path,
+        "json": partial(json.dumps, indent=1, default=str, ensure_ascii=False),
+        "md": escape_markdown, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path,
     }  # fmt: skip
     environment.globals |= {"light": LIGHT, "dark": DARK, "roles": ROLES, "cividis": CIVIDIS, "now": datetime.now}
     return environment
@@ -72,10 +73,6 @@ def escape_markdown(value: object) -> str:
     'a\\|b &lt;i&gt; \\[x\\](y) \\*z\\*'
     """
     return re.sub(r"([\\`*_\[\]|#~!])", r"\\\1", escape(str(value), quote=False))
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, indent=1, default=str, ensure_ascii=False)
 
 
 def _pairs(values: Mapping[str, Any], form: str = "{} {}") -> str:
