@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import mmap
+import queue
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent import futures
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any, Literal, NamedTuple
@@ -345,17 +346,33 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
 
 
 def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Assemble up to two batches in a thread while the one before them is in use."""
-    thread = futures.ThreadPoolExecutor(1)
-    pending = deque(thread.submit(next, batches, None) for _ in range(2))
+    """Assemble each batch in a thread while the one before it is in use."""
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
+    stop = threading.Event()
+
+    def assemble() -> None:
+        try:
+            for batch in batches:
+                ready.put(batch)
+                if stop.is_set():
+                    return
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    # A daemon, unlike the threads of an executor: the interpreter does not wait for it if a worker hangs.
+    thread = threading.Thread(target=assemble, name="batches", daemon=True)
+    thread.start()
     try:
-        while (batch := pending[0].result()) is not None:
-            pending.popleft()
-            pending.append(thread.submit(next, batches, None))
+        while (batch := ready.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
             yield batch
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
-        futures.wait([task for task in pending if not task.cancelled()], _JOIN_SECONDS)
+        stop.set()
+        with suppress(queue.Empty):
+            ready.get_nowait()  # room for the batch that the thread is about to put
+        thread.join(_JOIN_SECONDS)
 
 
 def train_loader(
