@@ -89,26 +89,20 @@ def bench_model(
     _bench("model", sweep, contenders, device, precision, repeats, profile, errors, to, cls_only)
 
 
-@bench_app.command("train", cls=Command)
-def bench_train(
-    case: Cases = None, model: BenchModels = None, size: BenchSizes = None, batch_size: BatchSizes = None,
-    cores: Budgets = None, contenders: Contenders = None, device: Device = "auto", precision: BenchPrecision = None,
-    repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: Out = None,
-) -> None:  # fmt: skip
-    """Forward and backward pass, float32 weights under autocast; memory includes weights and gradients."""
-    sweep = (case, model, size, batch_size, cores)
-    _bench("train", sweep, contenders, device, precision, repeats, profile, errors, to)
+def _add_bench(bench: Bench, help: str) -> None:
+    @bench_app.command(bench, cls=Command, help=help)
+    def command(
+        case: Cases = None, model: BenchModels = None, size: BenchSizes = None, batch_size: BatchSizes = None,
+        cores: Budgets = None, contenders: Contenders = None, device: Device = "auto",
+        precision: BenchPrecision = None, repeats: Repeats = 10, profile: Profile = False, errors: Errors = True,
+        to: Out = None,
+    ) -> None:  # fmt: skip
+        sweep = (case, model, size, batch_size, cores)
+        _bench(bench, sweep, contenders, device, precision, repeats, profile, errors, to)
 
 
-@bench_app.command("attention", cls=Command)
-def bench_attention(
-    case: Cases = None, model: BenchModels = None, size: BenchSizes = None, batch_size: BatchSizes = None,
-    cores: Budgets = None, contenders: Contenders = None, device: Device = "auto", precision: BenchPrecision = None,
-    repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: Out = None,
-) -> None:  # fmt: skip
-    """Attention of one layer alone, rotary embedding included: forward, then backward."""
-    sweep = (case, model, size, batch_size, cores)
-    _bench("attention", sweep, contenders, device, precision, repeats, profile, errors, to)
+_add_bench("train", "Forward and backward pass, float32 weights under autocast; memory includes weights and gradients.")
+_add_bench("attention", "Attention of one layer alone, rotary embedding included: forward, then backward.")
 
 
 @bench_app.command("plot", cls=Command)
