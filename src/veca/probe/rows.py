@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from veca.data.datasets.base import DatasetError, ProbeData
+from veca.data.datasets import DatasetError, ProbeData
 from veca.data.datasets.batches import join_some
 from veca.errors import ArgumentError
 from veca.heads.features import digest_of

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from veca.data.datasets.base import DatasetError, ProbeData
+from veca.data.datasets import DatasetError, ProbeData
 from veca.data.datasets.batches import CropTransform
 from veca.heads.features import Extraction, drop_unreadable
 from veca.heads.frozen import FeatureKind, FrozenBackbone

@@ -156,7 +156,7 @@ def _apply_change(values: dict[str, Any], change: str, error: type[VecaError]) -
         raise error(f"--set {change}: the value is not YAML") from cause
 
 
-class _MisfitError(Exception):
+class _MisfitError(VecaError):
     """A value that does not fit its type: the key, the value and the rule."""
 
 
