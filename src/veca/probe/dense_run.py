@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.datasets.base import ProbeData
-from veca.data.datasets.dense_batches import DenseLoader, open_pair
+from veca.data.datasets.batches import DenseLoader, open_pair
 from veca.data.transforms import slide_windows
 from veca.heads.dense import DenseBatch, DenseHead, DenseMetrics, DepthHead, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from veca.data.datasets.listings import DatasetError, images_in, load_mat
 from veca.data.index import ImageIndex
 from veca.images import ImageError, open_values
+from veca.utils.settings import Settings
 
 LabelTask = Literal["classify", "multilabel", "segment", "depth"]
 
@@ -164,7 +165,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class DepthRules:
+class DepthRules(Settings):
     """How a depth benchmark is scored: pixels with true depths in metres between the two limits, within `crop`.
 
     `input_crop` (height, width) is the part of every image that the literature uses, at the bottom centre.

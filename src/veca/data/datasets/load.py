@@ -4,9 +4,8 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +17,7 @@ from veca.data.datasets.base import HELD_OUT, IGNORE, DepthRules, LabelTask, Pro
 from veca.data.datasets.listings import DatasetError
 from veca.errors import ArgumentError, warn_caller
 from veca.images.formats import collect_unsupported
+from veca.utils.settings import Settings
 from veca.utils.text import did_you_mean
 
 _TEST_SHARE = 0.2
@@ -26,8 +26,8 @@ _LISTED_CLASSES = 10
 """Classes that a warning names."""
 
 
-@dataclass(frozen=True)
-class Spec:
+@dataclass(frozen=True, kw_only=True)
+class Spec(Settings):
     """One published dataset; the fields are explained in published.toml."""
 
     name: str
@@ -40,7 +40,8 @@ class Spec:
     folders: tuple[str, ...]
     source: str
     licence: str
-    read: Callable[[Path], dense.PublishedSplits]
+    reader: str
+    layout: dict[str, Any] = field(default_factory=dict)
     hold_out: bool = False
     scene: str = ""
     ignore: int | None = None
@@ -55,7 +56,8 @@ class Spec:
         """Load it from `root` or one of the folders below it."""
         folder = self._locate(root)
         try:
-            splits, classes = self.read(folder)
+            module: Any = classification if self.probe_task == "classify" else dense
+            splits, classes = getattr(module, f"read_{self.reader}")(folder, **self.layout)
             if empty := [name for name, split in splits.items() if not len(split)]:
                 raise DatasetError(f"{folder} has no pictures for {' and '.join(empty)}")
         except ValueError as error:
@@ -97,19 +99,8 @@ class Spec:
         return DatasetError(f"{self.name}: {reason}. {expected}\nGet it from {self.source} ({self.licence})")
 
 
-def _make_spec(name: str, reader: str, layout: dict[str, Any] | None = None, **row: Any) -> Spec:
-    # By name, when this module is imported: a misspelt reader or field fails there, not when a dataset is loaded.
-    read = getattr(classification if row["task"] in ("classify", "multilabel") else dense, f"read_{reader}")
-    for key in ("required", "folders"):
-        row[key] = tuple(row[key])
-    if rules := row.pop("depth", None):
-        crop = rules.pop("input_crop", None)
-        row["depth"] = DepthRules(**rules, input_crop=crop and tuple(crop))
-    return Spec(name=name, read=partial(read, **layout or {}), **row)
-
-
 _TABLE = tomllib.loads((files("veca.data.datasets") / "published.toml").read_text("utf-8"))
-SPECS = {name: _make_spec(name, **row) for name, row in _TABLE.items()}
+SPECS = {name: Spec.from_dict({"name": name, **row}) for name, row in _TABLE.items()}
 """The published datasets by name."""
 
 

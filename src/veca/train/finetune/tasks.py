@@ -23,13 +23,13 @@ from veca.data.datasets.base import ProbeData
 from veca.data.datasets.batches import (
     CroppedImages,
     CropTransform,
+    DenseLoader,
     LabelledBatch,
     UnreadableImageError,
     decode_batches,
     join_some,
     shuffled_batches,
 )
-from veca.data.datasets.dense_batches import DenseLoader
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import fit_dense
 from veca.heads.features import Extraction, drop_unreadable
