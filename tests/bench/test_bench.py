@@ -29,8 +29,8 @@ from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
 from veca.utils import timing as latency
+from veca.utils.device import peak_device_bytes
 from veca.utils.files import InUseError, locked
-from veca.utils.memory import peak_device_bytes
 
 CPU = BenchSetting(torch.device("cpu"), torch.float32)
 CASE = Case.parse("tiny:32:2:8")

@@ -28,7 +28,7 @@ from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
 from veca.probe.rows import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
-from veca.utils.progress import bar
+from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
 
 NormName: TypeAlias = Literal["none", "batch", "standard"]

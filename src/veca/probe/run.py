@@ -23,7 +23,7 @@ from veca.heads.linear import DECAYS, RATES, LinearHead, score, score_valid_labe
 from veca.heads.metrics import average_precision, percent_by_class, top_k_hits
 from veca.probe.knn import knn_accuracy
 from veca.probe.rows import Compute, Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
-from veca.utils.progress import bar
+from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
 
 

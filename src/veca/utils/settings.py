@@ -12,8 +12,6 @@ A settings class derives from `Settings`. Types come from its annotations, bound
 Lists become tuples, keys that are numbers as text become numbers; everything else must have its type already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

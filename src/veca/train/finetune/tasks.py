@@ -41,8 +41,8 @@ from veca.model import Veca
 from veca.report.gallery import colour_classes
 from veca.train.checkpoints import module_tensors
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, FinetuneSettings
+from veca.utils.console import bar
 from veca.utils.files import atomic_path
-from veca.utils.progress import bar
 from veca.utils.text import excerpt, quoted
 
 DENSE_RATES = (1e-3, 3e-3, 1e-2)
