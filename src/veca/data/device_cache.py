@@ -155,7 +155,7 @@ def _flip_rows(matrices: Tensor, flip: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def shifted_crop_matrices(side: int, short: int, resolution: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Matrices (P, R, S) that resize a side to `short` pixels and crop `resolution` of them, for each of P offsets."""
-    resizing = resize_matrix(side, short, torch.empty(0, dtype=dtype, device=device), "bicubic", antialias=True)
+    resizing = resize_matrix(side, short, device, dtype, "bicubic", antialias=True)
     return resizing.unfold(0, resolution, 1).mT.contiguous()
 
 
@@ -164,5 +164,5 @@ def crop_matrices(side: int, spans: Spans, out: int, mode: Mode, dtype: torch.dt
     """Matrices (P, out, side) that cut each of P spans out of a side and resize it to `out`."""
     matrices = torch.zeros(len(spans), out, side)
     for matrix, (start, end) in zip(matrices, spans, strict=True):
-        matrix[:, start:end] = resize_matrix(end - start, out, matrix, mode, antialias=True)
+        matrix[:, start:end] = resize_matrix(end - start, out, matrix.device, matrix.dtype, mode, antialias=True)
     return matrices.to(device, dtype)

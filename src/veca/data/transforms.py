@@ -24,7 +24,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images import MAX_PIXELS, ImageTooLargeError, fit, nearest_sizes, resample, to_tensor
+from veca.images import MAX_PIXELS, ImageTooLargeError, nearest_sizes, resample, to_tensor
+from veca.images.load import crop_centre
 
 # Of a random resized crop: its share of the image's area, and its width over its height
 CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -40,7 +41,7 @@ def centre_crop(image: Image.Image, side: int) -> Tensor:
 
     This is "crop" of `fit_image`, for any side.
     """
-    return to_tensor(fit.crop_centre(image, side, side))
+    return to_tensor(crop_centre(image, side, side))
 
 
 def random_resized_crop(

@@ -1,7 +1,5 @@
 """Suffixes of image files: those that are decoded, and those that are reported as not supported."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

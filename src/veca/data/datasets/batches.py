@@ -24,7 +24,7 @@ from veca.data.transforms import CROP_AREA, CROP_ASPECT, centre_crop, random_res
 from veca.data.workers import ResultT, WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
-from veca.images.fit import CROP_RATIO
+from veca.images.load import CROP_RATIO
 
 # Makes a batch of a list of items
 Collate = Callable[[Any], Any]
