@@ -132,8 +132,8 @@ class ImageIndex:
                 self._datasets[container.address] = _open_dataset(container.address)
             return _dataset_bytes(self._datasets[container.address][offset])
         if container.kind == "files":
-            return read_remote(path, None, size) if is_remote(path) else path
-        return (read_remote if is_remote(container.address) else read_span)(container.address, offset, size)
+            return read_remote(path, size) if is_remote(path) else path
+        return read_span(container.address, offset, size)
 
     @property
     def fingerprint(self) -> str:

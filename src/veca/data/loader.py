@@ -99,7 +99,7 @@ def _read_item(item: Item) -> str | bytes:
     if item.data is not None:
         return item.data
     if is_remote(item.path):
-        return retry(item.path, lambda: read_remote(item.path, None, item.file_size))
+        return retry(item.path, lambda: read_remote(item.path, item.file_size))
     return item.path if item.span is None else read_span(item.path, *item.span)
 
 
