@@ -478,8 +478,7 @@ def test_damaged_shards_give_what_they_have(tmp_path: Path, members: dict[str, b
     assert "damaged archive" in reason
 
 
-def test_thousands_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_FLUSH_ROWS", 256)
+def test_thousands_of_names(tmp_path: Path) -> None:
     tar = shard(tmp_path / "s.tar", {f"é{i:05}.jpg": b"%d" % i for i in range(5000)})
     for _ in range(2):
         found = find(tar, cache=tmp_path / "index.parquet")

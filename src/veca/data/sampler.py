@@ -41,6 +41,11 @@ class BatchPlan(NamedTuple):
     images: Sequence[int]
     variants: Sequence[int]
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of its pixels."""
+        return len(self.images), self.resolution, self.resolution, 3
+
 
 class TransformParams(NamedTuple):
     """Random parameters of the transform of one image, or arrays of them for several images."""
