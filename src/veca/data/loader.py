@@ -25,7 +25,7 @@ from torch import Tensor
 
 from veca.data.index import DataError, ImageIndex
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
-from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset
+from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
 from veca.data.sources import Item
 from veca.data.transforms import Augmentation, augment_batch, augment_image
 from veca.data.workers import WorkerDiedError, WorkerPool
@@ -189,7 +189,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
     max_pixels: int
     replace: bool
     apply_op: bool = True
-    _pool: WorkerPool[Any, Any] | None = None
+    _pool: WorkerPool[Any] | None = None
     # Slots for the pixels of tasks under way, shared by forked processes
     _shared: mmap.mmap | None = None
 
@@ -256,7 +256,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
 
     def _load(self, image: int, variant: int, resolution: int) -> NDArray[np.uint8]:
         sampler = self.sampler
-        params = sampler.sample([image], [variant]).item()
+        params = sample_transforms(sampler.seed, [image], [variant], sampler.augment).item()
         short_side = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
         crop = load_crop(self.index.read(image), params, resolution, float(short_side), self.max_pixels)
         return np.asarray(augment_image(crop, params.op, params.strength) if self.apply_op else crop)
@@ -280,7 +280,8 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                         raise DataError(f"{too_many_failures(*skipped[-1])}. Check the sources and data.max_pixels")
                 variants, augmentation = plan.variants[: len(images)], None
                 if not self.apply_op:
-                    augmentation = self.sampler.sample(images, variants).augmentation()
+                    params = sample_transforms(self.sampler.seed, images, variants, self.sampler.augment)
+                    augmentation = params.augmentation()
                 indices, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
                 yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, indices, which, skipped)
         except RuntimeError as error:  # a builtin: an open loop may end with the interpreter, after this module is gone

@@ -8,8 +8,6 @@ change what it learns. torchvision itself has no batched version, and is not a d
 Shapes: B images of H × W pixels, R rows and columns; `...` is any leading shape.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -214,7 +212,7 @@ def augment_batch(images: Tensor, augmentation: Augmentation) -> Tensor:
 
     def apply(ops: frozenset[str], function: Callable[[Tensor, Sequence[str], Sequence[float]], Tensor]) -> None:
         if chosen := [i for i, name in enumerate(names) if name in ops]:
-            index = _to_device(images.device, np.array(chosen))
+            index = copy_to_device(images.device, np.array(chosen))
             changed = function(images[index], [names[i] for i in chosen], [strengths[i] for i in chosen])
             images.index_copy_(0, index, changed)
 
@@ -227,7 +225,7 @@ def augment_batch(images: Tensor, augmentation: Augmentation) -> Tensor:
     return images
 
 
-def _to_device(device: torch.device, values: NDArray[Any]) -> Tensor:
+def copy_to_device(device: torch.device, values: NDArray[Any]) -> Tensor:
     """Copy an array to the device without waiting for it."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -239,7 +237,7 @@ def _transform_affine(x: Tensor, names: Sequence[str], strengths: Sequence[float
     matrices = np.array([_affine(name, s, columns, rows) for name, s in zip(names, strengths, strict=True)])
     matrices[:, 2] += matrices[:, :2].sum(1) / 2  # centres of pixels are at halves
     matrices[:, 5] += matrices[:, 3:5].sum(1) / 2
-    fixed = _to_device(x.device, np.floor(matrices * 65536 + 0.5).astype(np.int32))
+    fixed = copy_to_device(x.device, np.floor(matrices * 65536 + 0.5).astype(np.int32))
     a, b, c, d, e, f = fixed[:, :, None, None].unbind(1)
     to_y = torch.arange(rows, dtype=torch.int32, device=x.device)[:, None]
     to_x = torch.arange(columns, dtype=torch.int32, device=x.device)
@@ -254,7 +252,7 @@ def _transform_affine(x: Tensor, names: Sequence[str], strengths: Sequence[float
 def _map_values(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor:
     """Operations that map each value of a channel to another: one table of 256 values each, then one gather for all."""
     levels = torch.arange(256, device=x.device)
-    strength = _to_device(x.device, np.array(strengths))[:, None, None]
+    strength = copy_to_device(x.device, np.array(strengths))[:, None, None]
     mean = (_grey(x).flatten(1).sum(1, dtype=torch.int64).double() / x[0, 0].numel() + 0.5).floor()[:, None, None]
     counts = _histogram(x) if _BY_HISTOGRAM.intersection(names) else levels
     tables = {
@@ -266,7 +264,7 @@ def _map_values(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> 
         "Equalize": lambda: _equalize_table(counts, levels),
     }
     present = sorted(set(names))
-    which = _to_device(x.device, np.array([present.index(name) for name in names]))
+    which = copy_to_device(x.device, np.array([present.index(name) for name in names]))
     stacked = torch.stack([tables[name]().to(torch.uint8).expand(len(x), 3, 256) for name in present])
     table = stacked[which, torch.arange(len(x), device=x.device)]
     return table.gather(2, x.flatten(2).long()).view_as(x)
@@ -316,7 +314,7 @@ def _smooth(x: Tensor) -> Tensor:
 
 
 def _blend_batch(plain: Tensor, x: Tensor, strengths: Sequence[float]) -> Tensor:
-    factors = _to_device(x.device, 1.0 + np.array(strengths))[:, None, None, None]
+    factors = copy_to_device(x.device, 1.0 + np.array(strengths))[:, None, None, None]
     return _blend_float(plain, x, factors).to(torch.uint8)
 
 
