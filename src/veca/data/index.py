@@ -19,11 +19,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from rich.progress import TimeElapsedColumn
 
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span
@@ -35,7 +34,8 @@ from veca.utils.console import progress_bar
 from veca.utils.files import atomic_path
 
 _FORMAT = 1
-_INDEX_SCHEMA = pa.schema({"name": pa.large_binary(), "offset": pa.int64(), "bytes": pa.int64()})
+# Arrays of an index that are saved
+_COLUMNS = ("_names", "_ends", "_offsets", "_bytes")
 
 
 class DataError(VecaError, ValueError):
@@ -62,10 +62,8 @@ class ImageIndex:
         # Of each image: its name in the container, its offset in the shard (-1: a file of its own) or its row in the
         # dataset, and its bytes or -1. Plain arrays: they take no more memory than their bytes, and forked processes
         # share them. Names are concatenated; name i ends where name i + 1 starts.
-        self._names, self._ends = bytearray(), array("q", [0])
+        self._names, self._ends = array("B"), array("q", [0])
         self._offsets, self._bytes = array("q"), array("q")
-        # Of a saved index, the containers by address and stamp
-        self._shards: dict[tuple[str, str], _Container] = {}
         self._datasets: dict[str, Any] = {}
 
     @classmethod
@@ -78,14 +76,15 @@ class ImageIndex:
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
         index, saved, unsupported = cls(), cls._load(cache) if cache else cls(), UnsupportedFiles()
+        shards = {(container.address, container.stamp): container for container in saved._containers}
         with progress_bar("finding pictures", "{task.completed:,}", TimeElapsedColumn(), shown=progress) as bar:
             task = bar.add_task("", total=None)
             for source in sources:
                 before = len(index)
                 with collect_unsupported() as of_source:
-                    for _ in index._add_source(source, saved):
-                        if len(index) % 1000 == 0:
-                            bar.update(task, completed=len(index))
+                    for count in index._add_source(source, saved, shards):
+                        if count % 1000 == 0:
+                            bar.update(task, completed=count)
                 bar.update(task, completed=len(index))
                 if len(index) == before:
                     reasons = "".join(f"; {name}: {reason}" for name, reason in index.problems[-3:])
@@ -94,7 +93,7 @@ class ImageIndex:
                 unsupported |= of_source
         if progress:
             unsupported.warn()
-        if cache is not None and index._containers != saved._containers:
+        if cache is not None and index._describe_containers() != saved._describe_containers():
             index._save(cache)
         return index
 
@@ -104,7 +103,7 @@ class ImageIndex:
     @property
     def problems(self) -> list[tuple[str, str]]:
         """What cannot be used, by name and reason: damaged shards, folders that cannot be listed."""
-        return [problem for container in self._containers for problem in container.problems]
+        return [(name, reason) for container in self._containers for name, reason in container.problems]
 
     def describe_problems(self, limit: int = 20) -> list[str]:
         """Return a line for each problem, at most `limit` and one more."""
@@ -156,8 +155,8 @@ class ImageIndex:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_datasets": {}}  # worker processes open their own
 
-    def _add_source(self, source: str, saved: ImageIndex) -> Iterator[None]:
-        """Add the images of one source, yielding after each."""
+    def _add_source(self, source: str, saved: ImageIndex, shards: dict[tuple[str, str], _Container]) -> Iterator[int]:
+        """Add the images of one source, yielding the count after each; `shards` of `saved` are not read again."""
         if source.startswith("hf:"):
             dataset = _open_dataset(source)
             self._containers.append(_Container("dataset", source, len(self), dataset._fingerprint))
@@ -170,7 +169,7 @@ class ImageIndex:
             raise DataError(f"{error}{hint}") from error
         for file in map(add_stamp, files):
             if file.path.lower().endswith(SHARDS) and not file.error:
-                yield from self._add_shard(file, saved)
+                yield from self._add_shard(file, saved, shards)
                 continue
             base = root if file.path.startswith(f"{root}/") else ""
             if not self._containers or (self._containers[-1].kind, self._containers[-1].address) != ("files", base):
@@ -183,12 +182,11 @@ class ImageIndex:
             # A hash of the stamps of all, so that the saved index is updated when a file changes.
             container.stamp = hashlib.blake2b(f"{container.stamp} {file.stamp}".encode(), digest_size=8).hexdigest()
 
-    def _add_shard(self, shard: Item, saved: ImageIndex) -> Iterator[None]:
-        """Add the images of a shard, from the saved index where it is unchanged."""
+    def _add_shard(self, shard: Item, saved: ImageIndex, shards: dict[tuple[str, str], _Container]) -> Iterator[int]:
         if shard.path.lower().endswith("gz"):
             reason = "pictures in a packed archive cannot be read one by one, in any order"
             raise DataError(f"{shard.name}: {reason}. Unpack it to .tar with gunzip")
-        if (known := saved._shards.get((shard.path, shard.stamp))) is not None:
+        if (known := shards.get((shard.path, shard.stamp))) is not None:
             self._containers.append(replace(known, first=len(self)))
             images = slice(known.first, known.first + known.rows)
             ends = np.asarray(saved._ends[images.start : images.stop + 1])
@@ -205,45 +203,33 @@ class ImageIndex:
             else:
                 yield self._add_image(item.name[len(shard.name) + 1 :].encode(), *item.span)
 
-    def _add_image(self, name: bytes, offset: int, size: int) -> None:
-        """Add an image to the last container."""
-        self._names += name
+    def _add_image(self, name: bytes, offset: int, size: int) -> int:
+        """Add an image to the last container; return how many there are."""
+        self._names.frombytes(name)
         self._ends.append(len(self._names))
         self._offsets.append(offset)
         self._bytes.append(size)
         self._containers[-1].rows += 1
+        return len(self)
 
     @classmethod
     def _load(cls, path: Path) -> ImageIndex:
         """Read a saved index; an empty one if there is no such file or it is not one of ours."""
         index = cls()
-        with suppress(OSError, ValueError, KeyError, TypeError):  # pyarrow's own errors are among these
-            table = pq.read_table(path)
-            saved = json.loads((table.schema.metadata or {})[b"veca"])
-            first = 0
-            for place in saved["places"]:
-                problems = [tuple(problem) for problem in place["problems"]]
-                container = _Container(**{**place, "first": first, "problems": problems})
-                index._containers.append(container)
-                index._shards[container.address, container.stamp] = container
-                first += container.rows
-            if saved["format"] != _FORMAT or first != len(table) or not table.schema.equals(_INDEX_SCHEMA):
-                return cls()
-            names = pa.concat_arrays([pa.array([], pa.large_binary()), *table["name"].chunks])
-            _, ends, text = names.buffers()
-            index._ends, index._names = array("q", ends.to_pybytes()), bytearray(text)
-            index._offsets, index._bytes = (array("q", table[key].to_numpy().tobytes()) for key in ("offset", "bytes"))
+        with suppress(OSError, ValueError, KeyError, TypeError, BadZipFile), np.load(path) as saved:
+            index._containers = [_Container(**container) for container in json.loads(str(saved["containers"]))]
+            for key in _COLUMNS:
+                setattr(index, key, array(getattr(index, key).typecode, saved[key].tobytes()))
             return index
         return cls()
 
     def _save(self, path: Path) -> None:
-        metadata = {"format": _FORMAT, "places": [asdict(container) for container in self._containers]}
-        buffers = [None, pa.py_buffer(self._ends), pa.py_buffer(self._names)]
-        names = pa.Array.from_buffers(pa.large_binary(), len(self), buffers)
-        numbers = [pa.array(np.asarray(numbers)) for numbers in (self._offsets, self._bytes)]
-        table = pa.table([names, *numbers], schema=_INDEX_SCHEMA.with_metadata({"veca": json.dumps(metadata)}))
-        with atomic_path(path) as part:
-            pq.write_table(table, part, compression="zstd")
+        columns: dict[str, Any] = {key: np.asarray(getattr(self, key)) for key in _COLUMNS}
+        with atomic_path(path) as part, open(part, "wb") as file:
+            np.savez_compressed(file, containers=self._describe_containers(), **columns)
+
+    def _describe_containers(self) -> str:
+        return json.dumps([asdict(container) for container in self._containers])
 
 
 def _open_dataset(source: str) -> Any:

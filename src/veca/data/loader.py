@@ -269,7 +269,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                 pixels = torch.empty(plan.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 images, skipped = list[int](), list[tuple[str, str]]()
                 for part in self._split(plan):
-                    slot = self._slot(next(numbers), part)
+                    slot: Any = self._slot(next(numbers), part)
                     found, failed, data = next(results)
                     # Copied by numpy: torch would use a thread per core, which the workers need.
                     target = pixels.numpy()[len(images) : len(images) + len(found)]

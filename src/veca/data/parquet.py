@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 
 from veca.errors import VecaError
 
-# Largest decompressed page. pyarrow needs up to three times as much memory for it; for a dictionary, twice as much
-# and three times its largest value.
+# Largest decompressed page. pyarrow needs up to three times as much memory for it.
 PAGE_BYTES = 1 << 29
-# Largest encoded image
+# Largest encoded image, and largest dictionary
 VALUE_BYTES = 1 << 27
 # Rows held in memory at a time, and their bytes
 _BATCH_ROWS, _BATCH_BYTES = 16, 1 << 27
@@ -31,8 +30,6 @@ _REPEATS, _REPEATED_BYTES = 64, 1 << 32
 # Kinds of pages, and the field of a page header that describes each
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3
 _HEADER_FIELDS = {_DATA: 5, _DICTIONARY: 7, _DATA_2: 8}
-# Of a dictionary larger than one value may be: its values are measured one by one
-_MAX_VALUES = 1 << 20
 
 
 class TableError(VecaError, ValueError):
@@ -86,33 +83,17 @@ def _check_pages(file: IO[bytes], chunk: pq.ColumnChunkMetaData, limit: int) -> 
     while rows < chunk.num_values and position < end:
         start, kind, unpacked, packed, values = _read_page_header(file, position)
         position = start + packed
-        if unpacked > PAGE_BYTES:
-            rule = f"at most {PAGE_BYTES:,} are read. Write the table with smaller row groups"
+        # Any value of a dictionary may be almost all of it. Writers limit dictionaries to about a mebibyte.
+        if unpacked > (allowed := VALUE_BYTES if kind == _DICTIONARY else PAGE_BYTES):
+            rule = f"at most {allowed:,} are read. Write the table with smaller row groups or without dictionaries"
             raise TableError(f"a page of {unpacked:,} bytes; {rule}")
-        largest = unpacked // max(values, 1)
-        if kind == _DICTIONARY and unpacked > VALUE_BYTES >= largest:
-            if values > _MAX_VALUES:
-                raise TableError(f"a dictionary of {values:,} values; pictures have at most {_MAX_VALUES:,}")
-            file.seek(start)
-            largest = _largest_value(file.read(packed), unpacked, values, chunk.compression)
-        if largest > limit:
-            raise TableError(f"values of {largest:,} bytes; at most {limit:,} are read")
+        if (average := unpacked // max(values, 1)) > limit:
+            raise TableError(f"values of {average:,} bytes; at most {limit:,} are read")
         rows += values if kind in (_DATA, _DATA_2) else 0
         pages.append(unpacked)
     if rows > max(_EMPTY_ROWS, chunk.total_compressed_size):
         raise TableError(f"{rows:,} rows in {chunk.total_compressed_size:,} bytes cannot be pictures")
     return pages
-
-
-def _largest_value(data: Any, unpacked: int, values: int, compression: Any) -> int:
-    """Return the size of the largest value of a dictionary, which is decompressed for it."""
-    if compression != "UNCOMPRESSED":
-        data = pa.Codec(compression.lower()).decompress(data, unpacked)
-    view, offset, largest = memoryview(data), 0, 0
-    for _ in range(values):
-        size = int.from_bytes(view[offset : offset + 4], "little")
-        offset, largest = offset + 4 + size, max(largest, size)
-    return largest
 
 
 def _read_page_header(file: IO[bytes], position: int) -> tuple[int, ...]:
