@@ -1,86 +1,77 @@
 """Options of the command line that mean the same in several commands, each declared once."""
 
-from __future__ import annotations
-
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
 from veca.images import Fit
 
 MAX_WORKERS = 1024
-Number = TypeVar("Number", int, float)
 
 
-class Ints(tuple[int, ...]):
-    """Values of an option such as `--cores 8,16`."""
+def parse_patch(text: str) -> tuple[int, ...]:
+    """Row and column of a patch; ValueError for other texts."""
+    if match := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text):
+        return tuple(map(int, match.groups()))
+    raise ValueError
 
 
-class Floats(tuple[float, ...]):
-    """Values of an option such as `--rates 0.1,0.01`."""
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    int: "whole numbers separated by commas, none below 0, as 8,16",
+    float: "numbers separated by commas, none below 0, as 0.1,0.01",
+    str: "names separated by commas",
+    parse_patch: "ROWxCOLUMN, as 8x5, several separated by commas",
+}
 
 
-class Words(tuple[str, ...]):
-    """Values of an option such as `--model a,b`."""
+def _list_parser(kind: Callable[[str], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def parse(text: Any) -> tuple[Any, ...]:
+        if isinstance(text, tuple):  # a default, which Typer parses too
+            return text
+        if kind is str and Path(text).exists():  # a path may have commas in it
+            return (text,)
+        try:
+            values = [kind(part.strip()) for part in text.split(",")]
+            if all(0 <= value < math.inf if kind in (int, float) else value for value in values):
+                return tuple(values if kind is str else dict.fromkeys(values))
+        except ValueError:
+            pass
+        raise typer.BadParameter(f"{text!r}: expected {_EXPECTED[kind]}")
+
+    return parse
 
 
-def _parse_numbers(text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Numbers separated by commas, each one once, in the order given."""
-    try:
-        values = tuple(dict.fromkeys(kind(part) for part in text.split(",")))
-        if all(0 <= value < math.inf for value in values):
-            return values
-    except ValueError:
-        pass
-    kinds = "whole numbers" if kind is int else "numbers"
-    raise typer.BadParameter(f"{text!r}: expected {kinds} separated by commas, none below 0, as 8,16")
+def list_option(
+    kind: Callable[[str], Any], metavar: str, help: str, *names: str, default: str | bool = True
+) -> OptionInfo:
+    """An option of several values separated by commas; `default` is shown as its default.
 
-
-# Typer also passes the default of an option, which is parsed already, through these.
-
-
-def parse_ints(text: str | Ints) -> Ints:
-    """Whole numbers separated by commas."""
-    return text if isinstance(text, Ints) else Ints(_parse_numbers(text, int))
-
-
-def parse_floats(text: str | Floats) -> Floats:
-    """Numbers separated by commas."""
-    return text if isinstance(text, Floats) else Floats(_parse_numbers(text, float))
-
-
-def parse_words(text: str | Words) -> Words:
-    """Words separated by commas. A text that is the path of a file is one word, whatever commas are in it."""
-    if isinstance(text, Words):
-        return text
-    words = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
-    if not all(words):
-        raise typer.BadParameter(f"{text!r}: expected names separated by commas")
-    return Words(words)
+    Its type is to be Any: Typer takes a tuple type for an option of several words.
+    """
+    parser = _list_parser(kind)
+    return typer.Option(*names, parser=parser, metavar=f"{metavar},…", help=help, show_default=default)
 
 
 def _parse_budget(text: str) -> int | None:
-    if text == "all":
-        return None
     try:
-        return int(text)
+        return None if text == "all" else int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no budget; expected one whole number, as 32, or all") from None
 
 
-def _parse_budgets(text: str) -> Ints:
+def _parse_budgets(text: str) -> tuple[int, ...]:
     """Budgets separated by commas; no budget stands for "all", which depends on the model."""
-    return Ints() if text == "all" else parse_ints(text)
+    return () if text == "all" else _list_parser(int)(text)
 
 
 _MODEL_HELP = "A name, a .safetensors file or folder, or a released .pt checkpoint."
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)]
-Models = Annotated[
-    Words, typer.Option("--model", "-m", parser=parse_words, metavar="MODEL,…", help=f"{_MODEL_HELP} Several: compare.")
-]
+Models = Annotated[Any, list_option(str, "MODEL", f"{_MODEL_HELP} Several: compare.", "--model", "-m")]
 Backbone = Annotated[
     str,
     typer.Option(
@@ -103,7 +94,7 @@ Cores = Annotated[
     typer.Option(parser=_parse_budget, metavar="C", help="Budget: cores, 1 to 64, or all.", show_default="all"),
 ]
 Budgets = Annotated[
-    Ints | None,
+    Any,
     typer.Option(
         "--cores", parser=_parse_budgets, metavar="C,…",
         help="Budgets, as 8,16,64; all: every budget the model was trained at.",
@@ -111,9 +102,7 @@ Budgets = Annotated[
     ),
 ]  # fmt: skip
 Size = Annotated[int, typer.Option(metavar="PX", help="Side in pixels, a multiple of 16.")]
-Sizes = Annotated[
-    Ints, typer.Option("--size", parser=parse_ints, metavar="PX,…", help="Sides in pixels, multiples of 16.")
-]
+Sizes = Annotated[Any, list_option(int, "PX", "Sides in pixels, multiples of 16.", "--size")]
 FitOption = Annotated[
     Fit,
     typer.Option(

