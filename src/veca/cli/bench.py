@@ -24,30 +24,18 @@ bench_app = make_group(
 explorer_app = make_group("Measure the explorer: the page in Chromium, and many clients at once.")
 bench_app.add_typer(explorer_app, name="explorer")
 
-Cases = Annotated[
-    Any,
-    opt.list_option(
-        str, "MODEL:PX:BATCH[:CORES]", "Cases, as base:1024:16,base:512:32.", "--case",
-        default="those with published targets",
-    ),
-]  # fmt: skip
-BenchModels = Annotated[Any, opt.list_option(str, "MODEL", "small, small_plus, base, large, tiny.", "--model", "-m")]
-BatchSizes = Annotated[Any, opt.list_option(int, "N", "Images per forward pass.", "--batch-size")]
-_CONTENDERS_HELP = "What to compare, as veca,veca-eager,dense."
-Contenders = Annotated[Any, opt.list_option(str, "NAME", _CONTENDERS_HELP, "--contender", default="all that apply")]
-BenchPrecision = Annotated[
-    FloatDtype | None,
-    typer.Option(
-        "--precision", help="Precision of the computation.", show_default="bfloat16 on CUDA, float32 elsewhere"
-    ),
-]
-Repeats = Annotated[int, typer.Option(help="Measured rounds; every contender has a turn in each.")]
-Profile = Annotated[bool, typer.Option("--profile", help="Also show where the time of each contender goes.")]
-Errors = Annotated[bool, typer.Option("--errors/--no-errors", help="Also measure the error against float64.")]
-Seconds = Annotated[float, typer.Option(min=0.1, help="Seconds of each measurement.")]
-Chromium = Annotated[str | None, typer.Option(help="Path of Chromium.", show_default="the one on the PATH")]
-ClsOnly = Annotated[bool, typer.Option("--cls-only", help="Compute the global feature alone.")]
-BenchOut = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for results.json, results.csv, table.txt.")]
+Cases = Annotated[Any, opt.option("bench.cases")]
+BenchModels = Annotated[Any, opt.option("bench.models")]
+BatchSizes = Annotated[Any, opt.option("bench.batch-sizes")]
+Contenders = Annotated[Any, opt.option("bench.contenders")]
+BenchPrecision = Annotated[FloatDtype | None, opt.option("bench.precision")]
+Repeats = Annotated[int, opt.option("bench.repeats")]
+Profile = Annotated[bool, opt.option("bench.profile")]
+Errors = Annotated[bool, opt.option("bench.errors")]
+Seconds = Annotated[float, opt.option("bench.seconds")]
+Chromium = Annotated[str | None, opt.option("bench.chromium")]
+ClsOnly = Annotated[bool, opt.option("bench.cls-only")]
+BenchOut = Annotated[Path | None, opt.option("bench.out")]
 
 
 def _bench(
@@ -78,8 +66,8 @@ for _name, _help in BENCHES.items():
 @bench_app.command("plot", cls=Command)
 def bench_plot(
     results: Annotated[list[Path], typer.Argument(help="results.json files that other `veca bench` commands wrote.")],
-    to: Annotated[Path, typer.Option("--out", "-o", help="Folder for the plots.")],
-    form: Annotated[PlotFormat, typer.Option("--format", help="File format.")] = "svg",
+    to: Annotated[Path, opt.option("bench.plot-out")],
+    form: Annotated[PlotFormat, opt.option("bench.plot-format")] = "svg",
 ) -> None:
     """Plot FLOPs against resolution, and latency against resolution and batch size.
 
@@ -117,10 +105,10 @@ ONNX_SIZES = ("224", "256", "320x480", "512", "768")
 @bench_app.command("onnx", cls=Command)
 def onnx_command(
     model: opt.Model = "veca_tiny",
-    size: Annotated[Any, opt.list_option(str, "PX|HxW", "Sides in pixels, or both as 320x480.")] = ONNX_SIZES,
+    size: Annotated[Any, opt.option("bench.onnx-size")] = ONNX_SIZES,
     cores: opt.Budgets = None,
-    dtype: Annotated[ExportDtype, typer.Option(help="Type of the stored weights.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each runtime.")] = 1,
+    dtype: Annotated[ExportDtype, opt.option("bench.onnx-dtype")] = "float32",
+    threads: Annotated[int, opt.option("bench.onnx-threads")] = 1,
     repeats: Repeats = 7,
 ) -> None:
     """Error and time of ONNX files beside PyTorch on the CPU."""
@@ -130,7 +118,7 @@ def onnx_command(
 @explorer_app.command("page", cls=Command)
 def page_command(
     model: opt.Model = "veca_tiny",
-    images: Annotated[int, typer.Option(min=1, help="Images to drop on the page.")] = 6,
+    images: Annotated[int, opt.option("bench.page-images")] = 6,
     chromium: Chromium = None,
 ) -> None:
     """Time from a dropped image or a moved slider to the drawn page, in Chromium."""
@@ -140,7 +128,7 @@ def page_command(
 @explorer_app.command("crowd", cls=Command)
 def crowd_command(
     model: opt.Model = "veca_tiny",
-    clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 50,
+    clients: Annotated[int, opt.option("bench.crowd-clients")] = 50,
     seconds: Seconds = 20.0,
 ) -> None:
     """Waiting times and answers of the API with many clients."""
@@ -149,7 +137,7 @@ def crowd_command(
 
 @explorer_app.command("shot", cls=Command)
 def screenshot_command(
-    to: Annotated[Path, typer.Option("--out", "-o", help="Image file to write.")], model: opt.Model = "veca_tiny",
+    to: Annotated[Path, opt.option("bench.screenshot-out")], model: opt.Model = "veca_tiny",
     chromium: Chromium = None,
 ) -> None:  # fmt: skip
     """Screenshot of the page, as in the README."""

@@ -1,4 +1,4 @@
-"""Helpers shared by the commands: consoles, usage errors, options from settings, loading the model, interruption."""
+"""Helpers shared by the commands: consoles, usage errors, options of settings, models, interruption."""
 
 import inspect
 import os

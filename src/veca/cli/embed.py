@@ -17,51 +17,28 @@ SETTINGS_OPTIONS = {
     "cores": opt.Cores,
     "size": opt.Size,
     "fit": opt.FitOption,
-    "dense": Annotated[bool, typer.Option("--dense", help="Save all patch features.")],
-    "with_global": Annotated[bool, typer.Option("--global/--no-global", help="Save the global feature.")],
+    "dense": Annotated[bool, opt.option("embed.dense")],
+    "with_global": Annotated[bool, opt.option("embed.with-global")],
     "batch": opt.BatchSize,
-    "precision": Annotated[Precision, typer.Option(help="Precision of the computation (autocast).")],
-    "save_dtype": Annotated[SaveDtype, typer.Option("--dtype", help="Type of the saved features.")],
-    "max_pixels": Annotated[int, typer.Option(help="Refuse to open larger images.")],
+    "precision": Annotated[Precision, opt.option("embed.precision")],
+    "save_dtype": Annotated[SaveDtype, opt.option("embed.save-dtype")],
+    "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
 }
 
 
 def _embed(
     sources: opt.Sources,
-    to: Annotated[
-        str,
-        typer.Option("--out", "-o", help="File to write: .parquet, .safetensors or .npz. Ray: a folder or address."),
-    ],
+    to: Annotated[str, opt.option("embed.out")],
     model: opt.Model = "veca_tiny",
     device: opt.Device = "auto",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=opt.MAX_WORKERS, help="Processes that decode images; with Ray, of each model.",
-            show_default="one per CPU, at most 8; with Ray: the CPUs there are for each GPU, 0 without GPUs",
-        ),
-    ] = None,
-    column: Annotated[
-        str | None,
-        typer.Option(help="Column of Parquet files that holds the images.", show_default="image, or the only one"),
-    ] = None,
-    engine: Annotated[
-        Engine, typer.Option(help="plain: this machine, one model; ray: all GPUs or CPUs of a machine or a cluster.")
-    ] = "plain",
-    address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster, HOST:PORT or auto.", show_default="$RAY_ADDRESS, or this machine alone"),
-    ] = None,
-    partition: Annotated[
-        int | None, typer.Option(help="With Ray: image files per file of features.", show_default=str(PARTITION))
-    ] = None,
+    workers: Annotated[int | None, opt.option("embed.workers")] = None,
+    column: Annotated[str | None, opt.option("embed.column")] = None,
+    engine: Annotated[Engine, opt.option("embed.engine")] = "plain",
+    address: Annotated[str | None, opt.option("embed.address")] = None,
+    partition: Annotated[int | None, opt.option("embed.partition", show_default=str(PARTITION))] = None,
     overwrite: opt.Overwrite = False,
-    skip_nonfinite: Annotated[
-        bool, typer.Option("--skip-nonfinite", help="List images whose features have NaN or infinity, and go on.")
-    ] = False,
-    ignore_dates: Annotated[
-        bool, typer.Option("--ignore-dates", help="Resume although files have other dates, as copies do.")
-    ] = False,
+    skip_nonfinite: Annotated[bool, opt.option("embed.skip-nonfinite")] = False,
+    ignore_dates: Annotated[bool, opt.option("embed.ignore-dates")] = False,
     progress: opt.ShowProgress = True,
     **values: Any,
 ) -> None:  # fmt: skip

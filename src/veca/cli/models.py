@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import typer
 from rich.table import Table
 
 import veca
@@ -13,7 +12,7 @@ from veca.checkpoint import load_or_random, save_released
 from veca.checkpoint.pretrained import pretrained_name
 from veca.checkpoint.release import HEAD, carry_along, cast, without_paths
 from veca.cli.common import check_absent, err, load_model, out, warn, warn_if_random
-from veca.cli.options import Cores, Model, Overwrite, Size
+from veca.cli.options import Cores, Model, Overwrite, Size, option
 from veca.config import size_name
 from veca.errors import ArgumentError
 from veca.flops import model_flops
@@ -28,7 +27,7 @@ def info_command(
     model: Model = "veca_tiny",
     size: Size = 512,
     cores: Cores = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, option("info.json")] = False,
 ) -> None:
     """Show what a model is: sizes, budgets, provenance, parameters, and its FLOPs at a resolution.
 
@@ -72,17 +71,9 @@ def _cell(text: str) -> str:
 
 def convert_command(
     model: Model,
-    to: Annotated[
-        Path,
-        typer.Option("--out", "-o", help="A folder or .safetensors file of ours, or a .pt in the released format."),
-    ],
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Type of the stored weights.", show_default="unchanged, bit for bit"),
-    ] = None,
-    paths: Annotated[
-        bool, typer.Option("--paths/--no-paths", help="Keep paths of this machine in the provenance, or names only.")
-    ] = True,
+    to: Annotated[Path, option("convert.out")],
+    dtype: Annotated[Literal["float32", "float16", "bfloat16"] | None, option("convert.dtype")] = None,
+    paths: Annotated[bool, option("convert.paths")] = True,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert released checkpoints to ours and back; tensors stay the same bit for bit.
@@ -111,22 +102,13 @@ def convert_command(
 
 
 def export_command(
-    to: Annotated[
-        Path, typer.Option("--out", "-o", help="File to write: .onnx, or .pt2 for torch.export and AOTInductor.")
-    ],
+    to: Annotated[Path, option("export.out")],
     model: Model = "veca_tiny",
     cores: Cores = None,
-    size: Annotated[
-        str, typer.Option(metavar="PX|HxW|dynamic", help="Side in pixels, or both as 512x768; dynamic: any.")
-    ] = "dynamic",
-    dtype: Annotated[ExportDtype, typer.Option(help="Type of the stored weights; int8: ONNX only.")] = "float32",
-    form: Annotated[
-        ExportFormat | None,
-        typer.Option("--format", help="File format.", show_default="by the file name"),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare the file with PyTorch; do not keep one that is wrong.")
-    ] = True,
+    size: Annotated[str, option("export.size")] = "dynamic",
+    dtype: Annotated[ExportDtype, option("export.dtype")] = "float32",
+    form: Annotated[ExportFormat | None, option("export.format")] = None,
+    check: Annotated[bool, option("export.check")] = True,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor.

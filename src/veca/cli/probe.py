@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich.table import Table
 
 from veca.cli import common
@@ -26,56 +25,41 @@ probe_app = common.make_group(
 INTERRUPTED = "Interrupted. The same command continues after the rows and the parts of features that are finished."
 
 ProbeTask = Literal["classify", "segment", "depth"]
-ResultsOut = Annotated[Path, typer.Option("--out", "-o", help="Folder of results; it may hold those of other runs.")]
-PrecisionOption = Annotated[
-    FrozenPrecision | None,
-    typer.Option("--precision", help="Precision of the backbone.", show_default="bfloat16 on a GPU, float32 elsewhere"),
-]
-Compile = Annotated[
-    bool,
-    typer.Option("--compile", help="Compile a VECA first, in a minute or less: for long runs without fused kernels."),
-]
+ResultsOut = Annotated[Path, opt.option("probe.out")]
+PrecisionOption = Annotated[FrozenPrecision | None, opt.option("probe.precision")]
+Compile = Annotated[bool, opt.option("probe.compile")]
 # The options of the fields that settings have; the fields without one keep their defaults.
 ALL_PROBES = {
     "cores": opt.Budgets,
     "sizes": opt.Sizes,
-    "rates": Annotated[Any, opt.list_option(float, "LR", "Learning rates; a head is trained for each.")],
+    "rates": Annotated[Any, opt.option("probe.rates")],
     "seed": opt.Seed,
     "workers": opt.Workers,
     "skip_bad": opt.SkipBad,
     "progress": opt.ShowProgress,
 }
 FEATURE_PROBES = ALL_PROBES | {
-    "decays": Annotated[Any, opt.list_option(float, "WD", "Weight decays; a head is trained for every pair.")],
-    "epochs": Annotated[int, typer.Option(min=1, help="Epochs over the features of train.")],
-    "batch": Annotated[int, typer.Option("--head-batch-size", min=1, help="Features per step of SGD.")],
-    "passes": Annotated[
-        int, typer.Option(min=0, help="Passes of random crops and flips over train, instead of its centre crops.")
-    ],
-    "ks": Annotated[Any, opt.list_option(int, "K", "Neighbours; the last one is the result.", "--k")],
-    "temperature": Annotated[float, typer.Option(min=1e-3, help="A neighbour weighs exp(cosine / temperature).")],
-    "feature": Annotated[
-        FeatureKind,
-        typer.Option("--feature", help="cls: the global feature, as in the paper; or with the mean of the patches."),
-    ],
-    "standardize": Annotated[bool, typer.Option("--standardize", help="Standardise the channels of the features.")],
+    "decays": Annotated[Any, opt.option("probe.decays")],
+    "epochs": Annotated[int, opt.option("probe.epochs")],
+    "batch": Annotated[int, opt.option("probe.batch")],
+    "passes": Annotated[int, opt.option("probe.passes")],
+    "ks": Annotated[Any, opt.option("probe.ks")],
+    "temperature": Annotated[float, opt.option("probe.temperature")],
+    "feature": Annotated[FeatureKind, opt.option("probe.feature")],
+    "standardize": Annotated[bool, opt.option("probe.standardize")],
     "at_once": opt.AutoBatchSize,
-    "also": Annotated[Any, opt.list_option(str, "NAME", "Evaluate the head on these too, as imagenetv2.")],
+    "also": Annotated[Any, opt.option("probe.also")],
 }
 DENSE_PROBES = ALL_PROBES | {
-    "decay": Annotated[float, typer.Option(min=0, help="Weight decay.")],
-    "steps": Annotated[int, typer.Option(min=1, help="Training steps.")],
-    "every": Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations on val.", show_default="a tenth of all steps")
-    ],
+    "decay": Annotated[float, opt.option("probe.decay")],
+    "steps": Annotated[int, opt.option("probe.steps")],
+    "every": Annotated[int | None, opt.option("probe.every")],
     "batch": opt.TrainBatchSize,
-    "norm": Annotated[NormName, typer.Option("--norm", help="Normalisation of the features before the head.")],
-    "slide": Annotated[bool, typer.Option("--slide", help="Evaluate by sliding square windows, not whole images.")],
-    "head": Annotated[
-        Literal["bins", "regression"], typer.Option(help="bins: weights of a set of depths; regression: the depth.")
-    ],
-    "bins": Annotated[int, typer.Option(min=2, max=65_536, help="Number of depths.")],
-    "loss": Annotated[Literal["sig", "l1", "l2"], typer.Option(help="sig: scale-invariant logarithmic.")],
+    "norm": Annotated[NormName, opt.option("probe.norm")],
+    "slide": Annotated[bool, opt.option("probe.slide")],
+    "head": Annotated[Literal["bins", "regression"], opt.option("probe.head")],
+    "bins": Annotated[int, opt.option("probe.bins")],
+    "loss": Annotated[Literal["sig", "l1", "l2"], opt.option("probe.loss")],
 }
 
 

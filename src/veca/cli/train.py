@@ -18,21 +18,16 @@ finetune_app = common.make_group(
     "Several GPUs or machines: torchrun --nproc-per-node=gpu -m veca finetune classify …\n\n"
     "Interrupted or killed? Run the same command again: it continues, and the result is the same."
 )
-TunedOut = Annotated[Path, typer.Option("--out", "-o", help="Folder of the run: the model, the log and the report.")]
+TunedOut = Annotated[Path, opt.option("finetune.out")]
 # The options of the settings; others are changed by --set.
 TUNING_OPTIONS = {
     "size": opt.Size,
     "cores": opt.Budgets,
-    "epochs": Annotated[float, typer.Option(help="Passes over the training split.")],
+    "epochs": Annotated[float, opt.option("finetune.epochs")],
     "batch": opt.TrainBatchSize,
-    "rate": Annotated[float, typer.Option(help="Peak learning rate.")],
-    "layer_decay": Annotated[
-        float, typer.Option(help="Learning rate of a layer over that of the next one; 1: the same.")
-    ],
-    "head": Annotated[
-        HeadStart,
-        typer.Option("--head", help="Initialise the head by a linear probe of the frozen features, or at random."),
-    ],
+    "rate": Annotated[float, opt.option("finetune.rate")],
+    "layer_decay": Annotated[float, opt.option("finetune.layer-decay")],
+    "head": Annotated[HeadStart, opt.option("finetune.head")],
     "workers": opt.Workers,
     "skip_bad": opt.SkipBad,
 }
@@ -65,18 +60,14 @@ for _settings, _help in TASKS.items():
 
 def distill_command(
     recipe: Annotated[Path, typer.Argument(help="A recipe, as recipes/small-stage1.yaml.")],
-    to: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the run.", show_default="runs/RECIPE")
-    ] = None,
+    to: Annotated[Path | None, opt.option("distill.out")] = None,
     changes: opt.Changes = None,
     device: opt.Device = "auto",
     overwrite: opt.Overwrite = False,
-    wandb: Annotated[str | None, typer.Option(help="Weights & Biases project to log to.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit; nothing is loaded.")] = False,
-    images: Annotated[
-        int | None, typer.Option(help="With --dry-run: number of images, instead of counting them.")
-    ] = None,
-    processes: Annotated[int, typer.Option(help="With --dry-run: processes that torchrun will start.")] = 1,
+    wandb: Annotated[str | None, opt.option("distill.wandb")] = None,
+    dry_run: Annotated[bool, opt.option("distill.dry-run")] = False,
+    images: Annotated[int | None, opt.option("distill.images")] = None,
+    processes: Annotated[int, opt.option("distill.processes")] = 1,
 ) -> None:
     """Train a VECA to reproduce its teacher's features, as a recipe says.
 

@@ -125,7 +125,8 @@ def pack_features(analysis: Analysis, file_format: Literal["npz", "safetensors"]
     if file_format == "safetensors":
         return _pack(parts, analysis.about)
     data = io.BytesIO()
-    np.savez(data, **parts, veca=np.array(json.dumps(analysis.about, allow_nan=False)))
+    entries: dict[str, Any] = {**parts, "veca": np.array(json.dumps(analysis.about, allow_nan=False))}
+    np.savez(data, **entries)
     return data.getvalue()
 
 

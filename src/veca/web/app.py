@@ -1,4 +1,4 @@
-"""The explorer's HTTP API, described at /openapi.json and as useful to a script, and its state: all of it bounded."""
+"""The explorer's HTTP API, described at /openapi.json, and its state: models, images, cached results."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,7 +31,6 @@ from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Of the page's files, by suffix."""
-MAX_JOBS = 32
 
 router = APIRouter(prefix="/api")
 
@@ -41,7 +40,7 @@ def create_app(
     *,
     hosts: set[str] | None = None,
     token: str | None = None,
-    max_jobs: int = MAX_JOBS,
+    max_jobs: int = 32,
     warm: bool = True,
     limits: Limits = LIMITS,
 ) -> FastAPI:
@@ -130,15 +129,18 @@ class Explorer:
     def measure(self, setting: schemas.ViewSetting, image: StoredImage) -> JobSteps[schemas.MeasuredCosts]:
         model = self.models[setting.model]
         images = analysis.model_input(model, image, setting.size)
-        veca_steps = analysis.measure([lambda: model(images, cores=setting.cores)], images.device)
-        costs = []
-        for kind, steps in ((setting.cores, veca_steps), ("dense", analysis.measure_dense(model.config, images))):
-            key = (setting.model, images.shape, kind)
+        measurements: dict[str, tuple[Any, JobSteps[Any]]] = {
+            "veca": (setting.cores, analysis.measure([lambda: model(images, cores=setting.cores)], images.device)),
+            "dense": (None, analysis.measure_dense(model.config, images)),
+        }
+        costs = {}
+        for name, (cores, steps) in measurements.items():
+            key = (setting.model, images.shape, name, cores)
             if (cached := self._measured.get(key)) is None:
                 cached = ((yield from steps),)
                 self._measured.put(key, cached)
-            costs.append(cached[0])
-        return schemas.MeasuredCosts(veca=costs[0], dense=costs[1])
+            costs[name] = cached[0]
+        return schemas.MeasuredCosts(**costs)
 
 
 class Client:

@@ -7,15 +7,17 @@ then, or never reads its response could hold a connection forever.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from veca.utils.signals import handled_by
 from veca.web.security import address_of
 
 INITIAL_CREDIT = 2**16
@@ -72,10 +74,18 @@ def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
     quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "ws": "none"}
     timeouts: dict[str, Any] = {"timeout_keep_alive": limits.idle_seconds, "timeout_graceful_shutdown": 3}
     # The backlog waits to be accepted: so many connections can exceed the limit before the first is closed.
-    return _SweepingServer(uvicorn.Config(app, http=protocol, backlog=128, **quiet, **timeouts))
+    return _LimitedServer(uvicorn.Config(app, http=protocol, backlog=128, **quiet, **timeouts))
 
 
-class _SweepingServer(uvicorn.Server):
+class _LimitedServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Shut down on SIGHUP too, where it ends a command. uvicorn raises what it captured again in the end."""
+        hangup = getattr(signal, "SIGHUP", None)  # not on Windows; not callable where it is ignored, as under nohup
+        applies = lambda number, handler: number == hangup and callable(handler)  # noqa: E731
+        with super().capture_signals(), handled_by(self.handle_exit, applies):
+            yield
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
         pool: ConnectionPool = self.config.http.pool  # type: ignore[union-attr]

@@ -3,7 +3,6 @@
 import hmac
 import ipaddress
 import socket
-from collections import Counter
 from collections.abc import Iterable
 from urllib.parse import parse_qs, urlsplit
 
@@ -69,7 +68,7 @@ class SecurityMiddleware:
     def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str | None = None, max_requests: int = 128) -> None:
         self.app, self.hosts, self.token = app, frozenset(hosts), token
         self.max_requests, self.max_per_address = max_requests, max_requests - max_requests // 4
-        self.active: Counter[str] = Counter()
+        self.active: dict[object, str] = {}  # the address of each request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,30 +87,25 @@ class SecurityMiddleware:
         if refusal := self._check(scope, client):
             await refusal(scope, receive, send_with_headers)
             return
-        receiving = True
+        request, receiving = object(), True
 
         async def receive_uncounted() -> Message:
             nonlocal receiving
             if not receiving:
                 return await receive()
-            self._count(client, -1)
+            del self.active[request]
             try:
                 message = await receive()
             finally:
-                self._count(client, 1)
+                self.active[request] = client
             receiving = bool(message.get("more_body"))
             return message
 
-        self._count(client, 1)
+        self.active[request] = client
         try:
             await self.app(scope, receive_uncounted, send_with_headers)
         finally:
-            self._count(client, -1)
-
-    def _count(self, client: str, change: int) -> None:
-        self.active[client] += change
-        if not self.active[client]:
-            del self.active[client]
+            del self.active[request]
 
     def _check(self, scope: Scope, client: str) -> Response | None:
         """The answer to a request that is refused; None if it may pass."""
@@ -131,7 +125,7 @@ class SecurityMiddleware:
             if not self._is_token(_presented_token(headers)):
                 message = "A token is needed: open the address the server printed, with its ?token=…"
                 return _refuse(401, message, ("www-authenticate", "Bearer"))
-        if self.active.total() >= self.max_requests or self.active[client] >= self.max_per_address:
+        if len(self.active) >= self.max_requests or list(self.active.values()).count(client) >= self.max_per_address:
             return _refuse(503, "Too many requests at once; try again in a moment.", ("retry-after", "1"))
         return None
 
