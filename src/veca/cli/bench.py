@@ -58,8 +58,8 @@ BENCHES: dict[Bench, str] = {
     "attention": "Attention of one layer alone, rotary embedding included: forward, then backward.",
 }
 for _name, _help in BENCHES.items():
-    _options = {"cls_only": ClsOnly} if _name == "model" else {}
-    _command = with_settings(partial(_bench, _name), pick_setting, _options)
+    _defaults: dict[str, Any] = {"cls_only": False} if _name == "model" else {}
+    _command = with_settings(partial(_bench, _name), {"cls_only": ClsOnly}, **_defaults)
     bench_app.command(_name, cls=Command, help=_help)(_command)
 
 

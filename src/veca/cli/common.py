@@ -93,14 +93,15 @@ def make_group(help: str) -> typer.Typer:
 
 
 def with_settings(
-    run: Callable[..., None], target: Callable[..., Any], options: Mapping[str, Any], **defaults: Any
+    run: Callable[..., None], options: Mapping[str, Any], settings: Callable[..., Any] | None = None, **defaults: Any
 ) -> Callable[..., None]:
-    """A command of the parameters of `run` and, in place of its `**values`, those of `target` that `options` declares.
+    """A command of the parameters of `run`, and in place of its `**values` those of `settings` and `defaults`.
 
-    `target` is a function or a settings class. Its defaults are those of the options, after which come `defaults`.
+    `options` declares them by name: fields of the class `settings` that are not in it have no option.
     """
     own = list(inspect.signature(run).parameters.values())[:-1]
-    values = {name: each.default for name, each in inspect.signature(target).parameters.items()} | defaults
+    fields = inspect.signature(settings).parameters if settings else {}
+    values = {name: each.default for name, each in fields.items()} | defaults
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [each.replace(kind=keyword) for each in own]
     parameters += [

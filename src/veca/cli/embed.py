@@ -26,7 +26,7 @@ SETTINGS_OPTIONS = {
 }
 
 
-def _embed(
+def _run_embed(
     sources: opt.Sources,
     to: Annotated[str, opt.option("embed.out")],
     model: opt.Model = "veca_tiny",
@@ -74,4 +74,4 @@ def _embed(
         raise typer.Exit(3)
 
 
-embed_command = with_settings(_embed, EmbedSettings, SETTINGS_OPTIONS)
+embed_command = with_settings(_run_embed, SETTINGS_OPTIONS, EmbedSettings)

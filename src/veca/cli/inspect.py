@@ -15,7 +15,7 @@ from veca.errors import needs_extra
 from veca.inspect import draw_story, measure_cores, story_table, write_story
 from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.demo import write_demo
-from veca.inspect.feature_figures import draw_budgets, draw_features, draw_similarity
+from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
 from veca.inspect.figure_inputs import FeatureFunction
 from veca.inspect.figure_layout import check_out, write_figure
 from veca.inspect.projections import ProjectionMethod
@@ -28,9 +28,7 @@ figure_app = common.make_group(
     "Example: veca figure similarity photo.jpg --patch 8x5"
 )
 FigureOut = Annotated[Path | None, opt.option("figure.out")]
-
-
-# The options of the keywords that drawing functions have.
+# The options of all figures, their defaults where they are not None, and the options of each figure.
 FIGURE_OPTIONS = {
     "budgets": opt.Budgets,
     "cores": opt.Cores,
@@ -44,9 +42,34 @@ FIGURE_OPTIONS = {
     "sizes": opt.Sizes,
     "fit": opt.FitOption,
 }
+FIGURE_DEFAULTS: dict[str, Any] = {
+    "method": "pca",
+    "size": 512,
+    "sizes": FEATURE_SIZES,
+    "fit": "crop",
+    "with_global": True,
+}
+FIGURES: dict[str, tuple[Callable[..., Any], str]] = {
+    "layers": (draw_layers, "budgets layers method size fit"),
+    "cores": (draw_cores, "cores which layers size fit"),
+    "paths": (draw_paths, "budgets size fit"),
+    "features": (draw_features, "cores sizes beside method fit"),
+    "similarity": (draw_similarity, "cores patches with_global beside size fit"),
+    "states": (draw_states, "cores layers method size fit"),
+    "budgets": (draw_budgets, "budgets method size fit"),
+}
+FIGURE_HELP = {
+    "layers": "Which cores every patch attends to, as colours: rows are budgets, columns layers.",
+    "cores": "Where chosen cores look, and their positions.",
+    "paths": "The paths of the cores over the images, from the first layer to the last.",
+    "features": "Dense features of the same image at several resolutions, in comparable colours.",
+    "similarity": "Cosine similarity of all patches to a chosen one, and to the global feature.",
+    "states": "Core tokens after chosen layers, as points: coloured by core, and by image.",
+    "budgets": "How dense features change from few cores to all.",
+}
 
 
-def _draw(
+def _run_figure(
     kind: str, draw: Callable[..., Any], images: opt.Images, to: FigureOut = None, model: opt.Model = "veca_tiny",
     device: opt.Device = "auto", **values: Any,
 ) -> None:  # fmt: skip
@@ -65,18 +88,10 @@ def _draw(
     print_path("Figure", to)
 
 
-FIGURES: dict[str, tuple[Callable[..., Any], str]] = {
-    "layers": (draw_layers, "Which cores every patch attends to, as colours: rows are budgets, columns layers."),
-    "cores": (draw_cores, "Where chosen cores look, and their positions."),
-    "paths": (draw_paths, "The paths of the cores over the images, from the first layer to the last."),
-    "features": (draw_features, "Dense features of the same image at several resolutions, in comparable colours."),
-    "similarity": (draw_similarity, "Cosine similarity of all patches to a chosen one, and to the global feature."),
-    "states": (draw_states, "Core tokens after chosen layers, as points: coloured by core, and by image."),
-    "budgets": (draw_budgets, "How dense features change from few cores to all."),
-}
-for _kind, (_function, _help) in FIGURES.items():
-    _command = common.with_settings(partial(_draw, _kind, _function), _function, FIGURE_OPTIONS)
-    figure_app.command(_kind, cls=common.Command, help=_help)(_command)
+for _kind, (_function, _keywords) in FIGURES.items():
+    _defaults = {name: FIGURE_DEFAULTS.get(name) for name in _keywords.split()}
+    _command = common.with_settings(partial(_run_figure, _kind, _function), FIGURE_OPTIONS, **_defaults)
+    figure_app.command(_kind, cls=common.Command, help=FIGURE_HELP[_kind])(_command)
 
 
 def _trained_budgets(budgets: Sequence[int] | None, model: Veca) -> Sequence[int] | None:

@@ -60,11 +60,11 @@ def _list_parser(kind: Callable[[str], Any], expected: str, **words: Any) -> Cal
     return parse
 
 
-_WHOLE = "whole numbers separated by commas, none below 0, as 8,16"
+_WHOLE_NUMBERS = "whole numbers separated by commas, none below 0, as 8,16"
 _PARSERS = {
     "budget": _parse_budget,
-    "budgets": _list_parser(int, _WHOLE, all=()),  # no budget stands for "all", which depends on the model
-    "ints": _list_parser(int, _WHOLE),
+    "budgets": _list_parser(int, _WHOLE_NUMBERS, all=()),  # no budget stands for "all", which depends on the model
+    "ints": _list_parser(int, _WHOLE_NUMBERS),
     "floats": _list_parser(float, "numbers separated by commas, none below 0, as 0.1,0.01"),
     "words": _list_parser(str, "names separated by commas"),
     "patches": _list_parser(_parse_patch, "ROWxCOLUMN, as 8x5, several separated by commas"),

@@ -100,7 +100,7 @@ def _run_probe(
 for _name, (_, _settings, _task, _help) in PROBES.items():
     _options = FEATURE_PROBES if _task == "classify" else DENSE_PROBES
     _defaults = {"workers": None} | ({"also": None} if _name == "classify" else {})
-    _command = common.with_settings(partial(_run_probe, _name), _settings, _options, **_defaults)
+    _command = common.with_settings(partial(_run_probe, _name), _options, _settings, **_defaults)
     probe_app.command(_name, cls=common.Command, help=_help)(_command)
 
 

@@ -54,7 +54,7 @@ TASKS: dict[type[FinetuneClassifySettings | FinetuneSegmentSettings], str] = {
     "numbers.",
 }
 for _settings, _help in TASKS.items():
-    _command = common.with_settings(partial(_finetune, _settings), _settings, TUNING_OPTIONS, cores=None, workers=None)
+    _command = common.with_settings(partial(_finetune, _settings), TUNING_OPTIONS, _settings, cores=None, workers=None)
     finetune_app.command(_settings.task, cls=common.Command, help=_help)(_command)
 
 

@@ -1,4 +1,4 @@
-"""What the page shows of one image at one budget and resolution: features and maps of one forward pass, and costs.
+"""What the page shows of one image: features and maps of one forward pass, and costs.
 
 Maps are sent as safetensors of bytes, since each value is drawn as one of 256 colours. Shapes: rows × columns = N
 patches, C active cores, D width, L layers.
@@ -156,10 +156,10 @@ def measure_dense(config: VecaConfig, images: Tensor) -> JobSteps[MeasuredCost |
     hook.remove()
     args, kwargs = inputs
     layers = (config.depth - 1) * [lambda: dense.blocks[0](*args, **kwargs)]
-    return (yield from measure([lambda: dense.forward_features(images), *layers], images.device))
+    return (yield from measure_calls([lambda: dense.forward_features(images), *layers], images.device))
 
 
-def measure(calls: list[Callable[[], object]], device: torch.device) -> JobSteps[MeasuredCost]:
+def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> JobSteps[MeasuredCost]:
     """Time of all calls one after the other, and the peak memory of the first; pauses between any two."""
     runs = [torch.inference_mode()(call) for call in calls]
     peak = peak_device_bytes(runs[0], device)

@@ -130,7 +130,10 @@ class Explorer:
         model = self.models[setting.model]
         images = analysis.model_input(model, image, setting.size)
         measurements: dict[str, tuple[Any, JobSteps[Any]]] = {
-            "veca": (setting.cores, analysis.measure([lambda: model(images, cores=setting.cores)], images.device)),
+            "veca": (
+                setting.cores,
+                analysis.measure_calls([lambda: model(images, cores=setting.cores)], images.device),
+            ),
             "dense": (None, analysis.measure_dense(model.config, images)),
         }
         costs = {}

@@ -1,4 +1,4 @@
-"""The HTTP server with limits on connections: duration of each phase, number per address, unsent bytes.
+"""The HTTP server with limits on connections: time of each phase, number per address, unsent bytes.
 
 uvicorn closes a connection only when it is idle after a response. A client that sends nothing, sends a byte now and
 then, or never reads its response could hold a connection forever.
