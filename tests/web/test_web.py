@@ -30,7 +30,7 @@ from veca.cli.main import app as cli
 from veca.flops import dense_model_flops, model_flops
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, core_profiles, pca
-from veca.web import costs
+from veca.web import analysis
 from veca.web.app import create_app
 from veca.web.images import MAX_UPLOAD_BYTES, ImageStore
 from veca.web.jobs import BusyError, ByteCache, DroppedError, JobQueue, JobSteps
@@ -135,11 +135,11 @@ def test_memory_counts_what_lives_at_once() -> None:
         c = b * 2
         c.view(-1).add_(1)
 
-    assert costs.peak_tensor_bytes(call) == 2 * 4 * 2**20
+    assert analysis.peak_tensor_bytes(call) == 2 * 4 * 2**20
 
 
 def test_without_timm_the_dense_vit_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "find_spec", lambda name: None)
+    monkeypatch.setattr(analysis, "find_spec", lambda name: None)
     with connect() as client:
         asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING}
         measures = client.get("/api/measures", params=asked).json()
@@ -332,7 +332,7 @@ def test_a_full_server_says_so_and_recovers() -> None:
     with connect(max_jobs=1) as client:
         id = client.post("/api/pictures", content=PHOTO).json()["id"]
         release = threading.Event()
-        held = client.app.state.explorer.model_queue.submit("hold", lambda: blocked(release))  # type: ignore[attr-defined]
+        held = client.app.state.explorer.model_queue.submit("hold", blocked(release))  # type: ignore[attr-defined]
         answer = client.get("/api/view", params={"picture": id, **SETTING})
         assert "busy" in problem(answer, 503)
         assert int(answer.headers["retry-after"]) > 0
@@ -345,13 +345,13 @@ def test_a_new_request_of_a_pane_cancels_its_last() -> None:
     with connect() as client, ThreadPoolExecutor() as threads:
         asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING}
         worker, release = client.app.state.explorer.model_queue, threading.Event()  # type: ignore[attr-defined]
-        worker.submit("hold", lambda: blocked(release))
+        worker.submit("hold", blocked(release))
 
         def ask(cores: int, pane: str) -> Future[httpx2.Response]:
-            before = worker.waiting
+            before = len(worker.jobs)
             headers = {"x-veca-pane": pane}
             answer = threads.submit(client.get, "/api/view", params={**asked, "cores": cores}, headers=headers)
-            while worker.waiting == before and not answer.done():
+            while len(worker.jobs) == before and not answer.done():
                 threading.Event().wait(0.005)
             return answer
 
@@ -393,8 +393,8 @@ def worker() -> Iterator[JobQueue]:
 
 def test_equal_requests_share_one_job(worker: JobQueue) -> None:
     release, log = threading.Event(), []
-    worker.submit("hold", lambda: blocked(release))
-    both = [worker.submit("same", lambda: quick(log, "same")) for _ in range(2)]
+    worker.submit("hold", blocked(release))
+    both = [worker.submit("same", quick(log, "same")) for _ in range(2)]
     release.set()
     assert [future.result(10) for future in both] == ["same", "same"]
     assert log == ["same"]
@@ -402,9 +402,9 @@ def test_equal_requests_share_one_job(worker: JobQueue) -> None:
 
 def test_what_a_pane_no_longer_wants_is_never_begun(worker: JobQueue) -> None:
     release, log = threading.Event(), []
-    worker.submit("hold", lambda: blocked(release))
-    stale = [worker.submit(i, lambda i=i: quick(log, str(i)), pane="a") for i in range(3)]
-    other = worker.submit("other", lambda: quick(log, "other"), pane="b")
+    worker.submit("hold", blocked(release))
+    stale = [worker.submit(i, quick(log, str(i)), pane="a") for i in range(3)]
+    other = worker.submit("other", quick(log, "other"), pane="b")
     release.set()
     assert stale[2].result(10) == "2"
     assert other.result(10) == "other"
@@ -414,10 +414,10 @@ def test_what_a_pane_no_longer_wants_is_never_begun(worker: JobQueue) -> None:
 
 def test_what_two_wait_for_is_not_dropped_by_one(worker: JobQueue) -> None:
     release, log = threading.Event(), []
-    worker.submit("hold", lambda: blocked(release))
-    worker.submit("shared", lambda: quick(log, "shared"), pane="a")
-    wanted = worker.submit("shared", lambda: quick(log, "shared"), pane="b")
-    worker.submit("next", lambda: quick(log, "next"), pane="a")
+    worker.submit("hold", blocked(release))
+    worker.submit("shared", quick(log, "shared"), pane="a")
+    wanted = worker.submit("shared", quick(log, "shared"), pane="b")
+    worker.submit("next", quick(log, "next"), pane="a")
     release.set()
     assert wanted.result(10) == "shared"
 
@@ -434,12 +434,12 @@ def test_a_client_that_left_ends_its_job_at_the_next_step(worker: JobQueue) -> N
             await asyncio.to_thread(began.wait, 10)
 
         with pytest.raises(DroppedError):
-            await worker.run("job", job, gone)
+            await worker.run("job", job(), gone)
 
     asyncio.run(leaving())
-    assert worker.waiting == 0
+    assert not worker.jobs
     release.set()
-    assert worker.submit("last", lambda: quick(steps, "last")).result(10) == "last"
+    assert worker.submit("last", quick(steps, "last")).result(10) == "last"
     assert steps == ["last"]
 
 
@@ -451,9 +451,9 @@ def test_measuring_makes_way_for_other_jobs(worker: JobQueue) -> None:
         log.append("measured")
         return "measured"
 
-    later = worker.submit("later", measuring, later=True)
+    later = worker.submit("later", measuring(), later=True)
     assert began.wait(10)
-    urgent = worker.submit("urgent", lambda: quick(log, "urgent"))
+    urgent = worker.submit("urgent", quick(log, "urgent"))
     release.set()
     assert (later.result(10), urgent.result(10)) == ("measured", "urgent")
     assert log == ["urgent", "measured"]
@@ -465,17 +465,17 @@ def test_an_error_reaches_the_waiter_and_the_queue_goes_on(worker: JobQueue) -> 
         yield
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        worker.submit("bad", failing).result(10)
-    assert worker.submit("good", lambda: quick([], "good")).result(10) == "good"
+        worker.submit("bad", failing()).result(10)
+    assert worker.submit("good", quick([], "good")).result(10) == "good"
 
 
 def test_the_queue_is_bounded(worker: JobQueue) -> None:
     release = threading.Event()
     for i in range(8):
-        worker.submit(i, lambda: blocked(release))
+        worker.submit(i, blocked(release))
     with pytest.raises(BusyError):
-        worker.submit(9, lambda: blocked(release))
-    assert worker.submit(3, lambda: blocked(release)), "one that is there already takes no place"
+        worker.submit(9, blocked(release))
+    assert worker.submit(3, blocked(release)), "one that is there already takes no place"
     release.set()
 
 

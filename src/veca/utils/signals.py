@@ -39,7 +39,7 @@ class Terminated(_StoppedBySignal, KeyboardInterrupt):
 
 
 @contextmanager
-def _handled_by(handler: _Handler, applies: Callable[[int, Any], bool]) -> Iterator[dict[int, Any]]:
+def handled_by(handler: _Handler, applies: Callable[[int, Any], bool]) -> Iterator[dict[int, Any]]:
     """While the block runs, have `handler` handle the signals whose number and present handler `applies` accepts.
 
     Yields their previous handlers; none outside the main thread, the only one that may set handlers.
@@ -75,7 +75,7 @@ def terminable() -> Iterator[None]:
         raise Terminated(number)
 
     try:
-        with _handled_by(handle, lambda number, old: number != signal.SIGINT and old is signal.SIG_DFL):
+        with handled_by(handle, lambda number, old: number != signal.SIGINT and old is signal.SIG_DFL):
             yield
     except Terminated as error:
         sys.exit(exit_status(error))
@@ -101,7 +101,7 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
         first = min(first, time.monotonic())
         on_signal(number)
 
-    with _handled_by(handle, lambda _, old: old is not signal.SIG_IGN):
+    with handled_by(handle, lambda _, old: old is not signal.SIG_IGN):
         yield
 
 
@@ -129,7 +129,7 @@ def starting_workers(forked: bool) -> Iterator[None]:
     block = forked and hasattr(signal, "pthread_sigmask")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING) if block else set()
     deferred: list[tuple[int, FrameType | None]] = []
-    with _handled_by(lambda *args: deferred.append(args), lambda _, old: callable(old)) as previous:
+    with handled_by(lambda *args: deferred.append(args), lambda _, old: callable(old)) as previous:
         try:
             yield
         finally:
