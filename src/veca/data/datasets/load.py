@@ -87,7 +87,7 @@ class Spec(Settings):
             splits, classes = getattr(published, f"read_{self.reader}")(folder, **self.layout)
             if empty := [name for name, split in splits.items() if not len(split)]:
                 raise DatasetError(f"{folder} has no pictures for {' and '.join(empty)}")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise self._explained(str(error)) from error
         # Where this copy is not what was published it can be used, but its score is not the benchmark's.
         wrong = [name for name, count in self.sizes.items() if len(splits[name]) != count]
