@@ -48,7 +48,9 @@ def measure(
             if round_ >= warmup:
                 seconds[name].append(sample)
             elif repeat_short:
-                count[name] = calls_per_sample(sample)
+                # As often as fills a sample: 1 for 20 ms, 10 for 0.5 ms.
+                enough = min(_MAX_CALLS, math.ceil(_SAMPLE_SECONDS / max(sample, 1e-9)))
+                count[name] = 1 if sample >= _SHORT_CALL else enough
     return seconds
 
 
@@ -68,15 +70,6 @@ def timed(call: Call, device: torch.device, count: int = 1) -> float:
         call()
     synchronize(device)
     return (time.perf_counter() - begin) / count
-
-
-def calls_per_sample(seconds: float) -> int:
-    """How often a call that takes `seconds` is repeated in one sample.
-
-    >>> calls_per_sample(0.02), calls_per_sample(0.0005), calls_per_sample(0.0)
-    (1, 10, 100)
-    """
-    return 1 if seconds >= _SHORT_CALL else min(_MAX_CALLS, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9)))
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,8 +7,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from veca.data.index import ImageIndex
 from veca.data.sources import list_files
-from veca.errors import VecaError
+from veca.errors import VecaError, needs_extra
 from veca.images import ImageError, open_values
 from veca.utils.settings import Settings
 
@@ -44,24 +43,11 @@ class DatasetError(VecaError, ValueError):
     """A dataset cannot be read; the message says what is missing and which layout is expected."""
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn errors of the block, which reads a file or folder, into `DatasetError` with its path."""
-    try:
-        yield
-    except OSError as error:
-        raise DatasetError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is not a text file") from error
-
-
 def read_lines(path: Path) -> list[str]:
     """Read the non-empty lines of a list, stripped."""
-    with reading(path):
-        if (size := path.stat().st_size) > _MAX_LIST_BYTES:
-            raise DatasetError(f"{path} has {size:,} bytes; at most {_MAX_LIST_BYTES:,} are read of a list")
-        lines = path.read_text("utf-8").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+    if (size := path.stat().st_size) > _MAX_LIST_BYTES:
+        raise DatasetError(f"{path} has {size:,} bytes; at most {_MAX_LIST_BYTES:,} are read of a list")
+    return [line.strip() for line in path.read_text("utf-8", "replace").splitlines() if line.strip()]
 
 
 def read_columns(path: Path, columns: int) -> list[list[str]]:
@@ -74,15 +60,11 @@ def read_columns(path: Path, columns: int) -> list[list[str]]:
 
 def load_mat(path: Path, *names: str) -> dict[str, Any]:
     """Return the variables `names` of a .mat file, without dimensions of size one."""
-    try:
+    with needs_extra(f"{path}: needs", "eval"):
         from scipy.io import loadmat
-    except ImportError:
-        raise DatasetError(f"{path}: needs SciPy. pip install 'veca[eval]'") from None
     try:
         _check_unpacked_size(path)
         variables: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=list(names))
-    except NotImplementedError:
-        raise DatasetError(f"{path}: a file of MATLAB 7.3; save it with -v7") from None
     except DatasetError:
         raise
     except Exception as error:  # damaged files surface as almost anything
@@ -116,8 +98,7 @@ def _check_unpacked_size(path: Path) -> None:
 
 def subfolders(folder: Path) -> list[str]:
     """Return the sorted names of the folders in `folder` that are not hidden."""
-    with reading(folder):
-        return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def images_in(root: Path, folder: str) -> list[str]:

@@ -87,7 +87,7 @@ class Spec(Settings):
             splits, classes = getattr(published, f"read_{self.reader}")(folder, **self.layout)
             if empty := [name for name, split in splits.items() if not len(split)]:
                 raise DatasetError(f"{folder} has no pictures for {' and '.join(empty)}")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise self._explained(str(error)) from error
         # Where this copy is not what was published it can be used, but its score is not the benchmark's.
         wrong = [name for name, count in self.sizes.items() if len(splits[name]) != count]
@@ -277,10 +277,9 @@ def _read_pairs(root: Path, task: str | None, split_folders: dict[str, str]) -> 
     if task not in map_folders:
         raise DatasetError(f"{folder}: has no folder {' or '.join(_MAP_FOLDERS[task])}. Expected:{LAYOUT}")
     maps = map_folders[task]
-    pairs = {split: (f"{name}/images", f"{name}/{maps}") for name, split in split_folders.items()}
-    if not split_folders:
-        inside = [name for name in base.subfolders(root / "images") if name in SPLIT_FOLDERS]
-        pairs = {SPLIT_FOLDERS[name]: (f"images/{name}", f"{maps}/{name}") for name in inside}
+    form, names = ("{0}/{1}", list(split_folders)) if split_folders else ("{1}/{0}", base.subfolders(root / "images"))
+    named = [name for name in names if name in SPLIT_FOLDERS]
+    pairs = {SPLIT_FOLDERS[name]: (form.format(name, "images"), form.format(name, maps)) for name in named}
     pairs = pairs or {"all": ("images", maps)}
     # Depths have no classes; a classes.txt beside them belongs to masks of the same images.
     listed = root / "classes.txt"
@@ -327,10 +326,9 @@ def find_shards(source: str) -> list[str]:
     """Return the shards of a comma-separated list, a folder, a glob or a name's prefix; none if it is neither."""
     shards: list[str] = []
     for part in source.split(","):
-        if os.path.isdir(part):
-            shards += sorted(glob.glob(os.path.join(glob.escape(part), "*.tar")))
-        elif glob.has_magic(part):
-            shards += sorted(path for path in glob.glob(part) if path.endswith(".tar"))
+        if os.path.isdir(part) or glob.has_magic(part):
+            pattern = os.path.join(glob.escape(part), "*.tar") if os.path.isdir(part) else part
+            shards += sorted(path for path in glob.glob(pattern) if path.endswith(".tar"))
         elif part.lower().endswith((".tar", ".tar.gz", ".tgz")):
             shards.append(part)
         else:

@@ -169,11 +169,10 @@ def read_cifar(root: Path, classes: str, label_bytes: int, **files: Sequence[str
     for split, batches in files.items():
         images, spans, labels = [], [], []
         for batch in batches:
-            with base.reading(root / batch):
-                size = (root / batch).stat().st_size
-                if not size or size % record:
-                    raise DatasetError(f"{root / batch} has {size:,} bytes, not a multiple of {record:,}; get it again")
-                column = np.memmap(root / batch, np.uint8, "r", shape=(size // record, record))[:, label_bytes - 1]
+            size = (root / batch).stat().st_size
+            if not size or size % record:
+                raise DatasetError(f"{root / batch} has {size:,} bytes, not a multiple of {record:,}; get it again")
+            column = np.memmap(root / batch, np.uint8, "r", shape=(size // record, record))[:, label_bytes - 1]
             labels.append(column.astype(np.int64))
             images += [f"{batch}\0{i}" for i in range(len(column))]
             spans += [(i * record + label_bytes, 3 * _CIFAR_PIXELS) for i in range(len(column))]
