@@ -127,8 +127,8 @@ class ImageIndex:
             self._datasets[container.address] = _open_dataset(container.address)
         row: dict[str, Any] = self._datasets[container.address][self._offsets[i]]
         image = next(iter(row.values())) or {}
-        source: str | bytes | None = image["bytes"] if image.get("bytes") is not None else image.get("path")
-        if source is None:
+        source: str | bytes = image.get("bytes") or image.get("path") or b""
+        if not source:
             raise ImageError("the row has no picture")
         return source
 
@@ -160,7 +160,9 @@ class ImageIndex:
         if source.startswith("hf:"):
             dataset = _open_dataset(source)
             self._containers.append(_Container("dataset", source, len(self), dataset._fingerprint))
-            yield from (self._add_image(b"", row, size) for row, size in enumerate(_dataset_sizes(dataset)))
+            sizes = pc.binary_length(pc.struct_field(dataset.data.column(dataset.column_names[0]), "bytes"))
+            for row, size in enumerate(sizes.fill_null(-1).to_pylist()):  # -1: the row names a file
+                yield self._add_image(b"", row, size)
             return
         try:
             root, files = list_files(source, SHARDS)
@@ -256,12 +258,3 @@ def _open_dataset(source: str) -> Any:
         raise DataError(f"{source}: no column of pictures {column!r}; there are {', '.join(columns) or 'none'}")
     column = column or columns[0]
     return dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-
-
-def _dataset_sizes(dataset: Any) -> list[int]:
-    """Return the sizes of the encoded images; -1 where only reading them would tell."""
-    if dataset._indices is not None:  # a selection of rows
-        return [-1] * len(dataset)
-    column = dataset.data.column(dataset.column_names[0])
-    sizes: list[int] = pc.binary_length(pc.struct_field(column, "bytes")).fill_null(-1).to_pylist()
-    return sizes
