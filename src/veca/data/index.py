@@ -23,6 +23,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from rich.progress import TimeElapsedColumn
 
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span
@@ -97,6 +98,30 @@ class ImageIndex:
             index._save(cache)
         return index
 
+    @classmethod
+    def of_files(
+        cls, root: str | os.PathLike[str], names: Sequence[str], spans: NDArray[np.int64] | None = None
+    ) -> ImageIndex:
+        """Index files under `root` by name, or parts of files, named `file\\0part`, with (offset, size) in `spans`.
+
+        Nothing is opened or checked to exist.
+        """
+        # Names come from lists in downloaded archives: they must not lead out of the folder.
+        if outside := next((name for name in names if ".." in name and ".." in name.split("/")), None):
+            raise DataError(f"the lists name {outside!r}, which is outside the dataset's folder")
+        spans = np.full((len(names), 2), -1) if spans is None else spans
+        index = cls()
+        index._containers.append(_Container("files", os.fspath(root), 0))
+        for name, (offset, size) in zip(names, spans.tolist(), strict=True):
+            index._add_image(os.fsencode(name), offset, size)  # fsencode: a file name need not be valid UTF-8
+        return index
+
+    def take(self, indices: Sequence[int]) -> ImageIndex:
+        """Return the index of some images, of one made by `of_files`."""
+        (container,) = self._containers
+        spans = np.stack([np.asarray(self._offsets), np.asarray(self._bytes)], 1)[indices]
+        return self.of_files(container.address, [self._name(i) for i in indices], spans)
+
     def __len__(self) -> int:
         return len(self._offsets)
 
@@ -116,16 +141,37 @@ class ImageIndex:
         container, path = self._locate(i)
         return f"{container.address}/{self._offsets[i]}" if container.kind == "dataset" else as_text(path)
 
+    def relative_name(self, i: int) -> str:
+        """Return the name of image `i` in its folder or shard: the same wherever that lies."""
+        return as_text(self._name(i).replace("\0", "/"))
+
+    def path(self, i: int) -> str:
+        """Return the path or address of the file that holds image `i`."""
+        container, path = self._locate(i)
+        return container.address if container.kind == "shard" else path.partition("\0")[0]
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the size of each local image in bytes; -1 where its file is missing."""
+        sizes = np.array(self._bytes)
+        for i in np.flatnonzero(sizes < 0).tolist():
+            with suppress(OSError):
+                sizes[i] = os.stat(self.path(i)).st_size
+        return sizes
+
+    def digest(self) -> bytes:
+        """Return a hash of the names and their order, but not of the folder's path; part of users' result rows."""
+        return hashlib.sha256(np.asarray(self._ends, "<i8").tobytes() + self._names.tobytes()).digest()
+
     def read(self, i: int) -> str | bytes:
         """Return image `i` as `veca.images.open_image` takes it: the path of a local file, or encoded bytes."""
-        container, path = self._locate(i)
-        if container.kind == "files":
-            return read_remote(path, self._bytes[i]) if is_remote(path) else path
-        if container.kind == "shard":
-            return read_span(container.address, self._offsets[i], self._bytes[i])
+        container, file, offset, size = self._locate(i)[0], self.path(i), self._offsets[i], self._bytes[i]
+        if container.kind != "dataset":
+            if offset >= 0:
+                return read_span(file, offset, size)
+            return read_remote(file, size) if is_remote(file) else file
         if container.address not in self._datasets:
             self._datasets[container.address] = _open_dataset(container.address)
-        row: dict[str, Any] = self._datasets[container.address][self._offsets[i]]
+        row: dict[str, Any] = self._datasets[container.address][offset]
         image = next(iter(row.values())) or {}
         source: str | bytes = image.get("bytes") or image.get("path") or b""
         if not source:
@@ -146,11 +192,14 @@ class ImageIndex:
 
     def _locate(self, i: int) -> tuple[_Container, str]:
         """Return the container of image `i`, and its path."""
+        name = self._name(i)
+        container = self._containers[bisect_right(self._containers, i, key=lambda container: container.first) - 1]
+        return container, f"{container.address}/{name}" if container.address else name
+
+    def _name(self, i: int) -> str:
         if not 0 <= i < len(self):
             raise IndexError(f"picture {i}; there are {len(self):,}")
-        container = self._containers[bisect_right(self._containers, i, key=lambda container: container.first) - 1]
-        name = os.fsdecode(bytes(self._names[self._ends[i] : self._ends[i + 1]]))
-        return container, f"{container.address}/{name}" if container.address else name
+        return os.fsdecode(bytes(self._names[self._ends[i] : self._ends[i + 1]]))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_datasets": {}}  # worker processes open their own
