@@ -164,20 +164,19 @@ class ImageIndex:
 
     def read(self, i: int) -> str | bytes:
         """Return image `i` as `veca.images.open_image` takes it: the path of a local file, or encoded bytes."""
-        container, _ = self._locate(i)
-        if container.kind == "dataset":
-            if container.address not in self._datasets:
-                self._datasets[container.address] = _open_dataset(container.address)
-            row: dict[str, Any] = self._datasets[container.address][self._offsets[i]]
-            image = next(iter(row.values())) or {}
-            source: str | bytes | None = image["bytes"] if image.get("bytes") is not None else image.get("path")
-            if source is None:
-                raise ImageError("the row has no picture")
-            return source
-        file, offset, size = self.path(i), self._offsets[i], self._bytes[i]
-        if offset >= 0:
-            return read_span(file, offset, size)
-        return read_remote(file, size) if is_remote(file) else file
+        container, file, offset, size = self._locate(i)[0], self.path(i), self._offsets[i], self._bytes[i]
+        if container.kind != "dataset":
+            if offset >= 0:
+                return read_span(file, offset, size)
+            return read_remote(file, size) if is_remote(file) else file
+        if container.address not in self._datasets:
+            self._datasets[container.address] = _open_dataset(container.address)
+        row: dict[str, Any] = self._datasets[container.address][offset]
+        image = next(iter(row.values())) or {}
+        source: str | bytes = image.get("bytes") or image.get("path") or b""
+        if not source:
+            raise ImageError("the row has no picture")
+        return source
 
     @property
     def fingerprint(self) -> str:
@@ -210,7 +209,9 @@ class ImageIndex:
         if source.startswith("hf:"):
             dataset = _open_dataset(source)
             self._containers.append(_Container("dataset", source, len(self), dataset._fingerprint))
-            yield from (self._add_image(b"", row, size) for row, size in enumerate(_dataset_sizes(dataset)))
+            sizes = pc.binary_length(pc.struct_field(dataset.data.column(dataset.column_names[0]), "bytes"))
+            for row, size in enumerate(sizes.fill_null(-1).to_pylist()):  # -1: the row names a file
+                yield self._add_image(b"", row, size)
             return
         try:
             root, files = list_files(source, SHARDS)
@@ -306,12 +307,3 @@ def _open_dataset(source: str) -> Any:
         raise DataError(f"{source}: no column of pictures {column!r}; there are {', '.join(columns) or 'none'}")
     column = column or columns[0]
     return dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-
-
-def _dataset_sizes(dataset: Any) -> list[int]:
-    """Return the sizes of the encoded images; -1 where only reading them would tell."""
-    if dataset._indices is not None:  # a selection of rows
-        return [-1] * len(dataset)
-    column = dataset.data.column(dataset.column_names[0])
-    sizes: list[int] = pc.binary_length(pc.struct_field(column, "bytes")).fill_null(-1).to_pylist()
-    return sizes

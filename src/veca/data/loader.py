@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, tee
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,20 +37,12 @@ _SENT_BYTES = 1 << 27
 _TASK_IMAGES = 16
 # Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory.
 _SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
-# How long to wait for a thread that waits for a worker, which may hang and is killed after this
-_JOIN_SECONDS = 10.0
-# A JPEG is decoded at reduced size as long as this many pixels are left for each one of the result
-_DRAFT_FACTOR = 2
 
 
 def describe_error(error: Exception, name: str) -> str:
     """Return why an image cannot be read, without its name, fit for a table."""
     reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
     return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
-
-
-# Where TrivialAugmentWide is applied
-Where = Literal["cpu", "gpu"]
 
 
 # Embedding: a stream of items to a stream of records
@@ -128,7 +120,8 @@ def load_crop(
     TrivialAugmentWide is left to the caller.
     """
     short = round(short_side * resolution)
-    image = open_image(source, max_pixels=max_pixels, at_least=_DRAFT_FACTOR * short)
+    # A JPEG is decoded at reduced size as long as two pixels are left for each one of the result.
+    image = open_image(source, max_pixels=max_pixels, at_least=2 * short)
     width, height = image.info.get("extent", image.size)
     # Sizes as torchvision's Resize rounds them
     columns = short if width <= height else int(short * width / height)
@@ -198,8 +191,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         self._task_images = max(1, min(_TASK_IMAGES, math.ceil(batch_size / workers)))
         # Two batches ahead, shared by the workers
         self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * workers)))
-        self._fork = sys.platform == "linux"
-        if self.workers and self._fork:
+        if self.workers and sys.platform == "linux":
             # Anonymous memory: it is not taken from /dev/shm, of which containers have little. One slot more than tasks
             # under way: a slot is read before the task after those is begun.
             self._shared = mmap.mmap(-1, (workers * self._prefetch + 1) * _SLOT_BYTES)
@@ -213,7 +205,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         self.__exit__()
         sent, pending = tee(self.plans)
         tasks = enumerate(part for plan in sent for part in self._split(plan))
-        self._pool = pool = WorkerPool(self._decode, tasks, self.workers, self._prefetch, self._fork)
+        self._pool = pool = WorkerPool(self._decode, tasks, self.workers, self._prefetch, fork=self._shared is not None)
         batches = self._collect(pool, pending)
         try:
             yield from _prefetch_batches(batches) if self.workers else batches
@@ -239,11 +231,15 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         number, plan = task
         slot = self._slot(number, plan)
         pixels = np.empty(plan.shape, np.uint8) if slot is None else slot
-        images, skipped = list[int](), list[tuple[str, str]]()
+        images, skipped, sampler = list[int](), list[tuple[str, str]](), self.sampler
         for first, variant in zip(plan.images, plan.variants, strict=True):
-            for image in self.sampler.candidates(first, variant) if self.replace else (first,):
+            for image in sampler.candidates(first, variant) if self.replace else (first,):
+                params = sample_transforms(sampler.seed, [image], [variant], sampler.augment).item()
+                short = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
                 try:
-                    pixels[len(images)] = self._load(image, variant, plan.resolution)
+                    crop = load_crop(self.index.read(image), params, plan.resolution, float(short), self.max_pixels)
+                    crop = augment_image(crop, params.op, params.strength) if self.apply_op else crop
+                    pixels[len(images)] = np.asarray(crop)
                     images.append(image)
                     break
                 except Exception as error:  # no image may end the run
@@ -253,13 +249,6 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                 if self.replace:  # `_collect` will abort the run
                     break
         return images, skipped, pixels if slot is None else None
-
-    def _load(self, image: int, variant: int, resolution: int) -> NDArray[np.uint8]:
-        sampler = self.sampler
-        params = sample_transforms(sampler.seed, [image], [variant], sampler.augment).item()
-        short_side = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
-        crop = load_crop(self.index.read(image), params, resolution, float(short_side), self.max_pixels)
-        return np.asarray(augment_image(crop, params.op, params.strength) if self.apply_op else crop)
 
     def _collect(self, results: Iterator[Any], plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
@@ -317,11 +306,11 @@ def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
         stop.set()
         with suppress(queue.Empty):
             ready.get_nowait()  # room for the batch that the thread is about to put
-        thread.join(_JOIN_SECONDS)
+        thread.join(10.0)  # it may wait for a worker that hangs, which is killed after this
 
 
 def train_loader(
-    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: Where = "cpu"
+    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: str = "cpu"
 ) -> ImageLoader:
     """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
     apply_op = where == "cpu" or sampler.augment in ("flip", "none")

@@ -99,7 +99,7 @@ def retry(address: str, read: Callable[[], bytes]) -> bytes:
     for pause in (*_RETRY_PAUSES, None):
         try:
             return read()
-        except FileNotFoundError:
+        except (FileNotFoundError, ImageError):
             raise
         except Exception as error:  # every file system has its own exceptions
             if pause is None:
