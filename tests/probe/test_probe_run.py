@@ -13,8 +13,7 @@ from tiny_datasets import make_folder
 
 from veca.data.datasets import DatasetError, ProbeData, Split, limit_splits, load_dataset
 from veca.data.datasets.batches import CropTransform
-from veca.heads.features import Extraction
-from veca.heads.frozen import FrozenVeca
+from veca.heads.features import Extraction, FrozenVeca
 from veca.heads.linear import train_linear
 from veca.heads.metrics import percent_by_class
 from veca.probe import run

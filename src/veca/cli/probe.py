@@ -41,7 +41,7 @@ from veca.cli.options import (
     parse_words,
 )
 from veca.data.datasets import ProbeData, limit_splits, load_dataset
-from veca.heads.frozen import FeatureKind, FrozenBackbone, FrozenPrecision
+from veca.heads.features import FeatureKind, FrozenBackbone, FrozenPrecision
 from veca.heads.linear import DECAYS, RATES
 from veca.probe.backbones import load_backbone
 from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, depth, segment

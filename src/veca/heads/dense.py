@@ -1,16 +1,18 @@
-"""Linear heads over feature maps for segmentation and depth, and their losses. `fit_dense` trains them.
+"""Linear heads over feature maps for segmentation and depth: losses, training and scores.
 
-A head sees each patch with the global feature appended. Heads with the same inputs are stacked and computed together.
+A head sees each patch with the global feature appended. Features of a dense task are too many to cache, so batches come
+as the backbone computes them. One head is trained per learning rate: all are stacked, see the same pass over the images
+in one computation, and each ends where it would have ended alone.
 
 Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, C classes, n depth bins; `...` is
 the K heads of a stack, and nothing for a single head.
 """
 
-from __future__ import annotations
-
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
@@ -27,6 +29,8 @@ DepthLoss: TypeAlias = Literal["sig", "l1", "l2"]
 DenseMetrics: TypeAlias = Confusion | DepthErrors
 MAX_OUTPUTS = 2**27
 """Numbers in one output of a stack, half a GB; training takes three times that."""
+STATISTICS_BATCHES = 64
+"""At most this many batches give the statistics of a head that standardizes."""
 PIXELS = (-3, -2, -1)
 """The dimensions B, H, W of a batch of maps."""
 
@@ -119,8 +123,6 @@ class DenseHead(nn.Module, ABC):
     def use_moments(self, moments: Iterable[Tensor]) -> None:
         """Set the statistics of `standardize` from the `moments` of several batches."""
         count, total, squares = sum(moments, torch.zeros(3, len(self.mean), device=self.mean.device)).double()
-        if not count.all():
-            raise ArgumentError("no batches to take the statistics of the features from")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
         self.mean.copy_(mean)
@@ -213,35 +215,24 @@ class DepthHead(DenseHead):
         itself, as a share of the range.
     loss:
         `sig`, scale-invariant in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
-    upsample:
-        The grid of patches is upsampled by this factor before the bins are weighed, and the depths from there to the
-        labels' size: weighing at full size would take hundreds of numbers per pixel.
     """
 
     metric, higher_is_better = "rmse", False
+    gradient_weight = 0.5
+    upsample = 4
+    """The grid of patches is upsampled by this factor before the bins are weighed, and the depths from there to the
+    labels' size: weighing at full size would take hundreds of numbers per pixel."""
     depths: Tensor
 
     def __init__(
-        self,
-        width: int,
-        low: float,
-        high: float,
-        *,
-        bins: int = 256,
-        loss: DepthLoss = "sig",
-        gradient_weight: float = 0.5,
-        upsample: int = 4,
-        norm: Norm = "none",
+        self, width: int, low: float, high: float, *, bins: int = 256, loss: DepthLoss = "sig", norm: Norm = "none",
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(width, bins or 1, norm, seed)
-        if not 0 < low < high or bins < 0 or bins == 1:
-            rule = "depths need 0 < low < high, in metres, and two bins or more, or 0 for plain regression"
-            raise ArgumentError(f"low is {low}, high {high}, bins {bins}; {rule}")
-        if loss not in get_args(DepthLoss):
-            raise ArgumentError(f"loss is {loss!r}; choose sig, l1 or l2")
+        if not 0 < low < high or bins < 0 or bins == 1 or loss not in get_args(DepthLoss):
+            rule = "depths need 0 < low < high, in metres, two bins or more, or 0 for plain regression; sig, l1 or l2"
+            raise ArgumentError(f"low is {low}, high {high}, bins {bins}, loss {loss!r}; {rule}")
         self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
-        self.gradient_weight, self.upsample = gradient_weight, upsample
         self.register_buffer("depths", torch.linspace(low, high, bins))
         if not bins:
             # Start at the middle of the range: random weights over thousands of channels would be metres off.
@@ -267,8 +258,7 @@ class DepthHead(DenseHead):
         valid = (labels > self.low) & (labels < self.high)
         if self.loss_name == "sig":
             error = log_error(output, labels, valid)
-            loss = scale_invariant_loss(error, valid)
-            return loss + self.gradient_weight * gradient_loss(error, valid) if self.gradient_weight else loss
+            return scale_invariant_loss(error, valid) + self.gradient_weight * gradient_loss(error, valid)
         error = torch.where(valid, output - labels, 0)
         error = error.abs() if self.loss_name == "l1" else error.square()
         return error.sum(PIXELS) / valid.sum().clamp_min(1)
@@ -303,3 +293,141 @@ def gradient_loss(error: Tensor, valid: Tensor) -> Tensor:
         across = (e[..., 2:] - e[..., :-2]).abs() * (v[..., 2:] & v[..., :-2])
         total = total + (down.sum(PIXELS) + across.sum(PIXELS)) / v.sum().clamp_min(1)
     return total
+
+
+class DenseSweep:
+    """K copies of a head, one for each learning rate, and their training history."""
+
+    def __init__(self, head: DenseHead, rates: Sequence[float]) -> None:
+        self.rates, self.stack = tuple(rates), head.stack(len(rates))
+        self.heads = [copy.deepcopy(head).eval() for _ in rates]
+        """Each as it was at its best validation score, in eval mode."""
+        self.losses: list[Tensor] = []
+        """(K) of each step."""
+        self.evaluated: list[int] = []
+        """The steps after which the heads were scored."""
+        self.scores: list[Sequence[dict[str, float]]] = []
+        """Validation scores: for each of those steps, for each head."""
+        self._best_ranks, self._best_steps = [-math.inf] * len(rates), [0] * len(rates)
+
+    @property
+    def best(self) -> int:
+        """The head with the best score after any step; the first of equals."""
+        return self._best_ranks.index(max(self._best_ranks))
+
+    @property
+    def best_step(self) -> int:
+        """The first step after which the best head had its best score."""
+        return self._best_steps[self.best]
+
+    @property
+    def head(self) -> DenseHead:
+        return self.heads[self.best]
+
+    def backward(self, batch: DenseBatch, device: torch.device | str) -> None:
+        self.stack.train()  # scoring leaves them in eval mode
+        patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
+        x, size, losses = self.stack.normed(patches, cls), (labels.shape[-2], labels.shape[-1]), []
+        for heads in self.stack.groups(x, size):
+            loss = self.stack.loss(self.stack.output(x, size, heads), labels)
+            loss.sum().backward()  # heads share no parameters, so the sum gives each its own gradient
+            losses.append(loss.detach())
+        self.losses.append(torch.cat(losses))
+
+    def keep_best(self, step: int, scores: Sequence[dict[str, float]]) -> None:
+        self.evaluated.append(step)
+        self.scores.append(scores)
+        for k, each in enumerate(scores):
+            rank = each[self.stack.metric] * (1 if self.stack.higher_is_better else -1)
+            if rank > self._best_ranks[k]:  # NaN never is
+                self._best_ranks[k], self._best_steps[k], self.heads[k] = rank, step, self.stack.part(k).eval()
+
+
+def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
+    """Return the factor of the learning rate: (1 - step / steps) ** power, times a linear warm-up.
+
+    >>> [polynomial(step, steps=4, power=1.0) for step in range(5)]
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    return min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps) ** power
+
+
+def fit_dense(
+    heads: Sequence[DenseHead],
+    train: Callable[[], Iterable[Sequence[DenseBatch]]],
+    score: Callable[[Sequence[DenseHead]], Sequence[Sequence[dict[str, float]]]],
+    *,
+    rates: Sequence[float],
+    steps: int,
+    every: int | None = None,
+    decay: float = 1e-4,
+    power: float = 0.9,
+    warmup: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], object] = lambda steps: None,
+) -> list[DenseSweep]:
+    """Train a copy of each head for each rate with AdamW on the same images; keep each at its best on validation.
+
+    train:
+        Starts a pass over at least `steps` batches. Each step has a batch for each head, with features of its own and
+        labels that passed `DenseHead.check`. Passes must be equal for a result to repeat.
+    score:
+        Returns validation scores for stacks of heads: for each of `heads`, those of its copies, one for each rate.
+    every:
+        Score the heads after every so many steps, and after the last; None: after the last only.
+    power:
+        Of the polynomial schedule; 0.9 is DeepLab's and mmsegmentation's. DINOv2 used 1.0, with 1,500 steps of warm-up.
+    progress:
+        Called with 1 after each step.
+    """
+    if not rates or steps < 1 or (every is not None and every < 1):
+        raise ArgumentError(f"{len(rates)} rates, {steps} steps, scored every {every}: at least one of each is needed")
+    heads = [copy.deepcopy(head).to(device) for head in heads]
+    if any(head.norm == "standardize" for head in heads):
+        # In a pass of its own: the first training step needs the statistics.
+        first = islice(train(), STATISTICS_BATCHES)
+        moments = [[head.moments(batch) for head, batch in zip(heads, batches, strict=True)] for batches in first]
+        for i, head in enumerate(heads):
+            head.use_moments(step[i] for step in moments)
+    sweeps = [DenseSweep(head, rates) for head in heads]
+    optimizer = _make_optimizer(sweeps, len(rates), decay)
+    done = 0
+    for batches in islice(train(), steps):
+        optimizer.zero_grad(set_to_none=False)  # gradients are views of those of the stacks
+        for sweep, batch in zip(sweeps, batches, strict=True):
+            sweep.backward(batch, device)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * polynomial(done, steps, power, warmup)
+        optimizer.step()
+        done += 1
+        if done == steps or (every is not None and done % every == 0):
+            for sweep, scores in zip(sweeps, score([sweep.stack for sweep in sweeps]), strict=True):
+                sweep.keep_best(done, scores)
+        progress(1)
+    if done < steps:
+        raise ArgumentError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
+    return sweeps
+
+
+def _make_optimizer(sweeps: Sequence[DenseSweep], rates: int, decay: float) -> torch.optim.AdamW:
+    """Make one optimizer for all stacks with a parameter group for each rate, of views of the stacks' parameters."""
+    groups: list[dict[str, list[Tensor]]] = [{"params": []} for _ in range(rates)]
+    for parameter in (parameter for sweep in sweeps for parameter in sweep.stack.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+        for group, part, gradient in zip(groups, parameter.detach(), parameter.grad, strict=True):
+            part.grad = gradient
+            group["params"].append(part)
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=decay, fused=True)
+
+
+@torch.no_grad()
+def evaluate(
+    heads: DenseHead, batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
+) -> list[dict[str, float]]:
+    """Return the scores of each head of a stack, now in eval mode, over whole images at the size of their labels."""
+    metrics = heads.eval().metrics(device)
+    for batch in batches:
+        patches, cls, labels = (tensor.to(device) for tensor in batch)
+        for predicted, part in heads.predictions(patches, cls, (labels.shape[-2], labels.shape[-1])):
+            metrics.update(predicted, labels, part)
+    return [each.compute() for each in metrics.each()]

@@ -6,8 +6,6 @@ heads at once, with a leading shape; `each` then gives those of single heads.
 Shapes: N examples, C classes, B images of H × W pixels; `...` is any leading shape, such as the heads of a sweep.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Sequence
@@ -39,16 +37,6 @@ def top_k_accuracy(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
     return top_k_hits(scores, labels, k).double().mean(-1)
 
 
-def valid_label_accuracy(scores: Tensor, valid: Tensor) -> Tensor:
-    """Return the share of examples whose best class is one of their valid ones, as in ImageNet-ReaL.
-
-    `valid` (N, C) is true for each valid label; an example without any does not count.
-    """
-    hits = valid.gather(1, scores.argmax(1, keepdim=True))[:, 0]
-    hits = hits & ~scores.isnan().any(1)
-    return hits.sum().double() / valid.any(1).sum()
-
-
 def average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "11"] = "all") -> Tensor:
     """Return the average precision of each class: scores and targets (N, C) → (C), NaN for a class without examples.
 
@@ -76,11 +64,6 @@ def average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "1
         return (precision * (targets > 0)).sum(0) / total
     best = [torch.where(10 * positives >= level * total, precision, 0).amax(0) for level in range(11)]
     return torch.where(total > 0, torch.stack(best).mean(0), torch.nan)
-
-
-def mean_average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "11"] = "all") -> Tensor:
-    """Return the mean of `average_precision` over the classes with examples."""
-    return average_precision(scores, targets, points).nanmean()
 
 
 def percent_by_class(classes: Sequence[str], shares: Iterable[float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES
-from veca.heads.frozen import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
+from veca.heads.features import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
 from veca.utils.device import choose_device
 from veca.utils.text import did_you_mean
 

@@ -30,10 +30,8 @@ from veca.data.datasets.batches import (
     shuffled_batches,
 )
 from veca.data.datasets.dense_batches import DenseLoader
-from veca.heads.dense import DenseBatch, SegmentationHead
-from veca.heads.dense_fit import fit_dense
-from veca.heads.features import Extraction, drop_unreadable
-from veca.heads.frozen import FrozenVeca
+from veca.heads.dense import DenseBatch, SegmentationHead, evaluate, fit_dense
+from veca.heads.features import Extraction, FrozenVeca, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, train_linear
 from veca.heads.metrics import Confusion
 from veca.images import MEAN, STD, open_image
@@ -184,7 +182,7 @@ class ClassifyTask(_FinetuneTask):
         with bar("linear probe", settings.head_epochs, "epochs", settings.progress) as advance:
             head = train_linear(
                 sets[0], sets[1], sets[2], sets[3], classes=len(data.classes), rates=RATES, decays=DECAYS,
-                epochs=settings.head_epochs, seed=settings.seed, device=frozen.device, progress=lambda *_: advance(1),
+                epochs=settings.head_epochs, seed=settings.seed, device=frozen.device, progress=advance,
             ).head  # fmt: skip
         self.backbone.head.load_state_dict({"weight": head.weight, "bias": head.bias})
 
@@ -256,14 +254,16 @@ class SegmentTask(_FinetuneTask):
 
         def features(batches: Iterator[LabelledBatch]) -> Iterator[DenseBatch]:
             for pixels, labels in batches:
+                self.network.head.check(labels)
                 cls, patches = frozen.features(frozen.prepare(pixels), cores)
                 assert patches is not None
                 yield DenseBatch(patches, cls, labels.to(frozen.device))
 
         with bar("linear probe", steps, "steps", settings.progress) as advance:
-            sweep = fit_dense(
-                self.network.head, lambda: features(self.training(0, steps)), lambda: features(self.scoring("val")),
-                rates=DENSE_RATES, steps=steps, device=frozen.device, progress=lambda *_: advance(1),
+            (sweep,) = fit_dense(
+                [self.network.head], lambda: zip(features(self.training(0, steps)), strict=True),
+                lambda stacks: [evaluate(stacks[0], features(self.scoring("val")), frozen.device)],
+                rates=DENSE_RATES, steps=steps, device=frozen.device, progress=advance,
             )  # fmt: skip
         self.network.head.load_state_dict(sweep.head.state_dict())
 
