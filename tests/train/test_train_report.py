@@ -218,15 +218,6 @@ def test_one_resolution_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
     assert str(faint.get("d")).count("M") == 2, "a line over what is no number"
 
 
-def test_draws_that_rows_name_are_counted_too(tmp_path: Path) -> None:
-    with RunLogger(tmp_path) as log:
-        for step, budget in enumerate((8, 64, 64, 64)):
-            log.train(step, {"total": 1.0, "budget": budget, "resolution": 256})
-    budgets, resolutions = tables(ET.fromstring(write_distill_report(tmp_path).read_text()), "What was drawn")
-    assert [row[:3] for row in budgets[1:]] == [["8", "1", "25.0%"], ["64", "3", "75.0%"]]
-    assert resolutions[1][:3] == ["256", "4", "100.0%"]
-
-
 def test_no_folder_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder; name the one a run wrote to"):
         write_distill_report(tmp_path / "none")

@@ -19,8 +19,7 @@ def report_command(
     For probes also report.md, rows.csv and the curves.
     """
     from veca.probe.results import is_results_folder
-    from veca.train.csv_log import is_run
-    from veca.train.finetune.report import is_finetune_run, write_finetune_report
+    from veca.train.logger import is_finetune_run, is_run
 
     tuned, results = is_finetune_run(folder), is_results_folder(folder)
     run = is_run(folder) and not tuned
@@ -33,9 +32,7 @@ def report_command(
             f"{folder} is neither the folder of a run of `veca distill`, which has a recipe.yaml, nor of results of "
             "`veca probe`, which has rows/, nor of `veca finetune`, which has a finetune.json: name one of these"
         )
-    if tuned:
-        path = write_finetune_report(folder)
-    elif results:
+    if results and not tuned:
         from veca.probe.report import write_probe_report
 
         path, left_out = write_probe_report(folder)
@@ -43,6 +40,6 @@ def report_command(
             warn(f"left out: {problem}")
     else:
         with needs_extra("reports need", "train"):
-            from veca.train.report import write_distill_report
-        path = write_distill_report(folder)
+            from veca.train.report import write_distill_report, write_finetune_report
+        path = write_finetune_report(folder) if tuned else write_distill_report(folder)
     print_path("Report", path)
