@@ -145,7 +145,7 @@ def test_draws_stand_against_the_odds_of_the_recipe(tree: ET.Element) -> None:
 
 def test_curves_are_drawn_and_told(tree: ET.Element) -> None:
     charts = [svg for svg in tree.iter("svg") if svg.get("role") == "img"]
-    assert len(charts) == 3 + 1 + 2 + 1
+    assert len(charts) == 3 + 1 + 1
     assert all(svg.get("aria-label") for svg in charts)
     assert charts[0].get("aria-label") == "loss against steps, from 0.2 at step 10 to 0.005 at 400"
     raw = next(path for path in charts[0].iter("path") if "faint" in str(path.get("class")))

@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
@@ -53,6 +54,10 @@ class DenseHead(nn.Module, ABC):
     metric: str
     """The score by which heads are selected."""
     higher_is_better: bool
+    maps: int
+    """Channels of the output, at the size of the labels."""
+    upsample = 1
+    """Factor by which the grid of patches is upsampled before the outputs are computed."""
     mean: Tensor
     deviation: Tensor
 
@@ -73,13 +78,10 @@ class DenseHead(nn.Module, ABC):
     def stack(self, count: int) -> Self:
         """Return `count` copies of this head as one stack."""
         # The copies are equal at first; the learning rates make them differ.
-        return self._reshaped(lambda data: data.expand(count, *data.shape))
+        return self.reshaped(lambda data: data.expand(count, *data.shape))
 
-    def part(self, k: int) -> Self:
-        """Return a copy of head `k` of this stack."""
-        return self._reshaped(lambda data: data[k])
-
-    def _reshaped(self, reshape: Callable[[Tensor], Tensor]) -> Self:
+    def reshaped(self, reshape: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy of this head or stack with other parameters."""
         head = copy.deepcopy(self)
         for parameter in head.parameters():
             parameter.data = reshape(parameter.data).clone()
@@ -115,7 +117,7 @@ class DenseHead(nn.Module, ABC):
     @torch.no_grad()
     def moments(self, batch: DenseBatch) -> Tensor:
         """Return of a batch of features (3, 2 D): the number of patches, their sums and sums of squares."""
-        x = self.inputs(batch.patches.to(self.mean.device), batch.cls.to(self.mean.device)).double()
+        x = self.inputs(batch.patches, batch.cls).double()
         sums = x.sum((0, 1, 2))
         return torch.stack([torch.full_like(sums, x.numel() // x.shape[3]), sums, x.square().sum((0, 1, 2))])
 
@@ -135,15 +137,13 @@ class DenseHead(nn.Module, ABC):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         """Return the output at `size` = (H, W) for `loss` and `predict`, from what `normed` gave."""
 
-    @abstractmethod
-    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        """Return the numbers in the largest intermediate output of one head."""
-
     def groups(self, x: Tensor, size: tuple[int, int]) -> list[slice]:
         """Split the heads of a stack into groups with at most `MAX_OUTPUTS` numbers each, but at least one head."""
         if self.weight.ndim == 2:
             return [ALL]
-        count, step = len(self.weight), max(1, MAX_OUTPUTS // max(1, self.output_numel(x, size)))
+        count, channels = self.bias.shape
+        upsampled = channels * self.upsample**2 * x.shape[1] * x.shape[2]
+        step = max(1, MAX_OUTPUTS // max(1, len(x) * max(upsampled, self.maps * size[0] * size[1])))
         return [slice(k, min(k + step, count)) for k in range(0, count, step)]
 
     @abstractmethod
@@ -163,8 +163,8 @@ class DenseHead(nn.Module, ABC):
         return ((self.predict(self.output(x, size, heads)), heads) for heads in self.groups(x, size))
 
     @abstractmethod
-    def metrics(self, device: torch.device | str = "cpu") -> DenseMetrics:
-        """Return empty metrics for this task and these heads."""
+    def metrics(self) -> DenseMetrics:
+        """Return empty metrics for this task and these heads, on their device."""
 
 
 class SegmentationHead(DenseHead):
@@ -174,13 +174,11 @@ class SegmentationHead(DenseHead):
 
     def __init__(self, width: int, classes: int, *, norm: Norm = "none", ignore: int = 255, seed: int = 0) -> None:
         super().__init__(width, classes, norm, seed)
-        self.classes, self.ignore = classes, ignore
+        self.classes = self.maps = classes
+        self.ignore = ignore
 
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         return resize_maps(self.scores(x, heads), size)
-
-    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        return len(x) * self.classes * size[0] * size[1]
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy over the pixels that are not ignored; 0 if there are none."""
@@ -202,8 +200,8 @@ class SegmentationHead(DenseHead):
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-3)
 
-    def metrics(self, device: torch.device | str = "cpu") -> Confusion:
-        return Confusion(self.classes, self.ignore, device, self.weight.shape[:-2])
+    def metrics(self) -> Confusion:
+        return Confusion(self.classes, self.ignore, self.weight.device, self.weight.shape[:-2])
 
 
 class DepthHead(DenseHead):
@@ -217,11 +215,10 @@ class DepthHead(DenseHead):
         `sig`, scale-invariant in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
     """
 
-    metric, higher_is_better = "rmse", False
-    gradient_weight = 0.5
-    upsample = 4
-    """The grid of patches is upsampled by this factor before the bins are weighed, and the depths from there to the
-    labels' size: weighing at full size would take hundreds of numbers per pixel."""
+    metric, higher_is_better, maps = "rmse", False, 1
+    gradient_weight, upsample = 0.5, 4
+    """Bins are weighed at 4 times the grid of patches, and the depths upsampled from there to the labels' size:
+    weighing at full size would take hundreds of numbers per pixel."""
     depths: Tensor
 
     def __init__(
@@ -251,9 +248,6 @@ class DepthHead(DenseHead):
         depth = sums[..., 0, :] / sums[..., 1, :]
         return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
-    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        return len(x) * max(self.bins * self.upsample**2 * x.shape[1] * x.shape[2], size[0] * size[1])
-
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         valid = (labels > self.low) & (labels < self.high)
         if self.loss_name == "sig":
@@ -263,8 +257,8 @@ class DepthHead(DenseHead):
         error = error.abs() if self.loss_name == "l1" else error.square()
         return error.sum(PIXELS) / valid.sum().clamp_min(1)
 
-    def metrics(self, device: torch.device | str = "cpu") -> DepthErrors:
-        return DepthErrors(self.low, self.high, device, self.weight.shape[:-2])
+    def metrics(self) -> DepthErrors:
+        return DepthErrors(self.low, self.high, self.weight.device, self.weight.shape[:-2])
 
 
 def log_error(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:
@@ -302,37 +296,19 @@ class DenseSweep:
         self.rates, self.stack = tuple(rates), head.stack(len(rates))
         self.heads = [copy.deepcopy(head).eval() for _ in rates]
         """Each as it was at its best validation score, in eval mode."""
-        self.losses: list[Tensor] = []
-        """(K) of each step."""
         self.evaluated: list[int] = []
         """The steps after which the heads were scored."""
         self.scores: list[Sequence[dict[str, float]]] = []
         """Validation scores: for each of those steps, for each head."""
         self._best_ranks, self._best_steps = [-math.inf] * len(rates), [0] * len(rates)
 
-    @property
-    def best(self) -> int:
-        """The head with the best score after any step; the first of equals."""
-        return self._best_ranks.index(max(self._best_ranks))
-
-    @property
-    def best_step(self) -> int:
-        """The first step after which the best head had its best score."""
-        return self._best_steps[self.best]
-
-    @property
-    def head(self) -> DenseHead:
-        return self.heads[self.best]
-
-    def backward(self, batch: DenseBatch, device: torch.device | str) -> None:
+    def backward(self, batch: DenseBatch) -> None:
         self.stack.train()  # scoring leaves them in eval mode
-        patches, cls, labels = (tensor.detach().to(device) for tensor in batch)
-        x, size, losses = self.stack.normed(patches, cls), (labels.shape[-2], labels.shape[-1]), []
+        patches, cls, labels = (tensor.detach() for tensor in batch)
+        x, size = self.stack.normed(patches, cls), (labels.shape[-2], labels.shape[-1])
         for heads in self.stack.groups(x, size):
-            loss = self.stack.loss(self.stack.output(x, size, heads), labels)
-            loss.sum().backward()  # heads share no parameters, so the sum gives each its own gradient
-            losses.append(loss.detach())
-        self.losses.append(torch.cat(losses))
+            # Heads share no parameters, so the sum of their losses gives each its own gradient.
+            self.stack.loss(self.stack.output(x, size, heads), labels).sum().backward()
 
     def keep_best(self, step: int, scores: Sequence[dict[str, float]]) -> None:
         self.evaluated.append(step)
@@ -340,7 +316,11 @@ class DenseSweep:
         for k, each in enumerate(scores):
             rank = each[self.stack.metric] * (1 if self.stack.higher_is_better else -1)
             if rank > self._best_ranks[k]:  # NaN never is
-                self._best_ranks[k], self._best_steps[k], self.heads[k] = rank, step, self.stack.part(k).eval()
+                head = self.stack.reshaped(itemgetter(k)).eval()
+                self._best_ranks[k], self._best_steps[k], self.heads[k] = rank, step, head
+        # The head with the best score after any step, and the first step after which it had it; the first of equals.
+        self.best = self._best_ranks.index(max(self._best_ranks))
+        self.head, self.best_step = self.heads[self.best], self._best_steps[self.best]
 
 
 def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
@@ -363,10 +343,11 @@ def fit_dense(
     decay: float = 1e-4,
     power: float = 0.9,
     warmup: int = 0,
-    device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda steps: None,
 ) -> list[DenseSweep]:
     """Train a copy of each head for each rate with AdamW on the same images; keep each at its best on validation.
+
+    Heads and batches are on one device.
 
     train:
         Starts a pass over at least `steps` batches. Each step has a batch for each head, with features of its own and
@@ -382,7 +363,7 @@ def fit_dense(
     """
     if not rates or steps < 1 or (every is not None and every < 1):
         raise ArgumentError(f"{len(rates)} rates, {steps} steps, scored every {every}: at least one of each is needed")
-    heads = [copy.deepcopy(head).to(device) for head in heads]
+    heads = [copy.deepcopy(head) for head in heads]
     if any(head.norm == "standardize" for head in heads):
         # In a pass of its own: the first training step needs the statistics.
         first = islice(train(), STATISTICS_BATCHES)
@@ -395,7 +376,7 @@ def fit_dense(
     for batches in islice(train(), steps):
         optimizer.zero_grad(set_to_none=False)  # gradients are views of those of the stacks
         for sweep, batch in zip(sweeps, batches, strict=True):
-            sweep.backward(batch, device)
+            sweep.backward(batch)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * polynomial(done, steps, power, warmup)
         optimizer.step()
@@ -421,13 +402,10 @@ def _make_optimizer(sweeps: Sequence[DenseSweep], rates: int, decay: float) -> t
 
 
 @torch.no_grad()
-def evaluate(
-    heads: DenseHead, batches: Iterable[DenseBatch], device: torch.device | str = "cpu"
-) -> list[dict[str, float]]:
+def evaluate(heads: DenseHead, batches: Iterable[DenseBatch]) -> list[dict[str, float]]:
     """Return the scores of each head of a stack, now in eval mode, over whole images at the size of their labels."""
-    metrics = heads.eval().metrics(device)
-    for batch in batches:
-        patches, cls, labels = (tensor.to(device) for tensor in batch)
+    metrics = heads.eval().metrics()
+    for patches, cls, labels in batches:
         for predicted, part in heads.predictions(patches, cls, (labels.shape[-2], labels.shape[-1])):
             metrics.update(predicted, labels, part)
     return [each.compute() for each in metrics.each()]

@@ -243,7 +243,7 @@ class Extraction:
         collate: Callable[[Any], Any] = functools.partial(batches.stack_crops, transform.side)
         if forked := self.workers > 0 and self.backbone.forks:
             self.warm_up(transform.side, budgets)
-            collate = functools.partial(_compute_in_worker, self, transform.side, budgets)
+            collate = functools.partial(self.collate, transform.side, budgets)
         images, workers = batches.CroppedImages(split, transform), min(self.workers, len(order))
         with (
             batches.decode_batches(images, order, workers, collate, forked) as decoded,
@@ -273,6 +273,12 @@ class Extraction:
         images = self.backbone.prepare(torch.from_numpy(pixels))
         outputs = {cores: self.backbone.global_feature(images, cores, self.kind)[:count] for cores in budgets}
         return {cores: values.cpu().numpy() for cores, values in outputs.items()}
+
+    def collate(self, side: int, budgets: Sequence[int | None], crops: Any) -> tuple[ByBudget, dict[int, str]]:
+        """Collate function of forked workers: the features of crops, and the reasons of unreadable ones."""
+        pixels, bad = batches.stack_crops(side, crops)
+        with self.backbone.as_forked():
+            return self.features(pixels, budgets), bad
 
     def warm_up(self, side: int, budgets: Sequence[int | None]) -> None:
         """Run the backbone once as forked workers will: they inherit what it compiles, and errors surface sooner."""
@@ -305,17 +311,8 @@ def digest_of(**parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compute_in_worker(
-    extraction: Extraction, side: int, budgets: Sequence[int | None], crops: Sequence[tuple[int, Any]]
-) -> tuple[ByBudget, dict[int, str]]:
-    """Collate function of forked workers: from crops to features."""
-    pixels, bad = batches.stack_crops(side, crops)
-    with extraction.backbone.as_forked():
-        return extraction.features(pixels, budgets), bad
-
-
 def _write_features(path: Path, values: Tensor, bad: Mapping[int, str]) -> None:
-    metadata = {"digest": _features_hash(values), "bad": {str(i): reason for i, reason in bad.items()}}
+    metadata = {"digest": _features_hash(values), "bad": bad}
     with atomic_path(path) as part:
         write_tensors(part, {"features": values.contiguous()}, {"veca": json.dumps(metadata)})
 
@@ -346,6 +343,5 @@ def drop_unreadable(features: Features, labels: Tensor, skip: bool, where: str) 
         some = f"{len(bad):,} of {len(values):,} pictures of {where}"
         why = f"cannot be read: {batches.join_some(list(bad.values()))}"
         raise batches.UnreadableImageError(f"{some} {why}. Repair them, or leave them out with --skip-bad")
-    readable = torch.ones(len(values), dtype=torch.bool)
-    readable[list(bad)] = False
+    readable = [i not in bad for i in range(len(values))]
     return values[readable], labels[readable]

@@ -50,8 +50,6 @@ class LinearHead:
 class LinearSweep:
     """K heads with equal initial weights, one for each pair of rate and decay, and their training history."""
 
-    losses: Tensor
-    """(epochs, K): mean training loss of each epoch."""
     scores: Tensor
     """(epochs, K): validation score after each epoch, top-1 or mean average precision."""
 
@@ -80,18 +78,17 @@ class LinearSweep:
         """The best head, as it was after its best epoch."""
         return LinearHead(self.weights[self.best], self.biases[self.best], self.mean, self.deviation)
 
-    def step(self, x: Tensor, labels: Tensor, schedule: float, momentum: float) -> Tensor:
-        """Take an SGD step on a batch (B, D) at `schedule` × each head's rate; return the losses before it (K)."""
+    def step(self, x: Tensor, labels: Tensor, schedule: float, momentum: float) -> None:
+        """Take an SGD step on a batch (B, D) at `schedule` × each head's rate."""
         # Gradients by hand: autograd would hold the logits of all heads, and each momentum update is then one product.
         x = (x.float() - self.mean) / self.deviation
         logits = torch.addmm(self.bias.flatten(), x, self.weight.flatten(0, 1).T)
-        loss, gradient = _loss_and_gradient(logits.unflatten(1, self.bias.shape), labels)
+        gradient = _loss_gradient(logits.unflatten(1, self.bias.shape), labels)
         self.weight_momentum.flatten(0, 1).addmm_(gradient.flatten(1).T, x, beta=momentum)
         self.weight_momentum.addcmul_(self.weight, self.decay[:, :, None])
         self.bias_momentum.mul_(momentum).add_(gradient.sum(0)).addcmul_(self.bias, self.decay)
         self.weight.addcmul_(self.weight_momentum, self.rate[:, :, None], value=-schedule)
         self.bias.addcmul_(self.bias_momentum, self.rate, value=-schedule)
-        return loss
 
     def validate(self, features: Tensor, labels: Tensor) -> Tensor:
         """Return top-1 or mean average precision of each head (K); keep the heads that score higher than before."""
@@ -120,10 +117,8 @@ class LinearSweep:
 
 @torch.no_grad()
 def train_linear(
-    features: Tensor,
-    labels: Tensor,
-    validation_features: Tensor,
-    validation_labels: Tensor,
+    train: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
     *,
     classes: int,
     rates: Sequence[float],
@@ -132,17 +127,17 @@ def train_linear(
     batch: int = 128,
     momentum: float = 0.9,
     seed: int = 0,
-    multilabel: bool = False,
     standardize: bool = False,
     device: torch.device | str | None = None,
     progress: Callable[[int], object] = lambda epochs: None,
 ) -> LinearSweep:
-    """Train a head for each rate × decay on features (N, D) and score all of them on validation after every epoch.
+    """Train a head for each rate × decay and score all of them on validation after every epoch.
 
-    Labels are class numbers (N), or with `multilabel` (N, C) of 1, 0 and, for what does not count, -1; the loss is
-    softmax or sigmoid cross-entropy, the score top-1 or mean average precision. The rate follows a half cosine, step by
-    step, to 0. Decay is the L2 of SGD, on weights and biases. Features may be on any device and of any float type: a
-    batch at a time is moved to `device` (None: that of the features) as float32.
+    `train` and `validation` are features (N, D) and labels: class numbers (N), or for several classes per example
+    (N, C) of 1, 0 and, for what does not count, -1. The loss is softmax or sigmoid cross-entropy, the score top-1 or
+    mean average precision. The rate follows a half cosine, step by step, to 0. Decay is the L2 of SGD, on weights and
+    biases. Features may be on any device and of any float type: a batch at a time is moved to `device` (None: that of
+    the features) as float32.
 
     seed:
         Of the initial weights, equal for all heads, and of the order of the examples.
@@ -154,12 +149,12 @@ def train_linear(
     if not rates or not decays or min(epochs, batch) < 1:
         counts = f"{len(rates)} rates, {len(decays)} decays, {epochs} epochs, batch {batch}"
         raise ArgumentError(f"{counts}: at least one of each is needed")
-    _check_labels("training", features, labels, classes, multilabel)
-    _check_labels("validation", validation_features, validation_labels, classes, multilabel)
-    width = features.shape[1]
-    if width != (other := validation_features.shape[1]):
+    _check_labels("training", *train, classes)
+    _check_labels("validation", *validation, classes)
+    features, width = train[0], train[0].shape[1]
+    if width != (other := validation[0].shape[1]):
         raise ArgumentError(f"training features are {width} wide, validation ones {other}: use one model for both")
-    if multilabel and not (validation_labels > 0).any():
+    if validation[1].ndim == 2 and not (validation[1] > 0).any():
         raise ArgumentError("no validation example has any class: there is no average precision to select by")
     device = torch.device(device) if device is not None else features.device
     plain = torch.zeros(width, device=device), torch.ones(width, device=device)
@@ -168,20 +163,17 @@ def train_linear(
     pairs = tuple((float(rate), float(decay)) for rate in rates for decay in decays)
     start = torch.randn(classes, width, generator=generator).to(device) * 0.01  # biases start at 0
     sweep = LinearSweep(pairs, start, mean, deviation)
-    losses, scores = [], []
-    batch = min(batch, len(features))
+    scores, batch = [], min(batch, len(features))
     step, steps = 0, epochs * math.ceil(len(features) / batch)
     for _ in range(epochs):
-        loss = torch.zeros(len(pairs), device=device)
         for rows in torch.randperm(len(features), generator=generator).split(batch):
-            x, y = (tensor.index_select(0, rows.to(tensor.device)).to(device) for tensor in (features, labels))
+            x, y = (tensor.index_select(0, rows.to(tensor.device)).to(device) for tensor in train)
             schedule = (1 + math.cos(math.pi * step / steps)) / 2
-            loss += sweep.step(x, y, schedule, momentum) * len(rows)
+            sweep.step(x, y, schedule, momentum)
             step += 1
-        losses.append(loss / len(features))
-        scores.append(sweep.validate(validation_features, validation_labels))
+        scores.append(sweep.validate(*validation))
         progress(1)
-    sweep.losses, sweep.scores = torch.stack(losses).cpu(), torch.stack(scores).cpu()
+    sweep.scores = torch.stack(scores).cpu()
     return sweep
 
 
@@ -191,7 +183,7 @@ def score(head: LinearHead, features: Tensor, labels: Tensor, points: Literal["a
 
     For `points` see `average_precision`.
     """
-    _check_labels("these", features, labels, len(head.bias), labels.ndim == 2)
+    _check_labels("these", features, labels, len(head.bias))
     scores, labels = head.scores(features), labels.to(head.bias.device)
     if labels.ndim == 2:
         return {"map": float(average_precision(scores, labels, points).nanmean())}
@@ -213,19 +205,14 @@ def score_valid_labels(head: LinearHead, features: Tensor, valid: Tensor) -> flo
     return float(hits.sum().double() / valid.any(1).sum())
 
 
-def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each head (K) and its gradient (B, K, C), from logits (B, K, C) and labels (B) or (B, C)."""
+def _loss_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the gradient (B, K, C) of the mean loss of each head, from logits (B, K, C) and labels (B) or (B, C)."""
     if labels.ndim == 1:
-        log_probabilities = logits.log_softmax(-1)
         target = (labels[:, None] == torch.arange(logits.shape[-1], device=logits.device)).float()[:, None]
-        own = labels[:, None, None].expand(-1, logits.shape[1], 1)
-        loss = -log_probabilities.gather(-1, own)[..., 0].mean(0)
-        return loss, (log_probabilities.exp() - target) / len(logits)
+        return (logits.log_softmax(-1).exp() - target) / len(logits)
     counted = (labels >= 0).float()[:, None]
-    number = counted.sum().clamp_min(1)
     target = labels.clamp_min(0).float()[:, None]  # -1, which does not count, is masked anyway
-    loss = ((F.softplus(logits) - logits * target) * counted).sum((0, 2)) / number
-    return loss, (logits.sigmoid() - target) * counted / number
+    return (logits.sigmoid() - target) * counted / counted.sum().clamp_min(1)
 
 
 def _channel_statistics(features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -242,14 +229,12 @@ def _chunk_rows(features: Tensor, scores: int) -> int:
     return max(1, MAX_CHUNK // max(scores, features.shape[1]))
 
 
-def _check_labels(name: str, features: Tensor, labels: Tensor, classes: int, multilabel: bool) -> None:
-    shape = (len(features), classes) if multilabel else (len(features),)
-    if features.ndim != 2 or not len(features) or tuple(labels.shape) != shape:
+def _check_labels(name: str, features: Tensor, labels: Tensor, classes: int) -> None:
+    if features.ndim != 2 or not len(features) or tuple(labels.shape) not in ((n := len(features),), (n, classes)):
         given = f"{name} features are {tuple(features.shape)} and labels {tuple(labels.shape)}"
-        rule = f"(N, D) and {f'(N, {classes})' if multilabel else '(N)'}, N at least 1, with multilabel={multilabel}"
-        raise ArgumentError(f"{given}; they must be {rule}")
+        raise ArgumentError(f"{given}; they must be (N, D) and (N) or (N, {classes}), N at least 1")
     low, high = int(labels.min()), int(labels.max())
-    allowed = (-1, 1) if multilabel else (0, classes - 1)
+    allowed = (-1, 1) if labels.ndim == 2 else (0, classes - 1)
     if low < allowed[0] or high > allowed[1]:
         raise ArgumentError(f"{name} labels go from {low} to {high}; they must be within {allowed[0]}…{allowed[1]}")
     if not all(chunk.isfinite().all() for chunk in features.split(_chunk_rows(features, 1))):

@@ -138,11 +138,10 @@ class _DenseSize:
         title = f"{self.backbone.name} {self.data.name} {self.jobs[0].size} px"
         with bar(title, settings.steps, "steps", settings.progress) as advance:
             sweeps = fit_dense(
-                [self.head] * len(self.jobs), self.training_batches,
+                [self.head.to(self.backbone.device)] * len(self.jobs), self.training_batches,
                 lambda stacks: [[each.compute() for each in m.each()] for m in self.evaluate(stacks, "val")],
                 rates=settings.rates, steps=settings.steps, every=settings.eval_every, decay=settings.decay,
-                power=settings.power, warmup=settings.warmup, device=self.backbone.device,
-                progress=advance,
+                power=settings.power, warmup=settings.warmup, progress=advance,
             )  # fmt: skip
         metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
         # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
@@ -163,7 +162,7 @@ class _DenseSize:
     @torch.no_grad()
     def evaluate(self, heads: Sequence[DenseHead], split: str) -> list[DenseMetrics]:
         """Score the heads, or stacks of them, that belong to each job on a split; they are in eval mode afterwards."""
-        metrics = [head.eval().metrics(self.backbone.device) for head in heads]
+        metrics = [head.eval().metrics() for head in heads]
         for pixels, labels in self.loader.scoring(split):
             images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device)
             for job, head, scored in zip(self.jobs, heads, metrics, strict=True):

@@ -173,10 +173,9 @@ def _probe_linear(settings: ClassifySettings, job: Job, features: _CachedFeature
     title = f"heads, {job.backbone.name if job.cores is None else f'{job.cores} cores'}"
     with bar(title, settings.epochs, "epochs", settings.progress) as advance:
         sweep = train_linear(
-            *train, *val, classes=len(data.classes), rates=settings.rates, decays=settings.decays,
+            train, val, classes=len(data.classes), rates=settings.rates, decays=settings.decays,
             epochs=settings.epochs, batch=settings.batch, momentum=settings.momentum, seed=settings.seed,
-            multilabel=multilabel, standardize=settings.standardize, device=job.backbone.device,
-            progress=advance,
+            standardize=settings.standardize, device=job.backbone.device, progress=advance,
         )  # fmt: skip
     metrics, per_class = _score_classes(sweep.head, *test)
     heads = [{"rate": rate, "decay": decay} for rate, decay in sweep.pairs]

@@ -30,8 +30,6 @@ from veca.utils.text import duration, printable, shorten
 LOSS_COLUMNS = ("total", "cls", "dense", "cosine", "mse")
 """Losses in the order of the table's columns; other columns follow alphabetically."""
 FINETUNE_SETTINGS = "finetune.json"
-LINE_SECONDS = 30.0
-"""Time between two lines of progress where there is no terminal."""
 
 Grid = Mapping[tuple[int, int], Mapping[str, float]]
 """Losses by name, at each (resolution, budget)."""
@@ -281,8 +279,8 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
     ) -> None:
         self.total, self._clock, stream = total, clock, stream or sys.stderr
         facts = PlainColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-        console = PlainConsole(file=stream)
-        self._bar = progress_bar(BarColumn(16), MofNCompleteColumn(), facts, console=console, refresh_per_second=4)
+        columns = BarColumn(16), MofNCompleteColumn(), facts
+        self._bar = progress_bar(*columns, console=PlainConsole(file=stream), refresh_per_second=4)
         self._task = self._bar.add_task("", total=total, completed=start, facts="")
         # Not `rich`'s own test, which FORCE_COLOR overrides.
         self._terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -293,34 +291,29 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show `values`, named as in `TrainMeter.values`, after `step` steps; with `floor_share` and `memory_gib`."""
-        now = self._clock()
-        self._first = self._first or (step, now)  # the first update comes after compilation
-        facts = " · ".join(self._facts(step, now, values))
-        if self._terminal:
-            self._bar.update(self._task, completed=step, facts=facts)
-            return
-        # At most one line per interval, but always at each 5 % and at the end.
-        twentieth = 20 * step // max(1, self.total)
-        if now - self._printed[0] >= LINE_SECONDS or twentieth > self._printed[1] or step >= self.total:
-            self._printed = (now, twentieth)
-            self.say(f"step {step:,} of {self.total:,} ({100 * step / max(1, self.total):.1f} %) · {facts}")
-
-    def say(self, text: str) -> None:
-        """Print a message, above the bar where there is one."""
-        self._bar.console.print(shorten(printable(text)), soft_wrap=True)
-
-    def _facts(self, step: int, now: float, values: Mapping[str, float]) -> list[str]:
-        facts = []
+        now, facts = self._clock(), list[str]()
         # By the speed since the first update, which includes validation and checkpoints but not compilation.
-        since, began = self._first or (step, now)
-        if step > since:
-            facts.append(f"{duration((now - began) / (step - since) * max(0, self.total - step))} left")
+        self._first = self._first or (step, now)
+        if step > (since := self._first[0]):
+            facts.append(f"{duration((now - self._first[1]) / (step - since) * max(0, self.total - step))} left")
         if "total" in values:
             parts = ", ".join(f"{name} {values[name]:.4g}" for name in ("cls", "dense") if name in values)
             facts.append(f"loss {values['total']:.4g}" + (f" ({parts})" if parts else ""))
         forms = {"images_per_s": "{:,.0f} images/s", "floor_share": "{:.0%} of the floor", "memory_gib": "{:.1f} GiB"}
-        known = [name for name in forms if math.isfinite(values.get(name, math.nan))]
-        return facts + [forms[name].format(values[name]) for name in known]
+        facts += [form.format(values[k]) for k, form in forms.items() if math.isfinite(values.get(k, math.nan))]
+        if self._terminal:
+            self._bar.update(self._task, completed=step, facts=" · ".join(facts))
+            return
+        # At most one line in 30 seconds, but always at each 5 % and at the end.
+        twentieth = 20 * step // max(1, self.total)
+        if now - self._printed[0] >= 30 or twentieth > self._printed[1] or step >= self.total:
+            self._printed = (now, twentieth)
+            done = f"step {step:,} of {self.total:,} ({100 * step / max(1, self.total):.1f} %)"
+            self.say(" · ".join([done, *facts]))
+
+    def say(self, text: str) -> None:
+        """Print a message, above the bar where there is one."""
+        self._bar.console.print(shorten(printable(text)), soft_wrap=True)
 
     def __exit__(self, *_: object) -> None:
         if self._terminal:

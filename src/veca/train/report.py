@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import TemplateError
+from jinja2 import UndefinedError
 
 from veca.errors import ArgumentError, VecaError
-from veca.report.charts import Chart, Line, Point, bar_chart, line_chart, smooth
+from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import data_uri, heat_rows, levels, write_page
 from veca.train.logger import FINETUNE_SETTINGS, LOSS_COLUMNS, Grid, grid_means, read_object, read_table
@@ -47,30 +47,21 @@ def write_distill_report(folder: Path) -> Path:
     # Another version's recipe, or a torn file; RecipeError is a ValueError. The text is shown in any case.
     with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         recipe = Recipe.from_dict(yaml.safe_load(recipe_text)) if recipe_text else None
-    means = {step: grid_means(grid).get("total", math.nan) for step, grid in grids.items()}
-    best = min((step for step in means if math.isfinite(means[step])), key=means.__getitem__, default=None)
-    # The mean of the best is finite, so all its losses are.
-    cells = {} if best is None else grids[best]
-    lowest = min(((losses["total"], cell) for cell, losses in cells.items() if "total" in losses), default=None)
-    pace = _points(rows, "images_per_s")
-    write_page(
-        out := folder / "report.html",
-        "distill.html",
-        name=folder.resolve().name,
-        banner=not rows,
-        last=partial(_last, rows),
-        recipe=recipe,
-        recipe_text=recipe_text,
-        summary=read_object(folder / "summary.json"),
-        means=means,
-        best=best,
-        lowest=lowest,
-        **_loss_curves(rows, means),
-        **_validation_maps(grids, means, best),
-        draws=[_draw_counts(rows, recipe, name, unit) for name, unit in (("budget", "cores"), ("resolution", "px"))],
-        pace=_step_chart([Line("", pace)], "images/s", "images per second", pace),
-        event_groups=_group_events(events),
-    )
+    pace, steps = _points(rows, "images_per_s"), max((row["step"] for row in rows), default=0.0)
+    budgets, resolutions = (recipe.budgets, resolution_odds(recipe, steps)) if recipe else ({}, {})
+    validation = _validation_maps(grids)
+    curves = _loss_curves(rows, validation["means"])
+    curves["pace"] = _step_chart([Line("", pace)], "images/s", "images per second", pace)
+    draws = [_draw_counts(rows, "budget", budgets), _draw_counts(rows, "resolution", resolutions)]
+    context = {"draws": draws, "event_groups": _group_events(events), "summary": read_object(folder / "summary.json")}
+    context |= {"recipe": recipe, "recipe_text": recipe_text, **curves, **validation}
+    return _write(folder, "distill.html", rows, not rows, **context)
+
+
+def _write(folder: Path, template: str, rows: Rows, banner: bool, **context: Any) -> Path:
+    """Write the page of a run; `last` gives its template the last finite value of a column."""
+    out, name, last = folder / "report.html", folder.resolve().name, partial(_last, rows)
+    write_page(out, template, name=name, banner=banner, last=last, **context)
     return out
 
 
@@ -97,31 +88,29 @@ def _step_chart(lines: Sequence[Line], y_title: str, label: str, points: Sequenc
 def _loss_curves(rows: Rows, means: Mapping[int, float]) -> dict[str, Any]:
     """Charts of the losses and the learning rate, and the numbers of some of the rows."""
     loss, rates = _points(rows, "total"), _points(rows, "learning_rate")
-    total = _raw_and_smooth(loss, "training, smoothed", 0)
-    if means:
-        total.append(
-            Line("validation, mean of grid", [(float(step), mean) for step, mean in means.items()], 1, dots=True)
-        )
+    validated = [(float(step), mean) for step, mean in means.items()]
+    total = _raw_and_smooth(loss, "training, smoothed", 0) + [Line("validation, mean of grid", validated, 1, dots=True)]
     names = {name: name for name in LOSS_COLUMNS} | {"learning_rate": "learning rate", "images_per_s": "images/s"}
     used = {column: name for column, name in names.items() if _points(rows, column)}
     parts = [name for name in LOSS_COLUMNS[1:] if name in used]
     part_lines = [line for i, name in enumerate(parts) for line in _raw_and_smooth(_points(rows, name), name, i)]
     every = max(1, math.ceil(len(rows) / SHOWN_ROWS))
-    shown = rows[::-1][::every][::-1] if used else []  # the last row is always among them
     return {
         "loss": _step_chart(total, "loss", "loss against steps", loss),
         "smoothed": next((y for _, y in reversed(smooth(loss))), math.nan),
         "parts": line_chart(part_lines, "step", "loss", "parts of the loss against steps", wide=True, y_scale="auto"),
         "learning_rate": _step_chart([Line("", rates)], "learning rate", "learning rate against steps", rates),
-        "metric_heads": ["Step", *used.values()],
-        "metric_rows": [[f"{row['step']:,.0f}", *(number(row.get(c, math.nan)) for c in used)] for row in shown],
+        "metric_columns": used,
+        "metric_rows": rows[::-1][::every][::-1],  # the last row is always among them
     }
 
 
-def _validation_maps(grids: Mapping[int, Grid], means: Mapping[int, float], best: int | None) -> dict[str, Any]:
+def _validation_maps(grids: Mapping[int, Grid]) -> dict[str, Any]:
     """Heat tables of the best and the last validation on one colour scale, and the last one's loss against budget."""
     if not grids:
-        return {"grids": [], "against_budget": None, "last_step": None}
+        return {"means": {}, "best": None, "grids": [], "against_budget": None, "last_step": None}
+    means = {step: grid_means(grid).get("total", math.nan) for step, grid in grids.items()}
+    best = min((step for step in means if math.isfinite(means[step])), key=means.__getitem__, default=None)
     last = max(grids)
     titles = {} if best is None else {best: "Best"}
     titles[last] = "Best and last" if best == last else "Last"
@@ -132,37 +121,24 @@ def _validation_maps(grids: Mapping[int, Grid], means: Mapping[int, float], best
         sizes, budgets = (sorted({cell[i] for cell in losses[step]}) for i in (0, 1))
         own_levels = {cell: level for (at, cell), level in scaled.items() if at == step}
         rows = heat_rows(losses[step], own_levels, {size: f"{size} px" for size in sizes}, budgets)
-        maps.append(
-            {"title": f"{title} validation, step {step:,}", "budgets": budgets, "rows": rows, "mean": means[step]}
-        )
+        maps.append({"title": title, "step": step, "budgets": budgets, "rows": rows})
     for i, size in enumerate(sizes):  # of the last validation
         points = [(float(b), losses[last].get((size, b), math.nan)) for b in budgets]
         lines.append(Line(f"{size} px", points, i, dots=True))
     label = f"validation loss against budget at step {last}, one line per resolution"
     chart = line_chart(lines, "budget, cores", "loss", label, wide=True, ticks_at_points=True, y_scale="auto")
-    return {"grids": maps, "against_budget": chart, "last_step": last}
+    return {"means": means, "best": best, "losses": losses, "grids": maps, "against_budget": chart, "last_step": last}
 
 
-def _draw_counts(rows: Rows, recipe: Recipe | None, name: str, unit: str) -> dict[str, Any]:
+def _draw_counts(rows: Rows, name: str, odds: Mapping[int, float]) -> dict[str, Any]:
     """How often each budget or resolution was drawn, beside the odds of the recipe."""
-    targets: dict[int, float] = {}
-    if recipe:
-        steps = max((row["step"] for row in rows), default=0.0)
-        targets = shares(recipe.budgets if name == "budget" else resolution_odds(recipe, steps))
     counts = defaultdict[int, float](float)
     for column, value in [item for row in rows for item in row.items() if math.isfinite(item[1])]:
         prefix, _, key = column.rpartition("_")
         if prefix == name and key.isdecimal():  # as budget_8
             counts[int(key)] += value
-    if not any(counts.values()):
-        return {"name": name.capitalize(), "chart": None}
-    drawn = shares(counts)
-    table = [
-        (key, f"{counts.get(key, 0):,.0f}", f"{drawn.get(key, 0):.1%}", number(targets.get(key, math.nan), ".1%"))
-        for key in sorted({*counts, *targets})
-    ]
-    chart = bar_chart(drawn, targets, f"{name}, {unit}", f"share of the steps that drew each {name}")
-    return {"name": name.capitalize(), "chart": chart, "rows": table, "targets": bool(targets)}
+    drawn = shares(counts) if any(counts.values()) else {}
+    return {"name": name, "counts": counts, "drawn": drawn, "targets": shares(odds) if odds else {}}
 
 
 def _group_events(text: str) -> list[tuple[str, int, list[list[str]]]]:
@@ -180,76 +156,44 @@ def write_finetune_report(folder: Path) -> Path:
     settings, result = (read_object(folder / name) for name in (FINETUNE_SETTINGS, "result.json"))
     rows = read_table(folder / "metrics.csv")
     try:
-        write_page(
-            out := folder / "report.html",
-            "finetune.html",
-            name=folder.resolve().name,
-            banner=not result or bool(result["problems"]),
-            last=partial(_last, rows),
-            settings=settings,
-            result=result,
-            metric=result.get("metric", "top1"),
-            **_finetune_curves(folder, rows, result.get("metric", "top1")),
-            **(_finetune_results(folder, result) if result else {}),
-        )
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, TemplateError) as error:
+        charts, banner = _finetune_charts(folder, rows, result), not result or bool(result["problems"])
+        pictures = {"thumbnail": partial(_thumbnail, folder), "class_colours": class_colours}
+        context = {"settings": settings, "result": result, "shown_pairs": SHOWN_PAIRS, **pictures, **charts}
+        return _write(folder, "finetune.html", rows, banner, **context)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         if isinstance(error, VecaError):
             raise
         files = f"{FINETUNE_SETTINGS} or result.json"
         problem = f"{files} is not as `veca finetune` wrote it ({type(error).__name__}: {error})"
         raise ArgumentError(f"{folder}: {problem}; the same command writes them again") from error
-    return out
 
 
-def _finetune_curves(folder: Path, rows: Rows, metric: str) -> dict[str, Chart]:
-    loss, rate = _points(rows, "total"), _points(rows, "learning_rate")
+def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Curves of the metric, the loss and the rate; of a finished run also the scores by budget."""
+    loss, rate, metric = _points(rows, "total"), _points(rows, "learning_rate"), result.get("metric", "top1")
     by_budget = defaultdict[int, list[Mapping[str, float]]](list)
     for row in read_table(folder / "validation.csv"):
         by_budget[int(row["budget"])].append(row)
-    lines = {metric: list[Line](), "loss": _raw_and_smooth(loss, "train, smoothed", 0, 0.05)}
+    metric_lines, loss_lines, score_lines = (
+        list[Line](),
+        _raw_and_smooth(loss, "train, smoothed", 0, 0.05),
+        list[Line](),
+    )
     for i, (cores, validations) in enumerate(sorted(by_budget.items())):
-        lines[metric].append(Line(f"C = {cores}", _points(validations, metric), i, dots=True))
-        lines["loss"].append(Line(f"val, C = {cores}", _points(validations, "loss"), i + 1, dots=True))
+        metric_lines.append(Line(f"C = {cores}", _points(validations, metric), i, dots=True))
+        loss_lines.append(Line(f"val, C = {cores}", _points(validations, "loss"), i + 1, dots=True))
+    for i, (name, key) in enumerate({"fine-tuned": "after", "linear probe": "before"}.items()):
+        points = [(float(cores), scores[metric]) for cores, scores in result.get(key, {}).items()]
+        score_lines.append(Line(name, points, i, dots=True))
+    budget_label = f"{metric} against budget"
     return {
-        "metric_chart": line_chart(lines[metric], "step", f"{metric}, %", metric, wide=True),
-        "loss_chart": _step_chart(lines["loss"], "loss", "loss against steps", loss),
-        "rate_chart": _step_chart([Line("", rate)], "rate", "learning rate against steps", rate),
-    }
-
-
-def _finetune_results(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores by budget beside those of the linear probe, scores and confusions of the classes, and the gallery."""
-    metric, after, before, classes = result["metric"], result["after"], result["before"], result["classes"]
-    lines, score_rows, matrix = [], [], {}
-    for i, (name, by_cores) in enumerate({"fine-tuned": after, "linear probe": before}.items()):
-        points = [(float(cores), scores[metric]) for cores, scores in by_cores.items()]
-        lines.append(Line(name, points, i, dots=True))
-    for cores, scores in after.items():
-        probed = before.get(cores, {}).get(metric, math.nan)
-        score_rows.append([cores, *(number(score, ".2f") for score in (probed, *scores.values()))])
-    for i, (name, counts) in enumerate(zip(classes, result["matrix"] or [], strict=bool(result["matrix"]))):
-        row_shares = [count / max(1, sum(counts)) for count in counts]
-        matrix[f"{i} {name}"] = [(f"{100 * share:.0f}" if share >= 0.005 else "", share) for share in row_shares]
-    pairs = [(classes[true], classes[said], f"{count:,}") for true, said, count in result["confusions"][:SHOWN_PAIRS]]
-    strips = [
-        [
-            (_thumbnail(folder, shown[kind]), kind, shown.get("said", kind))
-            for kind in ("image", "label", "prediction")
-            if kind in shown
-        ]
-        for shown in result["gallery"]
-    ]
-    is_classify = result["asked"]["task"] == "classify"
-    label = f"{metric} against budget"
-    return {
-        "score_chart": line_chart(lines, "budget, cores", f"{metric}, %", label, wide=True, ticks_at_points=True),
-        "score_rows": score_rows,
-        "class_scores": [(k, f"{v:.2f}") for k, v in sorted(result["per_class"].items(), key=lambda item: item[1])],
-        "confusions": pairs,
-        "matrix": matrix,
-        # Images of classification are all in one strip; those of segmentation have a strip each, and a colour key.
-        "strips": [[image for strip in strips for image in strip]] if is_classify else strips,
-        "colour_key": [] if is_classify else list(zip(classes, class_colours(len(classes)), strict=True)),
+        "metric": metric,
+        "metric_chart": line_chart(metric_lines, "step", f"{metric}, %", metric, wide=True),
+        "loss_chart": _step_chart(loss_lines, "loss", "loss against steps", loss),
+        "rate_chart": line_chart([Line("", rate)], "step", "rate", "learning rate", wide=True),
+        "score_chart": line_chart(
+            score_lines, "budget, cores", f"{metric}, %", budget_label, wide=True, ticks_at_points=True
+        ),
     }
 
 

@@ -29,13 +29,13 @@ from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, c
 from veca.errors import ArgumentError
 from veca.heads.features import FrozenVeca
 from veca.heads.metrics import Confusion, percent_by_class
-from veca.images import normalize
+from veca.images import normalize, open_image
 from veca.report.gallery import save_picture
 from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.ema import Ema
 from veca.train.engine import RunEngine, Say
-from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
+from veca.train.finetune.settings import FinetuneSettings, check_same_settings
 from veca.train.finetune.tasks import ClassifyTask, SegmentTask
 from veca.train.logger import FINETUNE_SETTINGS, is_finetune_run
 from veca.train.optimizers import layer_decay_groups
@@ -78,9 +78,7 @@ def finetune(
         settings.require("batch", settings.batch % world.size == 0, rule)
         if world.size == 1:  # alone it runs on any kind of device
             world = world._replace(device=choose_device(device))
-        with warnings.catch_warnings():
-            if not world.first:  # the first process speaks for all
-                warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action=None if world.first else "ignore"):  # the first process speaks for all
             dataset = limit_splits(load_dataset(data, root, settings.task), limit)
         with parallel.run_folder(folder := Path(folder), world):
             return Finetuning(model, dataset, folder, settings, world, restart, say).run()
@@ -99,15 +97,16 @@ class Finetuning(RunEngine):
     def __init__(
         self, name: str, data: ProbeData, folder: Path, options: FinetuneSettings, world: World, restart: bool, say: Say
     ) -> None:
-        _check_dataset(data, options.task)
+        if data.task != (task := options.task) or not {"train", "val"} <= data.splits.keys():
+            found = f"{data.name} has labels to {data.task}, and the splits {', '.join(data.splits)}"
+            raise DatasetError(f"{found}; `veca finetune {task}` needs labels to {task}, to learn from train and val")
         _check_folder(folder, name)
         super().__init__(folder, world, restart, say)
         self.options, self.data, self.model_name = options, data, name
         for problem in data.problems:
             self.say(f"{data.name}: {problem}. The score is not the benchmark's.")
         self.precision = options.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
-        in_bfloat16 = self.precision == "bfloat16"
-        self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=in_bfloat16)
+        self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, self.precision == "bfloat16")
         backbone = load_or_random(name)
         self.budgets = options.budgets(backbone.config)
         budgets = list(self.budgets)
@@ -118,8 +117,8 @@ class Finetuning(RunEngine):
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
-        task: Any = SegmentTask if options.task == "segment" else ClassifyTask
-        self.task, self.backbone = task(backbone, data, options), backbone
+        make_task: Any = SegmentTask if task == "segment" else ClassifyTask
+        self.task, self.backbone = make_task(backbone, data, options), backbone
         self.model = self.task.network.to(self.device).train()
         head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
         groups = layer_decay_groups(self.model, backbone.config.depth, options.layer_decay, options.decay, head_rate)
@@ -188,7 +187,7 @@ class Finetuning(RunEngine):
         images = normalize(self._augment(pixels, rng, sum(counts), own))
         labels = batch.labels.to(self.device, non_blocking=True)
         weighted_labels = [(1.0, labels)]
-        if mixup := settings.mixup if isinstance(settings, FinetuneClassifySettings) else 0.0:
+        if mixup := getattr(settings, "mixup", 0.0):
             share = rng.betavariate(mixup, mixup)
             # Partners come from the batch of all processes, whatever their number.
             partners, partner_labels = (parallel.all_rows(x, counts, world).flip(0)[own] for x in (images, labels))
@@ -310,12 +309,12 @@ class Finetuning(RunEngine):
 
     def finish(self) -> None:
         """Score the best weights at all budgets, and write the results."""
-        began = time.perf_counter()
+        began, task = time.perf_counter(), self.task
         if self.world.first:  # what is scored is what was saved
-            self.task.load(self.folder)
+            self.model.load_state_dict(task.load(self.folder).state_dict())
         parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, None)  # the saved weights are the averaged ones already
-        task, split, largest = self.task, self.data.report, max(self.budgets)
+        split, largest = self.data.report, max(self.budgets)
         scores = self.score(split, self.budgets)
         confusion = scores[largest][0]
         for skipped in parallel.gathered(task.skipped, self.world):
@@ -350,7 +349,8 @@ class Finetuning(RunEngine):
             if batch := self.task.load_one(split, i):
                 with self.autocast():
                     scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
-                entry = self.task.illustrate(split, i, scores[0].cpu(), batch.labels[0])
+                image = open_image(self.data.splits[split].image(i))
+                entry = {"image": image, **self.task.illustrate(scores[0].cpu(), batch.labels[0])}
                 for kind in entry.keys() & {"image", "label", "prediction"}:
                     name = f"{i}-{kind}.{'webp' if kind == 'image' else 'png'}"
                     entry[kind] = save_picture(entry[kind], self.folder, name)
@@ -378,11 +378,3 @@ def _check_folder(folder: Path, model: str) -> None:
         raise ArgumentError(f"--out {folder} is the model's own folder, which it would overwrite; take another --out")
     if (folder / "recipe.yaml").is_file() and not is_finetune_run(folder):
         raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
-
-
-def _check_dataset(data: ProbeData, task: str) -> None:
-    if data.task != task:
-        tasks = "one class for each picture (classify) or pixel (segment)"
-        raise DatasetError(f"{data.name} has labels to {data.task}; `veca finetune` learns {tasks}")
-    if missing := [split for split in ("train", "val") if split not in data.splits]:
-        raise DatasetError(f"{data.name} has no {' and no '.join(missing)}: nothing can be learned, or chosen, from it")

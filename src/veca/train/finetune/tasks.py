@@ -17,13 +17,13 @@ import veca
 from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets import batches
 from veca.data.datasets.base import ProbeData, Split
-from veca.data.datasets.batches import CroppedImages, CropTransform, LabelledBatch, UnreadableImageError
+from veca.data.datasets.batches import CroppedImages, CropTransform, LabelledBatch
 from veca.data.datasets.dense_batches import DenseLoader
 from veca.heads.dense import DenseBatch, SegmentationHead, evaluate, fit_dense
 from veca.heads.features import Extraction, FrozenVeca, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, train_linear
 from veca.heads.metrics import Confusion
-from veca.images import MEAN, STD, open_image
+from veca.images import MEAN, STD
 from veca.model import Veca
 from veca.report.gallery import colour_classes
 from veca.train.checkpoints import module_tensors
@@ -168,7 +168,7 @@ class ClassifyTask(FinetuneTask):
                     problem = (
                         f"pictures of {self.data.name} {name} cannot be read: {batches.join_some([*bad.values()])}"
                     )
-                    raise UnreadableImageError(f"{problem}. Mend them, or leave such out with --skip-bad")
+                    raise batches.UnreadableImageError(f"{problem}. Mend them, or leave such out with --skip-bad")
                 self.skipped.setdefault(name, set()).update(bad.values())
                 readable = [i not in bad for i, _ in batch]
                 yield LabelledBatch(torch.from_numpy(pixels[readable]), labels[[i for i, _ in batch if i not in bad]])
@@ -178,13 +178,13 @@ class ClassifyTask(FinetuneTask):
 
     def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
         """Start the head from a linear probe of the frozen features, the one `veca probe classify` would fit."""
-        settings, data, sets = self.settings, self.data, list[Tensor]()
+        settings, data, sets = self.settings, self.data, list[tuple[Tensor, Tensor]]()
         extraction = Extraction(frozen, folder, workers=settings.workers, progress=settings.progress)
         for name in ("train", "val"):
             split = data.splits[name]
             extraction.run(split, self.centre, [cores], f"features of {name}")
             features, labels = extraction.load(split, self.centre, cores), torch.from_numpy(split.labels).long()
-            sets += drop_unreadable(features, labels, settings.skip_bad, f"{data.name} {name}")
+            sets.append(drop_unreadable(features, labels, settings.skip_bad, f"{data.name} {name}"))
         with bar("linear probe", settings.head_epochs, "epochs", settings.progress) as advance:
             head = train_linear(
                 *sets, classes=len(data.classes), rates=RATES, decays=DECAYS, epochs=settings.head_epochs,
@@ -198,25 +198,25 @@ class ClassifyTask(FinetuneTask):
         pixels, bad = batches.stack_crops(self.settings.size, [CroppedImages(images, self.centre)[i]])
         return None if bad else LabelledBatch(torch.from_numpy(pixels), torch.tensor([images.label(i)]))
 
-    def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
-        """Images and a caption that show the prediction for one image and its label."""
+    def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
+        """Images or a caption that show the prediction for one image and its label."""
         (share, best), classes = scores.softmax(0).max(0), self.data.classes
         truth = "right" if best == label else f"it is {classes[int(label)]}"
-        said = f"{classes[int(best)]}, {float(share):.0%}: {truth}"
-        return {"image": open_image(self.data.splits[split].image(i)), "said": said}
+        return {"said": f"{classes[int(best)]}, {float(share):.0%}: {truth}"}
 
     def per_class(self, confusion: Confusion) -> Tensor:
         """Recall of each class (C)."""
         return confusion.counts.diagonal().double() / confusion.counts.sum(1)
 
-    def load(self, folder: Path) -> None:
-        self.backbone.load_state_dict(veca.load(folder).state_dict())
+    def load(self, folder: Path) -> nn.Module:
+        """Load the network that `save` saved."""
+        return Classifier(veca.load(folder))
 
 
 class SegmentTask(FinetuneTask):
     """One class per pixel."""
 
-    metric = "mIoU"
+    metric, load = "mIoU", staticmethod(load_segmenter)
     metric_names: ClassVar = {"mIoU": "miou", "pixel_accuracy": "pixel_accuracy", "class_accuracy": "class_accuracy"}
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings) -> None:
@@ -225,12 +225,8 @@ class SegmentTask(FinetuneTask):
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
             settings.skip_bad, settings.scales, self.skipped,
         )  # fmt: skip
-        self.ignore, self.training, self.scoring, self.load_one = (
-            loader.ignore,
-            loader.training,
-            loader.scoring,
-            loader.one,
-        )
+        self.ignore, self.training = loader.ignore, loader.training
+        self.scoring, self.load_one = loader.scoring, loader.one
         backbone.reset_classifier(0)
         self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
         self.loss, self.per_class = self.network.head.loss, Confusion.iou
@@ -247,21 +243,17 @@ class SegmentTask(FinetuneTask):
         with bar("linear probe", steps, "steps", settings.progress) as advance:
             (sweep,) = fit_dense(
                 [head], lambda: zip(features(self.training(steps)), strict=True),
-                lambda stacks: [evaluate(stacks[0], features(self.scoring("val")), frozen.device)],
-                rates=DENSE_RATES, steps=steps, device=frozen.device, progress=advance,
+                lambda stacks: [evaluate(stacks[0], features(self.scoring("val")))],
+                rates=DENSE_RATES, steps=steps, progress=advance,
             )  # fmt: skip
         head.load_state_dict(sweep.head.state_dict())
 
-    def illustrate(self, split: str, i: int, scores: Tensor, label: Tensor) -> dict[str, Any]:
+    def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
         maps = {"label": label, "prediction": scores.argmax(0)}
-        pictures = {name: colour_classes(each.cpu().numpy(), len(self.data.classes)) for name, each in maps.items()}
-        return {"image": open_image(self.data.splits[split].image(i)), **pictures}
+        return {name: colour_classes(each.cpu().numpy(), len(self.data.classes)) for name, each in maps.items()}
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         super().save(folder, provenance)
         description = json.dumps({"classes": self.data.classes, "ignore": self.ignore})
         with atomic_path(folder / "head.safetensors") as part:
             write_tensors(part, module_tensors(self.network.head), {"format": "pt", "veca": description})
-
-    def load(self, folder: Path) -> None:
-        self.network.load_state_dict(load_segmenter(folder).state_dict())
