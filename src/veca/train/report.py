@@ -89,7 +89,7 @@ def _loss_curves(rows: Rows, means: Mapping[int, float]) -> dict[str, Any]:
     """Charts of the losses and the learning rate, and the numbers of some of the rows."""
     loss, rates = _points(rows, "total"), _points(rows, "learning_rate")
     validated = [(float(step), mean) for step, mean in means.items()]
-    total = _raw_and_smooth(loss, "training, smoothed", 0) + [Line("validation, mean of grid", validated, 1, dots=True)]
+    total = [*_raw_and_smooth(loss, "training, smoothed", 0), Line("validation, mean of grid", validated, 1, dots=True)]
     names = {name: name for name in LOSS_COLUMNS} | {"learning_rate": "learning rate", "images_per_s": "images/s"}
     used = {column: name for column, name in names.items() if _points(rows, column)}
     parts = [name for name in LOSS_COLUMNS[1:] if name in used]
