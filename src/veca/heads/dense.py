@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ class DenseHead(nn.Module, ABC):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, width: int, channels: int, norm: Norm, seed: int) -> None:
+    def __init__(self, width: int, channels: int, *, norm: Norm = "none", seed: int = 0) -> None:
         super().__init__()
         if norm not in get_args(Norm):
             raise ArgumentError(f"norm is {norm!r}; choose none, batchnorm or standardize")
@@ -173,7 +173,7 @@ class SegmentationHead(DenseHead):
     metric, higher_is_better = "miou", True
 
     def __init__(self, width: int, classes: int, *, norm: Norm = "none", ignore: int = 255, seed: int = 0) -> None:
-        super().__init__(width, classes, norm, seed)
+        super().__init__(width, classes, norm=norm, seed=seed)
         self.classes = self.maps = classes
         self.ignore = ignore
 
@@ -213,6 +213,8 @@ class DepthHead(DenseHead):
         itself, as a share of the range.
     loss:
         `sig`, scale-invariant in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
+    options:
+        `norm` and `seed`, as `DenseHead` has them.
     """
 
     metric, higher_is_better, maps = "rmse", False, 1
@@ -222,10 +224,9 @@ class DepthHead(DenseHead):
     depths: Tensor
 
     def __init__(
-        self, width: int, low: float, high: float, *, bins: int = 256, loss: DepthLoss = "sig", norm: Norm = "none",
-        seed: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(width, bins or 1, norm, seed)
+        self, width: int, low: float, high: float, *, bins: int = 256, loss: DepthLoss = "sig", **options: Any
+    ) -> None:
+        super().__init__(width, bins or 1, **options)
         if not 0 < low < high or bins < 0 or bins == 1 or loss not in get_args(DepthLoss):
             rule = "depths need 0 < low < high, in metres, two bins or more, or 0 for plain regression; sig, l1 or l2"
             raise ArgumentError(f"low is {low}, high {high}, bins {bins}, loss {loss!r}; {rule}")

@@ -63,9 +63,9 @@ class BackboneError(VecaError, ValueError):
 class FrozenBackbone(ABC):
     """A frozen model that gives a global feature and a feature map.
 
-    `name` is as the user gave it, `kind` the library its code comes from, `patch` the pixels per cell of its map,
-    `width` that of its features. `budgets` are those it was trained at; None: it has no budget. `about` is plain data
-    for reports, including a hash of the weights.
+    `name` is as the user gave it, `kind` the library its code comes from. `budgets` are those it was trained at; None:
+    it has no budget. `about` is plain data for reports: a hash of the weights, `patch`, the pixels per cell of its map,
+    the `width` of its features, `mean` and `std` of its input, and more.
     """
 
     budgets: tuple[int, ...] | None = None
@@ -73,13 +73,12 @@ class FrozenBackbone(ABC):
     """Whether a size that is no multiple of the patch is rounded to one, or refused."""
 
     def __init__(
-        self, name: str, kind: str, patch: int, width: int, mean: Sequence[float], std: Sequence[float],
-        device: torch.device, precision: FrozenPrecision, about: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self.name, self.kind, self.patch, self.width = name, kind, patch, width
-        self.mean, self.std = tuple(mean), tuple(std)
+        self, name: str, kind: str, device: torch.device, precision: FrozenPrecision, about: Mapping[str, Any]
+    ) -> None:
+        self.name, self.kind, self.about = name, kind, about
+        self.patch, self.width = about["patch"], about["width"]
+        self.mean, self.std = tuple(about["mean"]), tuple(about["std"])
         self.device, self.precision, self.autocast = device, precision, precision != "float32"
-        self.about = {**about, "width": width, "patch": patch, "mean": list(self.mean), "std": list(self.std)}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -152,8 +151,9 @@ class FrozenVeca(FrozenBackbone):
         self.budgets, self.num_cores = tuple(config.budgets), config.num_cores
         # Without the classes, so that fine-tuned weights and their backbone share a cache.
         architecture = {**config.to_dict(), "num_classes": 0}
-        about = {"sha256": weights_hash(model), "config": architecture, "provenance": model.provenance}
-        super().__init__(name, "veca", config.patch_size, config.num_features, MEAN, STD, device, precision, about)
+        about: dict[str, Any] = {"sha256": weights_hash(model), "config": architecture, "provenance": model.provenance}
+        about |= {"width": config.num_features, "patch": config.patch_size, "mean": MEAN, "std": STD}
+        super().__init__(name, "veca", device, precision, about)
         dtype: torch.dtype = getattr(torch, precision)
         fused = supports_fused(config, device, dtype)
         self.optimized = compile or fused
