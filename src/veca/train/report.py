@@ -55,10 +55,10 @@ def write_distill_report(folder: Path) -> Path:
     draws = [_draw_counts(rows, "budget", budgets), _draw_counts(rows, "resolution", resolutions)]
     context = {"draws": draws, "event_groups": _group_events(events), "summary": read_object(folder / "summary.json")}
     context |= {"recipe": recipe, "recipe_text": recipe_text, **curves, **validation}
-    return _write(folder, "distill.html", rows, not rows, **context)
+    return _write_run_page(folder, "distill.html", rows, not rows, **context)
 
 
-def _write(folder: Path, template: str, rows: Rows, banner: bool, **context: Any) -> Path:
+def _write_run_page(folder: Path, template: str, rows: Rows, banner: bool, **context: Any) -> Path:
     """Write the page of a run; `last` gives its template the last finite value of a column."""
     out, name, last = folder / "report.html", folder.resolve().name, partial(_last, rows)
     write_page(out, template, name=name, banner=banner, last=last, **context)
@@ -159,7 +159,7 @@ def write_finetune_report(folder: Path) -> Path:
         charts, banner = _finetune_charts(folder, rows, result), not result or bool(result["problems"])
         pictures = {"thumbnail": partial(_thumbnail, folder), "class_colours": class_colours}
         context = {"settings": settings, "result": result, "shown_pairs": SHOWN_PAIRS, **pictures, **charts}
-        return _write(folder, "finetune.html", rows, banner, **context)
+        return _write_run_page(folder, "finetune.html", rows, banner, **context)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         if isinstance(error, VecaError):
             raise
