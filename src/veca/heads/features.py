@@ -38,8 +38,8 @@ from veca.errors import ArgumentError, VecaError
 from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused
+from veca.utils.console import bar
 from veca.utils.files import atomic_path
-from veca.utils.progress import bar
 from veca.utils.text import quoted
 
 FrozenPrecision: TypeAlias = Literal["float32", "bfloat16", "float16"]

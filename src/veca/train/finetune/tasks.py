@@ -17,8 +17,7 @@ import veca
 from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets import batches
 from veca.data.datasets.base import ProbeData, Split
-from veca.data.datasets.batches import CroppedImages, CropTransform, LabelledBatch
-from veca.data.datasets.dense_batches import DenseLoader
+from veca.data.datasets.batches import CroppedImages, CropTransform, DenseLoader, LabelledBatch
 from veca.heads.dense import DenseBatch, SegmentationHead, evaluate, fit_dense
 from veca.heads.features import Extraction, FrozenVeca, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, train_linear
@@ -28,8 +27,8 @@ from veca.model import Veca
 from veca.report.gallery import colour_classes
 from veca.train.checkpoints import module_tensors
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
+from veca.utils.console import bar
 from veca.utils.files import atomic_path
-from veca.utils.progress import bar
 from veca.utils.text import excerpt, quoted
 
 DENSE_RATES = (1e-3, 3e-3, 1e-2)
