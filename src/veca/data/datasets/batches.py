@@ -27,7 +27,7 @@ from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
 from veca.data.workers import WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
-from veca.images.fit import CROP_RATIO
+from veca.images.load import CROP_RATIO
 
 # Pixels and label map of an image
 _Pair = tuple[NDArray[Any], NDArray[Any]]
