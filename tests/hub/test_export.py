@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app
-from veca.heads.frozen import BackboneError
+from veca.heads.features import BackboneError
 from veca.hub import export as module
 from veca.hub.export import BudgetModel, ExportCheck, ExportFormat, RunFile, export, format_of, open_file, parse_size
 from veca.hub.onnx_bench import compare_outputs

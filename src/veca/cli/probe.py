@@ -11,7 +11,7 @@ from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import out
 from veca.data.datasets import limit_splits, load_dataset
-from veca.heads.frozen import FeatureKind, FrozenPrecision
+from veca.heads.features import FeatureKind, FrozenPrecision
 from veca.probe.backbones import load_backbone
 from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, depth, segment
 from veca.probe.rows import Row

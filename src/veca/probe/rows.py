@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from veca.data.datasets import DatasetError, ProbeData
 from veca.data.datasets.batches import join_some
 from veca.errors import ArgumentError
-from veca.heads.features import digest_of
-from veca.heads.frozen import FrozenBackbone
+from veca.heads.features import FrozenBackbone, digest_of
 from veca.probe.results import SCHEMA
 from veca.utils.device import describe_versions
 from veca.utils.files import atomic_path, check_utf8, check_writable

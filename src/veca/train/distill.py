@@ -28,9 +28,9 @@ from veca.optimized import RECOMPILE_LIMIT
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
 from veca.train import parallel
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_module, restore_optimizer
-from veca.train.csv_log import grid_means
 from veca.train.ema import Ema
 from veca.train.engine import RunEngine, Say
+from veca.train.logger import grid_means
 from veca.train.objective import Losses, Student
 from veca.train.optimizers import Optimizers, make_optimizers, split_parameters
 from veca.train.parallel import World

@@ -14,7 +14,7 @@ from veca.data.index import DataError, ImageIndex
 from veca.data.loader import to_model_input, validation_loader
 from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
-from veca.train.csv_log import Grid
+from veca.train.logger import Grid
 from veca.train.objective import Losses, distillation_losses
 from veca.train.parallel import World, any_of, broadcast, sum_of
 from veca.train.recipe import Recipe
