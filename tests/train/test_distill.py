@@ -24,10 +24,9 @@ import veca.checkpoint.format
 from veca.teachers import Targets, Teacher, TeacherError
 from veca.train import checkpoints
 from veca.train.checkpoints import list_checkpoints
-from veca.train.engine import TrainingError
+from veca.train.engine import TrainingError, draw
 from veca.train.parallel import processes
 from veca.train.recipe import RecipeError
-from veca.train.schedule import draw
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 

@@ -13,7 +13,7 @@ from conftest import GOLDEN, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from veca.train.normuon import POLAR_EXPRESS, SAFETY, NorMuon, polar
+from veca.train.optimizers import POLAR_EXPRESS, SAFETY, NorMuon, polar
 
 NUMBERS = load_file(GOLDEN / "normuon.safetensors")
 

@@ -31,7 +31,7 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class CachedTargets(Protocol):
-    """Targets of whole images, cut to the crops of a batch: see `veca.train.teacher_maps`."""
+    """Targets of whole images, cut to the crops of a batch: see `veca.train.objective`."""
 
     # Of a map, along each side of the square
     cells: int

@@ -5,8 +5,6 @@ rest and the checksums of the files; nothing in it is a pickle. It is written un
 complete. `veca.load` takes the folder of a distillation run as a model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -25,11 +23,9 @@ from veca.checkpoint import write_tensors
 from veca.errors import VecaError
 from veca.train.parallel import copy_into, to_host
 
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-\d{8,}")
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 """Tensors by name, by file."""
-FileMetadata = Mapping[str, dict[str, str]]
-"""Metadata of safetensors files, by file."""
 
 
 class DamagedError(VecaError, ValueError):
@@ -45,9 +41,13 @@ class Checkpoint(NamedTuple):
 
 
 def write_checkpoint(
-    folder: Path, step: int, facts: Mapping[str, Any], tensors: TensorFiles, metadata: FileMetadata | None = None
+    folder: Path,
+    step: int,
+    facts: Mapping[str, Any],
+    tensors: TensorFiles,
+    model_metadata: dict[str, str] | None = None,
 ) -> Path:
-    """Write `folder/step-…`, replacing an older one. `tensors` and the `metadata` of their files go by file name."""
+    """Write `folder/step-…`, replacing an older one: `tensors` by file, with the metadata of the file `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
     part, final = folder / f".{name}.part", folder / name
@@ -57,11 +57,12 @@ def write_checkpoint(
         checksums = {}
         for file, named in tensors.items():
             path = part / f"{file}.safetensors"
-            write_tensors(path, named, (metadata or {}).get(file))
+            write_tensors(path, named, model_metadata if file == "model" else None)
             checksums[path.name] = _hash_file(path)
         # Through JSON once, as it will be read: keys become text there, and text sorts differently from numbers.
         body = json.loads(json.dumps({"step": step, "facts": facts, "files": checksums}))
-        _write_text(part / "state.json", json.dumps({**body, "sha256": _hash_json(body)}, indent=1))
+        text = json.dumps({**body, "sha256": _hash_json(body)}, indent=1)
+        (part / "state.json").write_text(text + "\n", encoding="utf-8")
         # On disk before the rename: after a power failure a complete name must mean complete files.
         for path in part.iterdir():
             _sync_to_disk(path)
@@ -104,9 +105,11 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    steps = [(int(match[1]), path) for path in paths if (match := _STEP_FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(steps)]
+    return sorted((path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def remove_old_checkpoints(folder: Path, keep: int, newest: int) -> None:
@@ -114,11 +117,10 @@ def remove_old_checkpoints(folder: Path, keep: int, newest: int) -> None:
 
     Later ones were damaged when the run resumed from an earlier one. Partial ones are what a killed run left.
     """
-    paths = list_checkpoints(folder)
-    later = [path for path in paths if int(path.name.removeprefix("step-")) > newest]
-    old = [path for path in paths if path not in later][:-keep]
-    for path in (*later, *old, *folder.glob(".step-*.part")):
-        shutil.rmtree(path, ignore_errors=True)
+    kept = [path for path in list_checkpoints(folder) if _step_of(path) <= newest][-keep:]
+    for path in (*list_checkpoints(folder), *folder.glob(".step-*.part")):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -164,10 +166,6 @@ def _hash_json(body: Mapping[str, Any]) -> str:
 def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _sync_to_disk(path: Path) -> None:

@@ -6,13 +6,12 @@ continues bit for bit, and several processes compute what one would with the who
 is, what is validated, what a checkpoint holds and what is left in the end (see `distill` and `finetune.run`).
 """
 
-from __future__ import annotations
-
 import contextlib
+import hashlib
 import json
+import math
 import shutil
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -22,22 +21,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from veca.data.index import DataError
 from veca.errors import ArgumentError, VecaError
-from veca.train.checkpoints import Checkpoint, TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
-from veca.train.ema import Ema
+from veca.train.checkpoints import TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
-from veca.train.meter import TrainMeter
-from veca.train.parallel import World, copy_into, gathered, sum_of, to_host
+from veca.train.meter import SkippedSteps, TrainMeter
+from veca.train.optimizers import Ema
+from veca.train.parallel import World, all_reduced, copy_into, gathered, sum_of, to_host
 from veca.utils.files import atomic_path
 from veca.utils.signals import Interrupted, deferred_signals
 
 MAX_NONFINITE_STEPS = 3
 """Abort after this many consecutive steps without a finite gradient."""
-STOP_CHECK_STEPS, STOP_CHECK_SECONDS = 10, 3.0
-"""Several processes agree on stopping after this many steps or seconds, well within the 30 s that torchrun waits."""
-
-
 Say = Callable[[str], None]
 """Shows a message to the user."""
 
@@ -46,25 +40,34 @@ class TrainingError(VecaError, ValueError):
     """Training cannot continue; the last good checkpoint stays."""
 
 
-class SkippedSteps:
-    """Counts skipped steps on the device; the host reads the counts without waiting, and so a little late."""
+def learning_rate(step: int, total: int, warmup: int, peak: float, low: float) -> float:
+    """Linear warm-up from `low` to `peak` in `warmup` steps, then a half cosine down to `low` at step `total`.
 
-    def __init__(self, device: torch.device, total: int = 0) -> None:
-        counts = [0, total, 0]  # consecutive, total, most consecutive
-        self._counts = torch.tensor(counts, dtype=torch.int32, device=device)
-        self._on_host = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
+    >>> [learning_rate(step, total=8, warmup=4, peak=5.0, low=1.0) for step in (0, 2, 4, 6, 8)]
+    [1.0, 3.0, 5.0, 3.0, 1.0]
+    """
+    progress = (step - warmup) / max(1, total - warmup)
+    share = step / warmup if step < warmup else (1 + math.cos(math.pi * progress)) / 2
+    return low + (peak - low) * share
 
-    def update(self, skip: Tensor) -> None:
-        """`skip`, a scalar on the device, is 1 if the step was skipped."""
-        consecutive, total, most = self._counts.unbind()
-        consecutive = (consecutive + 1) * skip.int()
-        self._counts = torch.stack([consecutive, total + skip.int(), torch.maximum(most, consecutive)])
-        self._on_host.copy_(self._counts, non_blocking=True)
 
-    def read(self) -> tuple[int, int]:
-        """Skipped steps in all, and most in a row."""
-        _, total, most = self._on_host.tolist()
-        return total, most
+def draw(odds: Mapping[int, float], stream: str, seed: int, step: int) -> int:
+    """One of the keys, with probability proportional to its odds. Streams with different names are independent.
+
+    >>> draw({8: 1, 16: 1, 64: 0}, "budget", seed=0, step=7) in (8, 16)
+    True
+    """
+    remaining = step_seed(stream, seed, step) / 2**64 * sum(odds.values())
+    for key, odd in odds.items():
+        remaining -= odd
+        if remaining < 0:
+            return key
+    return [key for key, odd in odds.items() if odd][-1]  # rounding: the last possible one
+
+
+def step_seed(stream: str, seed: int, step: int) -> int:
+    """A seed of 64 bits for one step of one stream."""
+    return int.from_bytes(hashlib.sha256(f"{stream} {seed} {step}".encode()).digest()[:8])
 
 
 class RunEngine(ABC):
@@ -81,18 +84,17 @@ class RunEngine(ABC):
     """Number of checkpoints that are kept."""
     validate_every: int | None
     """None: there is nothing to validate on."""
+    rate: float
+    """Learning rate of the last step."""
 
-    loss_names: ClassVar[tuple[str, ...]] = ("total",)
-    """Metrics that are averaged over the processes when they are logged."""
-    data_errors: ClassVar[tuple[type[Exception], ...]] = (DataError,)
-    """What `train_step` raises for unusable data, before anything has changed."""
-    write_report: ClassVar[staticmethod[[Path], Path]]
+    result_file: ClassVar[str]
+    """Written by `finish`, last: a run that has it is done."""
+    write_report: "ClassVar[staticmethod[[Path], Path]]"
     """Writes the report of a run's folder, whatever is there, and returns its path."""
     nonfinite_advice: ClassVar[str]
     """What to do about non-finite gradients."""
     save_with_validation: ClassVar[bool] = False
     """Write a checkpoint after each validation too, the one before the first step included."""
-    stop_check_steps: ClassVar[int] = STOP_CHECK_STEPS
     wandb: str | None = None
     """A project of Weights & Biases to report to."""
     sharded = False
@@ -105,22 +107,17 @@ class RunEngine(ABC):
         """Events from before there is a log."""
         self.log: RunLogger | None = None
         self.progress: ProgressLine | None = None
-        self.checkpoint: Checkpoint | None = None
-        if not restart:
-            self.checkpoint = newest_checkpoint(folder / "checkpoints", self.notices.append)
-            steps = gathered(self.checkpoint and self.checkpoint.step, world)
-            if len(set(steps)) > 1:
-                raise ArgumentError(f"processes find different checkpoints in {folder} ({steps}): they must share it")
+        self.checkpoint = None if restart else newest_checkpoint(folder / "checkpoints", self.notices.append)
         self.step = self.checkpoint.step if self.checkpoint else 0
+        if len(set(steps := gathered(self.step, world))) > 1:
+            raise ArgumentError(f"processes find different checkpoints in {folder} ({steps}): they must share it")
         self.stop_signal, self.preparing = 0, False
-        self._last_check, self._next_check = (self.step, time.monotonic()), self.step + 1
 
     def resume_counts(self, budgets: Iterable[int], resolutions: Iterable[int] = ()) -> None:
         """Start the meter and the counters, from the checkpoint where there is one; the EMA too."""
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
-        totals = {"images": facts.get("images", 0), "seconds": facts.get("seconds", 0.0)}
         # Speed is measured anew: it may be another machine. Totals continue.
-        self.meter = TrainMeter(budgets, resolutions, **totals)
+        self.meter = TrainMeter(budgets, resolutions, facts.get("images", 0), facts.get("seconds", 0.0))
         self.skipped_steps = SkippedSteps(self.device, facts.get("skipped", 0))
         if self.checkpoint:
             states = facts["under_way"]
@@ -142,17 +139,19 @@ class RunEngine(ABC):
     def write_settings(self) -> None:
         """Write the settings to the folder, and with `restart` remove what the old run left."""
 
+    def prepare(self) -> None:  # noqa: B027  # most runs need none
+        """Work before the first step that has its own progress bars. Signals end it at once."""
+
     @abstractmethod
     def batches(self) -> AbstractContextManager[Any]:
         """Context manager of the batches from `step` on."""
 
     @abstractmethod
     def train_step(self, batches: Iterator[Any]) -> None:
-        """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps` and `step`."""
+        """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`.
 
-    @abstractmethod
-    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The learning rate of the last step and further columns of metrics.csv, beside `values`."""
+        A VecaError comes from the data, before anything has changed.
+        """
 
     @abstractmethod
     def validate(self) -> None:
@@ -165,6 +164,9 @@ class RunEngine(ABC):
     def checkpoint_facts(self) -> dict[str, Any]:
         """Plain data to resume from, beside what the engine itself adds."""
 
+    def model_metadata(self) -> dict[str, str] | None:  # noqa: B027
+        """Metadata of the file `model` of a checkpoint."""
+
     @abstractmethod
     def finish(self) -> None:
         """Save the model and the results of a run whose steps are done."""
@@ -173,19 +175,8 @@ class RunEngine(ABC):
     def memory_advice(self) -> str:
         """For an error when the device is out of memory: what needed it, and what to set."""
 
-    def prepare(self) -> None:  # noqa: B027  # most runs need none
-        """Work before the first step that has its own progress bars. Signals end it at once."""
-
-    def is_finished(self) -> bool:
-        """Whether there is nothing left to do, not even the final save."""
-        return False
-
     def log_unreadable(self) -> None:  # noqa: B027
         """Log images that could not be used since the last call, in all processes."""
-
-    def checkpoint_metadata(self) -> dict[str, dict[str, str]]:
-        """Metadata of the files of a checkpoint."""
-        return {}
 
     def save_weights_only(self, tensors: TensorFiles) -> str:
         """Try to save at least the weights when a checkpoint cannot be written; says where they are."""
@@ -195,13 +186,16 @@ class RunEngine(ABC):
 
     def run(self) -> Path | None:
         """Train to the end; the path of the report, in the first process."""
-        if self.is_finished():  # nothing is loaded or written again but the report
+        if self.step >= self.steps and (self.folder / self.result_file).is_file():
             self.say(f"{self.folder} is done; --overwrite begins anew in it.")
             return self._report()
+        log: AbstractContextManager[RunLogger | None] = contextlib.nullcontext()
         if self.world.first:
             self.write_settings()
+            first_step = self.step + 1 if self.resumed else 0
+            log = RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.settings())
         try:
-            with self._make_logger() as self.log:
+            with log as self.log:
                 self.prepare()
                 self._train()
                 self.finish()
@@ -218,16 +212,13 @@ class RunEngine(ABC):
         return self.write_report(self.folder) if self.world.first else None
 
     def _train(self) -> None:
-        line: AbstractContextManager[ProgressLine | None] = contextlib.nullcontext()
-        if self.world.first:
-            line = ProgressLine(self.steps, start=self.step)
+        line = ProgressLine(self.steps, start=self.step) if self.world.first else contextlib.nullcontext()
         with line as self.progress, deferred_signals(self._on_signal):
             # With nothing saved yet, a signal ends the run at once; with a checkpoint of step 0 it waits for a step.
             self.preparing = not self.save_with_validation
             for notice in self.notices:
                 self.event(notice)
             if self.step >= self.steps:
-                self.say(f"All {self.step:,} steps are done: the model and the report are written again.")
                 return
             # The baseline: what training has to improve on. A resumed run has it in its log already.
             if not self.resumed and self.validate_every is not None:
@@ -246,7 +237,7 @@ class RunEngine(ABC):
         """One step, and whatever is due after it."""
         try:
             self.train_step(batches)
-        except self.data_errors:
+        except VecaError:
             # Nothing has changed yet, so this step can be repeated. With several processes, the others do not know.
             if self.world.size == 1:
                 self._save(required=False)
@@ -263,44 +254,24 @@ class RunEngine(ABC):
         if consecutive >= MAX_NONFINITE_STEPS:
             what = f"{consecutive} steps in a row had no finite gradient, the last before step {self.step:,}"
             raise TrainingError(f"{what} ({skipped} in all). {self.nonfinite_advice}")
+        # All processes stop together. Only the hosts wait for each other here, not for their devices.
+        number = int(all_reduced(torch.tensor(self.stop_signal), self.world, torch.distributed.ReduceOp.MAX))
         # After the last step the run ends anyway: a signal then must not keep it from its results.
-        stop = self._should_stop() and not last
+        stop = bool(number) and not last
         due = self.step % self.save_every == 0 or (validated and self.save_with_validation)
         if last or stop or due:
             self._save(required=last or stop)
         if stop:
-            self.event(f"stopped: by {signal.Signals(self.stop_signal).name}, at step {self.step:,}")
+            self.event(f"stopped: by {signal.Signals(number).name}, at step {self.step:,}")
             gathered(None, self.world)  # torchrun ends all when one leaves: not before the first has saved
-            raise Interrupted(self.stop_signal)
+            raise Interrupted(number)
 
     def _on_signal(self, number: int) -> None:
         first, self.stop_signal = not self.stop_signal, number
         if self.preparing and first:  # decoding and compiling take minutes, and there is nothing to save yet
             raise Interrupted(number)
 
-    def _should_stop(self) -> bool:
-        """Whether any process has received a signal; asked only now and then, since it synchronises all."""
-        if self.world.size == 1:
-            return bool(self.stop_signal)
-        if self.step < self._next_check:
-            return False
-        # Between two checks processes run ahead freely; the slowest sets how many steps fit into STOP_CHECK_SECONDS.
-        step, then = self._last_check
-        self._last_check = self.step, time.monotonic()
-        pace = (self._last_check[1] - then) / (self.step - step)
-        signals, paces = zip(*gathered((self.stop_signal, pace), self.world), strict=True)
-        self.stop_signal = max(signals)
-        steps = min(self.stop_check_steps, int(STOP_CHECK_SECONDS / max(paces)))
-        self._next_check = self.step + max(1, steps)
-        return bool(self.stop_signal)
-
     # Logging
-
-    def _make_logger(self) -> AbstractContextManager[RunLogger | None]:
-        if not self.world.first:
-            return contextlib.nullcontext()
-        first_step = self.step + 1 if self.resumed else 0
-        return RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.settings())
 
     def event(self, text: str) -> None:
         """Add a line to events.txt and show it, in the first process."""
@@ -309,10 +280,10 @@ class RunEngine(ABC):
             self.progress.say(text)
 
     def _log_metrics(self) -> None:
-        values = self.meter.values()
-        sums = sum_of([values[name] for name in self.loss_names], self.world)
-        values |= {name: total / self.world.size for name, total in zip(self.loss_names, sums, strict=True)}
-        values |= {"memory_gib": peak_memory_gib(self.device), **self.extra_metrics(values)}
+        values, names = self.meter.values(), self.meter.names
+        sums = sum_of([values[name] for name in names], self.world)
+        values |= {name: total / self.world.size for name, total in zip(names, sums, strict=True)}
+        values |= {"memory_gib": peak_memory_gib(self.device), "learning_rate": self.rate}
         self.log_unreadable()
         if values["nonfinite"]:
             self.event(f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
@@ -324,8 +295,7 @@ class RunEngine(ABC):
 
     def totals(self) -> dict[str, float]:
         """Images, seconds of training and skipped steps so far."""
-        skipped, _ = self.skipped_steps.read()
-        return {"images": self.meter.images, "seconds": self.meter.seconds, "skipped": skipped}
+        return {"images": self.meter.images, "seconds": self.meter.seconds, "skipped": self.skipped_steps.read()[0]}
 
     def _save(self, required: bool) -> None:
         """Write a checkpoint. On a full disk the one before it stays and the run continues, unless it is `required`."""
@@ -346,7 +316,7 @@ class RunEngine(ABC):
             facts = {**self.checkpoint_facts(), **self.totals(), "under_way": states}
             folder = self.folder / "checkpoints"
             try:
-                write_checkpoint(folder, self.step, facts, tensors, self.checkpoint_metadata())
+                write_checkpoint(folder, self.step, facts, tensors, self.model_metadata())
             except OSError as error:
                 reason = error.strerror or error
                 if required:

@@ -4,15 +4,13 @@ A recipe is a YAML file. Keys it leaves out have the defaults given here, which 
 an unknown key or an impossible value is an error before anything starts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from veca.config import get_config
+from veca.config import VecaConfig, get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
 from veca.utils.settings import Bounds, Settings, parse_yaml
@@ -33,6 +31,9 @@ class RecipeSection(Settings):
 
     error: ClassVar[type[VecaError]] = RecipeError
 
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls.section = section
+
     def require_odds(self, name: str) -> None:
         odds: Mapping[int, float] = getattr(self, name)
         valid = bool(odds) and all(odd >= 0 for odd in odds.values()) and 0 < sum(odds.values()) < math.inf
@@ -40,10 +41,8 @@ class RecipeSection(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecipe(RecipeSection):
+class ModelRecipe(RecipeSection, section="model"):
     """The student."""
-
-    section: ClassVar[str] = "model"
 
     size: str = "veca_small"
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -52,18 +51,17 @@ class ModelRecipe(RecipeSection):
     """Weights to start from, as `veca.load` takes them: those of the first stage, for a second."""
     patch_embed_from_teacher: bool = False
 
-    def __post_init__(self) -> None:
+    def config(self) -> VecaConfig:
         try:
-            get_config(self.size, **self.overrides)
+            return get_config(self.size, **self.overrides)
         except ValueError as error:
             raise RecipeError(f"model: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherRecipe(RecipeSection):
+class TeacherRecipe(RecipeSection, section="teacher"):
     """The frozen model whose features are the targets."""
 
-    section: ClassVar[str] = "teacher"
     retired: ClassVar[Mapping[str, str]] = {"cache": _NO_CACHE, "cache_gb": _NO_CACHE}
 
     name: str = "facebook/dinov3-vits16-pretrain-lvd1689m"
@@ -94,10 +92,8 @@ class TeacherRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataRecipe(RecipeSection):
+class DataRecipe(RecipeSection, section="data"):
     """Images to train and validate on, and how they are augmented."""
-
-    section: ClassVar[str] = "data"
 
     train: tuple[str, ...] = ()
     """Folders, globs, tar shards, local or at any address fsspec reads; or Hugging Face datasets, as
@@ -132,10 +128,8 @@ class DataRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase(RecipeSection):
+class Phase(RecipeSection, section="resolutions"):
     """Odds of the resolutions during one part of the run."""
-
-    section: ClassVar[str] = "resolutions"
 
     odds: dict[int, float]
     until: int | None = None
@@ -146,10 +140,8 @@ class Phase(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRecipe(RecipeSection):
+class ScheduleRecipe(RecipeSection, section="schedule"):
     """Length of the run and learning rate."""
-
-    section: ClassVar[str] = "schedule"
 
     epochs: float | None = 135
     """Passes over the images; or `steps`, one of the two."""
@@ -171,10 +163,8 @@ class ScheduleRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationRecipe(RecipeSection):
+class ValidationRecipe(RecipeSection, section="validation"):
     """When validation runs, and on which grid of resolutions and budgets."""
-
-    section: ClassVar[str] = "validation"
 
     every: Positive = 1000
     """In steps; it also runs after the last step."""
@@ -187,10 +177,8 @@ class ValidationRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointRecipe(RecipeSection):
+class CheckpointRecipe(RecipeSection, section="checkpoints"):
     """When checkpoints are written, and how many are kept."""
-
-    section: ClassVar[str] = "checkpoints"
 
     every: Positive = 1000
     """In steps; the last step always has one."""
@@ -199,10 +187,8 @@ class CheckpointRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveRecipe(RecipeSection):
+class ObjectiveRecipe(RecipeSection, section="objective"):
     """Weights of the losses."""
-
-    section: ClassVar[str] = "objective"
 
     dense_weight: Annotated[float, Bounds(ge=0)] = 1.0
     mse_weight: Annotated[float, Bounds(ge=0)] = 1.0
@@ -245,16 +231,13 @@ class Recipe(RecipeSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config = get_config(self.model.size, **self.model.overrides)
-        self._check_resident(config.patch_size)
+        bank, patch = self.model.config().num_cores, self.model.config().patch_size
+        self._check_resident(patch)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
-        self.require("resolutions", bool(self.resolutions), "one phase or more")
         until = [phase.until for phase in self.resolutions]
-        steps = [step for step in until[:-1] if step is not None]
-        rising = until == [*steps, None] and steps == sorted(set(steps))
+        rising = until == [*sorted({step for step in until if step is not None}), None]
         self.require("resolutions.until", rising, "rising, and null in the last phase", until)
-        bank, patch = config.num_cores, config.patch_size
         for name, budgets in (("budgets", self.budgets), ("validation.budgets", self.validation.budgets)):
             for budget in budgets:
                 self.require(name, 1 <= budget <= bank, f"from 1 to {bank}, the core bank", budget)
@@ -281,8 +264,8 @@ class Recipe(RecipeSection):
     def grid(self) -> tuple[list[int], list[int]]:
         """Resolutions and budgets to validate on."""
         trained = sorted({size for phase in self.resolutions for size, odd in phase.odds.items() if odd})
-        bank = get_config(self.model.size, **self.model.overrides).num_cores
-        return list(self.validation.resolutions) or trained, list(self.validation.budgets) or [bank]
+        budgets = list(self.validation.budgets) or [self.model.config().num_cores]
+        return list(self.validation.resolutions) or trained, budgets
 
     def pass_batch(self, processes: int) -> int:
         """Images per forward pass of one of `processes`."""

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,12 @@ from veca.images import normalize
 from veca.report.gallery import save_picture
 from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
-from veca.train.ema import Ema
-from veca.train.engine import RunEngine, Say
+from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.finetune.report import is_finetune_run, write_finetune_report
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
 from veca.train.finetune.tasks import frozen_backbone, make_task
-from veca.train.optimizers import layer_decay_groups
+from veca.train.optimizers import Ema, layer_decay_groups
 from veca.train.parallel import World
-from veca.train.schedule import draw, learning_rate, step_seed
 from veca.utils.device import choose_device, describe_versions
 from veca.utils.signals import Interrupted
 
@@ -88,11 +86,10 @@ class Finetuning(RunEngine):
     """One process of a fine-tuning run."""
 
     log_every, save_every, keep = 10, 500, 2
-    data_errors = (UnreadableImageError,)
+    result_file = "result.json"
     write_report = staticmethod(write_finetune_report)
     nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
     save_with_validation = True
-    stop_check_steps = 1  # each step synchronises the processes anyway
 
     def __init__(
         self, name: str, data: ProbeData, folder: Path, options: FinetuneSettings, world: World, restart: bool, say: Say
@@ -131,7 +128,7 @@ class Finetuning(RunEngine):
             restore_optimizer(self.model, self.optimizer, self.checkpoint.tensors["optimizer"])
             self.best, self.before = facts["best"], {int(cores): scores for cores, scores in facts["before"].items()}
         self.resume_counts(self.budgets)
-        self.replica = parallel.replicate(self.model, world, "ddp")
+        self.replica = parallel.replicate(self.model, world)
 
     def prepare(self) -> None:
         """Fit the head as a linear probe of the frozen features, in the first process, and score it."""
@@ -218,9 +215,6 @@ class Finetuning(RunEngine):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
-    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        return {"learning_rate": self.rate}
-
     def memory_advice(self) -> str:
         size = self.options.batch // self.world.size
         return f"{size} images per process at {self.options.size} px; halve --batch-size and divide --rate by 1.4"
@@ -300,9 +294,6 @@ class Finetuning(RunEngine):
 
     def checkpoint_facts(self) -> dict[str, Any]:
         return {"asked": self.settings(), "best": self.best, "before": self.before}
-
-    def is_finished(self) -> bool:
-        return self.step == self.steps and (self.folder / "result.json").is_file()
 
     def finish(self) -> None:
         """Score the best weights at all budgets, and write the results."""
