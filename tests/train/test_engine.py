@@ -16,8 +16,7 @@ from veca.data.index import DataError, ImageIndex
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.distill import Distillation
-from veca.train.engine import TrainingError
-from veca.train.meter import SkippedSteps
+from veca.train.engine import SkippedSteps, TrainingError
 from veca.train.objective import TeacherRunner
 from veca.train.optimizers import Ema
 from veca.train.parallel import World

@@ -38,10 +38,9 @@ from runs import (
 
 import veca
 from veca.cli.common import resumable_run
-from veca.train import checkpoints, distill, engine
+from veca.train import checkpoints
 from veca.train.checkpoints import DamagedError, list_checkpoints, read_checkpoint
 from veca.train.distill import Distillation
-from veca.train.engine import TrainingError
 from veca.train.recipe import RecipeError
 from veca.utils.signals import Interrupted
 
@@ -439,22 +438,6 @@ def test_a_folder_that_is_cleared_under_a_run_costs_what_was_in_it_and_no_more(
     assert steps == [row["step"] for row in table(alone / "metrics.csv")][-len(steps) :]
     assert set(steps) >= {str(STEPS - 2), str(STEPS)}
     assert (folder / "report.html").is_file()
-
-
-def test_where_a_checkpoint_finds_no_room_weights_may(
-    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(engine, "write_checkpoint", full)
-    way = r"checkpoint of step 32 cannot be written \(No space left on device\); its weights are in .*Make room"
-    with pytest.raises(TrainingError, match=way):
-        train(place.recipe(), tmp_path)
-    assert different(tensors(tmp_path), tensors(alone)) == []
-    monkeypatch.setattr(distill, "save_tensors", full)
-    with pytest.raises(TrainingError, match="nor can its weights. Make room"):
-        train(place.recipe(), tmp_path)
 
 
 def begun(alone: Path, folder: Path) -> Path:

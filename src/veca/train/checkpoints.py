@@ -41,13 +41,9 @@ class Checkpoint(NamedTuple):
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    facts: Mapping[str, Any],
-    tensors: TensorFiles,
-    model_metadata: dict[str, str] | None = None,
+    folder: Path, step: int, facts: Mapping[str, Any], tensors: TensorFiles, metadata: dict[str, str] | None = None
 ) -> Path:
-    """Write `folder/step-…`, replacing an older one: `tensors` by file, with the metadata of the file `model`."""
+    """Write `folder/step-…`, replacing an older one: `tensors` by file, and the `metadata` of the file `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
     part, final = folder / f".{name}.part", folder / name
@@ -57,7 +53,7 @@ def write_checkpoint(
         checksums = {}
         for file, named in tensors.items():
             path = part / f"{file}.safetensors"
-            write_tensors(path, named, model_metadata if file == "model" else None)
+            write_tensors(path, named, metadata if file == "model" else None)
             checksums[path.name] = _hash_file(path)
         # Through JSON once, as it will be read: keys become text there, and text sorts differently from numbers.
         body = json.loads(json.dumps({"step": step, "facts": facts, "files": checksums}))
@@ -105,22 +101,19 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
-    return sorted((path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)), key=_step_of)
+    paths = [path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))  # by step: more digits are a larger number
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def remove_old_checkpoints(folder: Path, keep: int, newest: int) -> None:
-    """Keep the last `keep` checkpoints up to step `newest`, which was just written, and remove all others.
+def remove_old_checkpoints(newest: Path, keep: int) -> None:
+    """Keep the last `keep` checkpoints up to `newest`, which was just written, and remove all others beside it.
 
     Later ones were damaged when the run resumed from an earlier one. Partial ones are what a killed run left.
     """
-    kept = [path for path in list_checkpoints(folder) if _step_of(path) <= newest][-keep:]
-    for path in (*list_checkpoints(folder), *folder.glob(".step-*.part")):
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+    paths = list_checkpoints(newest.parent)
+    end = paths.index(newest) + 1
+    for path in (*paths[end:], *paths[:end][:-keep], *newest.parent.glob(".step-*.part")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -128,28 +121,21 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: to_host(tensor) for name, tensor in module.state_dict().items()}
 
 
-def restore_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in module.state_dict().items():
-        copy_into(tensor, tensors[name])
-
-
-def optimizer_tensors(module: nn.Module, optimizer: Optimizer, prefix: str = "") -> dict[str, Tensor]:
-    """State of an optimizer by `prefix`, parameter name and entry, on the host, unsharded."""
+def optimizer_tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """State of an optimizer by parameter name and entry, on the host, unsharded."""
     return {
-        f"{prefix}{name}/{entry}": to_host(value)
+        f"{name}/{entry}": to_host(value)
         for name, parameter in module.named_parameters()
         for entry, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def restore_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Put back what `optimizer_tensors` gave; entries with another prefix are left out."""
-    parameters = dict(module.named_parameters())
+def restore_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave."""
     for key, value in tensors.items():
-        if not key.startswith(prefix):
-            continue
-        name, entry = key.removeprefix(prefix).split("/")
-        state, parameter = optimizer.state[parameters[name]], parameters[name]
+        name, entry = key.split("/")
+        parameter = module.get_parameter(name)
+        state = optimizer.state[parameter]
         if value.shape == parameter.shape:  # sharded as the parameter is
             state[entry] = torch.empty_like(parameter, dtype=value.dtype)
             copy_into(state[entry], value)

@@ -5,7 +5,6 @@ A run's folder has `recipe.yaml`, `split.json` (which optimizer updates which pa
 `summary.json` and `report.html`. `veca.load` takes the folder, `best/` and each checkpoint.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import veca
 from veca.checkpoint import save_tensors
@@ -30,7 +28,8 @@ from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensor
 from veca.train.csv_log import grid_means
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.objective import Losses, Student, TeacherMaps, TeacherRunner, validate
-from veca.train.optimizers import Ema, make_optimizers, split_parameters
+from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
+from veca.train.parallel import World
 from veca.train.plan import run_length
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_distill_report
@@ -73,9 +72,7 @@ class Distillation(RunEngine):
     write_report = staticmethod(write_distill_report)
     nonfinite_advice = "The last checkpoint is from before; lower schedule.peak or use precision=float32, and run again"
 
-    def __init__(
-        self, recipe: Recipe, folder: Path, world: parallel.World, restart: bool = False, say: Say = print
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, world: World, restart: bool = False, say: Say = print) -> None:
         super().__init__(folder, world, restart, say)
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
         _check_folder(recipe, folder, facts)  # before anything large is loaded
@@ -109,8 +106,9 @@ class Distillation(RunEngine):
             for block in self.model.blocks:
                 block.compile(dynamic=True)
             self.teacher.compile(dynamic=False)
+            self.say("The first steps compile the model, which takes a minute or so.")
         student = Student(self.model, recipe)
-        self.student = student if self.sharded else parallel.replicate(student, world)
+        self.student: Any = student if self.sharded else parallel.replicate(student, world)
 
     def _restore(self, facts: Mapping[str, Any], files: TensorFiles) -> None:
         """Continue from a checkpoint; refuses other images, or another number of them per step."""
@@ -127,8 +125,9 @@ class Distillation(RunEngine):
             raise RecipeError(f"batch={recipe.batch}: {rule}. Set batch={before} to continue it")
         for name, tensor in self.model.state_dict().items():
             parallel.copy_into(tensor, files["model"][name])
-        for kind, optimizer in self.optimizers._asdict().items():
-            restore_optimizer(self.model, optimizer, files["optimizers"], f"{kind}/")
+        for kind, optimizer in self.optimizers.items():
+            own = {key.removeprefix(kind): x for key, x in files["optimizers"].items() if key.startswith(kind)}
+            restore_optimizer(self.model, optimizer, own)
         for name, tensor in files.get("teacher", {}).items():
             self.teacher.get_buffer(name).copy_(tensor)
         if facts.get("validated_on", self.validated_on) != self.validated_on:  # such losses cannot be compared
@@ -144,8 +143,6 @@ class Distillation(RunEngine):
         return draw(recipe.budgets, "budget", seed, step), draw(recipe.odds_at(step), "resolution", seed, step)
 
     def batches(self) -> ImageLoader | DeviceLoader:
-        if self.recipe.compile:
-            self.say("The first steps compile the model, which takes a minute or so.")
         recipe, data, world = self.recipe, self.recipe.data, self.world
         sampler = TrainSampler(
             len(self.images), self.runner.pass_batch, lambda i: self.draws(i // recipe.accumulate)[1],
@@ -172,21 +169,18 @@ class Distillation(RunEngine):
             targets = self.runner.targets(images) if batch.targets is None else batch.targets
             # Seeded per step, so that a resumed run repeats it, whatever was drawn before.
             torch.manual_seed(step_seed("model", recipe.seed, self.step))
-            with contextlib.ExitStack() as stack:
-                # DDP exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each.
-                if isinstance(self.student, DistributedDataParallel) and i < passes - 1:
-                    stack.enter_context(self.student.no_sync())
-                with self.runner.autocast():
-                    losses.append(self.student(images, budget, targets))
-                (losses[-1].total / passes).backward()
+            # As DDP's no_sync: it exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each.
+            self.student.require_backward_grad_sync = i == passes - 1
+            with self.runner.autocast():
+                losses.append(self.student(images, budget, targets))
+            (losses[-1].total / passes).backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = parallel.unshard(torch.nn.utils.get_total_norm(gradients))
         # Whether to skip the step is decided on the device: asking would make the host wait for every step.
         finite = torch.stack([norm, *(each.total.detach() for each in losses)]).isfinite().all()
         skip = parallel.all_reduced((~finite).float(), self.world, torch.distributed.ReduceOp.MAX)
         self.rate = learning_rate(self.step, self.steps, self.warmup, recipe.schedule.peak, recipe.schedule.low)
-        self.optimizers.step(self.rate, skip)
-        self.optimizers.zero_grad()
+        step_optimizers(self.optimizers, self.rate, skip)
         self.ema.update(skip)
         self.skipped_steps.update(skip)
         # Means over the passes stay on the device until they are logged.
@@ -201,9 +195,6 @@ class Distillation(RunEngine):
         return f"{what}; {way_out}{', or data.resident=null' if recipe.data.resident else ''}"
 
     # Logging and validation
-
-    def settings(self) -> dict[str, Any]:
-        return self.recipe.to_dict()
 
     def log_unreadable(self) -> None:
         unreadable = [pair for pairs in parallel.gathered(self.runner.unreadable, self.world) for pair in pairs]
@@ -238,8 +229,9 @@ class Distillation(RunEngine):
 
     def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
         files = {"model": module_tensors(self.model), "optimizers": {}}
-        for kind, optimizer in self.optimizers._asdict().items():
-            files["optimizers"] |= optimizer_tensors(self.model, optimizer, f"{kind}/")
+        for kind, optimizer in self.optimizers.items():
+            states = optimizer_tensors(self.model, optimizer)
+            files["optimizers"] |= {kind + key: tensor for key, tensor in states.items()}
         if isinstance(self.teacher, Standardized):
             files["teacher"] = {name: getattr(self.teacher, name).cpu() for name in ("means", "deviations")}
         return files
@@ -270,23 +262,15 @@ class Distillation(RunEngine):
             "images": self.meter.images, "step": self.step, **more,
         }  # fmt: skip
 
-    def _save_weights(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Save these tensors, or the (averaged) weights, which all processes must gather, as a model."""
-        if tensors is None:
-            with self.ema.swapped_in():
-                tensors = module_tensors(self.model)
+    def _save_weights(self, folder: Path) -> None:
+        """Save the (averaged) weights, which all processes must gather, as a model."""
+        with self.ema.swapped_in():
+            tensors = module_tensors(self.model)
         if self.world.first:
             provenance = self._provenance(validation=self.last_validation)
             save_tensors(tensors, self.model.config.to_dict(), provenance, folder)
 
-    def save_weights_only(self, tensors: TensorFiles) -> str:
-        try:  # the averaged parameters replace the trained ones; buffers come from the model
-            self._save_weights(self.folder, {**tensors["model"], **tensors.get("ema", {})})
-        except OSError:
-            return "nor can its weights"
-        return f"its weights are in {self.folder}"
-
-    def write_settings(self) -> None:
+    def write_settings(self) -> dict[str, Any]:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove(("summary.json",))
         if self.restart:
@@ -294,6 +278,7 @@ class Distillation(RunEngine):
         with atomic_path(self.folder / "recipe.yaml") as part:
             part.write_text(self.recipe.to_yaml(), encoding="utf-8")
         self.write_json("split.json", split_parameters(self.model))
+        return self.recipe.to_dict()
 
     def finish(self) -> None:
         self._save_weights(self.folder)
@@ -328,7 +313,7 @@ def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
     return model.train()
 
 
-def _find_images(recipe: Recipe, folder: Path, world: parallel.World) -> tuple[ImageIndex, ImageIndex | None]:
+def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex, ImageIndex | None]:
     """Training and validation images; the first process writes the index, the others read it."""
     if not recipe.data.train:
         raise RecipeError("data.train: no pictures to train on; name folders, globs or tar shards")

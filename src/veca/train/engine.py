@@ -12,19 +12,18 @@ import json
 import math
 import shutil
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from veca.errors import ArgumentError, VecaError
-from veca.train.checkpoints import TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
+from veca.train.checkpoints import newest_checkpoint, remove_old_checkpoints, write_checkpoint
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
-from veca.train.meter import SkippedSteps, TrainMeter
 from veca.train.optimizers import Ema
 from veca.train.parallel import World, all_reduced, copy_into, gathered, sum_of, to_host
 from veca.utils.files import atomic_path
@@ -70,8 +69,145 @@ def step_seed(stream: str, seed: int, step: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{stream} {seed} {step}".encode()).digest()[:8])
 
 
-class RunEngine(ABC):
-    """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`."""
+class TrainMeter:
+    """Means of the losses and images per second.
+
+    `update` only queues work on the device; `values` is the one place that waits for it. The speed leaves out `pause`d
+    time and the first step of each number of images, budget and resolution: those may compile.
+    `images` and `seconds` are the totals of a resumed run so far.
+    """
+
+    def __init__(
+        self, budgets: Iterable[int] = (), resolutions: Iterable[int] = (), images: int = 0, seconds: float = 0.0
+    ) -> None:
+        self.images, self.seconds, self.rate = images, seconds, math.nan
+        self._counts = {"budget": dict.fromkeys(budgets, 0), "resolution": dict.fromkeys(resolutions, 0)}
+        self.names: list[str] = []
+        """Of the losses."""
+        self._sums: Tensor | None = None
+        """Sums of the losses over steps with finite ones, and the number of these steps, on the device."""
+        self._steps, self._seen = 0, set[tuple[int, int | None, int | None]]()
+        self._timed = [0, 0.0]  # images and seconds that count for the speed, since the last `values`
+        self._last_tick, self._counts_for_speed = perf_counter(), False
+
+    @torch.no_grad()
+    def update(
+        self, losses: Mapping[str, Tensor], images: int, budget: int | None = None, resolution: int | None = None
+    ) -> None:
+        """Add one optimizer step: its losses, scalars on the device, and its number of images."""
+        values = torch.stack([value.float() for value in losses.values()])
+        # A non-finite step must not spoil the mean of the others; it is counted instead.
+        finite = values.isfinite().all()
+        row = torch.cat([torch.where(finite, values, 0.0), finite.float()[None]])
+        self._sums = row if self._sums is None else self._sums + row
+        self.names = list(losses)
+        # Shapes that occur for the first time may compile, which is not training speed.
+        kind = (images, budget, resolution)
+        self._counts_for_speed = kind in self._seen
+        self._tick()
+        self._timed[0] += images * self._counts_for_speed
+        self._seen.add(kind)
+        self.images += images
+        self._steps += 1
+        for counts, drawn in zip(self._counts.values(), (budget, resolution), strict=True):
+            if drawn is not None:
+                counts[drawn] = counts.get(drawn, 0) + 1
+
+    def _tick(self) -> None:
+        """Count the time since the last tick as training, and for the speed if its step does."""
+        now = perf_counter()
+        self.seconds += now - self._last_tick
+        self._timed[1] += (now - self._last_tick) * self._counts_for_speed
+        self._last_tick = now
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out the time of the block, as validation. Call `values` first, which waits for the device."""
+        self._tick()
+        try:
+            yield
+        finally:
+            self._last_tick = perf_counter()
+
+    def values(self) -> dict[str, float]:
+        """What to log of the steps since the last call; this waits for the device.
+
+        Means of the losses over the steps with finite ones, the number of the others (`nonfinite`), how often each
+        budget and resolution was drawn (`budget_8`, `resolution_256`, …), `images` and `seconds` of training in all,
+        and `images_per_s` (the last one known, nan until there is one).
+        """
+        *sums, count = self._sums.tolist() if self._sums is not None else [0.0]
+        self._tick()
+        values = {name: total / count if count else math.nan for name, total in zip(self.names, sums, strict=False)}
+        if self._timed[0] and self._timed[1] > 0:
+            self.rate = self._timed[0] / self._timed[1]
+        values |= {"nonfinite": self._steps - count, "images": self.images, "seconds": self.seconds}
+        values["images_per_s"] = self.rate
+        for name, counts in self._counts.items():
+            values |= {f"{name}_{drawn}": times for drawn, times in counts.items()}
+            counts.update(dict.fromkeys(counts, 0))
+        self._sums, self._steps, self._timed = None, 0, [0, 0.0]
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """What was added since the last `values`, as plain data for a checkpoint; this waits for the device too."""
+        sums = None if self._sums is None else self._sums.tolist()
+        return {"sums": sums, "steps": self._steps, **{f"{name}s": counts for name, counts in self._counts.items()}}
+
+    def restore(self, states: Sequence[Mapping[str, Any]], rank: int, size: int, device: torch.device) -> None:
+        """Continue from the `state` of each process; if their number has changed, each continues from the mean."""
+        own = states[rank if len(states) == size else 0]
+        self._steps = own["steps"]
+        if own["sums"] is not None:
+            sums = [state["sums"] for state in states] if len(states) != size else [own["sums"]]
+            self._sums = torch.tensor(sums, dtype=torch.float32, device=device).mean(0)
+        for name, counts in self._counts.items():
+            counts.update({int(drawn): times for drawn, times in own[f"{name}s"].items()})  # JSON makes keys text
+
+
+class SkippedSteps:
+    """Counts skipped steps on the device; the host reads the counts without waiting, and so a little late."""
+
+    def __init__(self, device: torch.device, total: int = 0) -> None:
+        counts = [0, total, 0]  # consecutive, total, most consecutive
+        self._counts = torch.tensor(counts, dtype=torch.int32, device=device)
+        self._on_host = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def update(self, skip: Tensor) -> None:
+        """`skip`, a scalar on the device, is 1 if the step was skipped."""
+        consecutive, total, most = self._counts.unbind()
+        consecutive = (consecutive + 1) * skip.int()
+        self._counts = torch.stack([consecutive, total + skip.int(), torch.maximum(most, consecutive)])
+        self._on_host.copy_(self._counts, non_blocking=True)
+
+    def read(self) -> tuple[int, int]:
+        """Skipped steps in all, and most in a row."""
+        _, total, most = self._on_host.tolist()
+        return total, most
+
+
+class RunEngine:
+    """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`.
+
+    It defines the methods declared first; it may override `prepare`, `log_unreadable` and `model_metadata`.
+    """
+
+    write_settings: Callable[[], dict[str, Any]]
+    """Writes all settings to the folder and returns them; with `restart` removes what the old run left."""
+    batches: Callable[[], AbstractContextManager[Any]]
+    """Context manager of the batches from `step` on."""
+    train_step: Callable[[Iterator[Any]], None]
+    """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`. A VecaError comes from
+    the data, before anything has changed."""
+    validate: Callable[[], None]
+    """Validates, logs the result and saves the weights if they are the best so far."""
+    checkpoint_tensors: Callable[[], dict[str, dict[str, Tensor]]]
+    checkpoint_facts: Callable[[], dict[str, Any]]
+    """Plain data to resume from, beside what the engine itself adds."""
+    finish: Callable[[], None]
+    """Saves the model and the results of a run whose steps are done, `result_file` last."""
+    memory_advice: Callable[[], str]
+    """For an error when the device is out of memory: what needed it, and what to set."""
 
     model: nn.Module
     """The module whose weights are averaged, saved and validated."""
@@ -88,7 +224,6 @@ class RunEngine(ABC):
     """Learning rate of the last step."""
 
     result_file: ClassVar[str]
-    """Written by `finish`, last: a run that has it is done."""
     write_report: "ClassVar[staticmethod[[Path], Path]]"
     """Writes the report of a run's folder, whatever is there, and returns its path."""
     nonfinite_advice: ClassVar[str]
@@ -129,58 +264,14 @@ class RunEngine(ABC):
         self.resumed = self.checkpoint is not None
         self.checkpoint = None  # its tensors have been copied
 
-    # What a kind of run defines
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """All settings of the run, as plain data."""
-
-    @abstractmethod
-    def write_settings(self) -> None:
-        """Write the settings to the folder, and with `restart` remove what the old run left."""
-
-    def prepare(self) -> None:  # noqa: B027  # most runs need none
+    def prepare(self) -> None:
         """Work before the first step that has its own progress bars. Signals end it at once."""
 
-    @abstractmethod
-    def batches(self) -> AbstractContextManager[Any]:
-        """Context manager of the batches from `step` on."""
-
-    @abstractmethod
-    def train_step(self, batches: Iterator[Any]) -> None:
-        """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`.
-
-        A VecaError comes from the data, before anything has changed.
-        """
-
-    @abstractmethod
-    def validate(self) -> None:
-        """Validate, log the result and save the weights if they are the best so far."""
-
-    @abstractmethod
-    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]: ...
-
-    @abstractmethod
-    def checkpoint_facts(self) -> dict[str, Any]:
-        """Plain data to resume from, beside what the engine itself adds."""
-
-    def model_metadata(self) -> dict[str, str] | None:  # noqa: B027
-        """Metadata of the file `model` of a checkpoint."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Save the model and the results of a run whose steps are done."""
-
-    @abstractmethod
-    def memory_advice(self) -> str:
-        """For an error when the device is out of memory: what needed it, and what to set."""
-
-    def log_unreadable(self) -> None:  # noqa: B027
+    def log_unreadable(self) -> None:
         """Log images that could not be used since the last call, in all processes."""
 
-    def save_weights_only(self, tensors: TensorFiles) -> str:
-        """Try to save at least the weights when a checkpoint cannot be written; says where they are."""
-        return f"the best weights so far are in {self.folder}"
+    def model_metadata(self) -> dict[str, str] | None:
+        """Metadata of the file `model` of a checkpoint."""
 
     # The run
 
@@ -191,9 +282,8 @@ class RunEngine(ABC):
             return self._report()
         log: AbstractContextManager[RunLogger | None] = contextlib.nullcontext()
         if self.world.first:
-            self.write_settings()
             first_step = self.step + 1 if self.resumed else 0
-            log = RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.settings())
+            log = RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.write_settings())
         try:
             with log as self.log:
                 self.prepare()
@@ -314,18 +404,16 @@ class RunEngine(ABC):
                 with contextlib.suppress(OSError):  # the logger warns; the weights are worth more than its rows
                     self.log.flush()
             facts = {**self.checkpoint_facts(), **self.totals(), "under_way": states}
-            folder = self.folder / "checkpoints"
             try:
-                write_checkpoint(folder, self.step, facts, tensors, self.model_metadata())
+                folder, metadata = self.folder / "checkpoints", self.model_metadata()
+                remove_old_checkpoints(write_checkpoint(folder, self.step, facts, tensors, metadata), self.keep)
             except OSError as error:
                 reason = error.strerror or error
                 if required:
-                    what = f"the checkpoint of step {self.step:,} cannot be written ({reason})"
                     way_out = f"Make room in {self.folder} and run it again: it continues from the last checkpoint"
-                    raise TrainingError(f"{what}; {self.save_weights_only(tensors)}. {way_out}") from error
+                    raise TrainingError(f"step {self.step:,} cannot be saved ({reason}). {way_out}") from error
                 self.event(f"unsaved: checkpoint at step {self.step:,}: {reason}")
             else:
-                remove_old_checkpoints(folder, self.keep, self.step)
                 self.event(f"checkpoint: step {self.step:,}")
 
     def remove(self, names: Iterable[str]) -> None:

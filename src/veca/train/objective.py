@@ -19,7 +19,7 @@ from veca.images import normalize
 from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.csv_log import Grid
-from veca.train.parallel import World, broadcast, gathered, sum_of
+from veca.train.parallel import World, all_reduced, broadcast, gathered
 from veca.train.recipe import Recipe
 from veca.utils.progress import bar
 
@@ -103,9 +103,7 @@ class TeacherMaps:
     image if not.
     """
 
-    def __init__(
-        self, cache: DeviceImageCache, runner: TeacherRunner, dtype: torch.dtype, progress: bool = True
-    ) -> None:
+    def __init__(self, cache: DeviceImageCache, runner: TeacherRunner, dtype: torch.dtype, progress: bool) -> None:
         images, teacher = cache.images, runner.teacher
         count, self.patch, width = len(images), runner.patch_size, teacher.width
         self.cells = cache.side // self.patch
@@ -119,10 +117,6 @@ class TeacherMaps:
         # Maps of the second pass, not standardized: zeros, most of a CNN's map, are exact in float8, so means are not
         # biased by rounding.
         side = max(1, round(own.glance * zoom / own.stride)) if own.pooled and own.glance else 0
-        needed = count * (self.cells**2 + side**2) * width * dtype.itemsize
-        if images.is_cuda and needed > 0.9 * (free := torch.cuda.mem_get_info(images.device)[0]):
-            room = f"and {images.device} has {free / 2**30:.1f} GiB free. Take float8, smaller or fewer pictures"
-            raise DataError(f"teacher.resident: {count:,} maps take {needed / 2**30:.1f} GiB in {dtype}, {room}")
         self.maps = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
         self.glimpses = torch.empty(count, side, side, width, dtype=dtype, device=images.device) if side else None
         self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
@@ -195,10 +189,8 @@ def distillation_losses(
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (cls, patches, teacher_cls, teacher_patches)
     )
     with torch.autocast(cls.device.type, enabled=False):
-        cls_loss, cosine = (
-            (1 - F.cosine_similarity(ours, theirs, dim=-1, eps=1e-6)).mean()
-            for ours, theirs in ((cls, teacher_cls), (patches, teacher_patches))
-        )
+        cls_loss = (1 - F.cosine_similarity(cls, teacher_cls, dim=-1, eps=1e-6)).mean()
+        cosine = (1 - F.cosine_similarity(patches, teacher_patches, dim=-1, eps=1e-6)).mean()
         mse = F.mse_loss(patches, teacher_patches)
         dense = cosine + weights[1] * mse
     return Losses(cls_loss + weights[0] * dense, cls_loss, dense, cosine, mse)
@@ -225,31 +217,27 @@ def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
     weights = recipe.objective.dense_weight, recipe.objective.mse_weight
     grid: dict[tuple[int, int], dict[str, float]] = {}
     model.eval()
-    try:
-        for resolution in resolutions:
-            sums = torch.zeros(len(budgets), len(Losses._fields), device=world.device, dtype=torch.float64)
-            count = 0
-            batches = runner.centres(images, resolution, recipe.validation.batch or runner.pass_batch)
-            for inputs, number in _synchronized(batches, resolution, world):
-                targets = runner.targets(inputs)
-                for row, budget in zip(sums, budgets, strict=True):
-                    with runner.autocast():
-                        out = model(inputs, budget)
-                    losses = distillation_losses(out.cls, out.patches, *targets, weights)
-                    row += number * torch.stack(list(losses)).double()
-                count += number
-            # Summed in float64 over all processes, so that their number does not show in the mean.
-            *totals, counted = sum_of([*sums.flatten().tolist(), float(count)], world)
-            if not counted:  # the mean of nothing would count as the best
+    for resolution in resolutions:
+        # One row per budget; the last column counts images.
+        sums = torch.zeros(len(budgets), len(Losses._fields) + 1, device=world.device, dtype=torch.float64)
+        batches = runner.centres(images, resolution, recipe.validation.batch or runner.pass_batch)
+        for inputs, number in _synchronized(batches, resolution, world):
+            targets = runner.targets(inputs)
+            for row, budget in zip(sums, budgets, strict=True):
+                with runner.autocast():
+                    out = model(inputs, budget)
+                losses = distillation_losses(out.cls, out.patches, *targets, weights)
+                row += number * torch.stack([*losses, torch.ones_like(losses.total)]).double()
+        # Summed in float64 over all processes, so that their number does not show in the mean.
+        all_reduced(sums, world)
+        for budget, (*totals, count) in zip(budgets, sums.tolist(), strict=True):
+            if not count:  # the mean of nothing would count as the best
                 why = "".join(f": {name}, {reason}" for name, reason in runner.unreadable[-1:])
                 raise DataError(f"data.validation: none of its {len(images):,} pictures can be used{why}")
-            means = torch.tensor(totals, dtype=torch.float64).view(sums.shape) / counted
-            for budget, row in zip(budgets, means.tolist(), strict=True):
-                grid[resolution, budget] = dict(zip(Losses._fields, row, strict=True))
-    finally:
-        if isinstance(model, FSDPModule):  # a forward pass without a backward one leaves the parameters gathered
-            model.reshard()
-        model.train()
+            grid[resolution, budget] = {name: x / count for name, x in zip(Losses._fields, totals, strict=True)}
+    if isinstance(model, FSDPModule):  # a forward pass without a backward one leaves the parameters gathered
+        model.reshard()
+    model.train()
     return grid
 
 

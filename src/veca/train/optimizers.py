@@ -12,8 +12,8 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,11 +77,8 @@ class NorMuon(Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95, "beta2": 0.95, "parts": parts}
         super().__init__(params, defaults)
         self.dtype = dtype
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.ndim != 2 or len(p) % group["parts"]:
-                    rule = "it takes matrices whose rows fall into equal parts. Give the others to AdamW"
-                    raise ArgumentError(f"NorMuon: shape {tuple(p.shape)} with parts={group['parts']}; {rule}")
+        if any(p.ndim != 2 or len(p) % group["parts"] for group in self.param_groups for p in group["params"]):
+            raise ArgumentError("NorMuon takes matrices with a multiple of `parts` rows. Give the others to AdamW")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -150,25 +147,6 @@ def _shared_polar(x: Tensor, dtype: torch.dtype) -> Tensor:
     return gathered[: len(x)]
 
 
-class Optimizers(NamedTuple):
-    """The two optimizers of a distillation run, stepped together."""
-
-    normuon: NorMuon
-    adamw: AdamW
-
-    def step(self, learning_rate: float, skip: Tensor | None = None) -> None:
-        """Update all parameters, or none if `skip`, a scalar on the device, is 1: the host need not wait to know."""
-        for optimizer in self:
-            optimizer.found_inf = skip  # type: ignore[union-attr]  # fused AdamW reads it, though its class does not declare it
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self:
-            optimizer.zero_grad()
-
-
 def split_parameters(model: Veca) -> dict[str, list[str]]:
     """Names of the trainable parameters by optimizer: NorMuon updates the weight matrices of the blocks except the very
     last one, AdamW the rest. NorMuon orthogonalises the three matrices (q, k, v) of `normuon_qkv` separately.
@@ -184,34 +162,28 @@ def split_parameters(model: Veca) -> dict[str, list[str]]:
     return split
 
 
-def make_optimizers(
-    model: Veca, learning_rate: float, weight_decay: float, dtype: torch.dtype = torch.bfloat16
-) -> Optimizers:
+def make_optimizers(model: Veca, rate: float, weight_decay: float, dtype: torch.dtype) -> dict[str, Optimizer]:
     """The optimizers of the paper, with one rate and one decay for both. `dtype` is that of NorMuon's products.
 
-    Parameters without a gradient in a step, as cores beyond its budget, are left alone: no decay, no momentum.
+    Parameters without a gradient in a step, as cores beyond its budget, are left alone: no decay, no momentum. The keys
+    are prefixes of the states' names in checkpoints.
     """
-    parameters = {
-        kind: [model.get_parameter(name) for name in names] for kind, names in split_parameters(model).items()
+    qkv, normuon, rest = ([model.get_parameter(name) for name in names] for names in split_parameters(model).values())
+    groups = [{"params": qkv, "parts": 3}, {"params": normuon, "parts": 1}]
+    return {
+        "normuon/": NorMuon(groups, rate, weight_decay, dtype),
+        "adamw/": AdamW(rest, rate, (0.9, 0.999), 1e-8, weight_decay, fused=True),
     }
-    groups = [{"params": parameters["normuon_qkv"], "parts": 3}, {"params": parameters["normuon"], "parts": 1}]
-    return Optimizers(
-        NorMuon(groups, learning_rate, weight_decay, dtype),
-        AdamW(parameters["adamw"], learning_rate, (0.9, 0.999), 1e-8, weight_decay, fused=True),
-    )
 
 
-def layer_of(name: str, depth: int) -> int:
-    """0 for parameters before the blocks, i + 1 for block i, depth + 1 for the head; as in timm, those between the
-    blocks and the head go with the last block.
-
-    >>> [layer_of(name, 12) for name in ("cores.3", "blocks.0.norm1.weight", "coordinate_heads.4.bias", "head.weight")]
-    [0, 1, 5, 13]
-    """
-    name = name.removeprefix("backbone.")
-    if match := _NUMBERED_LAYER.match(name):
-        return int(match[1]) + 1
-    return 0 if name.startswith(_STEM_PARAMETERS) else depth + name.startswith("head.")
+def step_optimizers(optimizers: Mapping[str, Any], learning_rate: float, skip: Tensor | None = None) -> None:
+    """Update all parameters, or none if `skip`, a scalar on the device, is 1, and clear the gradients."""
+    for optimizer in optimizers.values():
+        optimizer.found_inf = skip  # fused AdamW reads it too
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def layer_decay_groups(
@@ -220,17 +192,22 @@ def layer_decay_groups(
     """Parameter groups with layer-wise rates: general layers, near the pixels, should change less.
 
     The `scale` of a group's rate is `layer_decay` for the last block, `layer_decay` times that of the layer above for
-    the others, `head` for the head. Biases, norms, cores and coordinates have no weight decay.
+    the others, `head` for the head. As in timm, parameters between the blocks and the head go with the last block.
+    Biases, norms, cores and coordinates have no weight decay.
     """
     groups: dict[tuple[int, float], dict[str, Any]] = {}
-    for name, parameter in network.named_parameters():
-        undecayed = parameter.ndim < 2 or name.removeprefix("backbone.").startswith(_NO_DECAY)
-        layer, weight_decay = layer_of(name, depth), 0.0 if undecayed else decay
+    for full_name, parameter in network.named_parameters():
+        name = full_name.removeprefix("backbone.")
+        weight_decay = 0.0 if parameter.ndim < 2 or name.startswith(_NO_DECAY) else decay
+        # 0 before the blocks, i + 1 for block i, depth + 1 for the head.
+        layer = 0 if name.startswith(_STEM_PARAMETERS) else depth + name.startswith("head.")
+        if match := _NUMBERED_LAYER.match(name):
+            layer = int(match[1]) + 1
         scale = head if layer > depth else layer_decay ** (depth + 1 - layer)
         empty = {"params": [], "names": [], "scale": scale, "weight_decay": weight_decay}
         group = groups.setdefault((layer, weight_decay), empty)
         group["params"].append(parameter)
-        group["names"].append(name)
+        group["names"].append(full_name)
     return list(groups.values())
 
 

@@ -43,8 +43,8 @@ def processes(device: str = "auto") -> Iterator[World]:
 
     `device` is "cpu", "cuda" (each process uses its own GPU) or "auto".
     """
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun
-    rank, size, local = (int(os.environ.get(name, default)) for name, default in variables.items())
+    torchrun = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))  # variables that it sets
+    rank, size, local = (int(os.environ.get(name, default)) for name, default in torchrun)
     if size > 1 and device not in ("auto", "cpu", "cuda"):
         raise ArgumentError(f"device {device!r} for {size} processes: each takes its own, so name cpu, cuda or auto")
     if device == "auto":
@@ -55,16 +55,15 @@ def processes(device: str = "auto") -> Iterator[World]:
             way_out = "start as many processes as there are GPUs: torchrun --nproc-per-node=gpu"
             raise ArgumentError(f"{torch.cuda.device_count()} GPUs for process {local} of this machine; {way_out}")
         torch.cuda.set_device(own)
-    if size == 1:
-        yield World(rank, size, own)
-        return
-    # Small host tensors travel by gloo, so that no GPU has to be synchronised.
-    backend, gpu = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=gpu)
+    if size > 1:
+        # Small host tensors travel by gloo, so that no GPU has to be synchronised.
+        backend, gpu = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=gpu)
     try:
         yield World(rank, size, own)
     finally:
-        dist.destroy_process_group()
+        if size > 1:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -27,8 +27,6 @@ from veca.utils.text import printable, quoted, shorten
 
 FLOAT_BYTES = 4
 """Weights, gradients, optimizer states and the residual stream are float32."""
-_UNKNOWN_STEPS = 10**9
-"""Length assumed for a run of unknown length: its last phase of resolutions dominates."""
 PASSES = 3
 """A training step costs three forward passes: one forward, and two matrix products for each one in the backward."""
 
@@ -43,11 +41,8 @@ def run_length(recipe: Recipe, images: int | None) -> tuple[int | None, int, int
     per_epoch = None if images is None else images // recipe.batch
     if schedule.steps is not None:
         return per_epoch, schedule.steps, round(schedule.warmup)
-    if per_epoch is None:
-        way_out = "the number of pictures is not known. Set schedule.steps, and schedule.epochs to null"
-        raise RecipeError(f"schedule.epochs={schedule.epochs}: {way_out}")
     if not per_epoch:
-        raise RecipeError(f"{images:,} pictures make no step of batch={recipe.batch:,}: name more, or lower batch")
+        raise RecipeError(f"{images or 0:,} pictures make no step of batch={recipe.batch:,}: name more, or lower batch")
     steps = max(1, round((schedule.epochs or 0) * per_epoch))
     return per_epoch, steps, min(steps - 1, round(schedule.warmup * per_epoch))
 
@@ -96,17 +91,28 @@ class RunPlan:
     ) -> None:
         self.recipe, self.config, self.images, self.processes, self.teacher = recipe, config, images, processes, teacher
         self.pass_batch = recipe.pass_batch(processes)
-        known = images is not None or recipe.schedule.steps is not None
-        self.length = run_length(recipe, images) if known else None
+        self.length = None if images is None and recipe.schedule.steps is None else run_length(recipe, images)
         self.budgets = shares(recipe.budgets)
-        self.resolutions = resolution_odds(recipe, self.length[1] if self.length else _UNKNOWN_STEPS)
+        # A run of unknown length is taken to be so long that its last phase of resolutions dominates.
+        self.resolutions = resolution_odds(recipe, self.length[1] if self.length else 1e9)
         self.flops = expected_flops(config, self.resolutions, self.budgets)
         """Of the student's forward pass per image."""
         # Resolution and budget of the most expensive step.
-        drawn = ([key for key, share in odds.items() if share] for odds in (self.resolutions, self.budgets))
-        self.largest_draw = tuple(map(max, drawn))
+        self.largest_draw = tuple(max(filter(odds.get, odds)) for odds in (self.resolutions, self.budgets))
         with torch.device("meta"):
             self.model = Veca(config)
+        split = split_parameters(self.model)
+        matrices = [self.model.get_parameter(name) for name in split["normuon_qkv"] + split["normuon"]]
+        self.trained = sum(parameter.numel() for parameter in self.model.parameters())
+        self.by_normuon = sum(matrix.numel() for matrix in matrices)
+        self.states = {
+            "weights": self.trained,
+            "gradients": self.trained,
+            "normuon": self.by_normuon + sum(map(len, matrices)),  # momentum, and a number per row
+            "adamw": 2 * (self.trained - self.by_normuon) + len(split["adamw"]),  # two moments, and step counts
+            "ema": self.trained if recipe.ema else 0,
+        }
+        """How many numbers are kept, by purpose."""
 
     def teacher_flops(self) -> float:
         """Approximate FLOPs of the teacher's forward pass per image: 2 per weight and cell, and attention among all
@@ -130,17 +136,8 @@ class RunPlan:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device of one process, by purpose."""
-        numels = {name: p.numel() for name, p in self.model.named_parameters()}
-        split, total = split_parameters(self.model), sum(numels.values())
-        matrices = [self.model.get_parameter(name) for name in split["normuon_qkv"] + split["normuon"]]
-        return {
-            "weights": FLOAT_BYTES * total,
-            "gradients": FLOAT_BYTES * total,
-            # The momentum of each number, and one number per row.
-            "normuon": FLOAT_BYTES * sum(p.numel() + len(p) for p in matrices),
-            # Two moments of each number, and a step count per parameter.
-            "adamw": FLOAT_BYTES * sum(2 * numels[name] + 1 for name in split["adamw"]),
-            "ema": FLOAT_BYTES * total if self.recipe.ema else 0,
+        shards = self.processes if self.recipe.parallel == "fsdp" else 1
+        return {name: FLOAT_BYTES * count // shards for name, count in self.states.items()} | {
             "teacher": self.teacher.get("bytes", FLOAT_BYTES * self.teacher.get("parameters", 0)),
             "activations": self.activations(*self.largest_draw),
             "resident": self._resident(),
@@ -220,24 +217,22 @@ def plan_tables(plan: RunPlan) -> Group:
 
 
 def _run_rows(plan: RunPlan) -> dict[str, str]:
-    recipe, schedule, memory = plan.recipe, plan.recipe.schedule, plan.memory()
-    numels = {name: parameter.numel() for name, parameter in plan.model.named_parameters()}
-    split, (resolutions, budgets) = split_parameters(plan.model), recipe.grid()
-    normuon = split["normuon_qkv"] + split["normuon"]
+    recipe, schedule = plan.recipe, plan.recipe.schedule
+    resolutions, budgets = recipe.grid()
     student, teacher = PASSES * plan.flops, plan.teacher_flops()
     work = student + teacher
     share = f"teacher about {teacher / 1e9:,.2f} ({teacher / work:.0%})" if teacher else "no teacher's"
     about = "not loaded for a plan: its work, memory and width are not in the figures"
     if plan.teacher:
         about = "{parameters:,} parameters, width {width}, stride {stride}".format_map(plan.teacher)
-    state = sum(memory[name] for name in ("weights", "normuon", "adamw", "ema"))
+    state = FLOAT_BYTES * (sum(plan.states.values()) - plan.states["gradients"])
     shared = f"{plan.pass_batch} × {recipe.accumulate} accumulated × {plan.processes} processes"
     grid = f"{', '.join(map(str, resolutions))} px, {', '.join(map(str, budgets))} cores"
     rows = {
-        "student": f"{recipe.model.size}, {sum(numels.values()):,} parameters",
+        "student": f"{recipe.model.size}, {plan.trained:,} parameters",
         "starts from": recipe.model.start or "new weights",
-        "moved by NorMuon": f"{sum(numels[name] for name in normuon):,} in {len(normuon)} tensors",
-        "moved by AdamW": f"{sum(numels[name] for name in split['adamw']):,} in {len(split['adamw'])} tensors",
+        "moved by NorMuon": f"{plan.by_normuon:,} parameters",
+        "moved by AdamW": f"{plan.trained - plan.by_normuon:,} parameters",
         "teacher": f"{recipe.teacher.name}, {about}",
         "pictures": "not counted" if plan.images is None else f"{plan.images:,}",
         "batch": f"{recipe.batch:,} pictures: {shared}",
@@ -246,7 +241,6 @@ def _run_rows(plan: RunPlan) -> dict[str, str]:
         "GFLOPs per image": f"{work / 1e9:,.2f}: student {student / 1e9:,.2f} ({PASSES} passes), {share}",
         "validation": f"every {recipe.validation.every:,} steps and at the end: {grid}",
         "checkpoints": f"every {recipe.checkpoints.every:,} steps, {state / 2**30:,.3f} GiB each",
-        "time": "measured after the first steps",
     }
     if plan.length is not None:
         per_epoch, steps, warmup = plan.length
@@ -269,16 +263,11 @@ def _memory_rows(plan: RunPlan) -> list[tuple[str, str, str]]:
     rows = [(name, count, notes.get(name, "")) for name, count in memory.items() if count]
     total = sum(memory.values())
     rows.append(("in all", total, f"{missing}the teacher's own pass and workspaces come on top"))
-    if plan.recipe.parallel == "fsdp" and plan.processes > 1:
-        states = total - memory["teacher"] - memory["activations"] - memory["resident"]
-        sharded = total - states + states // plan.processes
-        rows.append(("sharded", sharded, f"weights and states, by {plan.processes}"))
     return [(name, f"{count / 2**30:,.3f}", text) for name, count, text in rows]
 
 
 def _make_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
-    table.show_header = any(heads)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=any(heads))
     for i, head in enumerate(heads):
         table.add_column(head, justify="right" if i and head else "left", no_wrap=not i)
     for row in rows:

@@ -153,11 +153,10 @@ class ScheduleRecipe(RecipeSection, section="schedule"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lengths = [length for length in (self.epochs, self.steps) if length is not None]
-        if len(lengths) != 1 or lengths[0] <= 0:
-            both = {"epochs": self.epochs, "steps": self.steps}
+        length = self.steps if self.epochs is None else self.epochs
+        both = {"epochs": self.epochs, "steps": self.steps}
+        if length is None or length <= 0 or None not in both.values():
             raise RecipeError(f"schedule={both}: must be one of the two, the other null, and positive")
-        length = lengths[0]
         self.require("warmup", 0 <= self.warmup < length, f"from 0 to under {length}")
         self.require("low", 0 <= self.low <= self.peak, f"from 0 to peak = {self.peak}")
 
@@ -232,7 +231,13 @@ class Recipe(RecipeSection):
     def __post_init__(self) -> None:
         super().__post_init__()
         bank, patch = self.model.config().num_cores, self.model.config().patch_size
-        self._check_resident(patch)
+        # Targets cropped from resident maps need crops on whole cells.
+        side, crops = self.data.resident, self.data.crops
+        aligned = side is not None and side % patch == 0 and self.data.augment != "trivial"
+        rule = f"null unless data.resident={side} is a multiple of {patch}; augment=trivial moves pixels, use colour"
+        self.require("teacher.resident", self.teacher.resident is None or aligned, rule, self.teacher.resident)
+        rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
+        self.require("data.crops", crops is None or side is None or self.teacher.resident is not None, rule, crops)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
         until = [phase.until for phase in self.resolutions]
@@ -245,17 +250,6 @@ class Recipe(RecipeSection):
         for name, sizes in (("resolutions.odds", trained), ("validation.resolutions", self.validation.resolutions)):
             for size in sizes:
                 self.require(name, size in range(patch, 8193, patch), f"multiples of {patch} up to 8192", size)
-
-    def _check_resident(self, patch: int) -> None:
-        """Targets cropped from resident maps need crops on whole cells."""
-        setting, side = f"teacher.resident={self.teacher.resident!r}", self.data.resident
-        if self.teacher.resident is None:
-            rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
-            self.require("data.crops", side is None or self.data.crops is None, rule, self.data.crops)
-        elif side is None or side % patch:
-            raise RecipeError(f"{setting}: data.resident={side}, and must be a multiple of {patch}, the patch")
-        elif self.data.augment == "trivial":
-            raise RecipeError(f"{setting}: data.augment='trivial' moves pixels away from their cells; use 'colour'")
 
     def odds_at(self, step: int) -> dict[int, float]:
         """Odds of the resolutions at a step."""

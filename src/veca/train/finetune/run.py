@@ -278,11 +278,12 @@ class Finetuning(RunEngine):
         about = {"name": self.data.name, "fingerprint": self.data.fingerprint, **counts}
         return {"model": self.model_name, "weights": self.origin["sha256"], "data": about, **self.options.to_dict()}
 
-    def write_settings(self) -> None:
+    def write_settings(self) -> dict[str, Any]:
         if self.restart:
             # Without finetune.json the model files are not those of an old run.
             self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
-        self.write_json("finetune.json", self.settings())
+        self.write_json("finetune.json", settings := self.settings())
+        return settings
 
     def _provenance(self) -> dict[str, Any]:
         score = {f"val {self.task.metric}": self.best[0], "step": self.best[2]}
