@@ -75,7 +75,7 @@ class Distillation(RunEngine):
     def __init__(self, recipe: Recipe, folder: Path, world: World, restart: bool = False, say: Say = print) -> None:
         super().__init__(folder, world, restart, say)
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
-        _check_folder(recipe, folder, facts)  # before anything large is loaded
+        _check_recipe(recipe, folder, facts)  # before anything large is loaded
         self.recipe, (self.images, self.validation) = recipe, _find_images(recipe, folder, world)
         for images in filter(None, (self.images, self.validation)):
             self.notices += images.describe_problems()
@@ -329,7 +329,7 @@ def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex
     return train, validation
 
 
-def _check_folder(recipe: Recipe, folder: Path, facts: Mapping[str, Any]) -> None:
+def _check_recipe(recipe: Recipe, folder: Path, facts: Mapping[str, Any]) -> None:
     """Refuse to start from weights that the run would overwrite, and to resume with another recipe, except for keys
     that do not change what is learned.
     """
