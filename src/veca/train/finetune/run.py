@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,13 @@ from veca.images import normalize, open_image
 from veca.report.gallery import save_picture
 from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
-from veca.train.ema import Ema
-from veca.train.engine import RunEngine, Say
+from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.finetune.settings import FinetuneSettings, check_same_settings
 from veca.train.finetune.tasks import ClassifyTask, SegmentTask
 from veca.train.logger import FINETUNE_SETTINGS, is_finetune_run
-from veca.train.optimizers import layer_decay_groups
+from veca.train.optimizers import Ema, layer_decay_groups
 from veca.train.parallel import World
 from veca.train.report import write_finetune_report
-from veca.train.schedule import draw, learning_rate, step_seed
 from veca.utils.device import choose_device, describe_versions
 from veca.utils.signals import Interrupted
 
@@ -88,11 +86,10 @@ class Finetuning(RunEngine):
     """One process of a fine-tuning run."""
 
     log_every, save_every, keep = 10, 500, 2
-    data_errors = (UnreadableImageError,)
+    result_file = "result.json"
     write_report = staticmethod(write_finetune_report)
     nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
     save_with_validation = True
-    stop_check_steps = 1  # each step synchronises the processes anyway
 
     def __init__(
         self, name: str, data: ProbeData, folder: Path, options: FinetuneSettings, world: World, restart: bool, say: Say
@@ -138,7 +135,7 @@ class Finetuning(RunEngine):
             restore_optimizer(self.model, self.optimizer, self.checkpoint.tensors["optimizer"])
             self.best, self.before = facts["best"], {int(cores): scores for cores, scores in facts["before"].items()}
         self.resume_counts(self.budgets)
-        self.replica = parallel.replicate(self.model, world, "ddp")
+        self.replica = parallel.replicate(self.model, world)
 
     def prepare(self) -> None:
         """Fit the head as a linear probe of the frozen features, in the first process, and score it."""
@@ -226,9 +223,6 @@ class Finetuning(RunEngine):
         chosen = choose_ops(op, strength, negative.astype(np.bool_), ops)
         return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
-    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        return {"learning_rate": self.rate}
-
     def memory_advice(self) -> str:
         size = self.options.batch // self.world.size
         return f"{size} images per process at {self.options.size} px; halve --batch-size and divide --rate by 1.4"
@@ -287,11 +281,12 @@ class Finetuning(RunEngine):
         about = {"name": self.data.name, "fingerprint": self.data.fingerprint, **counts}
         return {"model": self.model_name, "weights": self.origin["sha256"], "data": about, **self.options.to_dict()}
 
-    def write_settings(self) -> None:
+    def write_settings(self) -> dict[str, Any]:
         if self.restart:
             # Without finetune.json the model files are not those of an old run.
             self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
-        self.write_json(FINETUNE_SETTINGS, self.settings())
+        self.write_json(FINETUNE_SETTINGS, settings := self.settings())
+        return settings
 
     def _provenance(self) -> dict[str, Any]:
         score = {f"val {self.task.metric}": self.best[0], "step": self.best[2]}
@@ -303,9 +298,6 @@ class Finetuning(RunEngine):
 
     def checkpoint_facts(self) -> dict[str, Any]:
         return {"asked": self.settings(), "best": self.best, "before": self.before}
-
-    def is_finished(self) -> bool:
-        return self.step == self.steps and (self.folder / "result.json").is_file()
 
     def finish(self) -> None:
         """Score the best weights at all budgets, and write the results."""
