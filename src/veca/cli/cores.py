@@ -12,7 +12,7 @@ from veca.cli.figure import trained_budgets
 from veca.cli.options import AutoBatchSize, Budgets, Device, Limit, Model, ShowProgress, Size, Sources, Workers
 from veca.inspect import draw_story, measure_cores, story_table, write_story
 from veca.inspect.story_report import check_story
-from veca.report.chart_files import write_chart
+from veca.report.charts import write_chart
 
 
 def cores_command(

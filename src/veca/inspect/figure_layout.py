@@ -16,8 +16,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError, needs_extra
 from veca.inspect.figure_inputs import Heading, PathLike, Photo
-from veca.report.chart_files import write_chart
-from veca.report.charts import Chart
+from veca.report.charts import Chart, write_chart
 from veca.utils.files import atomic_path, check_writable
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """Thumbnails of segmentation and depth: labels and predictions in colours, written to the gallery of a folder."""
 
-from __future__ import annotations
-
 import colorsys
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,8 @@ def colour_classes(mask: NDArray[Any], count: int) -> Image.Image:
 def colour_depth(depth: NDArray[Any], low: float, high: float) -> Image.Image:
     """Depth in metres (height, width) from light, near, to dark; black where there is no measurement."""
     position = ((depth - low) / max(high - low, 1e-6)).clip(0, 1) * (len(_NEAR_TO_FAR) - 1)
-    stops = np.array(_NEAR_TO_FAR, np.float64)
-    pixels = np.stack([np.interp(position, np.arange(len(stops)), stops[:, c]) for c in range(3)], -1)
+    stops = range(len(_NEAR_TO_FAR))
+    pixels = np.stack([np.interp(position, stops, channel) for channel in zip(*_NEAR_TO_FAR, strict=True)], -1)
     pixels[depth <= 0] = 0
     return _small(Image.fromarray(pixels.round().astype(np.uint8)))
 
