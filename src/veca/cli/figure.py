@@ -34,10 +34,8 @@ from veca.cli.options import (
     parse_words,
 )
 from veca.errors import needs_extra
-from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
-from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
-from veca.inspect.figure_inputs import FeatureFunction
-from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect import figures
+from veca.inspect.figure_layout import FeatureFunction, check_out, write_figure
 from veca.inspect.projections import ProjectionMethod
 from veca.model import Veca
 
@@ -84,7 +82,7 @@ def layers_command(
 ) -> None:  # fmt: skip
     """Which cores every patch attends to, as colours: rows are budgets, columns layers."""
     options: dict[str, Any] = {"layers": layers, "method": method, "size": size, "fit": fit}
-    _write("layers", draw_layers, images, to, model, device, budgets=cores, **options)
+    _write("layers", figures.draw_layers, images, to, model, device, budgets=cores, **options)
 
 
 @figure_app.command("cores", cls=Command)
@@ -98,7 +96,7 @@ def attention_command(
 ) -> None:  # fmt: skip
     """Where chosen cores look, and their positions."""
     options: dict[str, Any] = {"layers": layers, "which": show, "size": size, "fit": fit}
-    _write("cores", draw_cores, images, to, model, device, cores=cores, **options)
+    _write("cores", figures.draw_cores, images, to, model, device, cores=cores, **options)
 
 
 @figure_app.command("paths", cls=Command)
@@ -107,18 +105,18 @@ def paths_command(
     fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
     """The paths of the cores over the images, from the first layer to the last."""
-    _write("paths", draw_paths, images, to, model, device, budgets=cores, size=size, fit=fit)
+    _write("paths", figures.draw_paths, images, to, model, device, budgets=cores, size=size, fit=fit)
 
 
 @figure_app.command("features", cls=Command)
 def features_command(
     images: Images, to: Out = None, model: Model = "veca_tiny", cores: Cores = None,
-    size: Sizes = Ints(FEATURE_SIZES), beside: Beside = None, method: MethodOption = "pca", fit: FitOption = "crop",
-    device: Device = "auto",
+    size: Sizes = Ints(figures.FEATURE_SIZES), beside: Beside = None, method: MethodOption = "pca",
+    fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
     """Dense features of the same image at several resolutions, in comparable colours."""
     options: dict[str, Any] = {"sizes": size, "method": method, "fit": fit}
-    _write("features", draw_features, images, to, model, device, beside, cores=cores, **options)
+    _write("features", figures.draw_features, images, to, model, device, beside, cores=cores, **options)
 
 
 @figure_app.command("similarity", cls=Command)
@@ -136,7 +134,7 @@ def similarity_command(
 ) -> None:  # fmt: skip
     """Cosine similarity of all patches to a chosen one, and to the global feature."""
     options: dict[str, Any] = {"patches": patch, "with_global": with_global, "size": size, "fit": fit}
-    _write("similarity", draw_similarity, images, to, model, device, beside, cores=cores, **options)
+    _write("similarity", figures.draw_similarity, images, to, model, device, beside, cores=cores, **options)
 
 
 @figure_app.command("states", cls=Command)
@@ -146,7 +144,7 @@ def states_command(
 ) -> None:  # fmt: skip
     """Core tokens after chosen layers, as points: coloured by core, and by image."""
     options: dict[str, Any] = {"layers": layers, "method": method, "size": size, "fit": fit}
-    _write("states", draw_states, images, to, model, device, cores=cores, **options)
+    _write("states", figures.draw_states, images, to, model, device, cores=cores, **options)
 
 
 @figure_app.command("budgets", cls=Command)
@@ -155,7 +153,7 @@ def budgets_command(
     size: Size = 512, fit: FitOption = "crop", device: Device = "auto",
 ) -> None:  # fmt: skip
     """How dense features change from few cores to all."""
-    _write("budgets", draw_budgets, images, to, model, device, budgets=cores, method=method, size=size, fit=fit)
+    _write("budgets", figures.draw_budgets, images, to, model, device, budgets=cores, method=method, size=size, fit=fit)
 
 
 def _write(

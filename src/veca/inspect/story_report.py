@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from veca.inspect.core_stats import BudgetStats, CoreStory, LayerStats, MeanStd
-from veca.inspect.figure_inputs import PathLike, cores_label, figure_texts
-from veca.inspect.figure_layout import check_out
+from veca.inspect.figure_layout import PathLike, check_out, cores_label, figure_settings
 from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
 from veca.utils.files import atomic_path
 from veca.utils.text import number, printable
@@ -82,7 +81,7 @@ def story_table(story: CoreStory) -> Table:
 
 def draw_story(story: CoreStory) -> Chart:
     """Four charts: how far cores move, whether their maps overlap, who is heard, what a smaller budget keeps."""
-    about, texts = story.about, figure_texts("story")
+    about, texts = story.about, figure_settings("story")
     model = printable(str(about["model"]))
     even_share = Line("", [(1, 1), (max(story.budgets), 1)], quoted=True, dash=DOTTED)
     moves, maps, heard = list[Line](), list[Line](), [even_share]

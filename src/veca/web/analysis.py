@@ -19,7 +19,7 @@ from torch import Tensor
 
 from veca.images import fit_image, normalize, to_tensor
 from veca.inspect import look_inside, pca
-from veca.inspect.figure_inputs import check_finite, inspecting
+from veca.inspect.maps import check_finite, inspecting
 from veca.inspect.projections import map_range, scale_maps
 from veca.model import Veca
 from veca.web.images import StoredImage
