@@ -223,8 +223,7 @@ def measure_cores(
         raise SourceError(f"none of the {failed} pictures could be read{why}")
     about = _describe_run(model, name, sources) | {"size": size, "fit": "crop", "limit": limit}
     about |= {"pictures": stats.images, "failed": failed, "seconds": round(time.perf_counter() - began, 1)}
-    results = {budget: at.result() for budget, at in stats.budgets.items()}
-    return CoreStory(about, results, stats.between.result(), failures)
+    return CoreStory(about, {c: at.result() for c, at in stats.budgets.items()}, stats.between.result(), failures)
 
 
 def _check_arguments(sources: list[str], size: int, limit: int | None, batch: int | None, patch: int) -> None:
@@ -241,8 +240,8 @@ def _check_arguments(sources: list[str], size: int, limit: int | None, batch: in
         with collect_unsupported() as unsupported:
             first = next(iter_items([source]), None)
         if first is None:
-            hint = f"shards are named by a glob, as '{os.path.join(source, '*.tar')}'"
-            message = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); {hint}"
+            known, shards = ", ".join(sorted(EXTENSIONS)), os.path.join(source, "*.tar")
+            message = f"{source}: no pictures there ({known}); shards are named by a glob, as '{shards}'"
             raise SourceError(unsupported.append_to(message))
 
 

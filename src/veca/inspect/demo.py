@@ -73,9 +73,7 @@ def write_demo(
         "Device": f"{_device_text(weight.device)}, {str(weight.dtype).removeprefix('torch.')}",
         "PyTorch": torch.__version__,
     }
-    costs = [
-        (budget, statistics.median(times[str(budget)]), model_flops(config, size, size, budget)) for budget in budgets
-    ]
+    costs = [(c, statistics.median(times[str(c)]), model_flops(config, size, size, c)) for c in budgets]
     context = {"banner": model.provenance.get("weights") == "random", "config": config, "budgets": budgets}
     # Paths too short to see are drawn longer, by one factor for all images, and the captions say so.
     context |= {"images": images, "path_scale": path_scale(image["path"] for image in images)[1], "costs": costs}
@@ -92,8 +90,7 @@ def _weights_text(provenance: Mapping[str, Any]) -> str:
 
 
 def _device_text(device: torch.device) -> str:
-    threads = torch.get_num_threads()
-    cpu = f"CPU ({platform.machine()}), {threads} thread{'s' if threads > 1 else ''}"
+    cpu = f"CPU ({platform.machine()}), {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     return cpu if device.type == "cpu" else describe_versions(device)["device"]
 
 

@@ -42,7 +42,6 @@ FeatureFunction: TypeAlias = Callable[[Tensor, tuple[int, int]], tuple[Tensor, T
 
 The teachers of `veca.teachers` have this signature."""
 FIGURE_SUFFIXES = (".png", ".svg")
-DPI = 160
 MAX_PANELS = 400
 MAX_NAME_LENGTH = 28
 HEAT = "inferno"
@@ -56,12 +55,8 @@ EXTENT = (-1.0, 1.0, 1.0, -1.0)
 OUTLINE = (("black", 3.0), ("white", 1.4))
 """Colours and widths of two strokes, one on the other: visible on dark and light."""
 # In inches.
-PAGE_WIDTH = 8.5
-MIN_PANEL, MAX_PANEL = 1.35, 2.8
-MARGIN = 0.15
-LINE_HEIGHT = 0.165
-INCHES_PER_LETTER = 0.068
-GAP = 0.08
+PAGE_WIDTH, MIN_PANEL, MAX_PANEL = 8.5, 1.35, 2.8
+MARGIN, GAP, LINE_HEIGHT, INCHES_PER_LETTER = 0.15, 0.08, 0.165, 0.068
 
 
 class Photo(NamedTuple):
@@ -125,15 +120,13 @@ def choose_budgets(model: Veca, budgets: Sequence[int] | None, default: Sequence
     return sorted(set(choose_numbers("budget", chosen, (), num_cores, "")))
 
 
-def choose_numbers(
-    what: str, given: Sequence[int] | None, default: Sequence[int], largest: int, rule: str
-) -> list[int]:
-    """The given numbers from 1 to `largest`, each once, in their order."""
+def choose_numbers(what: str, given: Sequence[int] | None, default: Sequence[int], last: int, rule: str) -> list[int]:
+    """The given numbers from 1 to `last`, each once, in their order."""
     numbers = default if given is None else given
     if not numbers:
         raise ArgumentError(f"asked for no {what}; name at least one")
     for number in numbers:
-        if not 1 <= operator.index(number) <= largest:
+        if not 1 <= operator.index(number) <= last:
             raise ArgumentError(f"{what} {number}: {rule}")
     return list(dict.fromkeys(map(operator.index, numbers)))
 
@@ -187,6 +180,10 @@ class Sheet:
     def project(self, label: str, maps: Sequence[Tensor], components: int = 3, clip: float = 0.01) -> list[Tensor]:
         self.say(f"{label}: {self.method.upper()} of {sum(each[..., 0].numel() for each in maps):,} features")
         return project(maps, components, self.method, clip)
+
+    def label_backbones(self, budget: int, beside: Mapping[str, FeatureFunction]) -> dict[str, int | FeatureFunction]:
+        """The model at a budget and the backbones beside it, by label."""
+        return {f"{self.label}\n{cores_label(budget)}": budget, **beside}
 
     def check_panels(self, rows: int, columns: int) -> None:
         """Refuse too many, before the model runs."""
@@ -256,17 +253,14 @@ class Sheet:
         elif notice:
             notice = f"{self.label}: {notice}."
         letters = int((width - 2 * MARGIN) / INCHES_PER_LETTER)
-        # Text, and relative to body text how many letters fit into a line and how tall a line is; font.
-        parts: list[tuple[str, float, float, dict[str, Any]]] = [
-            (self.settings["title"].format_map(values), 0.72, 1.4, {"fontsize": 12, "fontweight": "bold"}),
-            (notice, 0.9, 1.0, {"fontsize": 9, "fontweight": "bold", "color": "#b34700"}),
-            (self.settings["text"].format_map(values), 1.0, 1.0, {"fontsize": 9}),
+        title, text = (self.settings[key].format_map(values) for key in ("title", "text"))
+        # Larger and bold letters are wider: fewer fit into a line.
+        parts: list[tuple[list[str], float, dict[str, Any]]] = [
+            (textwrap.wrap(title, int(letters * 0.72)), LINE_HEIGHT * 1.4, {"size": 12, "weight": "bold"}),
+            (textwrap.wrap(notice, int(letters * 0.9)), LINE_HEIGHT, {"size": 9, "weight": "bold", "color": "#b34700"}),
+            (textwrap.wrap(text, letters), LINE_HEIGHT, {"size": 9}),
         ]
-        wrapped = [
-            (textwrap.wrap(text, int(letters * share)), LINE_HEIGHT * tall, font)
-            for text, share, tall, font in parts
-            if text
-        ]
+        wrapped = [part for part in parts if part[0]]
         head = MARGIN + sum(len(lines) * line_height + 0.07 for lines, line_height, _ in wrapped)
         self.figure, top = self.mpl.figure.Figure(figsize=(width, head + body), facecolor="white"), MARGIN
         for lines, line_height, font in wrapped:
@@ -384,7 +378,7 @@ def write_figure(figure: Figure | Chart, path: PathLike) -> Path:
     # Without a date and with fixed ids, so that the same figure is the same file.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "veca"}), atomic_path(path) as part:
-        figure.savefig(part, format=path.suffix[1:].lower(), dpi=DPI, metadata=metadata)
+        figure.savefig(part, format=path.suffix[1:].lower(), dpi=160, metadata=metadata)
     return path
 
 

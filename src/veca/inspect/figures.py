@@ -22,7 +22,6 @@ from veca.inspect.projections import map_range
 from veca.model import Veca
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FEATURE_SIZES = (256, 512, 768)
@@ -95,19 +94,15 @@ def draw_paths(model: Veca, images: Photos, *, budgets: Picks = None, **options:
     for row, row_paths in zip(axes, paths, strict=True):
         for axis, photo, path in zip(row, sheet.photos, row_paths, strict=True):
             layout.show_photo(axis, photo, dim=True)
-            colours = sheet.core_colours()(torch.arange(path.shape[1]).numpy() / max(1, budgets[-1] - 1))
-            _draw_core_paths(axis, path[0] + scale * (path - path[0]), colours)
+            drawn = (path[0] + scale * (path - path[0])).permute(1, 2, 0).numpy()  # (C, 2, L)
+            colours = sheet.core_colours()(torch.arange(len(drawn)).numpy() / max(1, budgets[-1] - 1))
+            for (x, y), colour in reversed(list(zip(drawn, colours, strict=True))):  # the first cores are on top
+                axis.plot(x, y, color="white", linewidth=2.4, alpha=0.5)
+                axis.plot(x, y, color=colour, linewidth=1.3)
+                axis.plot(x[:1], y[:1], "o", markersize=4.5, markerfacecolor="none", markeredgecolor=colour)
+                axis.plot(x[-1:], y[-1:], "o", markersize=4.5, color=colour, markeredgecolor="white", mew=0.5)
     sheet.add_core_bar([row[-1] for row in axes], budgets[-1])
     return sheet.figure
-
-
-def _draw_core_paths(axis: Axes, paths: Tensor, colours: Any) -> None:
-    for core in reversed(range(len(colours))):  # so that the first cores are on top
-        (x, y), colour = paths[:, core].T.numpy(), colours[core]
-        axis.plot(x, y, color="white", linewidth=2.4, alpha=0.5)
-        axis.plot(x, y, color=colour, linewidth=1.3)
-        axis.plot(x[:1], y[:1], "o", markersize=4.5, markerfacecolor="none", markeredgecolor=colour)
-        axis.plot(x[-1:], y[-1:], "o", markersize=4.5, color=colour, markeredgecolor="white", markeredgewidth=0.5)
 
 
 def draw_states(
@@ -160,7 +155,7 @@ def draw_features(
         raise ArgumentError("asked for no size; name at least one")
     sheets = {size: Sheet("features", model, images, size=size, **options) for size in sorted(set(sizes))}
     sheet, count = sheets[max(sizes)], len(sheets[max(sizes)].photos)
-    backbones = _backbones(sheet, _choose_budget(model, cores), beside)
+    backbones = sheet.label_backbones(_choose_budget(model, cores), beside or {})
     sheet.check_panels(count * len(backbones), 1 + len(sheets))
     colours = []  # [backbone][image][size]
     for label, backbone in backbones.items():
@@ -194,7 +189,7 @@ def draw_similarity(
     count = len(sources[0])
     if not count:
         raise ArgumentError("neither the global feature nor a patch to compare with; name a patch, or keep the global")
-    backbones = _backbones(sheet, _choose_budget(model, cores), beside)
+    backbones = sheet.label_backbones(_choose_budget(model, cores), beside or {})
     sheet.check_panels(len(sheet.photos) * count, 1 + len(backbones))
     names = [f"patch in\nrow {at[0]},\ncolumn {at[1]}" if at else "global\nfeature" for each in sources for at in each]
     aspects = [photo.aspect for photo in sheet.photos for _ in range(count)]
@@ -255,13 +250,6 @@ def _choose_patches(photo: layout.Photo, grid: tuple[int, int], patches: Sequenc
             rule = f"whose rows are numbered 1 to {grid[0]} and columns 1 to {grid[1]}: name a patch within these"
             raise ArgumentError(f"patch {','.join(map(str, patch))} is outside the grid of {photo.name}, {rule}")
     return [(grid[0] // 2 + 1, grid[1] // 2 + 1)] if patches is None else list(patches)
-
-
-def _backbones(
-    sheet: Sheet, budget: int, beside: Mapping[str, FeatureFunction] | None
-) -> dict[str, int | FeatureFunction]:
-    """The model at a budget and the backbones beside it, by label."""
-    return {f"{sheet.label}\n{cores_label(budget)}": budget, **(beside or {})}
 
 
 def _coordinates(model: Veca, images: Tensor, budget: int) -> Tensor:

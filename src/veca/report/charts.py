@@ -30,7 +30,6 @@ MAX_LABEL = 24  # letters of the name of a line
 GLYPH_WIDTH = 0.57  # mean width of a letter, in units of the text size
 WIDE, SMALL = (760, 300, 12), (540, 320, 14)  # width and height of a chart, size of its text
 TOP, BOTTOM = 12, 46  # margins above and below the axes
-CHART_SUFFIXES = (".svg", ".png")
 SCALE, SUPERSAMPLING = 2, 2  # of a PNG. Pillow's lines have no anti-aliasing: draw larger, then reduce
 _FONTS = ("DejaVuSans.ttf", "LiberationSans-Regular.ttf", "arial.ttf")
 _BOLD_FONTS = ("DejaVuSans-Bold.ttf", "LiberationSans-Bold.ttf", "arialbd.ttf")
@@ -288,8 +287,8 @@ def _end_labels(lines: Sequence[Line], x_axis: Axis, y_axis: Axis, text_size: in
         colour, dash = line.stroke
         marks.append(Polyline([[(x + 5, y), (edge - 2, height)]], "lead", colour, "1 3"))
         marks.append(Polyline([[(edge, height), (edge + 16, height)]], "key", colour, dash))
-        text = shorten_middle(line.name, MAX_LABEL)
-        marks.append(Label(edge + 22, height + 4, text, text_size, "ink", full=line.name))
+        name = shorten_middle(line.name, MAX_LABEL)
+        marks.append(Label(edge + 22, height + 4, name, text_size, "ink", full=line.name))
     return marks
 
 
@@ -338,13 +337,13 @@ def chart_grid(
 
 def write_chart(chart: Chart, path: Path) -> Path:
     """Write a chart as its suffix says, `.svg` or `.png`; the parent folder is made."""
-    if path.suffix.lower() not in CHART_SUFFIXES:
-        raise ArgumentError(f"{path}: a chart is written as {' or '.join(CHART_SUFFIXES)}; end its name so")
     if path.suffix.lower() == ".svg":
         write_text(path, render("chart.svg", chart=chart, standalone=True))
-    else:
+    elif path.suffix.lower() == ".png":
         with atomic_path(path) as part:
             draw_png(chart).save(part, "PNG", optimize=True)
+    else:
+        raise ArgumentError(f"{path}: a chart is written as .svg or .png; end its name so")
     return path
 
 

@@ -28,8 +28,7 @@ class HfTeacher(Teacher):
         super().__init__(config.hidden_size, config.patch_size, mean, std, raw=False, meet=meet)
         self.model = model.eval().requires_grad_(False)
         # SigLIP has no class token: an attention pooling head computes its global feature.
-        siglip = config.model_type.startswith("siglip")
-        self.prefix = 0 if siglip else 1 + getattr(config, "num_register_tokens", 0)
+        self.prefix = 0 if config.model_type.startswith("siglip") else 1 + getattr(config, "num_register_tokens", 0)
         # DINO models interpolate their positions without being told.
         takes = inspect.signature(model.forward).parameters
         self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}

@@ -181,8 +181,8 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
     """
     teacher = teacher.teacher if isinstance(teacher, Standardized) else teacher
-    embedding, leave_out = teacher.patch_embedding(), "leave model.patch_embed_from_teacher out"
-    if embedding is None:
+    leave_out = "leave model.patch_embed_from_teacher out"
+    if (embedding := teacher.patch_embedding()) is None:
         raise TeacherError(f"{teacher.name} has no patch embedding to start from; {leave_out}")
     kernel, bias = (tensor.float().cpu() for tensor in embedding)
     if len(kernel) != student.config.embed_dim:
