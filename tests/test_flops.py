@@ -14,7 +14,7 @@ from veca.config import SIZES
 from veca.flops import attention_flops, dense_attention_flops, dense_model_flops, model_flops
 from veca.model import Attention
 from veca.rope import make_rotary
-from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
+from veca.teachers.from_timm import DENSE_VITS, create_dense_vit
 
 RESOLUTIONS = (256, 384, 512, 768, 1024)
 PAPER = {

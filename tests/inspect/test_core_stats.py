@@ -21,8 +21,8 @@ import veca
 from veca.cli.main import app
 from veca.images import load_image
 from veca.inspect import core_maps, core_profiles, draw_story, measure_cores, story_table, write_story
-from veca.inspect.core_stats import CoreAccumulator
-from veca.inspect.map_measures import Alignment, Moments, as_maps, effective_area, overlap, pair_overlap, winners
+from veca.inspect.core_stats import Alignment, CoreAccumulator, Moments
+from veca.inspect.maps import as_maps, effective_area, overlap, pair_overlap, winners
 
 run = CliRunner().invoke
 SIZE = 64

@@ -209,7 +209,7 @@ def test_a_failure_leaves_the_old_report(model, picture, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["demo.html"]
 
 
-@pytest.mark.parametrize(("changes", "says"), [({"budgets": ()}, "empty"), ({"budgets": (8, 65)}, "65")])
+@pytest.mark.parametrize(("changes", "says"), [({"budgets": ()}, "no budget"), ({"budgets": (8, 65)}, "65")])
 def test_impossible_budgets_are_refused(model, picture, tmp_path, changes, says):
     with pytest.raises(ValueError, match=says):
         report(model, [picture], tmp_path / "demo.html", **changes)

@@ -158,7 +158,6 @@ def test_profiles_are_shares_of_the_formula_in_the_model():
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 2, 3, 5).double())
     assert found.std() > 0.01, "profiles all alike would prove nothing"
 
-    assert (found - core_profiles(model, images, 16, (0, 2), chunk_size=64)).abs().max() < 1e-12
     single = core_profiles(model.float(), images.float(), cores=16, layers=(-3, -1))
     assert single.dtype == torch.float32
     torch.testing.assert_close(single, found.float(), rtol=1e-3, atol=1e-5)

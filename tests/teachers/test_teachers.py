@@ -14,7 +14,9 @@ from sample_images import random_pixels
 from torch import Tensor
 
 from veca.images import MEAN, STD
-from veca.teachers import Standardized, Teacher, TeacherError, TimmTeacher, hf_teacher, load_teacher, timm_teacher
+from veca.teachers import Standardized, Teacher, TeacherError, load_teacher
+from veca.teachers.from_timm import TimmTeacher, timm_teacher
+from veca.teachers.from_transformers import hf_teacher
 
 # Small, with random weights: name, options, pixels per cell, prefix tokens (None: a map, no tokens).
 SMALL: list[tuple[str, dict[str, Any], int, int | None]] = [

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from veca.cli.main import app
-from veca.report.colours import ramp_colours
+from veca.report.page import ramp_colours
 from veca.train.logger import RunLogger
 from veca.train.recipe import Recipe
 from veca.train.report import write_distill_report

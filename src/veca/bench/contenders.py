@@ -26,7 +26,7 @@ from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca, VecaOutput
 from veca.optimized import Weights
 from veca.rope import Rotary, make_rotary, rotate
-from veca.teachers.dense_vit import DENSE_VITS, create_dense_vit
+from veca.teachers.from_timm import DENSE_VITS, create_dense_vit
 from veca.utils.text import did_you_mean
 from veca.utils.timing import Call
 

@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from veca.bench.report import BenchRow, Results
 from veca.config import SIZES
 from veca.flops import attention_flops, dense_attention_flops
-from veca.report.chart_files import write_chart
-from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
+from veca.report.charts import Chart, Line, Point, chart_grid, line_chart, write_chart
 
 PlotFormat: TypeAlias = Literal["svg", "png"]
 RESOLUTIONS = (256, 384, 512, 768, 1024)

@@ -12,16 +12,13 @@ from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import load_model, print_path
 from veca.errors import needs_extra
-from veca.inspect import draw_story, measure_cores, story_table, write_story
-from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
+from veca.inspect import draw_story, figures, measure_cores, story_table, write_story
 from veca.inspect.demo import write_demo
-from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
-from veca.inspect.figure_inputs import FeatureFunction
-from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect.figure_layout import FeatureFunction, check_out, write_figure
 from veca.inspect.projections import ProjectionMethod
 from veca.inspect.story_report import check_story
 from veca.model import Veca
-from veca.report.chart_files import write_chart
+from veca.report.charts import write_chart
 
 figure_app = common.make_group(
     "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
@@ -45,18 +42,18 @@ FIGURE_OPTIONS = {
 FIGURE_DEFAULTS: dict[str, Any] = {
     "method": "pca",
     "size": 512,
-    "sizes": FEATURE_SIZES,
+    "sizes": figures.FEATURE_SIZES,
     "fit": "crop",
     "with_global": True,
 }
 FIGURES: dict[str, tuple[Callable[..., Any], str]] = {
-    "layers": (draw_layers, "budgets layers method size fit"),
-    "cores": (draw_cores, "cores which layers size fit"),
-    "paths": (draw_paths, "budgets size fit"),
-    "features": (draw_features, "cores sizes beside method fit"),
-    "similarity": (draw_similarity, "cores patches with_global beside size fit"),
-    "states": (draw_states, "cores layers method size fit"),
-    "budgets": (draw_budgets, "budgets method size fit"),
+    "layers": (figures.draw_layers, "budgets layers method size fit"),
+    "cores": (figures.draw_cores, "cores which layers size fit"),
+    "paths": (figures.draw_paths, "budgets size fit"),
+    "features": (figures.draw_features, "cores sizes beside method fit"),
+    "similarity": (figures.draw_similarity, "cores patches with_global beside size fit"),
+    "states": (figures.draw_states, "cores layers method size fit"),
+    "budgets": (figures.draw_budgets, "budgets method size fit"),
 }
 FIGURE_HELP = {
     "layers": "Which cores every patch attends to, as colours: rows are budgets, columns layers.",

@@ -1,9 +1,16 @@
 """Inspecting a model: attention maps and profiles, features as colours, figures, core statistics."""
 
-from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
 from veca.inspect.core_stats import CoreStory, measure_cores
-from veca.inspect.feature_figures import draw_budgets, draw_features, draw_similarity
 from veca.inspect.figure_layout import write_figure
+from veca.inspect.figures import (
+    draw_budgets,
+    draw_cores,
+    draw_features,
+    draw_layers,
+    draw_paths,
+    draw_similarity,
+    draw_states,
+)
 from veca.inspect.maps import Inside, contributions, core_maps, core_profiles, look_inside
 from veca.inspect.projections import heat, pca, project, to_rgb, umap
 from veca.inspect.story_report import draw_story, story_table, write_story

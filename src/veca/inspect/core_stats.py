@@ -7,13 +7,11 @@ a baseline: the same between an image and the one before it.
 Shapes: B images, N patches, C active cores, S = C + N tokens (cores first), D width, L layers.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -22,23 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.checkpoint import weights_hash
 from veca.config import size_name
-from veca.data.loader import Record, decode_items
+from veca.data.loader import decode_items
 from veca.data.remote import SourceError
 from veca.data.sources import count_images, iter_items
 from veca.errors import ArgumentError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, normalize
 from veca.images.formats import collect_unsupported
-from veca.inspect import map_measures as measures
-from veca.inspect.figure_inputs import choose_budgets, inspecting, pick_evenly
-from veca.inspect.map_measures import Alignment, Moments
-from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
+from veca.inspect import maps as measures
+from veca.inspect.figure_layout import choose_budgets, pick_evenly
+from veca.inspect.maps import capture_attention, inspecting, mean_attention_and_profiles
 from veca.model import Veca, VecaOutput
-from veca.rope import Rotary
 from veca.utils.console import bar, reading_line
 from veca.utils.device import describe_versions
 from veca.utils.files import list_paths
@@ -47,8 +42,6 @@ BATCH_PIXELS, BATCH_PIXELS_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
 """Default batch size, in pixels."""
 MAX_NAMED_FAILURES = 20
 """Of the images that cannot be read, this many are named; all are counted."""
-SHARES = ("itself", "cores", "patches")
-"""Fields of `AttentionShares`."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +199,7 @@ def measure_cores(
         spread = (item for i, item in enumerate(items) if (i + 1) * limit // available > i * limit // available)
         # Read to the end, so that all unsupported files are named, except where that means to fetch remote shards.
         items, total = spread if total else islice(spread, limit), min(limit, available)
-    stats = CoreAccumulator(model, chosen)
+    stats, failed, failures = CoreAccumulator(model, chosen), 0, list[tuple[str, str]]()
     # The decoding processes come first: forking is safest before the progress bar has its thread.
     with (
         collect_unsupported() as unsupported,
@@ -214,22 +207,23 @@ def measure_cores(
         bar("measuring", total, "images", progress, failures=True) as advance,
         inspecting(model),
     ):
-        readable = stats.skip_unreadable(records, advance)
-        while pixels := list(islice(readable, batch)):
-            try:
-                stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
-            except torch.OutOfMemoryError as error:
-                message = f"no memory on {device} for {batch} pictures at once: lower --batch-size"
-                raise ArgumentError(message) from error
-            advance(len(pixels), failed=stats.failed)
+        while group := list(islice(records, batch)):
+            unreadable = [(record.name, record.error) for record in group if record.pixels is None]
+            failed, failures = failed + len(unreadable), (failures + unreadable)[:MAX_NAMED_FAILURES]
+            if pixels := [record.pixels for record in group if record.pixels is not None]:
+                try:
+                    stats.add(normalize(torch.from_numpy(np.stack(pixels)).to(device)))
+                except torch.OutOfMemoryError as error:
+                    message = f"no memory on {device} for {batch} pictures at once: lower --batch-size"
+                    raise ArgumentError(message) from error
+            advance(len(group), failed=failed)
     unsupported.warn()
     if not stats.images:
-        why = "".join(f". The first: {name}: {error}" for name, error in stats.failures[:1])
-        raise SourceError(f"none of the {stats.failed} pictures could be read{why}")
+        why = "".join(f". The first: {name}: {error}" for name, error in failures[:1])
+        raise SourceError(f"none of the {failed} pictures could be read{why}")
     about = _describe_run(model, name, sources) | {"size": size, "fit": "crop", "limit": limit}
-    about |= {"pictures": stats.images, "failed": stats.failed, "seconds": round(time.perf_counter() - began, 1)}
-    results = {budget: at.result() for budget, at in stats.budgets.items()}
-    return CoreStory(about, results, stats.between.result(), stats.failures)
+    about |= {"pictures": stats.images, "failed": failed, "seconds": round(time.perf_counter() - began, 1)}
+    return CoreStory(about, {c: at.result() for c, at in stats.budgets.items()}, stats.between.result(), failures)
 
 
 def _check_arguments(sources: list[str], size: int, limit: int | None, batch: int | None, patch: int) -> None:
@@ -246,83 +240,115 @@ def _check_arguments(sources: list[str], size: int, limit: int | None, batch: in
         with collect_unsupported() as unsupported:
             first = next(iter_items([source]), None)
         if first is None:
-            hint = f"shards are named by a glob, as '{os.path.join(source, '*.tar')}'"
-            message = f"{source}: no pictures there ({', '.join(sorted(EXTENSIONS))}); {hint}"
+            known, shards = ", ".join(sorted(EXTENSIONS)), os.path.join(source, "*.tar")
+            message = f"{source}: no pictures there ({known}); shards are named by a glob, as '{shards}'"
             raise SourceError(unsupported.append_to(message))
 
 
-def _describe_run(model: Veca, name: str | None, sources: Sequence[str]) -> dict[str, Any]:
-    versions = describe_versions(model.norm.weight.device)
-    device = versions.pop("device")
-    return {
-        "model": name or size_name(model.config) or "custom",
-        "sha256": weights_hash(model),
-        "provenance": model.provenance,
-        "config": model.config.to_dict(),
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
-        "sources": list(sources),
-        "versions": versions,
-        "device": device,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+def _describe_run(model: Veca, name: str | None, sources: list[str]) -> dict[str, Any]:
+    versions, dtype = describe_versions(model.norm.weight.device), str(model.norm.weight.dtype)
+    about: dict[str, Any] = {"model": name or size_name(model.config) or "custom", "sha256": weights_hash(model)}
+    about |= {"provenance": model.provenance, "config": model.config.to_dict(), "dtype": dtype.removeprefix("torch.")}
+    about |= {"sources": sources, "versions": versions, "device": versions.pop("device")}
+    return about | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 class CoreAccumulator:
-    """Running statistics of all budgets, and the images that could not be read."""
+    """Running statistics of all budgets."""
 
     def __init__(self, model: Veca, budgets: Sequence[int]) -> None:
-        self.model, self.images, self.failed = model, 0, 0
-        self.failures: list[tuple[str, str]] = []
+        self.model, self.images = model, 0
         self.budgets = {budget: _BudgetAccumulator(budget, model.config.core_chunk) for budget in budgets}
         self.between = _SimilarityAccumulator()
         self.previous: Sequence[Tensor | None] = (None, None)
         """Features (1, ...) of the last image: the next batch is compared with it."""
-
-    def skip_unreadable(self, records: Iterable[Record], advance: Callable[..., None]) -> Iterator[NDArray[np.uint8]]:
-        """The pixels of the readable images; the others are counted, and the first of them named."""
-        for record in records:
-            if record.pixels is not None:
-                yield record.pixels
-                continue
-            self.failed += 1
-            if self.failed <= MAX_NAMED_FAILURES:
-                self.failures.append((record.name, record.error))
-            advance(1, failed=self.failed)
 
     def add(self, images: Tensor) -> None:
         """Images (B, 3, height, width), normalised."""
         num_cores, layers = self.model.config.num_cores, range(len(self.model.blocks))
         all_cores = None if num_cores in self.budgets else _float_features(Veca.forward(self.model, images, num_cores))
         for budget in sorted(self.budgets, reverse=True):  # all cores come first
-            captured, out = capture_attention(self.model, images, budget, layers, _attention_and_mean_profile)
+            captured, out = capture_attention(self.model, images, budget, layers, mean_attention_and_profiles)
             features = _float_features(out)
             all_cores = all_cores or features
-            # (B, L, C, S) and (B, L, C)
-            attention, profiles = (torch.stack(parts, dim=1) for parts in zip(*captured, strict=True))
-            stats = self.budgets[budget]
-            stats.add_places(out.coordinates.transpose(0, 1))
-            stats.add_attention(attention)
-            stats.add_profiles(profiles)
-            stats.kept.add(features, all_cores)
+            attention = torch.stack([attention for attention, _ in captured], dim=1)
+            profiles = torch.stack([profiles.mean(1) for _, profiles in captured], dim=1)
+            self.budgets[budget].add(out.coordinates.transpose(0, 1), attention, profiles)
+            self.budgets[budget].kept.add(features, all_cores)
         assert all_cores is not None
         self.between.add(*zip(*map(_with_previous, all_cores, self.previous), strict=True))
         self.previous = [part[-1:].clone() for part in all_cores]
         self.images += len(images)
 
 
+class Moments:
+    """Running mean and population variance of values (B, ...) over images, in float64; nan without images."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean = self._squares = torch.zeros((), dtype=torch.float64)
+
+    def add(self, values: Tensor) -> None:
+        values = to_float64(values)
+        added, total = len(values), self.count + len(values)
+        # Chan's parallel update: combine the moments so far with those of the batch, which may be empty.
+        mean = values.sum(0) / max(1, added)
+        delta = mean - self._mean
+        weight = self.count * added / max(1, total)
+        self._squares = self._squares + (values - mean).square().sum(0) + weight * delta.square()
+        self._mean, self.count = self._mean + delta * (added / max(1, total)), total
+
+    @property
+    def mean(self) -> Tensor:
+        return (self._mean / min(1, self.count)).cpu()
+
+    @property
+    def variance(self) -> Tensor:
+        return (self._squares / self.count).cpu()
+
+
+class Alignment:
+    """Running linear centred kernel alignment (CKA) of features x and y, (B, D) each.
+
+    It is 1 if one is the other rotated and scaled. Kept are products of channels, not of images: memory is D².
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean = self._products = torch.zeros((), dtype=torch.float64)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        if not len(x):
+            return
+        both, count = to_float64(torch.stack([x, y])), self.count + len(x)
+        mean = both.mean(1, keepdim=True)  # (2, 1, D)
+        delta = mean - self._mean
+        self._mean = self._mean + delta * (len(x) / count)
+        # The shift of the mean enters like one more image.
+        x, y = torch.cat([both - mean, math.sqrt(self.count * len(x) / count) * delta], dim=1)
+        self._products, self.count = self._products + torch.stack([x, y, x]).mT @ torch.stack([x, y, y]), count
+
+    @property
+    def value(self) -> float:
+        """Nan for fewer than two images, and where features do not vary."""
+        if self.count < 2:
+            return math.nan
+        xx, yy, xy = (float(product.norm()) for product in self._products)
+        return xy**2 / (xx * yy) if xx * yy else math.nan
+
+
 class _SimilarityAccumulator:
     def __init__(self) -> None:
-        self.cls, self.patches, self.alignment = Moments(), Moments(), Alignment()
+        self.cosines, self.alignment = Moments(), Alignment()
 
-    def add(self, features: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+    def add(self, features: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """The global features (B, D) and patches (B, N, D) of two sets of images."""
-        (cls, patches), (other_cls, other_patches) = features, others
-        self.cls.add(F.cosine_similarity(cls, other_cls, dim=-1))
-        self.patches.add(F.cosine_similarity(patches, other_patches, dim=-1).mean(-1))
-        self.alignment.add(cls, other_cls)
+        cls, patches = (F.cosine_similarity(a, b, dim=-1) for a, b in zip(features, others, strict=True))
+        self.cosines.add(torch.stack([cls, patches.mean(-1)], dim=-1))
+        self.alignment.add(features[0], others[0])
 
     def result(self) -> FeatureSimilarity:
-        cls, patches = (MeanStd(float(m.mean), float(m.variance.sqrt())) for m in (self.cls, self.patches))
+        cls, patches = map(MeanStd, self.cosines.mean.tolist(), self.cosines.variance.sqrt().tolist())
         return FeatureSimilarity(cls, patches, self.alignment.value)
 
 
@@ -330,88 +356,73 @@ class _BudgetAccumulator:
     def __init__(self, cores: int, chunk: int) -> None:
         self.cores, self.chunk = cores, chunk
         self.moves, self.profiles, self.kept = Moments(), Moments(), _SimilarityAccumulator()
-        self.start = torch.zeros(cores, 2, dtype=torch.float64)
-        self.layers: defaultdict[tuple[str, ...], Moments] = defaultdict(Moments)
-        """By the names of statistics that are added together."""
+        self.layers: defaultdict[tuple[str, str], Moments] = defaultdict(Moments)
+        """By the fields of `BudgetStats` and of what is there."""
+        self.start = torch.zeros(cores, 2)
         self.previous_maps: Tensor | None = None
 
-    def _add_layers(self, values: dict[str, Tensor], skip_last: bool = False) -> None:
-        """Add statistics (B, L) by name, and their mean over layers, with or without the last one, behind them."""
-        stacked = torch.stack(list(values.values()), dim=1)
-        averaged = stacked[..., :-1] if skip_last and stacked.shape[-1] > 1 else stacked
-        self.layers[tuple(values)].add(torch.cat([stacked, averaged.mean(-1, keepdim=True)], dim=-1))
+    def _add_layers(self, field: str, **values: Tensor) -> None:
+        """Add statistics (B, L) by name, and their mean over layers, for maps without the last one, behind them."""
+        for name, value in values.items():
+            averaged = value[:, :-1] if field == "maps" and value.shape[1] > 1 else value
+            self.layers[field, name].add(torch.cat([value, averaged.mean(-1, keepdim=True)], dim=-1))
 
-    def add_places(self, coordinates: Tensor) -> None:
-        """(B, L, C, 2)"""
-        places = measures.to_float64(coordinates) / 2  # in sides of the image
+    def add(self, coordinates: Tensor, attention: Tensor, profiles: Tensor) -> None:
+        """(B, L, C, 2); (B, L, C, S), whose rows sum to 1; (B, L, C), the mean over patches."""
+        places = to_float64(coordinates) / 2  # in sides of the image
         self.start = places[0, 0]  # the same for all images
         moves = places - self.start
         self.moves.add(moves)
         path = moves.diff(dim=1, prepend=moves[:, :1]).norm(dim=-1).cumsum(1)
-        self._add_layers({"distance": moves.norm(dim=-1).mean(-1), "path": path.mean(-1)})
+        self._add_layers("places", distance=moves.norm(dim=-1).mean(-1), path=path.mean(-1))
 
-    def add_attention(self, attention: Tensor) -> None:
-        """(B, L, C, S), rows that sum to 1."""
         to_cores, to_patches = attention[..., : self.cores], attention[..., self.cores :]
         own = to_cores.diagonal(dim1=-2, dim2=-1)  # (B, L, C)
-        masses = dict(zip(SHARES, (own, to_cores.sum(-1) - own, to_patches.sum(-1)), strict=True))
+        masses = {"itself": own, "cores": to_cores.sum(-1) - own, "patches": to_patches.sum(-1)}
         # Core 1 is the global feature and behaves differently: it is kept apart from the others.
-        first = {f"first {what}": mass[..., 0] for what, mass in masses.items()}
-        self._add_layers(first | {f"other {what}": mass[..., 1:].mean(-1) for what, mass in masses.items()})
-        maps = measures.as_maps(to_patches)
-        of_maps = {
-            "overlap": measures.pair_overlap(maps),
-            "even": measures.overlap(maps, 1 / maps.shape[-1]).mean(-1),
-            "area": measures.effective_area(maps).mean(-1),
-            "winners": measures.winners(maps),
-        }
-        self._add_layers(of_maps, skip_last=True)
-        now, before = _with_previous(maps, self.previous_maps)
-        self._add_layers({"same core": measures.overlap(now, before).mean(-1)}, skip_last=True)
-        self.previous_maps = maps[-1:].clone()
+        self._add_layers("first_core", **{to: mass[..., 0] for to, mass in masses.items()})
+        self._add_layers("other_cores", **{to: mass[..., 1:].mean(-1) for to, mass in masses.items()})
 
-    def add_profiles(self, profiles: Tensor) -> None:
-        """(B, L, C), the mean over patches."""
+        maps = measures.as_maps(to_patches)
+        now, before = _with_previous(maps, self.previous_maps)
+        self.previous_maps = maps[-1:].clone()
+        self._add_layers("maps", overlap=measures.pair_overlap(maps), winners=measures.winners(maps))
+        self._add_layers("maps", area=measures.effective_area(maps).mean(-1))
+        self._add_layers("maps", even=measures.overlap(maps, 1 / maps.shape[-1]).mean(-1))
+        self._add_layers("maps", same_core=measures.overlap(now, before).mean(-1))
+
         self.profiles.add(profiles)
-        chunks = profiles.split(self.chunk, dim=-1)
-        self._add_layers({"first": profiles[..., 0]} | {f"chunk {i}": chunk.sum(-1) for i, chunk in enumerate(chunks)})
+        self._add_layers("heard", first=profiles[..., 0])
+        for i, chunk in enumerate(profiles.split(self.chunk, dim=-1)):
+            self._add_layers("chunks", **{str(i): chunk.sum(-1)})
 
     def result(self) -> BudgetStats:
-        stats = {
-            name: LayerStats(mean[:-1].tolist(), std[:-1].tolist(), MeanStd(float(mean[-1]), float(std[-1])))
-            for names, moments in self.layers.items()
-            for name, mean, std in zip(names, moments.mean, moments.variance.sqrt(), strict=True)
-        }
-        chunks = [values for name, values in stats.items() if name.startswith("chunk")]
-        maps = MapStats(*(stats[name] for name in ("overlap", "same core", "even", "area", "winners")))
-        first, other = (AttentionShares(*(stats[f"{who} {to}"] for to in SHARES)) for who in ("first", "other"))
-        heard = ProfileStats(stats["first"], chunks, self.profiles.mean.tolist())
-        places = self._places(stats["distance"], stats["path"])
-        return BudgetStats(places, maps, first, other, heard, self.kept.result())
-
-    def _places(self, distance: LayerStats, path: LayerStats) -> CorePlaces:
-        start, mean, variance = self.start.cpu(), self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
+        stats: defaultdict[str, dict[str, LayerStats]] = defaultdict(dict)
+        for (field, name), moments in self.layers.items():
+            *means, mean = moments.mean.tolist()
+            *stds, std = moments.variance.sqrt().tolist()
+            stats[field][name] = LayerStats(means, stds, MeanStd(mean, std))
+        first, other = AttentionShares(**stats["first_core"]), AttentionShares(**stats["other_cores"])
+        heard = ProfileStats(stats["heard"]["first"], list(stats["chunks"].values()), self.profiles.mean.tolist())
+        start, moves, variance = self.start.cpu(), self.moves.mean, self.moves.variance.sum(-1)  # (L, C, 2), (L, C)
         # Mean square move = square of the mean move (shift²) + its variance over images (scatter²).
-        shift, scatter = mean.square().sum(-1).mean(-1), variance.mean(-1)
-        nearest = torch.cdist(start, start).fill_diagonal_(math.inf).amin(-1)
-        return CorePlaces(
-            distance=distance,
-            path=path,
+        shift, scatter = moves.square().sum(-1).mean(-1), variance.mean(-1)
+        places = CorePlaces(
+            **stats["places"],
             shift=shift.sqrt().tolist(),
             scatter=scatter.sqrt().tolist(),
             picture_share=(scatter / (shift + scatter)).tolist(),
-            spacing=float(nearest.mean()),
+            spacing=float(torch.cdist(start, start).fill_diagonal_(math.inf).amin(-1).mean()),
             start=(2 * start).tolist(),
-            end=(2 * (start + mean[-1])).tolist(),
+            end=(2 * (start + moves[-1])).tolist(),
             core_scatter=variance[-1].sqrt().tolist(),
         )
+        return BudgetStats(places, MapStats(**stats["maps"]), first, other, heard, self.kept.result())
 
 
-def _attention_and_mean_profile(attn: Any, x: Tensor, *rotaries: Rotary) -> tuple[Tensor, Tensor]:
-    """Of one layer: attention of the cores (B, C, S), and the mean profile of its patches (B, C)."""
-    chunk_size = CHUNK_SIZE if x.device.type == "cpu" else 16 * CHUNK_SIZE  # fewer, larger steps keep a GPU busy
-    attention, profiles = attention_and_profiles(attn, x, *rotaries, chunk_size=chunk_size)
-    return attention, profiles.mean(1)
+def to_float64(values: Tensor) -> Tensor:
+    """On the same device, so that nothing synchronises; on the CPU where the device (MPS) has no float64."""
+    return values.to("cpu" if values.device.type == "mps" else values.device, torch.float64)
 
 
 def _float_features(out: VecaOutput) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Attention maps of the cores, and their contributions to the patches (the paper's equation 5).
+"""Attention maps of the cores, their contributions to the patches (the paper's equation 5), and measures of maps.
 
 Attention alone misleads: a core may get much attention and still add little. The contribution of token j to token i is
 the norm of what j adds to i, c_ij = ‖Σ_h A^h_ij v^h_j W_O^h‖; a patch's *profile* is each core's share of these.
@@ -7,24 +7,49 @@ Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens 
 head, D = H·d; Q queries (tokens that receive), K keys (tokens that contribute).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from veca.attention import core_probabilities, patch_probabilities
-from veca.errors import ArgumentError
+from veca.attention import core_probabilities
+from veca.errors import ArgumentError, NonFiniteError
 from veca.model import Veca, VecaOutput
-from veca.rope import Rotary, rotate
+from veca.rope import Rotary
 
 Captured = TypeVar("Captured")
 CHUNK_SIZE = 2**20
 """About this many float64 numbers per intermediate tensor: 8 MiB."""
+
+
+@contextmanager
+def inspecting(model: Veca) -> Iterator[None]:
+    """Eval mode without gradients; afterwards the model is in its former mode again."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def check_finite(model: Veca, *outputs: Tensor) -> None:
+    """Raise `NonFiniteError` if an output of `model` is not finite, saying whether its weights are."""
+    if all(output.isfinite().all() for output in outputs):
+        return
+    # Tell broken weights from overflow: the way out differs.
+    weights = dict(model.named_parameters())
+    broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    reason = f", though its weights are: its numbers overflow in {model.norm.weight.dtype}; load it in float32"
+    if broken:
+        count = f"{len(broken)} of its {len(weights)} weight tensors"
+        reason = f": {count} hold NaN or infinity, the first {broken[0]}; load another checkpoint"
+    raise NonFiniteError(f"the model's features are not finite{reason}")
 
 
 @torch.no_grad()
@@ -43,7 +68,7 @@ def core_maps(
     """
 
     def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
-        attention = attention_to_patches(project_qkv(attn, x), *rotaries)
+        attention = block_attention(attn, x, *rotaries)[0][..., rotaries[0].cos.shape[-2] :]
         return attention if per_head else attention.mean(1)
 
     captured, out = capture_attention(model, images, cores, layers, capture)
@@ -51,9 +76,7 @@ def core_maps(
 
 
 @torch.no_grad()
-def core_profiles(
-    model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,), chunk_size: int = CHUNK_SIZE
-) -> Tensor:
+def core_profiles(model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,)) -> Tensor:
     """Each patch's profile over the active cores, in the blocks numbered `layers` (negative: from the end).
 
     Returns (layers, B, rows, columns, C), float32 or better. The C shares of a patch sum to 1: patches attend to
@@ -65,7 +88,7 @@ def core_profiles(
     """
 
     def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
-        return _profiles(attn, project_qkv(attn, x), *rotaries, chunk_size=chunk_size)
+        return patch_profiles(attn, *block_attention(attn, x, *rotaries)[1:])
 
     captured, out = capture_attention(model, images, cores, layers, capture)
     return torch.stack(captured).unflatten(2, out.grid)
@@ -84,15 +107,9 @@ class Inside(NamedTuple):
 @torch.no_grad()
 def look_inside(model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,)) -> Inside:
     """`core_maps` and `core_profiles` of one forward pass, and its output."""
-
-    def capture(attn: Any, x: Tensor, *rotaries: Rotary) -> Tensor:
-        qkv = project_qkv(attn, x)
-        attention = attention_to_patches(qkv, *rotaries).mean(1)
-        return torch.stack([attention, _profiles(attn, qkv, *rotaries).mT])  # (2, B, C, N)
-
-    captured, out = capture_attention(model, images, cores, layers, capture)
-    maps, shares = torch.stack(captured, dim=1)
-    return Inside(out, maps.unflatten(-1, out.grid), shares.mT.unflatten(2, out.grid))
+    captured, out = capture_attention(model, images, cores, layers, mean_attention_and_profiles)
+    attention, profiles = (torch.stack(parts) for parts in zip(*captured, strict=True))
+    return Inside(out, attention[..., out.cores.shape[1] :].unflatten(-1, out.grid), profiles.unflatten(2, out.grid))
 
 
 def capture_attention(
@@ -103,16 +120,15 @@ def capture_attention(
     `x` (B, S, D) are the normalised tokens that attention gets. Returns one result per layer, and the model's output.
     """
     model = getattr(model, "_orig_mod", model)  # a graph compiled by torch.compile may skip hooks
-    depth = len(model.blocks)
+    blocks: Any = model.blocks
     if not layers:
         raise ArgumentError("asked for the maps of no block; name at least one")
     for layer in layers:
-        if not -depth <= layer < depth:
-            raise ArgumentError(f"asked for the maps of block {layer}; the model has blocks 0 to {depth - 1}")
-    if not hasattr(model.blocks[0], "attn"):
+        if not -len(blocks) <= layer < len(blocks):
+            raise ArgumentError(f"asked for the maps of block {layer}; the model has blocks 0 to {len(blocks) - 1}")
+    if not hasattr(blocks[0], "attn"):
         raise ArgumentError("an optimized model keeps no attention; give the model it was made from")
-    indices = [layer % depth for layer in layers]
-    blocks: Any = model.blocks
+    indices = [layer % len(blocks) for layer in layers]
     captured: dict[int, Captured] = {}
 
     def run_capture(index: int, attn: Any, args: tuple[Any, ...]) -> None:
@@ -127,24 +143,37 @@ def capture_attention(
     return [captured[index] for index in indices], out
 
 
-def project_qkv(attn: Any, x: Tensor) -> Tensor:
-    """Queries, keys and values of tokens (B, S, D): (B, S, 3, H, d)."""
-    qkv: Tensor = attn.qkv(x)
-    return qkv.unflatten(-1, (3, attn.num_heads, -1))
+def block_attention(attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities core → all (B, H, C, S) and patch → core (B, H, N, C), and the values of the cores (B, H, C, d).
+
+    From the inputs of a block's attention; all are float32 or better.
+    """
+    qkv = attn.qkv(x).unflatten(-1, (3, attn.num_heads, -1))  # (B, S, 3, H, d)
+    qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))  # rounded only where the model rounds
+    patch_to_core, core_to_all = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
+    values = qkv[:, : core_rotary.cos.shape[-2], 2].transpose(1, 2)
+    patch_to_core = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+    return core_to_all.unflatten(1, (attn.num_heads, -1)), patch_to_core, values
 
 
-def attention_to_patches(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-    """Attention of each core to the patches, (B, H, C, N)."""
-    cores = core_rotary[0].shape[-2]
-    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    # Queries and keys are rounded as in the model; the softmax is at least float32 to keep small probabilities.
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    q_core = rotate(q[:, :, :cores], core_rotary).to(dtype)
-    k_core, k_patch = rotate(k[:, :, :cores], core_rotary), rotate(k[:, :, cores:], patch_rotary)
-    with torch.autocast(qkv.device.type, enabled=False):
-        logits = q_core @ torch.cat([k_core, k_patch], dim=2).to(dtype).mT / q.shape[-1] ** 0.5
-        probabilities: Tensor = logits.softmax(dim=-1)
-    return probabilities[..., cores:]
+def mean_attention_and_profiles(attn: Any, x: Tensor, *rotaries: Rotary) -> tuple[Tensor, Tensor]:
+    """Attention of the cores (B, C, S), the mean over heads, and profiles of the patches (B, N, C)."""
+    core_to_all, patch_to_core, values = block_attention(attn, x, *rotaries)
+    return core_to_all.mean(1), patch_profiles(attn, patch_to_core, values)
+
+
+def patch_profiles(attn: Any, patch_to_core: Tensor, values: Tensor) -> Tensor:
+    """Profiles of the patches (B, N, C), from what `block_attention` returns."""
+    if type(attn.proj) is not nn.Linear:
+        kind = f"the output projection is a {type(attn.proj).__name__} here and not a Linear"
+        raise ArgumentError(f"{kind}; merge adapters into the model to see contributions, or take it unquantised")
+    device = "cpu" if values.device.type == "mps" else values.device  # MPS has no float64
+    parts = patch_to_core.to(device), values.to(device), attn.proj.weight.to(device)
+    # Fewer, larger steps keep a GPU busy.
+    norms = contributions(*parts, CHUNK_SIZE if values.device.type == "cpu" else 16 * CHUNK_SIZE)
+    # A patch to which no core adds anything gets equal shares.
+    norms = torch.where(norms.sum(-1, keepdim=True) == 0, 1.0, norms)
+    return (norms / norms.sum(-1, keepdim=True)).to(values.device, values.dtype)
 
 
 def contributions(attention: Tensor, values: Tensor, weight: Tensor, chunk_size: int = CHUNK_SIZE) -> Tensor:
@@ -170,38 +199,37 @@ def contributions(attention: Tensor, values: Tensor, weight: Tensor, chunk_size:
     return torch.cat(norms).reshape(*shares.shape[:-2], -1).mT
 
 
-def attention_and_profiles(
-    attn: Any, x: Tensor, core_rotary: Rotary, patch_rotary: Rotary, *, chunk_size: int = CHUNK_SIZE
-) -> tuple[Tensor, Tensor]:
-    """From the inputs of a block's attention: attention of the cores and profiles of the patches.
+# Measures of maps (..., C, N), which sum to 1 over N.
 
-    (B, C, S), the mean over heads, whose rows sum to 1, and (B, N, C).
+
+def as_maps(attention: Tensor) -> Tensor:
+    """Attention over the patches (..., N), divided by its sum; uniform where the sum is 0."""
+    total = attention.sum(-1, keepdim=True)
+    return torch.where(total > 0, attention / total, 1 / attention.shape[-1])
+
+
+def overlap(a: Tensor, b: Tensor | float) -> Tensor:
+    """Σᵢ min(aᵢ, bᵢ) over the last axis: 1 where both maps are the same, 0 where they have nothing in common."""
+    return torch.clamp(a, max=b).sum(-1)
+
+
+def pair_overlap(maps: Tensor) -> Tensor:
+    """The mean overlap of all pairs of cores, (...); nan for a single core.
+
+    >>> pair_overlap(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]])).item()
+    0.5
     """
-    qkv = project_qkv(attn, x)
-    qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))  # rounded only where the model rounds
-    patch_to_core, core_to_all = core_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
-    profiles = _shares(attn, patch_to_core, qkv[:, : core_rotary.cos.shape[-2], 2], chunk_size)
-    return core_to_all.unflatten(1, (attn.num_heads, -1)).mean(1), profiles
+    cores = maps.shape[-2]
+    # Σ min(a, b) = 1 − Σ |a − b| / 2, as both sum to 1: avoids a tensor of size C × C × N.
+    distances = torch.cdist(maps, maps, p=1.0).sum((-2, -1))
+    return 1 - distances / (2 * cores * (cores - 1)) if cores > 1 else torch.full_like(distances, math.nan)
 
 
-def _profiles(
-    attn: Any, qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary, *, chunk_size: int = CHUNK_SIZE
-) -> Tensor:
-    """Profiles of the patches alone, (B, N, C)."""
-    qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-    patch_to_core = patch_probabilities(qkv[:, :, :2], core_rotary, patch_rotary)
-    return _shares(attn, patch_to_core, qkv[:, : core_rotary.cos.shape[-2], 2], chunk_size)
+def effective_area(maps: Tensor) -> Tensor:
+    """exp(entropy) / N of each map, (..., C): 1 if it is uniform, k / N if uniform over k patches and 0 elsewhere."""
+    return torch.special.entr(maps).sum(-1).exp() / maps.shape[-1]
 
 
-def _shares(attn: Any, patch_to_core: Tensor, values: Tensor, chunk_size: int) -> Tensor:
-    """Profiles (B, N, C) from probabilities (B, N, H·C) and the values of the cores (B, C, H, d)."""
-    if type(attn.proj) is not nn.Linear:
-        kind = f"the output projection is a {type(attn.proj).__name__} here and not a Linear"
-        raise ArgumentError(f"{kind}; merge adapters into the model to see contributions, or take it unquantised")
-    device = "cpu" if values.device.type == "mps" else values.device  # MPS has no float64
-    attention = patch_to_core.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)  # (B, H, N, C)
-    parts = attention.to(device), values.transpose(1, 2).to(device), attn.proj.weight.to(device)
-    norms = contributions(*parts, chunk_size)
-    # A patch to which no core adds anything gets equal shares.
-    norms = torch.where(norms.sum(-1, keepdim=True) == 0, 1.0, norms)
-    return (norms / norms.sum(-1, keepdim=True)).to(values.device, values.dtype)
+def winners(maps: Tensor) -> Tensor:
+    """The share of cores whose map is the largest of all at some patch, (...)."""
+    return maps.new_zeros(maps.shape[:-1]).scatter_(-1, maps.argmax(-2), 1.0).mean(-1)

@@ -1,7 +1,5 @@
 """Features as colours: principal components or UMAP, the inferno colour map, and images of maps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
@@ -16,18 +14,8 @@ from veca.errors import ArgumentError
 
 ProjectionMethod: TypeAlias = Literal["pca", "umap"]
 
-# UMAP as in the paper.
-SEED = 0
-NEIGHBOURS = 15
-MIN_DIST = 0.1
-
 _INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4"
 _ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
-
-# Subspace iteration: extra directions speed up convergence, which depends on the first eigenvalue beyond them.
-_EXTRA_DIRECTIONS = 12
-_MAX_ITERATIONS = 100
-_TOLERANCE = 1e-10
 
 
 def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
@@ -86,16 +74,17 @@ def _leading_eigenvectors(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
     By subspace iteration, which takes a tenth of the time of a full decomposition with 1280 channels; where it does not
     converge, because eigenvalues are too close, the full decomposition is used.
     """
-    width, count = x.shape[1], components + _EXTRA_DIRECTIONS
+    # Extra directions speed up convergence, which depends on the first eigenvalue beyond them.
+    width, count = x.shape[1], components + 12
     if 2 * count < width:
         start = torch.randn(width, count, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
         basis = torch.linalg.qr(start).Q
-        for _ in range(_MAX_ITERATIONS):
+        for _ in range(100):
             product = x.mT @ (x @ basis) / len(x)
             values, rotation = torch.linalg.eigh(basis.mT @ product)
             values, rotation = values.flip(0)[:components], rotation.flip(1)[:, :components]
             residual = (product @ rotation - basis @ rotation * values).norm(dim=0)
-            if residual.max() <= _TOLERANCE * values[0]:
+            if residual.max() <= 1e-10 * values[0]:
                 return values, basis @ rotation
             basis = torch.linalg.qr(product).Q
     values, vectors = torch.linalg.eigh(x.mT @ x / len(x))
@@ -115,11 +104,8 @@ def umap(features: Tensor, components: int = 3) -> Tensor:
     x = features.detach().float().cpu().flatten(0, -2).numpy()
     if len(x) < components + 3:
         raise ArgumentError(f"UMAP in {components}D takes {components + 3} points or more, not {len(x)}; choose pca")
-    reducer = UMAP(
-        n_components=components, metric="cosine", n_neighbors=min(NEIGHBOURS, len(x) - 1), min_dist=MIN_DIST,
-        random_state=SEED, n_jobs=1,
-    )  # fmt: skip
-    embedding = reducer.fit_transform(x)
+    as_in_the_paper = {"metric": "cosine", "n_neighbors": min(15, len(x) - 1), "min_dist": 0.1}
+    embedding = UMAP(n_components=components, random_state=0, n_jobs=1, **as_in_the_paper).fit_transform(x)
     low, high = embedding.min(0), embedding.max(0)
     scaled = (embedding - low) / np.where(high > low, high - low, 1.0)
     return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components)

@@ -1,17 +1,16 @@
 """Results of `veca cores`: a table for the terminal, a JSON file, and a chart."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from veca.inspect.core_stats import BudgetStats, CoreStory, LayerStats, MeanStd
-from veca.inspect.figure_inputs import PathLike, cores_label, figure_texts
-from veca.inspect.figure_layout import check_out
+from veca.inspect.figure_layout import PathLike, check_out, cores_label, figure_settings
 from veca.report.charts import Chart, Line, Point, chart_grid, line_chart
 from veca.utils.files import atomic_path
 from veca.utils.text import number, printable
@@ -39,50 +38,40 @@ def write_story(story: CoreStory, path: PathLike) -> Path:
 
 def story_table(story: CoreStory) -> Table:
     """The main numbers in percent: a row for each, a column for each budget."""
-    between, chunk = story.between, story.about["config"]["core_chunk"]
-    model, count = printable(str(story.about["model"])), story.about["pictures"]
-    table = Table(
-        "cores", *map(str, story.budgets), header_style="bold", box=None, pad_edge=False, title_justify="left",
-        title=f"{model}, {count:,} pictures, {story.about['size']} px; in %, ± over pictures", caption_justify="left",
-        caption=f"Features of different pictures: cosine {_percent_text(between.cls)} (global), "
-        f"{_percent_text(between.patches)} (dense), CKA {_percent_text(between.cka)}. "
-        "Lengths are in sides of the picture.",
-    )  # fmt: skip
-    for column in table.columns[1:]:
-        column.justify = "right"
-    # (name, value at a budget C); without a value, a section ends.
-    rows: list[tuple[str, Callable[[int, BudgetStats], MeanStd | float] | None]] = [
-        ("moved from the start", lambda _, at: _last_layer(at.places.distance)),
-        ("  length of the way", lambda _, at: _last_layer(at.places.path)),
-        ("  its part by the picture", lambda _, at: at.places.picture_share[-1]),
-        ("  from core to core", lambda _, at: at.places.spacing),
-        ("", None),
-        ("overlap of two cores' maps", lambda _, at: at.maps.overlap.overall),
-        ("  one core's in two pictures", lambda _, at: at.maps.same_core.overall),
-        ("  a map and an even one", lambda _, at: at.maps.even.overall),
-        ("area of a map", lambda _, at: at.maps.area.overall),
-        ("cores first at some patch", lambda _, at: at.maps.winners.overall),
-        ("", None),
-        ("core 1 heard (even: 100)", lambda c, at: _scaled(at.heard.first.overall, c)),
-        (f"first {chunk} heard (even: 100)", lambda c, at: _scaled(at.heard.chunks[0].overall, c / min(c, chunk))),
-        ("core 1 looks at patches", lambda _, at: at.first_core.patches.overall),
-        ("other cores at patches", lambda _, at: at.other_cores.patches.overall),
-        ("", None),
-        ("global feature kept, cosine", lambda _, at: at.kept.cls),
-        ("dense features kept, cosine", lambda _, at: at.kept.patches),
-        ("global feature kept, CKA", lambda _, at: at.kept.cka),
-    ]
-    for name, value in rows:
-        if value is None:
-            table.add_section()
-        else:
-            table.add_row(name, *(_percent_text(value(c, at)) for c, at in story.budgets.items()))
+    about, chunk = story.about, story.about["config"]["core_chunk"]
+    model = printable(str(about["model"]))
+    title = f"{model}, {about['pictures']:,} pictures, {about['size']} px; in %, ± over pictures"
+    cosines = f"{_percent_text(story.between.cls)} (global), {_percent_text(story.between.patches)} (dense)"
+    caption = f"Features of different pictures: cosine {cosines}, CKA {_percent_text(story.between.cka)}. "
+    caption += "Lengths are in sides of the picture."
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=None, pad_edge=False)
+    for header in ("cores", *map(str, story.budgets)):
+        table.add_column(header, header_style="bold", justify="left" if header == "cores" else "right")
+    for name, *path in figure_settings("story")["rows"]:
+        # Shares of cores in what patches hear are relative to an even share; this many cores are meant.
+        heard = {"first": 1, "chunks": chunk}.get(path[1], math.inf)
+        cells = [_percent_text(_look_up(at, path), c / min(c, heard)) for c, at in story.budgets.items()]
+        table.add_row(name.format(chunk=chunk), *cells)
     return table
+
+
+def _look_up(stats: BudgetStats, path: Sequence[str | int]) -> MeanStd | float:
+    """The number at a path of fields and indices; of the last layer where it has several."""
+    value: Any = stats
+    for key in path:
+        value = value[key] if isinstance(key, int) else getattr(value, key)
+    return MeanStd(value.mean[-1], value.std[-1]) if isinstance(value, LayerStats) else value
+
+
+def _percent_text(value: MeanStd | float, factor: float = 1.0) -> str:
+    if isinstance(value, MeanStd):
+        return f"{_percent_text(value.mean, factor)} ± {_percent_text(value.std, factor)}"
+    return number(100 * factor * value, ".1f")
 
 
 def draw_story(story: CoreStory) -> Chart:
     """Four charts: how far cores move, whether their maps overlap, who is heard, what a smaller budget keeps."""
-    about, texts = story.about, figure_texts("story")
+    about, texts = story.about, figure_settings("story")
     model = printable(str(about["model"]))
     even_share = Line("", [(1, 1), (max(story.budgets), 1)], quoted=True, dash=DOTTED)
     moves, maps, heard = list[Line](), list[Line](), [even_share]
@@ -90,8 +79,8 @@ def draw_story(story: CoreStory) -> Chart:
         name = cores_label(budget)
         distance, overlap, layers = at.places.distance, at.maps.overlap, len(at.heard.cores)
         band = [100 * std for std in distance.std]
-        moves.append(Line(name, _by_number([100 * mean for mean in distance.mean]), i, dots=True, band=band))
-        moves.append(Line("", _by_number([100 * scatter for scatter in at.places.scatter]), i, dash=DOTTED))
+        moves.append(Line(name, _by_number(distance.mean, 100), i, dots=True, band=band))
+        moves.append(Line("", _by_number(at.places.scatter, 100), i, dash=DOTTED))
         maps.append(Line(name, _by_number(overlap.mean), i, dots=True, band=overlap.std))
         maps.append(Line("", _by_number(at.maps.same_core.mean), i, dash=DOTTED))
         shares = [budget * sum(layer[core] for layer in at.heard.cores) / layers for core in range(budget)]
@@ -110,35 +99,18 @@ def draw_story(story: CoreStory) -> Chart:
     return chart_grid(panels, title=texts["title"].format(model=model), notice=notice, caption=caption)
 
 
-def _by_number(values: Sequence[float]) -> list[Point]:
+def _by_number(values: Sequence[float], factor: float = 1.0) -> list[Point]:
     """Values of layers or cores, which are counted from 1."""
-    return [(float(i), value) for i, value in enumerate(values, 1)]
+    return [(float(i), factor * value) for i, value in enumerate(values, 1)]
 
 
 def _draw_kept(story: CoreStory) -> Chart:
-    budgets, kept, between = list(story.budgets), [at.kept for at in story.budgets.values()], story.between
-    kinds = [
-        ("global, cosine", [k.cls.mean for k in kept], [k.cls.std for k in kept], between.cls.mean),
-        ("dense, cosine", [k.patches.mean for k in kept], [k.patches.std for k in kept], between.patches.mean),
-        ("global, CKA", [k.cka for k in kept], [], between.cka),
-    ]
-    lines = []
-    for i, (name, means, stds, unlike) in enumerate(kinds):
-        points = [(float(budget), mean) for budget, mean in zip(budgets, means, strict=True)]
-        lines.append(Line(name, points, i, dots=True, band=stds))
-        lines.append(Line("", [(float(budget), unlike) for budget in budgets], i, dash=DOTTED))
+    lines, budgets = [], [float(budget) for budget in story.budgets]
+    names = "global, cosine", "dense, cosine", "global, CKA"
+    for i, (name, field) in enumerate(zip(names, ("cls", "patches", "cka"), strict=True)):
+        values = [getattr(features, field) for features in (*(at.kept for at in story.budgets.values()), story.between)]
+        *means, unlike = values if field == "cka" else [value.mean for value in values]
+        stds = [] if field == "cka" else [value.std for value in values[:-1]]
+        lines.append(Line(name, list(zip(budgets, means, strict=True)), i, dots=True, band=stds))
+        lines.append(Line("", [(budget, unlike) for budget in budgets], i, dash=DOTTED))
     return line_chart(lines, "cores", "likeness", "likeness of features at smaller budgets", ticks_at_points=True)
-
-
-def _last_layer(values: LayerStats) -> MeanStd:
-    return MeanStd(values.mean[-1], values.std[-1])
-
-
-def _scaled(value: MeanStd, factor: float) -> MeanStd:
-    return MeanStd(factor * value.mean, factor * value.std)
-
-
-def _percent_text(value: MeanStd | float) -> str:
-    if isinstance(value, MeanStd):
-        return f"{_percent_text(value.mean)} ± {_percent_text(value.std)}"
-    return number(100 * value, ".1f")

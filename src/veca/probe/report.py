@@ -22,8 +22,7 @@ from veca.probe import paper, tables
 from veca.probe.curves import draw_curves
 from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
 from veca.probe.tables import Group, ResultTable, Series
-from veca.report.chart_files import write_chart
-from veca.report.charts import Line, line_chart
+from veca.report.charts import Line, line_chart, write_chart
 from veca.report.page import data_uri, heat_rows, levels, write_page, write_text
 from veca.utils.text import duration, number, printable
 

@@ -1,24 +1,39 @@
-"""Line charts: laid out here in pixels, drawn as SVG by a template.
+"""Line charts: laid out in pixels, drawn as SVG by a template or as PNG by Pillow.
 
-A `Chart` put into a template becomes inline SVG that takes the colours of the page, light or dark;
-`veca.report.chart_files` writes a file of its own.
+A `Chart` put into a template becomes inline SVG that takes the colours of the page, light or dark. A file of its own is
+SVG that follows the reader's colour scheme, or PNG in the light palette.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from veca.report.colours import LINE_COLOURS
-from veca.report.page import render
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from veca.errors import ArgumentError
+from veca.report.page import LIGHT, ROLES, render, write_text
+from veca.utils.files import atomic_path
+from veca.utils.text import printable
 
 MAX_POINTS = 800  # of a line; more would only make the file larger
+LINE_COLOURS = 6  # c0 to c5 of the palettes
 LABEL_GAP = 16  # pixels between the names of lines, one above the other
 MAX_LABEL = 24  # letters of the name of a line
 GLYPH_WIDTH = 0.57  # mean width of a letter, in units of the text size
+WIDE, SMALL = (760, 300, 12), (540, 320, 14)  # width and height of a chart, size of its text
+TOP, BOTTOM = 12, 46  # margins above and below the axes
+SCALE, SUPERSAMPLING = 2, 2  # of a PNG. Pillow's lines have no anti-aliasing: draw larger, then reduce
+_FONTS = ("DejaVuSans.ttf", "LiberationSans-Regular.ttf", "arial.ttf")
+_BOLD_FONTS = ("DejaVuSans-Bold.ttf", "LiberationSans-Bold.ttf", "arialbd.ttf")
+_IN_ASCII = str.maketrans({"×": "x", "−": "-", "–": "-", "↓": "(low)", "…": "...", "·": ","})
 Point: TypeAlias = tuple[float, float]
 
 
@@ -39,8 +54,13 @@ class Line(NamedTuple):
     band: Sequence[float] = ()
     """Half the height of a band around the line, at each point."""
 
+    @property
+    def stroke(self) -> tuple[str, str]:
+        """Its colour in the palettes, and its dashes."""
+        return ("muted", self.dash or "5 4") if self.quoted else (f"c{self.colour % LINE_COLOURS}", self.dash)
 
-# What a chart consists of, in pixels. `role` and `colour` are keys of `veca.report.colours`.
+
+# What a chart consists of, in pixels. `role` and `colour` are keys of `colours.toml`.
 class Polyline(NamedTuple):
     """Lines through runs of points, or filled shapes, as the role says."""
 
@@ -93,23 +113,6 @@ class Chart(NamedTuple):
         return render("chart.svg", chart=self, standalone=False)
 
 
-class Frame(NamedTuple):
-    """Size of a chart, of its text, and of the margins above and below the axes."""
-
-    width: int
-    height: int
-    text: int
-    top: int = 12
-    bottom: int = 46
-
-    def room_for(self, texts: Sequence[str]) -> float:
-        """The width of the longest text."""
-        return GLYPH_WIDTH * self.text * max(map(len, texts), default=0)
-
-
-WIDE, SMALL = Frame(760, 300, 12), Frame(540, 320, 14)
-
-
 class Axis:
     """Values laid out between two pixel positions."""
 
@@ -118,19 +121,17 @@ class Axis:
         low, high = min(values), max(values)
         spare = (abs(low) or 1) / 10 if high <= low else 0  # one value, or equal ones: an axis needs a range
         low, high = low - spare, high + spare
-        first, last = self._scaled(low), self._scaled(high)
+        first, last = (math.log(low), math.log(high)) if log else (low, high)
         room = margin * (last - first)
-        self.first = first - (0 if low == 0 else room)  # an axis from zero starts at its line
-        self.last = last + room
-
-    def _scaled(self, value: float) -> float:
-        return math.log(value) if self.log else value
+        self.first, self.last = first - (0 if low == 0 else room), last + room  # one from zero starts at its line
 
     def at(self, value: float) -> float:
-        share = 0.0 if self.log and value <= 0 else (self._scaled(value) - self.first) / (self.last - self.first)
+        if self.log and value <= 0:
+            return self.start
+        share = ((math.log(value) if self.log else value) - self.first) / (self.last - self.first)
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, count: int) -> list[tuple[float, str]]:
+    def ticks(self, count: int = 5) -> list[tuple[float, str]]:
         """Values and their labels."""
         low, high = (math.exp(end) if self.log else end for end in (self.first, self.last))
         values = ticks(low, high, count, self.log)
@@ -166,11 +167,11 @@ def smooth(points: Sequence[Point], share: float = 0.01) -> list[Point]:
     return smoothed
 
 
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """About `limit` points at most: the lowest and the highest of each stretch, so that no spike is lost."""
-    if len(points) <= limit:
+def thin(points: Sequence[Point]) -> list[Point]:
+    """About `MAX_POINTS` at most: the lowest and the highest of each stretch, so that no spike is lost."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = math.ceil(2 * len(points) / limit)  # two points are kept of each stretch
+    size = math.ceil(2 * len(points) / MAX_POINTS)  # two points are kept of each stretch
     kept: list[Point] = []
     for i in range(0, len(points), size):
         stretch = [p for p in points[i : i + size] if math.isfinite(p[1])] or [points[i]]
@@ -188,89 +189,87 @@ def line_chart(
     """
     lines = [line if line.band else line._replace(points=thin(line.points)) for line in lines]
     finite = [point for line in lines for point in line.points if _drawable(point)]
-    frame = WIDE if wide else SMALL
+    width, height, text_size = WIDE if wide else SMALL
     if not finite:
-        return Chart(frame.width, frame.height, [], label, wide=wide)
+        return Chart(width, height, [], label, wide=wide)
     xs, ys = [p[0] for p in finite], [*(p[1] for p in finite), *include]
     bands = [band for line in lines for band in zip(line.points, line.band, strict=False)]
     ys += [y + side for (_, y), half in bands for side in (-half, half) if _drawable((0, y + side))]
     log_x = log_x and min(xs) > 0
     log_y = y_scale == "log" or (y_scale == "auto" and min(ys) > 0 and max(ys) / min(ys) >= 20)
     log_y = log_y and min(ys) > 1e-200 and max(ys) < 1e200  # beyond, the ends of the axis are no floats
-    y_axis = Axis(ys, frame.height - frame.bottom, frame.top, log_y, margin=0.05)
+    y_axis = Axis(ys, height - BOTTOM, TOP, log_y, margin=0.05)
     names = [shorten_middle(line.name, MAX_LABEL) for line in lines if line.name]
-    right = frame.width - (frame.room_for(names) + 38 if names else 24)
-    x_axis = Axis(xs, _left_of_axes(frame, y_axis), right, log_x)
+    right = width - (_text_width(names, text_size) + 38 if names else 24)
+    x_axis = Axis(xs, _left_of_axes(y_axis, text_size), right, log_x)
     x_ticks = sorted(set(xs)) if ticks_at_points else [x for x, _ in x_axis.ticks(6)]
-    marks = _axes(frame, x_axis, y_axis, x_title, y_title, x_ticks) + _end_labels(lines, frame, x_axis, y_axis)
+    marks = _axes(x_axis, y_axis, x_title, y_title, x_ticks, text_size) + _end_labels(lines, x_axis, y_axis, text_size)
     marks += [mark for line in lines for mark in _line_marks(line, x_axis, y_axis)]
-    return Chart(frame.width, frame.height, marks, label, wide=wide)
+    return Chart(width, height, marks, label, wide=wide)
 
 
 def _drawable(point: Point) -> bool:
     return all(abs(value) < 1e300 for value in point)  # not nan, and differences do not overflow
 
 
-def _left_of_axes(frame: Frame, y_axis: Axis) -> float:
+def _text_width(texts: Sequence[str], size: float) -> float:
+    """Of the longest text."""
+    return GLYPH_WIDTH * size * max(map(len, texts), default=0)
+
+
+def _left_of_axes(y_axis: Axis, text_size: int) -> float:
     """Room for the title of the y axis and its tick labels."""
-    return 36 + frame.room_for([text for _, text in y_axis.ticks(5)])
+    return 36 + _text_width([text for _, text in y_axis.ticks()], text_size)
 
 
-def _axes(frame: Frame, x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, x_ticks: Sequence[float]) -> list[Mark]:
+def _axes(
+    x_axis: Axis, y_axis: Axis, x_title: str, y_title: str, x_ticks: Sequence[float], text_size: int
+) -> list[Mark]:
     """Grid lines, tick labels and titles of both axes; x ticks too near to the one before are left out."""
     marks: list[Mark] = []
-    floor, left, right = y_axis.start, x_axis.start, x_axis.end
-    for value, text in y_axis.ticks(5):
+    floor, left, right, last = y_axis.start, x_axis.start, x_axis.end, -math.inf
+    for value, text in y_axis.ticks():
         y = y_axis.at(value)
         marks.append(Polyline([[(left, y), (right, y)]], "grid", "rule"))
-        marks.append(Label(left - 7, y + 4, text, frame.text, anchor="end"))
-    last = -math.inf
+        marks.append(Label(left - 7, y + 4, text, text_size, anchor="end"))
     for value in x_ticks:
         x = x_axis.at(value)
         if x - last >= (right - left) / 9.01:  # at most ten labels; 9.01, as rounding must not drop the tenth
             marks.append(Polyline([[(x, floor), (x, floor + 4)]], "grid", "rule"))
-            marks.append(Label(x, floor + 17, f"{value:,.6g}", frame.text, anchor="middle"))
+            marks.append(Label(x, floor + 17, f"{value:,.6g}", text_size, anchor="middle"))
             last = x
     marks.append(Polyline([[(left, floor), (right, floor)]], "axis", "muted"))
-    marks.append(Label(right, frame.height - 8, x_title, frame.text, "ink", "end"))
-    marks.append(Label(13, (frame.top + floor) / 2, y_title, frame.text, "ink", "middle", vertical=True))
+    marks.append(Label(right, floor + BOTTOM - 8, x_title, text_size, "ink", "end"))
+    marks.append(Label(13, (TOP + floor) / 2, y_title, text_size, "ink", "middle", vertical=True))
     return marks
 
 
-def _colour(line: Line) -> str:
-    return "muted" if line.quoted else f"c{line.colour % LINE_COLOURS}"
-
-
-def _dash(line: Line) -> str:
-    return line.dash or ("5 4" if line.quoted else "")
-
-
-def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> list[Mark]:
+def _line_marks(line: Line, x_axis: Axis, y_axis: Axis) -> Iterator[Mark]:
     """The band of a line, the line with gaps where it breaks, and its dots, in the order in which they are drawn."""
-    colour, marks = _colour(line), list[Mark]()
+    colour, dash = line.stroke
     groups = itertools.groupby(line.points, _drawable)
     runs = [[(x_axis.at(x), y_axis.at(y)) for x, y in run] for drawable, run in groups if drawable]
     halves = zip(line.points, line.band, strict=False)
     if band := [(x, y, half) for (x, y), half in halves if _drawable((x, y)) and math.isfinite(half)]:
         edges = [[(x_axis.at(x), y_axis.at(y + sign * half)) for x, y, half in band] for sign in (-1, 1)]
-        marks.append(Polyline([[*edges[0], *reversed(edges[1])]], "band", colour))
-    marks.append(Polyline(runs, "faint" if line.faint else "line", colour, _dash(line)))
+        yield Polyline([[*edges[0], *reversed(edges[1])]], "band", colour)
+    yield Polyline(runs, "faint" if line.faint else "line", colour, dash)
     if line.dots:
-        marks += [Dot(x, y, colour, line.quoted) for run in runs for x, y in run]
-    return marks
+        yield from (Dot(x, y, colour, line.quoted) for run in runs for x, y in run)
 
 
-def _end_labels(lines: Sequence[Line], frame: Frame, x_axis: Axis, y_axis: Axis) -> list[Mark]:
+def _end_labels(lines: Sequence[Line], x_axis: Axis, y_axis: Axis, text_size: int) -> list[Mark]:
     """Names of the lines right of the axes, each as near to the last point of its line as the others allow."""
     last = [(line, p) for line in lines if line.name and (p := next(filter(_drawable, reversed(line.points)), None))]
     ends = sorted(((y_axis.at(y), x_axis.at(x), line) for line, (x, y) in last), key=lambda end: end[0])
-    heights = spread_apart([y for y, _, _ in ends], frame.top + 6, frame.height - frame.bottom, LABEL_GAP)
+    heights = spread_apart([y for y, _, _ in ends], TOP + 6, y_axis.start, LABEL_GAP)
     marks, edge = list[Mark](), x_axis.end + 10
     for (y, x, line), height in zip(ends, heights, strict=True):
-        marks.append(Polyline([[(x + 5, y), (edge - 2, height)]], "lead", _colour(line), "1 3"))
-        marks.append(Polyline([[(edge, height), (edge + 16, height)]], "key", _colour(line), _dash(line)))
-        text = shorten_middle(line.name, MAX_LABEL)
-        marks.append(Label(edge + 22, height + 4, text, frame.text, "ink", full=line.name))
+        colour, dash = line.stroke
+        marks.append(Polyline([[(x + 5, y), (edge - 2, height)]], "lead", colour, "1 3"))
+        marks.append(Polyline([[(edge, height), (edge + 16, height)]], "key", colour, dash))
+        name = shorten_middle(line.name, MAX_LABEL)
+        marks.append(Label(edge + 22, height + 4, name, text_size, "ink", full=line.name))
     return marks
 
 
@@ -315,3 +314,75 @@ def chart_grid(
         placed.append((x, y + row_height - chart_height, chart))
     label = title or "; ".join(text for text, _ in panels)
     return Chart(width, placed[-1][1] + chart_height + gap, marks, label, placed)
+
+
+def write_chart(chart: Chart, path: Path) -> Path:
+    """Write a chart as its suffix says, `.svg` or `.png`; the parent folder is made."""
+    if path.suffix.lower() == ".svg":
+        write_text(path, render("chart.svg", chart=chart, standalone=True))
+    elif path.suffix.lower() == ".png":
+        with atomic_path(path) as part:
+            draw_png(chart).save(part, "PNG", optimize=True)
+    else:
+        raise ArgumentError(f"{path}: a chart is written as .svg or .png; end its name so")
+    return path
+
+
+def draw_png(chart: Chart) -> Image.Image:
+    """The chart as an image, twice as large as the SVG."""
+    factor = SCALE * SUPERSAMPLING
+    image = Image.new("RGB", (round(chart.width * factor), round(chart.height * factor)), LIGHT["paper"])
+    draw = ImageDraw.Draw(image, "RGBA")  # RGBA: colours with an opacity blend with what is there
+    placed = [(0, 0, chart), *chart.panels]
+    for left, top, mark in ((left, top, mark) for left, top, part in placed for mark in part.marks):
+        if isinstance(mark, Polyline):
+            role, dash = ROLES[mark.role], [float(length) * factor for length in mark.dash.split()]
+            colour = LIGHT[mark.colour] + f"{round(255 * role['opacity']):02x}"
+            for run in mark.runs:
+                points = [((left + x) * factor, (top + y) * factor) for x, y in run]
+                if not role["width"]:
+                    draw.polygon(points, colour)
+                    continue
+                for piece in _dashes(points, dash) if dash else [points]:
+                    draw.line(piece, colour, round(role["width"] * factor), "curve")
+            continue
+        x, y = (left + mark.x) * factor, (top + mark.y) * factor
+        if isinstance(mark, Label):
+            _draw_label(draw, image, mark, (x, y), factor)
+        else:
+            shape, radius = (draw.rectangle, 2.8 * factor) if mark.square else (draw.ellipse, 3.2 * factor)
+            box = (x - radius, y - radius, x + radius, y + radius)
+            shape(box, LIGHT["paper"], LIGHT[mark.colour], round(ROLES["dot"]["width"] * factor))
+    return image.reduce(SUPERSAMPLING)
+
+
+def _dashes(points: Sequence[Point], pattern: Sequence[float]) -> Iterator[list[Point]]:
+    """A polyline cut into the dashes of a pattern of on and off lengths."""
+    xs, ys = zip(*points, strict=True)
+    lengths = np.cumsum([0, *itertools.starmap(math.dist, itertools.pairwise(points))])  # up to each point
+    cuts = itertools.takewhile(lambda cut: cut < lengths[-1], itertools.accumulate(itertools.cycle(pattern), initial=0))
+    for start, end in list(itertools.pairwise([*cuts, lengths[-1]]))[::2]:
+        at = [start, *(length for length in lengths if start < length < end), end]
+        yield list(zip(np.interp(at, lengths, xs).tolist(), np.interp(at, lengths, ys).tolist(), strict=True))
+
+
+def _draw_label(draw: ImageDraw.ImageDraw, image: Image.Image, mark: Label, at: Point, factor: int) -> None:
+    font, has_all_letters = _font(round(mark.size * factor), mark.bold)
+    text = printable(mark.text if has_all_letters else mark.text.translate(_IN_ASCII))
+    if not mark.vertical:
+        draw.text(at, text, LIGHT[mark.colour], font, {"start": "ls", "middle": "ms", "end": "rs"}[mark.anchor])
+        return
+    left, top, right, bottom = font.getbbox(text)
+    mask = Image.new("L", (math.ceil(right - left), math.ceil(bottom - top)))
+    ImageDraw.Draw(mask).text((-left, -top), text, 255, font)
+    mask = mask.rotate(90, expand=True)  # Pillow draws no rotated text, so an image of it is pasted
+    image.paste(LIGHT[mark.colour], (round(at[0] - mask.width), round(at[1] - mask.height / 2)), mask)
+
+
+@cache
+def _font(size: int, bold: bool) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, bool]:
+    """A font, and whether it has letters beyond ASCII: Pillow's own, where the system has none of ours, has few."""
+    for name in _BOLD_FONTS if bold else _FONTS:
+        with contextlib.suppress(OSError):
+            return ImageFont.truetype(name, size), True
+    return ImageFont.load_default(size), False

@@ -1,26 +1,23 @@
-"""HTML, SVG and Markdown from the Jinja2 templates of this package, as files that need nothing beside them."""
-
-from __future__ import annotations
+"""HTML, SVG and Markdown from the Jinja2 templates of this package, and the colours of reports."""
 
 import base64
 import json
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from veca.report.colours import CIVIDIS, DARK, LIGHT, ROLES, ramp_colours
 from veca.utils.files import atomic_path
 from veca.utils.text import duration, number, printable
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 Key = TypeVar("Key")
+_COLOURS = tomllib.loads(Path(__file__).with_name("colours.toml").read_text("utf-8"))
+LIGHT, DARK, ROLES, CIVIDIS = (_COLOURS[key] for key in ("light", "dark", "roles", "cividis"))
 
 
 def write_page(path: Path, template: str, **context: Any) -> None:
@@ -36,35 +33,32 @@ def write_text(path: Path, text: str) -> None:
 
 def render(template: str, **context: Any) -> str:
     """A template of `veca/report/templates` filled in; text in `context` is escaped, unless it is `Markup`."""
-    return _environment().get_template(template).render(context)
+    return str(_environment().get_template(template).render(context))
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # here: most commands write no report
+
+    def displayable(value: Any) -> Any:
+        # XML has no place for control characters, so they are shown escaped. Markup is made by templates.
+        is_text = isinstance(value, str) and not hasattr(value, "__html__")
+        return printable(value, keep="\n\t") if is_text else value
 
     environment = Environment(
         loader=PackageLoader("veca.report"),
         # Markdown has its own rules: there, templates pass text through the filter `md`.
         autoescape=lambda name: name is None or not name.endswith(".md"),
         undefined=StrictUndefined,  # a value that is missing is an error, not an empty place
-        finalize=_displayable,
+        finalize=displayable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "json": partial(json.dumps, indent=1, default=str, ensure_ascii=False),
-        "md": escape_markdown, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path, "number": number,
-        "duration": duration,
-    }  # fmt: skip
-    environment.globals |= {"light": LIGHT, "dark": DARK, "roles": ROLES, "cividis": CIVIDIS, "now": datetime.now}
+    environment.filters["json"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
+    environment.filters |= {"md": escape_markdown, "pairs": _pairs, "ramp": ramp_colours}
+    environment.filters |= {"number": number, "duration": duration}
+    environment.globals |= _COLOURS | {"now": datetime.now}
     return environment
-
-
-def _displayable(value: Any) -> Any:
-    """Applied to every value of a template: XML has no place for control characters, so they are shown escaped."""
-    is_text = isinstance(value, str) and not hasattr(value, "__html__")  # Markup is made by templates
-    return printable(value, keep="\n\t") if is_text else value
 
 
 def escape_markdown(value: object) -> str:
@@ -81,15 +75,23 @@ def _pairs(values: Mapping[str, Any], form: str = "{} {}") -> str:
     return ", ".join(form.format(name, value) for name, value in values.items())
 
 
-def _ramp_style(level: float) -> str:
-    """CSS of a cell of a heat table; nan has no colour."""
-    ground, ink = ramp_colours(level) if math.isfinite(level) else ("transparent", "inherit")
-    return f"background:{ground};color:{ink}"
+def ramp_colours(level: float) -> tuple[str, str]:
+    """The cividis colour of a level in [0, 1], and black or white for text that is readable on it; none for nan.
 
-
-def _svg_path(runs: list[list[tuple[float, float]]]) -> str:
-    """The `d` of an SVG path through each run of points."""
-    return "".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for run in runs for i, (x, y) in enumerate(run))
+    >>> ramp_colours(0.0), ramp_colours(1.0)
+    (('#00224e', '#ffffff'), ('#fee838', '#000000'))
+    """
+    if not math.isfinite(level):
+        return "transparent", "inherit"
+    position = min(max(level, 0.0), 1.0) * (len(CIVIDIS) - 1)
+    i = min(int(position), len(CIVIDIS) - 2)
+    low, high = (bytes.fromhex(colour[1:]) for colour in CIVIDIS[i : i + 2])
+    rgb = [round(a + (b - a) * (position - i)) for a, b in zip(low, high, strict=True)]
+    # Relative luminance and contrast as WCAG 2 defines them: contrast = (brighter + 0.05) / (darker + 0.05).
+    linear = [(c / 255) / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    white_is_clearer = 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05
+    return f"#{bytes(rgb).hex()}", "#ffffff" if white_is_clearer else "#000000"
 
 
 def levels(values: Mapping[Key, float], lower_is_better: bool = False, flat: float = 0.5) -> dict[Key, float]:

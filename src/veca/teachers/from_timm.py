@@ -1,20 +1,22 @@
-"""Teachers from timm: any model with a feature map, with timm's weights or a local file's."""
-
-from __future__ import annotations
+"""Teachers from timm, with timm's weights or a local file's, and the dense ViTs that costs are compared with."""
 
 import hashlib
 import pickle
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from veca.checkpoint.format import join_names, read_safetensors
 from veca.checkpoint.torch_file import read_torch_file
+from veca.config import VecaConfig, size_name
 from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
 from veca.utils.text import did_you_mean, excerpt
+
+DENSE_VITS = {f"veca_{size}": f"vit_{size}_patch16_dinov3" for size in ("small", "small_plus", "base", "large")}
+"""timm's names of the dense ViTs that have the depth, width and heads of a named VECA."""
 
 
 class TimmTeacher(Teacher):
@@ -22,34 +24,29 @@ class TimmTeacher(Teacher):
 
     library = "timm"
 
-    def __init__(self, model: nn.Module, meet: Meet = "input") -> None:
+    def __init__(self, model: Any, meet: Meet = "input") -> None:
         from timm.data.config import resolve_data_config
 
-        timm_model, about = cast(Any, model), resolve_data_config({}, model=model)
-        prefix = getattr(model, "num_prefix_tokens", None)  # class token and registers; None: not a ViT
+        about, prefix = resolve_data_config({}, model=model), getattr(model, "num_prefix_tokens", None)
         if prefix is not None and hasattr(model, "patch_embed"):
-            stride = timm_model.patch_embed.patch_size[0]
+            stride = model.patch_embed.patch_size[0]
         elif getattr(model, "feature_info", None):
-            stride = timm_model.feature_info[-1]["reduction"]
+            stride = model.feature_info[-1]["reduction"]
         else:
             raise TeacherError(f"{type(model).__name__}: timm does not say how many pixels a cell of its map has")
-        super().__init__(timm_model.num_features, stride, about["mean"], about["std"], raw=prefix is None, meet=meet)
-        self.prefix, self.pooled = prefix, prefix is None
-        # A prefix may be registers alone, without a class token.
-        self.class_token = bool(getattr(model, "has_class_token", prefix))
+        super().__init__(model.num_features, stride, about["mean"], about["std"], prefix is None, meet)
         self.model = model.eval().requires_grad_(False)
+        self.prefix: int | None = prefix  # class token and registers; None: not a ViT
+        # A prefix may be registers alone, without a class token.
+        self.pooled, self.class_token = prefix is None, bool(getattr(model, "has_class_token", prefix))
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        model = cast(Any, self.model)
-        out: Tensor = model.forward_features(images)
+        out: Tensor = self.model.forward_features(images)
         if self.prefix is None:
-            dense = out if getattr(model, "output_fmt", "NCHW") == "NCHW" else out.permute(0, 3, 1, 2)
+            dense = out if getattr(self.model, "output_fmt", "NCHW") == "NCHW" else out.permute(0, 3, 1, 2)
             return dense.mean((2, 3)), dense
-        cls = out[:, 0] if self.class_token else model.forward_head(out, pre_logits=True)
+        cls = out[:, 0] if self.class_token else self.model.forward_head(out, pre_logits=True)
         return cls, self.to_map(out[:, self.prefix :], images)
-
-    def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
-        return None if self.prefix is None else super().patch_embedding()
 
 
 def timm_teacher(
@@ -62,13 +59,14 @@ def timm_teacher(
     with needs_extra(f"{name} needs", "train"):
         import timm
 
-    if not timm.is_model(name.split(".")[0]):
-        known = timm.list_models()
-        raise TeacherError(f"timm has no model {name!r}{did_you_mean(name, known)}; timm.list_models() has them all")
-    if file is None and pretrained:
+    architecture, own_weights = name.split(".")[0], pretrained and file is None
+    if not timm.is_model(architecture):
+        close = did_you_mean(name, timm.list_models())
+        raise TeacherError(f"timm has no model {name!r}{close}; timm.list_models() has them all")
+    if own_weights:
         _check_weights(name)
     tensors = {} if file is None else read_weights(Path(file))
-    options = {"pretrained": pretrained and file is None, "num_classes": 0, **options}
+    options = {"pretrained": own_weights, "num_classes": 0, **options}
     try:
         model = timm.create_model(name, dynamic_img_size=True, **options)
     except TypeError:  # only models with position embeddings have this option
@@ -79,7 +77,7 @@ def timm_teacher(
         _load_weights(model, tensors, f"{file}")
         teacher.name, teacher.weights = f"timm:{name}@{file}", describe_file(Path(file))
     elif pretrained:
-        teacher.weights = f"timm's {name.split('.')[0]}.{cast(Any, model).pretrained_cfg.get('tag', '')}"
+        teacher.weights = f"timm's {architecture}.{teacher.model.pretrained_cfg.get('tag', '')}"
     return teacher
 
 
@@ -129,20 +127,37 @@ def describe_file(path: Path) -> str:
         return f"{path.name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
 
 
-def _load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+def _load_weights(model: Any, tensors: dict[str, Tensor], where: str) -> None:
     """Load all weights of the model; only those of a classifier, which a teacher has not, may be left over."""
     # timm's filter converts the files of others too, such as those of DINOv2 and OpenCLIP.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    kind = type(model).__name__
-    try:
-        converted = dict(convert(tensors, model)) if convert else tensors
-        missing, foreign = model.load_state_dict(converted, strict=False)
-    except Exception as error:  # the converters fail in any way on files they do not know
-        reason = excerpt((str(error).split("\n") or [""])[-1].strip() or type(error).__name__)
-        raise TeacherError(f"{where}: not the weights of this {kind}: {reason} Name its own model") from error
-    heads = cast(Any, model).pretrained_cfg.get("classifier") or ()
+    heads = model.pretrained_cfg.get("classifier") or ()
     classifier = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
-    foreign = [name for name in foreign if not name.startswith(classifier)]
-    if missing or foreign:
-        problem = f"has no {join_names(missing)}" if missing else f"has also {join_names(foreign)}"
-        raise TeacherError(f"{where}: not the weights of this {kind}: it {problem}. Name its own model")
+    problem = ""
+    try:
+        missing, extra = model.load_state_dict(dict(convert(tensors, model)) if convert else tensors, strict=False)
+    except Exception as error:  # the converters fail in any way on files they do not know
+        problem = excerpt(str(error).split("\n")[-1].strip() or type(error).__name__)
+    else:
+        foreign = [name for name in extra if not name.startswith(classifier)]
+        if missing or foreign:
+            problem = f"it has no {join_names(missing)}." if missing else f"it has also {join_names(foreign)}."
+    if problem:
+        raise TeacherError(f"{where}: not the weights of this {type(model).__name__}: {problem} Name its own model")
+
+
+def create_dense_vit(config: VecaConfig, **options: Any) -> nn.Module:
+    """A randomly initialised dense ViT with the depth, width and heads of `config`; `options` go to timm.
+
+    Sizes that DINOv3 does not have are DINOv3's small ViT with another width, depth and number of heads.
+    """
+    with needs_extra("the dense ViT needs", "bench"):
+        import timm
+    name = DENSE_VITS.get(size_name(config) or "")
+    if name is None:
+        # The MLP is gated in small+ alone, as `dense_model_flops` counts it.
+        name = DENSE_VITS["veca_small_plus" if config.mlp_dim == 4 * config.embed_dim else "veca_small"]
+        shared = ("embed_dim", "depth", "num_heads", "patch_size", "in_chans")
+        options = {key: getattr(config, key) for key in shared} | options
+    model: nn.Module = timm.create_model(name, num_classes=0, dynamic_img_size=True, **options)
+    return model

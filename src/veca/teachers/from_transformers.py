@@ -1,10 +1,8 @@
 """Teachers from transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP and SigLIP 2, C-RADIO."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +10,25 @@ from torch import Tensor, nn
 from veca.errors import needs_extra
 from veca.teachers.protocol import Meet, Teacher, TeacherError
 
+_VISION_MODELS = {
+    **dict.fromkeys(("dinov3_vit", "dinov2", "dinov2_with_registers", "radio"), "AutoModel"),
+    **dict.fromkeys(("clip", "clip_vision_model"), "CLIPVisionModel"),
+    **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipVisionModel"),
+}
+"""By `model_type`: the class that loads the vision tower."""
+
 
 class HfTeacher(Teacher):
     """A vision transformer from transformers: DINOv3, DINOv2 with or without registers, CLIP, SigLIP (and 2)."""
 
     library = "transformers"
 
-    def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], meet: Meet = "input") -> None:
-        config = cast(Any, model).config
+    def __init__(self, model: Any, mean: Sequence[float], std: Sequence[float], meet: Meet = "input") -> None:
+        config = model.config
         super().__init__(config.hidden_size, config.patch_size, mean, std, raw=False, meet=meet)
-        family = _family(config)
-        # SigLIP has no class token: an attention pooling head computes its global feature.
-        self.prefix = 0 if family == "siglip" else 1 + getattr(config, "num_register_tokens", 0)
-        self.normed = family != "clip"
         self.model = model.eval().requires_grad_(False)
+        # SigLIP has no class token: an attention pooling head computes its global feature.
+        self.prefix = 0 if config.model_type.startswith("siglip") else 1 + getattr(config, "num_register_tokens", 0)
         # DINO models interpolate their positions without being told.
         takes = inspect.signature(model.forward).parameters
         self.options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
@@ -33,8 +36,8 @@ class HfTeacher(Teacher):
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model(pixel_values=images, **self.options)
         tokens: Tensor = out.last_hidden_state
-        if not self.normed:  # CLIP applies its last norm to the class token alone
-            tokens = cast(Any, getattr(self.model, "vision_model", self.model)).post_layernorm(tokens)
+        if self.model.config.model_type.startswith("clip"):  # CLIP applies its last norm to the class token alone
+            tokens = getattr(self.model, "vision_model", self.model).post_layernorm(tokens)
         cls = tokens[:, 0] if self.prefix else out.pooler_output
         return cls, self.to_map(tokens[:, self.prefix :], images)
 
@@ -48,20 +51,19 @@ class RadioTeacher(Teacher):
 
     library = "transformers"
 
-    def __init__(self, model: nn.Module, meet: Meet = "input") -> None:
-        radio = cast(Any, model.eval().requires_grad_(False))
-        stride = int(radio.patch_size)
+    def __init__(self, model: Any, meet: Meet = "input") -> None:
+        stride = int(model.patch_size)
         with torch.no_grad():  # its configuration does not have the width, so it is read from an output
-            width = _radio_outputs(radio(torch.zeros(1, 3, 4 * stride, 4 * stride)))[1].shape[-1]
+            width = model.eval()(torch.zeros(1, 3, 4 * stride, 4 * stride)).features.shape[-1]
         # Move its normalisation out of the model, to have its mean and std like any teacher's.
-        conditioner = radio.make_preprocessor_external()
+        conditioner = model.make_preprocessor_external()
         mean, std = (value.float().flatten().tolist() for value in (conditioner.norm_mean, conditioner.norm_std))
         super().__init__(width, stride, mean, std, raw=True, meet=meet)
-        self.model = radio
+        self.model = model.requires_grad_(False)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        summary, patches = _radio_outputs(self.model(images))
-        return summary.unflatten(1, (-1, self.width)).mean(1), self.to_map(patches, images)
+        out = self.model(images)
+        return out.summary.unflatten(1, (-1, self.width)).mean(1), self.to_map(out.features, images)
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
         linear = getattr(getattr(self.model, "embeddings", None), "patch_projection", None)
@@ -71,36 +73,7 @@ class RadioTeacher(Teacher):
         return kernel, kernel.new_zeros(len(kernel)) if linear.bias is None else linear.bias
 
 
-def _radio_outputs(out: Any) -> tuple[Tensor, Tensor]:
-    return (out.summary, out.features) if hasattr(out, "summary") else (out[0], out[1])
-
-
-_MODEL_TYPES = {
-    "dinov3_vit": ("dino", "AutoModel"),
-    "dinov2": ("dino", "AutoModel"),
-    "dinov2_with_registers": ("dino", "AutoModel"),
-    "clip": ("clip", "CLIPVisionModel"),
-    "clip_vision_model": ("clip", "CLIPVisionModel"),
-    "siglip": ("siglip", "SiglipVisionModel"),
-    "siglip_vision_model": ("siglip", "SiglipVisionModel"),
-    "radio": ("radio", "AutoModel"),
-}
-"""By `model_type`: the family, which says how tokens are read, and the class that loads the vision tower."""
-
-
-def _family(config: Any) -> str:
-    if config.model_type in _MODEL_TYPES:
-        return _MODEL_TYPES[config.model_type][0]
-    if "radio" in type(config).__name__.lower():  # the code in its repository sets no model_type
-        return "radio"
-    if config.model_type.startswith("siglip2"):
-        others = "google/siglip2-base-patch16-256, or timm:naflexvit_base_patch16_siglip.v2_webli"
-        raise TeacherError(f"a NaFlex model of SigLIP 2 has no patch size; take one of a fixed resolution, as {others}")
-    known = f"teachers are {', '.join(_MODEL_TYPES)}. Others may be in timm: timm:NAME"
-    raise TeacherError(f"transformers model of type {config.model_type!r}: {known}")
-
-
-def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False) -> HfTeacher | RadioTeacher:
+def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False) -> Teacher:
     """A transformers model, by its name on the hub or from a local folder.
 
     `trust_remote_code` runs Python files that come with the weights, as older versions of C-RADIO need.
@@ -117,14 +90,20 @@ def hf_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = False)
             way_out = "trust_remote_code=True, in a recipe teacher.trust_remote_code: true"
             problem = f"only code that comes with it can load it. If you trust who wrote that code: {way_out}"
         raise TeacherError(f"{name}: {problem}") from error
-    family = _family(config)
-    loader = getattr(transformers, _MODEL_TYPES.get(config.model_type, ("", "AutoModel"))[1])
-    teacher: HfTeacher | RadioTeacher
+    is_radio = "radio" in type(config).__name__.lower()  # the code in its repository sets no model_type
+    if not is_radio and config.model_type not in _VISION_MODELS:
+        known = f"teachers are {', '.join(_VISION_MODELS)}. Others may be in timm: timm:NAME"
+        if config.model_type.startswith("siglip2"):
+            others = "google/siglip2-base-patch16-256, or timm:naflexvit_base_patch16_siglip.v2_webli"
+            known = f"a NaFlex model of SigLIP 2 has no patch size; take one of a fixed resolution, as {others}"
+        raise TeacherError(f"transformers model of type {config.model_type!r}: {known}")
+    load = getattr(transformers, _VISION_MODELS.get(config.model_type, "AutoModel")).from_pretrained
+    teacher: Teacher
     try:
-        if family == "radio":
-            teacher = RadioTeacher(loader.from_pretrained(name, **trust), meet)
+        if is_radio:
+            teacher = RadioTeacher(load(name, **trust), meet)
         else:
-            model = loader.from_pretrained(name)
+            model = load(name)
             processor, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(name)
             if not {"image_mean", "image_std"} <= processor.keys():
                 raise TeacherError(f"{name}: its preprocessor_config.json has no image_mean and image_std")

