@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 import veca
-from veca.checkpoint import weights_hash
+from veca.checkpoint.format import weights_hash
 from veca.data.transforms import (
     centre_crop,
     random_resized_crop,

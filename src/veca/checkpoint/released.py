@@ -3,30 +3,31 @@
 A released file holds `student`, tensors under the authors' names, and `config`, a dictionary under their keys.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math
 import pickle
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, StrPath, check_tensors, is_small, join_names
+from veca.checkpoint.format import MAX_NESTING, CheckpointError, StrPath, check_tensors, is_small, join_names
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 from veca.config import SIZES, ConfigError, VecaConfig, size_name
 from veca.model import Veca
 from veca.utils.files import atomic_path
 from veca.utils.text import quoted
 
+Contents: TypeAlias = tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]
+"""What a checkpoint holds, whatever its format: tensors under our names, configuration, provenance."""
 _MAX_CONFIG = 2**20
 """Characters of a released configuration when it is written out. Those of the authors have 3,000."""
-_MAX_STEP = 2**63
+_STEPS = range(2**63)
 _MODEL_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
 _PREFIXES = re.compile(r"^(?:(?:module|student|_orig_mod)\.)+")
 """Of tensor names, by DistributedDataParallel, the authors' trainer and torch.compile."""
@@ -64,10 +65,10 @@ def read_released(path: Path) -> Contents:
         raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
     match contents:
         case {"student": dict() as student, "config": dict() as config}:
-            parsed = parse_released(path, student, config)
-            if _is_step(step := contents.get("global_step")):
-                parsed.provenance["global_step"] = step
-            return parsed
+            tensors, ours, provenance = parse_released(path, student, config)
+            if type(step := contents.get("global_step")) is int and step in _STEPS:
+                provenance["global_step"] = step
+            return tensors, ours, provenance
     held = f"keys {join_names([*map(str, contents)])}" if isinstance(contents, dict) else quoted(contents)
     raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({held})")
 
@@ -91,7 +92,7 @@ def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str
     literal = {key: value for key, value in released.items() if is_literal(key) and is_literal(value)}
     # As text, so that tuples and non-text keys survive JSON: `save_released` writes them back.
     provenance = {"source": path.name, "official_config": repr(literal)}
-    return Contents(from_released(student, config), config, provenance)
+    return from_released(student, config), config, provenance
 
 
 def save_released(model: Veca, path: StrPath) -> None:
@@ -101,7 +102,10 @@ def save_released(model: Veca, path: StrPath) -> None:
     if config.num_classes:
         raise CheckpointError("the released format has no classifier; call model.reset_classifier(0) first")
     student = to_released({name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}, config)
-    written = released_config(config, _original_config(model.provenance))
+    original: Any = None
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # provenance is not trusted
+        original = ast.literal_eval(model.provenance.get("official_config", "{}"))
+    written = released_config(config, original if isinstance(original, dict) else {})
     try:
         reads_back = config_from_released(written, student) == config
     except ConfigError as error:
@@ -109,23 +113,10 @@ def save_released(model: Veca, path: StrPath) -> None:
     if not reads_back:
         raise CheckpointError("the released format cannot hold this configuration; write .safetensors or a folder")
     contents: dict[str, Any] = {"student": student, "config": written}
-    if _is_step(step := model.provenance.get("global_step")):
+    if type(step := model.provenance.get("global_step")) is int and step in _STEPS:
         contents["global_step"] = step
     with atomic_path(path) as part:
         torch.save(contents, part)
-
-
-def _original_config(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the released file that a model came from; empty if it came from none."""
-    try:
-        config = ast.literal_eval(provenance.get("official_config", "{}"))
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # provenance is not trusted
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _is_step(step: object) -> bool:
-    return type(step) is int and 0 <= step < _MAX_STEP
 
 
 def is_literal(value: object) -> bool:

@@ -9,8 +9,8 @@ import torch
 import typer
 
 import veca
-from veca.checkpoint import save_released
-from veca.checkpoint.release import HEAD, carry_along, cast, without_paths
+from veca.checkpoint.format import HEAD, carry_along, cast, without_paths
+from veca.checkpoint.released import save_released
 from veca.cli.common import check_absent, out, warn
 from veca.cli.options import Model, Overwrite
 from veca.utils.files import check_writable

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli.common import check_sources, load_model, print_path
 from veca.cli.options import Device, Model, Size
 from veca.inspect.demo import write_demo

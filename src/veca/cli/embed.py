@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli.common import check_sources, count_workers, err, load_model, out, resumable_command
 from veca.cli.options import (
     MAX_WORKERS,

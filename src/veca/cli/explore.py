@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli.common import err, load_model, out
 from veca.cli.options import Device, Models, Words, parse_words
 from veca.errors import ArgumentError, needs_extra

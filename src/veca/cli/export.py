@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli.common import check_absent, err, load_model, out, warn
 from veca.cli.options import Cores, Model, Overwrite
 from veca.hub.export import OUTPUTS, ExportDtype, ExportFormat, export, format_of, parse_size

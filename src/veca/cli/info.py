@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from veca.checkpoint import load_or_random
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import load_or_random, pretrained_name
 from veca.cli.common import out, warn_if_random
 from veca.cli.options import Cores, Model, Size
 from veca.config import size_name

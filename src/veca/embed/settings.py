@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from veca.checkpoint import weights_hash
+from veca.checkpoint.format import weights_hash
 from veca.data.remote import is_remote
 from veca.data.sources import SHARDS, TABLES, OnRead, iter_items
 from veca.errors import VecaError

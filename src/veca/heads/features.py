@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca.checkpoint import write_tensors
+from veca.checkpoint.format import write_tensors
 from veca.data.datasets import batches
 from veca.data.datasets.base import Split
 from veca.errors import ArgumentError

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from veca.checkpoint import weights_hash
+from veca.checkpoint.format import weights_hash
 from veca.config import is_budget
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize

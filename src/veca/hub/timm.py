@@ -19,7 +19,7 @@ from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from veca.checkpoint import CheckpointError, load
-from veca.checkpoint.pretrained import find_pretrained, list_models
+from veca.checkpoint.loading import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from veca.checkpoint import weights_hash
+from veca.checkpoint.format import weights_hash
 from veca.config import size_name
 from veca.data.loader import Record, decode_items
 from veca.data.remote import SourceError

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import veca
-from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
+from veca.checkpoint.format import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets.base import ProbeData
 from veca.data.datasets.batches import (
     CroppedImages,
