@@ -29,7 +29,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile
 from PIL import Image
-from safetensors import safe_open
 from typer.testing import CliRunner
 
 import veca
@@ -38,8 +37,7 @@ from veca.cli.main import app
 from veca.data import loader, sources
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, partitions
 from veca.embed import run as engine
-from veca.embed.folder import PartitionFolder
-from veca.embed.formats import WRITERS, feature_schema
+from veca.embed.partitions import PartitionFolder, RunTotals
 from veca.embed.settings import describe_features
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
@@ -465,12 +463,10 @@ def test_names_that_are_not_text(tmp_path, model):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded())
     (tmp_path / "p" / 'ünïcode, "quoted".png').write_bytes(b"broken")
-    for suffix in WRITERS:
-        report = go(tmp_path / "p", tmp_path / f"f{suffix}", model)
-        assert report[:2] == (1, 1)
-        assert list(failures(report.out)) == [str(tmp_path / "p" / 'ünïcode, "quoted".png')]
+    report = go(tmp_path / "p", tmp_path / "f.parquet", model)
+    assert report[:2] == (1, 1)
+    assert list(failures(report.out)) == [str(tmp_path / "p" / 'ünïcode, "quoted".png')]
     assert paths(tmp_path / "f.parquet") == [str(tmp_path / "p" / "caf\\udce9.png")]
-    assert np.load(tmp_path / "f.npz")["path"].tolist() == paths(tmp_path / "f.parquet")
 
 
 def test_special_files_do_not_block(tmp_path, model):
@@ -511,9 +507,7 @@ def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, mo
     ("out", "settings", "message"),
     [
         ("photos", SETTINGS, "photos holds files that no run of this left, as class0"),
-        ("f.csv", SETTINGS, r"\.parquet, \.safetensors, \.npz, or end it with /"),
-        ("f.npz", EmbedSettings(size=32, dense=True, fit="keep"), "write .parquet"),
-        ("f.safetensors", EmbedSettings(size=32, dense=True, fit="pad"), "write .parquet"),
+        ("f.csv", SETTINGS, r"unknown kind of file '\.csv'; .* \.parquet file or, where it ends with /, a folder"),
         ("f.parquet", EmbedSettings(size=40), "must be a multiple of 16. Nearest: 32"),
         ("f.parquet", EmbedSettings(size=32, cores=65), "from 1 to 64"),
     ],
@@ -541,53 +535,11 @@ def test_results_do_not_depend_on_the_number_of_workers(photos, tmp_path, model)
     assert failures(tmp_path / "0.parquet") == failures(tmp_path / "2.parquet")
 
 
-@pytest.mark.parametrize("save_dtype", ["float32", "float16"])
-def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, save_dtype):
-    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
-    outs = {suffix: tmp_path / f"f{suffix}" for suffix in WRITERS}
-    for out in outs.values():
-        go(photos, out, model, settings)
-    table = pq.read_table(outs[".parquet"])
-    numbers = {
-        name: np.array(table[name].to_pylist(), np.int32) for name in ("width", "height", "rows", "columns", "cores")
-    }
-    numbers["cls"] = np.array(table["cls"].to_pylist(), save_dtype)
-    numbers["patches"] = np.array(table["patches"].to_pylist(), save_dtype).reshape(11, 4, 32)
-    about = json.loads(table.schema.metadata[b"veca"])
-
-    with np.load(outs[".npz"], allow_pickle=False) as npz:
-        assert set(npz) == {"path", "veca", *numbers}
-        assert npz["path"].tolist() == table["path"].to_pylist()
-        assert json.loads(npz["veca"].item()) == about
-        for name, array in numbers.items():
-            assert npz[name].dtype == array.dtype
-            np.testing.assert_array_equal(npz[name], array)
-    with open(outs[".safetensors"], "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    starts = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
-    assert all(start % (8 if name == "path_offsets" else 2) == 0 for name, start in starts.items() if name != "path")
-    with safe_open(outs[".safetensors"], "np") as tensors:
-        names, offsets = tensors.get_tensor("path"), tensors.get_tensor("path_offsets")
-        spans = itertools.pairwise(offsets)
-        assert [bytes(names[start:end]).decode() for start, end in spans] == table["path"].to_pylist()
-        assert json.loads(tensors.metadata()["veca"]) == about
-        for name, array in numbers.items():
-            assert tensors.get_tensor(name).dtype == array.dtype
-            np.testing.assert_array_equal(tensors.get_tensor(name), array)
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_no_picture_at_all_still_gives_a_whole_file(tmp_path, model, suffix):
+def test_no_picture_at_all_still_gives_a_whole_file(tmp_path, model):
     (tmp_path / "a.png").write_bytes(b"broken")
-    report = go(tmp_path / "a.png", tmp_path / f"f{suffix}", model, EmbedSettings(size=32, dense=True))
+    report = go(tmp_path / "a.png", tmp_path / "f.parquet", model, EmbedSettings(size=32, dense=True))
     assert report[:2] == (0, 1)
-    if suffix == ".parquet":
-        assert pq.read_table(report.out).num_rows == 0
-    elif suffix == ".npz":
-        assert np.load(report.out)["patches"].shape == (0, 4, 32)
-    else:
-        with safe_open(report.out, "np") as tensors:
-            assert tensors.get_tensor("cls").shape == (0, 32)
+    assert pq.read_table(report.out).num_rows == 0
 
 
 class Stop(BaseException):
@@ -650,8 +602,8 @@ def test_a_stopped_run_keeps_its_whole_batches(
 
 def test_a_run_stopped_right_after_a_partition_continues(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = engine._PlainRun._add_totals
-        patch.setattr(engine._PlainRun, "_add_totals", lambda *args: (real(*args), counted(real, 0)()))
+        real = RunTotals.add
+        patch.setattr(RunTotals, "add", lambda *args: (real(*args), counted(real, 0)()))
         with pytest.raises(Stop):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).resumed == 4
@@ -707,11 +659,10 @@ def test_a_folder_holds_the_rows_of_the_file(photos, tmp_path, model, monkeypatc
     assert pq.read_table(tmp_path / "folder") == pq.read_table(tmp_path / "f.parquet")
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("written", [False, True])
-def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, suffix, written):
-    go(photos, tmp_path / f"whole{suffix}", model)
-    out = tmp_path / f"f{suffix}"
+def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, written):
+    go(photos, tmp_path / "whole.parquet", model)
+    out = tmp_path / "f.parquet"
     with pytest.MonkeyPatch.context() as patch:
         if written:
             real = PartitionFolder._remove_all
@@ -727,8 +678,8 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
             go(photos, out, model)
     assert out.exists() == written
     assert go(photos, out, model)[:3] == (11, 1, 12)
-    assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    files = [f"{name}{suffix}{end}" for name in ("f", "whole") for end in ("", ".failures.csv")]
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    files = [f"{name}.parquet{end}" for name in ("f", "whole") for end in ("", ".failures.csv")]
     assert sorted(os.listdir(tmp_path)) == sorted(["photos", *files])
 
 
@@ -907,19 +858,6 @@ def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
         fs.rm("/bucket", recursive=True)
 
 
-def test_a_run_of_a_former_version_is_refused(photos, tmp_path, model):
-    """Its format was another; nothing of it is lost unless it is to be replaced."""
-    folder = tmp_path / "f.parquet.parts"
-    folder.mkdir()
-    for name in ("job.json", "000000.parquet", "begun.parquet"):
-        (folder / name).write_text("{}")
-    with pytest.raises(EmbedError, match=r"former version of veca.*finish it with that version, or .*--overwrite"):
-        go(photos, tmp_path / "f.parquet", model)
-    assert len(os.listdir(folder)) == 3
-    assert go(photos, tmp_path / "f.parquet", model, overwrite=True).pictures == 11
-    assert not folder.exists()
-
-
 def broken_model(monkeypatch, values: dict[str, float]) -> Veca:
     """A model whose features of the named pictures have these values in them."""
     model, names = _model(), []
@@ -1037,11 +975,10 @@ def test_an_existing_file_is_only_replaced_on_request(photos, tmp_path, model):
     assert go(photos, tmp_path / "g.parquet", model, other, overwrite=True).resumed == 0
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("place", ["page", "footer", "all"])
-def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model, suffix, place):
-    out = tmp_path / f"f{suffix}"
-    go(photos, tmp_path / f"whole{suffix}", model)
+def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model, place):
+    out = tmp_path / "f.parquet"
+    go(photos, tmp_path / "whole.parquet", model)
     interrupted(photos, out, model)
     damaged = tmp_path / f"{out.name}.parts" / "00000000.parquet"
     overwritten(damaged, place)
@@ -1052,7 +989,7 @@ def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model,
         assert not out.exists()
         damaged.unlink()
     assert go(photos, out, model)[:3] == (11, 1, 8 if place == "page" else 6)
-    assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -1185,10 +1122,11 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
-    settings = EmbedSettings(size=32, batch=1, cores=8)
-    device = torch.device("cpu")
-    schema = feature_schema(describe_features(model, "mine", settings, device))
-    batcher = batches.FeatureBatcher(model, settings, device, schema, False)
+    settings, device = EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu")
+    about = describe_features(model, "mine", settings, device)
+    batcher = batches.FeatureBatcher(
+        model, batches.EmbedJob(PartitionFolder(tmp_path), settings, model.config, about, device)
+    )
     items = sources.iter_items([str(tmp_path / "a.png")])
     with loader.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as records:
         batcher.add(next(records))

@@ -31,10 +31,9 @@ from veca.data import loader, remote
 from veca.data.sources import Item, list_files
 from veca.embed import EmbedError, EmbedSettings, batches, embed
 from veca.embed import partitions as partitions_module
-from veca.embed.folder import PartitionFolder
-from veca.embed.partitions import Partition, PartitionState, plan_partitions, stamp_files
-from veca.embed.ray_cluster import RaySlots, connect_ray
-from veca.embed.ray_engine import PartitionResult, RayJob, RayWorker, check_results, embed_on_ray
+from veca.embed.batches import EmbedJob, FeatureBatcher
+from veca.embed.partitions import Partition, PartitionFolder, RunTotals, plan_partitions
+from veca.embed.ray_engine import PartitionResult, RayWorker, check_results, connect_ray
 from veca.embed.settings import describe_features, describe_job
 
 SETTINGS = EmbedSettings(cores=8, size=48, batch=2)
@@ -86,10 +85,10 @@ def at_hand(
 ) -> dict[str, Any]:
     """The plan of a run, its description, and a worker in this process."""
     about = describe_features(model, name, settings, torch.device("cpu"))
-    length = batches.partition_length(model.config, settings, partition)
-    job = RayJob(str(out), os.getcwd(), about, settings, model.config.to_dict(), RaySlots(1, "cpu", 0), None)
+    job = EmbedJob(PartitionFolder(f"{out}/"), settings, model.config, about, torch.device("cpu"))
+    length = job.partition_length(partition)
     worker = RayWorker(job, [], None)
-    worker.use_model(model)
+    worker.batcher = FeatureBatcher(model, job)
     described = describe_job(about, model, inputs, None, length)
     return {"worker": worker, "plan": list(plan_partitions(inputs, length)), "job": described}
 
@@ -107,9 +106,11 @@ def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, m
     done = {each.number: made["worker"].embed(each) for each in made["plan"]}
     assert len(done) == 4 + {1: 3, 8: 2}[partition]
     check_results(folder, made["plan"], done)
-    totals = {"partitions": len(done), "pictures": 11 + 27 + 2, "failures": 2}
-    assert sum(result.images for result in done.values()) == totals["pictures"]
-    folder.complete(totals, [number for number, result in done.items() if result.failed], schema)
+    totals = RunTotals(partitions=len(done))
+    for result in done.values():
+        totals.add(*result[:3])
+    assert (totals.pictures, totals.failures) == (11 + 27 + 2, 2)
+    folder.complete(totals, schema)
     assert table(tmp_path / "out") == table(tmp_path / "plain.parquet")
 
 
@@ -222,7 +223,7 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
     assert [path for path in whole if path.stat().st_mtime_ns != times[path]] == [whole[1]]
     assert sorted(name for name in os.listdir(out) if not name.endswith(".parquet")) == ["_done.json", "_job.json"]
     with pytest.raises(EmbedError, match="exists; choose another name.*--overwrite"):
-        embed_on_ray(inputs, out, partition=4, **how)
+        embed(inputs, out, engine="ray", partition=4, **how)
 
 
 def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, model, monkeypatch):
@@ -268,9 +269,9 @@ def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inp
     assert "--skip-nonfinite" in found["error"]
     assert os.listdir(tmp_path / "out") == ["_job.json"]
     worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
-    worker.use_model(broken)
+    worker.batcher = FeatureBatcher(broken, worker.job)
     assert worker(row)["failed"] == 12
-    state = folder.read_state("00000000.parquet", PartitionState)
+    state = folder.read_state("00000000.parquet")
     assert (state.pictures, len(state.failures)) == (0, 12)
 
 
@@ -313,7 +314,7 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     folder = PartitionFolder(f"{prefix}{tmp_path}/out")
     assert folder.start({"size": 32}, False) == set()
     assert folder.start({"size": 48}, False) == set()  # a run that finished nothing does not stand in the way
-    worker, first = made["worker"], stamp_files(made["plan"][0])
+    worker, first = made["worker"], made["plan"][0].with_stamps()
     assert worker.embed(first)[:4] == (0, 11, 1, False)
     assert worker.embed(first)[:4] == (0, 11, 1, True)
     assert folder.start({"size": 48}, False) == {0}
@@ -331,7 +332,9 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     with pytest.raises(EmbedError, match="holds partitions of other images"):
         folder.check_partitions(0)
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
-    folder.complete({"partitions": 1, "pictures": 11, "failures": 1}, [0], worker.batcher.schema)
+    totals = RunTotals(partitions=1)
+    totals.add(0, 11, 1)
+    folder.complete(totals, worker.batcher.schema)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
     assert "03.jpg" in (tmp_path / "out.failures.csv").read_text()
     with pytest.raises(EmbedError, match="exists; choose another name"):
@@ -362,7 +365,8 @@ def test_a_folder_of_others_and_a_file_are_left_alone(tmp_path):
 
 
 def go(inputs: Any, out: Any, model: Veca, **options: Any) -> None:
-    embed_on_ray(inputs, out, model=model, model_name="tiny", settings=SETTINGS, progress=False, **options)
+    how = {"model": model, "model_name": "tiny", "settings": SETTINGS, "progress": False}
+    embed(inputs, out, engine="ray", **how, **options)
 
 
 def test_ray_is_asked_for_by_its_extra(inputs, tmp_path, model, monkeypatch):

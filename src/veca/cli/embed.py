@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,9 @@ from veca.cli.options import (
     Size,
     Sources,
 )
-from veca.embed import embed
+from veca.embed import EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
-from veca.embed.ray_engine import Engine, embed_on_ray
-from veca.embed.settings import EmbedSettings, Precision, SaveDtype
+from veca.embed.ray_engine import Engine
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS
 
@@ -32,7 +31,7 @@ def embed_command(
     sources: Sources,
     to: Annotated[
         str,
-        typer.Option("--out", "-o", help="File to write: .parquet, .safetensors or .npz. Ray: a folder or address."),
+        typer.Option("--out", "-o", help="A .parquet file or a folder to write; with Ray also an address."),
     ],
     model: Model = "veca_tiny",
     cores: Cores = None,
@@ -91,20 +90,17 @@ def embed_command(
         cores=cores, size=size, fit=fit, dense=dense, with_global=with_global, batch=batch_size,
         precision=precision, save_dtype=dtype, max_pixels=max_pixels,
     )  # fmt: skip
-    if engine == "plain" and (address is not None or partition is not None):
+    on_ray = engine == "ray"
+    if not on_ray and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
-    options: dict[str, Any] = {
-        "settings": settings, "model_name": pretrained_name(model) or model, "column": column, "overwrite": overwrite,
-        "progress": progress, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates,
-    }  # fmt: skip
     with resumable_command("Interrupted. The same command continues where this one stopped."):
-        if engine == "ray":
-            report = embed_on_ray(
-                sources, to, model=load_model(model, "cpu"), address=address, workers=workers,
-                device=None if device == "auto" else device, partition=partition or PARTITION, **options,
-            )  # fmt: skip
-        else:
-            report = embed(sources, to, model=load_model(model, device), workers=count_workers(workers), **options)
+        report = embed(
+            sources, to, model=load_model(model, "cpu" if on_ray else device),
+            model_name=pretrained_name(model) or model, settings=settings, column=column, engine=engine,
+            device=device if on_ray and device != "auto" else None, address=address, partition=partition,
+            workers=workers if on_ray else count_workers(workers), overwrite=overwrite,
+            skip_nonfinite=skip_nonfinite, ignore_dates=ignore_dates, progress=progress,
+        )  # fmt: skip
     resumed = report.resumed - report.resumed_failures
     earlier = f", {resumed:,} of them in an earlier run" if resumed else ""
     count = f"{report.pictures:,} image{'s' * (report.pictures != 1)}"
