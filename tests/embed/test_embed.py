@@ -861,17 +861,17 @@ def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
 def broken_model(monkeypatch, values: dict[str, float]) -> Veca:
     """A model whose features of the named pictures have these values in them."""
     model, names = _model(), []
-    real = batches.FeatureBatcher._run_batch
+    real = batches.PartitionWriter._run_batch
 
-    def run_named(batcher, group):
-        names[:] = [Path(entry.name).name for entry, _ in group]
-        real(batcher, group)
+    def run_named(writer, group):
+        names[:] = [Path(row["path"]).name for row, _ in group]
+        real(writer, group)
 
     def poison(_, __, output):
         for row, name in enumerate(names):
             output.cls[row, 0] = values.get(name, output.cls[row, 0])
 
-    monkeypatch.setattr(batches.FeatureBatcher, "_run_batch", run_named)
+    monkeypatch.setattr(batches.PartitionWriter, "_run_batch", run_named)
     model.register_forward_hook(poison)
     return model
 
@@ -915,15 +915,15 @@ def test_features_that_are_not_finite_can_be_failures(photos, tmp_path, monkeypa
         assert failures(out) == written
 
 
-def test_why_features_are_not_finite_is_told(photos, tmp_path):
+def test_what_to_check_if_features_are_not_finite_is_told(photos, tmp_path):
     model = _model()
     model.norm.weight.data[5] = float("nan")
-    with pytest.raises(EmbedError, match=r"class0/00\.png: .* the weights have NaN or infinity in them"):
+    with pytest.raises(EmbedError, match=r"class0/00\.png: .* computed in float32 .*: check the weights"):
         go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "g.parquet", model, skip_nonfinite=True)[:2] == (0, 12)
     model = _model()
     model.norm.weight.data[5] = 1e30
-    with pytest.raises(EmbedError, match=r"float16 cannot hold them: save float32"):
+    with pytest.raises(EmbedError, match=r"saved in float16: check .* --dtype \(float16 overflows\)"):
         go(photos, tmp_path / "h.parquet", model, EmbedSettings(cores=8, size=32, save_dtype="float16"))
     assert go(photos, tmp_path / "i.parquet", model).pictures == 11
 
@@ -1047,7 +1047,7 @@ def test_a_folder_removed_meanwhile_ends_the_run(photos, tmp_path, model, monkey
     folder = tmp_path / "f.parquet.parts"
     with monkeypatch.context() as patch:
         patch.setattr(batches, "normalize", removing(folder, count))
-        with pytest.raises(EmbedError, match=r"f\.parquet\.parts was removed while the run was at work.*again"):
+        with pytest.raises(EmbedError, match=r"No such file.*Not all that was finished is in .*f\.parquet\.parts"):
             go(photos, tmp_path / "f.parquet", model)
     assert not folder.exists()
     assert go(photos, tmp_path / "f.parquet", model)[:3] == (11, 1, 0)
@@ -1106,13 +1106,13 @@ def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
     monkeypatch.setattr(batches, "PART_IMAGES", 64)
     monkeypatch.setattr(batches, "PART_BYTES", 1000)
     waiting = []
-    real = batches.FeatureBatcher.add
+    real = batches.PartitionWriter._add
 
-    def add(batcher, record):
-        real(batcher, record)
-        waiting.append(sum(pixels.nbytes for group in batcher.waiting.values() for _, pixels in group))
+    def add(writer, record):
+        real(writer, record)
+        waiting.append(sum(pixels.nbytes for group in writer.waiting.values() for _, pixels in group))
 
-    monkeypatch.setattr(batches.FeatureBatcher, "add", add)
+    monkeypatch.setattr(batches.PartitionWriter, "_add", add)
     assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
     assert 3 * 14 * 64**2 < max(waiting) <= 3 * 16 * 64**2
     assert waiting.count(0) == 1
@@ -1124,13 +1124,10 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
     settings, device = EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu")
     about = describe_features(model, "mine", settings, device)
-    batcher = batches.FeatureBatcher(
-        model, batches.EmbedJob(PartitionFolder(tmp_path), settings, model.config, about, device)
-    )
+    job = batches.EmbedJob(PartitionFolder(tmp_path), settings, model.config, about, device)
     items = sources.iter_items([str(tmp_path / "a.png")])
     with loader.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as records:
-        batcher.add(next(records))
-    kept = batcher._entries[0].features["cls"]
+        kept = batches.FeatureModel(model, job)(next(records).pixels[None])["cls"][0]
     np.testing.assert_array_equal(kept, tokens[0][0, 0])
     assert not np.shares_memory(kept, tokens[0])
 

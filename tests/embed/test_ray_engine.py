@@ -31,7 +31,7 @@ from veca.data import loader, remote
 from veca.data.sources import Item, list_files
 from veca.embed import EmbedError, EmbedSettings, batches, embed
 from veca.embed import partitions as partitions_module
-from veca.embed.batches import EmbedJob, FeatureBatcher
+from veca.embed.batches import EmbedJob, FeatureModel
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, plan_partitions
 from veca.embed.ray_engine import PartitionResult, RayWorker, check_results, connect_ray
 from veca.embed.settings import describe_features, describe_job
@@ -88,7 +88,7 @@ def at_hand(
     job = EmbedJob(PartitionFolder(f"{out}/"), settings, model.config, about, torch.device("cpu"))
     length = job.partition_length(partition)
     worker = RayWorker(job, [], None)
-    worker.batcher = FeatureBatcher(model, job)
+    worker.model = FeatureModel(model, job)
     described = describe_job(about, model, inputs, None, length)
     return {"worker": worker, "plan": list(plan_partitions(inputs, length)), "job": described}
 
@@ -101,7 +101,7 @@ def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, m
     inputs = [inputs[0], inputs[1].replace("0*", "0[01]"), inputs[2].replace("1*", "11"), inputs[3]]
     embed(inputs, tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
     made = at_hand(inputs, tmp_path / "out", model, settings, partition)
-    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].batcher.schema
+    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].model.schema
     folder.start(made["job"], overwrite=False)
     done = {each.number: made["worker"].embed(each) for each in made["plan"]}
     assert len(done) == 4 + {1: 3, 8: 2}[partition]
@@ -265,11 +265,11 @@ def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inp
     row = {"number": 0, "files": json.dumps([list(file) for file in first.files])}
     found = worker(row)
     assert not found["given_up"]
-    assert "00.png: its features are not finite: the weights have NaN or infinity" in found["error"]
+    assert "00.png: its features are not finite, computed in float32" in found["error"]
     assert "--skip-nonfinite" in found["error"]
     assert os.listdir(tmp_path / "out") == ["_job.json"]
     worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
-    worker.batcher = FeatureBatcher(broken, worker.job)
+    worker.model = FeatureModel(broken, worker.job)
     assert worker(row)["failed"] == 12
     state = folder.read_state("00000000.parquet")
     assert (state.pictures, len(state.failures)) == (0, 12)
@@ -297,7 +297,7 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
 
 def test_a_worker_looks_around_first(inputs, tmp_path, model):
     worker = at_hand(inputs, tmp_path / "nowhere", model, SETTINGS)["worker"]
-    worker.batcher = None
+    worker.model = None
     partition = Partition(0, list(list_files(inputs[0])[1]))
     with pytest.raises(EmbedError, match="nowhere is not there; it must be on a disk that all machines share"):
         worker.embed(partition)
@@ -334,7 +334,7 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
     totals = RunTotals(partitions=1)
     totals.add(0, 11, 1)
-    folder.complete(totals, worker.batcher.schema)
+    folder.complete(totals, worker.model.schema)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
     assert "03.jpg" in (tmp_path / "out.failures.csv").read_text()
     with pytest.raises(EmbedError, match="exists; choose another name"):

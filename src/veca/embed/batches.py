@@ -90,130 +90,45 @@ def prepare_model(model: Veca, settings: EmbedSettings, device: torch.device) ->
     return optimize(model, dtype=dtype) if supported else model
 
 
-@dataclass(slots=True)
-class _Entry:
-    """One image: its row, with the features once its batch has run, or the reason why it has none."""
-
-    name: str
-    error: str
-    numbers: tuple[int | None, ...] = ()  # width, height, rows, columns, cores
-    features: dict[str, NDArray[Any]] = field(default_factory=dict)
-    nbytes: int = 0
-
-
-class FeatureBatcher:
-    """Collects decoded images, runs the model on batches of one shape, and returns rows in input order.
-
-    An image whose features are not finite is an error, or with `skip_nonfinite` a failure.
-    """
+class FeatureModel:
+    """The model of a run: a batch of images to their features."""
 
     def __init__(self, model: Veca, job: EmbedJob) -> None:
-        self.job, self.settings = job, job.settings
-        self.model, self.schema = prepare_model(model, job.settings, job.device), feature_schema(job.about)
+        self.job, self.schema = job, feature_schema(job.about)
+        self.model = prepare_model(model, job.settings, job.device)
         # A subclass may return something else when called, as timm's models do.
         plain = type(self.model).forward is Veca.forward
         self._forward = self.model if plain else partial(Veca.forward, self.model)
-        self.part_images, self._max_part_bytes = job.part_limits()
-        self.part_bytes = 0  # features of the part in progress; set by `PartitionWriter` where a part begins
-        self._entries: list[_Entry] = []
-        self._settled = 0  # entries before this one are finished: none of them waits for its batch
-        # Decoded images that wait for their batch, by shape (height, width).
-        self.waiting: dict[tuple[int, int], list[tuple[_Entry, NDArray[np.uint8]]]] = {}
-        self._waiting_bytes = 0
 
-    @property
-    def part_is_full(self) -> bool:
-        """Whether images larger than size × size have filled the part before it had `part_images`."""
-        return self.part_bytes > self._max_part_bytes
-
-    def add(self, record: Record) -> None:
-        entry = _Entry(record.name, record.error)
-        self._entries.append(entry)
-        if record.pixels is not None:
-            s, patch = self.settings, self.job.config.patch_size
-            height, width = shape = record.pixels.shape[1:]
-            entry.numbers = (*record.size, height // patch, width // patch, s.cores)
-            entry.nbytes = self.job.feature_bytes(height, width)
-            self.part_bytes += entry.nbytes
-            self._waiting_bytes += record.pixels.nbytes
-            group = self.waiting.setdefault(shape, [])
-            group.append((entry, record.pixels))
-            batch_pixels = s.batch * s.size**2
-            if len(group) >= min(s.batch, max(1, batch_pixels // (height * width))):
-                self._run_batch(self.waiting.pop(shape))
-            elif self._waiting_bytes > max(PART_BYTES, 3 * batch_pixels):
-                self.flush()
-        if not self.waiting:
-            self._settled = len(self._entries)
-
-    def flush(self) -> None:
-        """Run the model on all images that wait, full batches or not."""
-        while self.waiting:
-            self._run_batch(self.waiting.pop(next(iter(self.waiting))))
-        self._settled = len(self._entries)
-
-    def _run_batch(self, group: list[tuple[_Entry, NDArray[np.uint8]]]) -> None:
-        s, entries = self.settings, [entry for entry, _ in group]
-        pixels = torch.from_numpy(np.stack([pixels for _, pixels in group]))
-        self._waiting_bytes -= pixels.nbytes
-        autocast = torch.autocast(self.job.device.type, getattr(torch, s.precision), enabled=s.precision != "float32")
+    def __call__(self, pixels: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """Images (B, 3, height, width) → columns of features, (B, numbers) each."""
+        s, device = self.job.settings, self.job.device
+        autocast = torch.autocast(device.type, getattr(torch, s.precision), enabled=s.precision != "float32")
         with torch.inference_mode(), autocast:
-            output = self._forward(normalize(pixels.to(self.job.device)), cores=s.cores, cls_only=not s.dense)
-        for name in self.schema.names[6:]:
-            # copy=True: a view of the first token would keep all tokens in memory.
-            features = getattr(output, name).to("cpu", getattr(torch, s.save_dtype), copy=True).flatten(1).numpy()
-            for entry, row in zip(entries, features, strict=True):
-                entry.features[name] = row
-            bad = [entry for entry in entries if not np.isfinite(entry.features[name]).all()]
-            if bad:
-                self._note_nonfinite(bad, len(bad) == len(group), getattr(output, name))
-
-    def _note_nonfinite(self, bad: list[_Entry], whole_batch: bool, output: torch.Tensor) -> None:
-        weights = chain(self.model.parameters(), self.model.buffers())  # an optimized model has buffers alone
-        if whole_batch and not all(tensor.isfinite().all() for tensor in weights):
-            hint = "the weights have NaN or infinity in them"
-        elif bool(output.isfinite().all()):
-            hint = "float16 cannot hold them: save float32 (--save-dtype)"
-        elif self.settings.precision == "float16":
-            hint = "float16 may overflow: compute in bfloat16 or float32 (--precision)"
-        else:
-            hint = "look at the weights, and at --precision"
-        for entry in bad:
-            entry.error = f"its features are not finite: {hint}"
-            if not self.job.skip_nonfinite:
-                way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
-                raise NonFiniteError(f"{entry.name}: {entry.error}; {way}")
-
-    def take(self) -> tuple[int, int, pa.Table, list[tuple[str, str]]]:
-        """Remove the finished images; returns their number, the bytes of their features, their rows and failures."""
-        entries, self._entries = self._entries[: self._settled], self._entries[self._settled :]
-        self._settled = 0
-        good = [entry for entry in entries if not entry.error]
-        columns: dict[str, Any] = {"path": [entry.name for entry in good]}
-        columns |= {name: [entry.numbers[i] for entry in good] for i, name in enumerate(self.schema.names[1:6])}
-        for name in self.schema.names[6:]:
-            rows = [np.empty(0, self.settings.save_dtype), *(entry.features[name] for entry in good)]
-            ends, values = pa.array(np.cumsum([row.size for row in rows])), pa.array(np.concatenate(rows))
-            columns[name] = pa.LargeListArray.from_arrays(ends, values).cast(self.schema.field(name).type)
-        failures = [(entry.name, entry.error) for entry in entries if entry.error]
-        return len(entries), sum(entry.nbytes for entry in entries), pa.table(columns, self.schema), failures
+            images = normalize(torch.from_numpy(pixels).to(device))
+            output = self._forward(images, cores=s.cores, cls_only=not s.dense)
+        # copy=True: a view of the first token would keep all tokens in memory.
+        saved = {"device": "cpu", "dtype": getattr(torch, s.save_dtype), "copy": True}
+        return {name: getattr(output, name).to(**saved).flatten(1).numpy() for name in self.schema.names[6:]}
 
 
 class PartitionWriter:
-    """Runs the images of one partition through the model and writes its file.
+    """Runs the images of one partition through the model, in batches of one shape, and writes its file.
 
-    `slices` of an earlier run are continued; the file is the same with and without them.
+    `slices` of an earlier run are continued; the file is the same with and without them. An image whose features are
+    not finite is an error, or with `skip_nonfinite` a failure.
     """
 
-    def __init__(self, batcher: FeatureBatcher, partition: Partition, slices: Iterable[PartitionState] = ()) -> None:
-        self.batcher, self.partition, self.slices = batcher, partition, list(slices)
-        self.folder, self._state = batcher.job.folder, PartitionState()
-        if self.slices:
-            self._begin_slice(self.slices[-1])
-        self.added = self._state.end  # images of the partition so far
-
-    def _begin_slice(self, last: PartitionState) -> None:
-        self._state = PartitionState(end=last.end, part=last.part, part_bytes=last.part_bytes)
+    def __init__(self, model: FeatureModel, partition: Partition, slices: Iterable[PartitionState] = ()) -> None:
+        self.model, self.job, self.partition, self.slices = model, model.job, partition, list(slices)
+        self._state = self.slices[-1].next() if self.slices else PartitionState()
+        self.added, self._part_bytes = self._state.end, self._state.part_bytes  # with what is not written yet
+        # Of each image after those written its columns, or a reason in `error`; those before `_settled` are finished.
+        self._rows: list[dict[str, Any]] = []
+        self._settled = 0
+        # Rows and decoded images that wait for their batch, by shape (height, width).
+        self.waiting: dict[tuple[int, int], list[tuple[dict[str, Any], NDArray[np.uint8]]]] = {}
+        self._waiting_bytes = 0
 
     def write(self, records: Iterable[Record], save_seconds: float | None = None) -> PartitionState:
         """Embed `records`, the images after those in slices, and write the file.
@@ -221,9 +136,8 @@ class PartitionWriter:
         With `save_seconds`, finished rows are saved as a slice that often and when the run is stopped.
         """
         records, complete = iter(records), False
-        self.batcher.part_bytes = self._state.part_bytes
         while not complete:
-            with self.folder.temporary() as path, parquet_writer(path, self.batcher.schema, checksums=True) as writer:
+            with self.job.folder.temporary() as path, parquet_writer(path, self.model.schema, checksums=True) as writer:
                 try:
                     complete = self._add_records(records, writer, save_seconds)
                 except BaseException:
@@ -240,42 +154,89 @@ class PartitionWriter:
 
     def _add_records(self, records: Iterator[Record], writer: pq.ParquetWriter, save_seconds: float | None) -> bool:
         """Add records until the partition ends (True) or a slice is due (False)."""
-        began, batcher = time.monotonic(), self.batcher
+        began, (part_images, max_part_bytes) = time.monotonic(), self.job.part_limits()
         for record in records:
-            batcher.add(record)
-            self.added += 1
-            if batcher.part_is_full or self.added % batcher.part_images == 0:
+            self._add(record)
+            # Images larger than size × size may fill a part before it has `part_images`.
+            if self.added % part_images == 0 or self._part_bytes > max_part_bytes:
                 self._end_part(writer)
             due = save_seconds is not None and time.monotonic() - began > save_seconds
-            if due and not batcher.waiting:  # images that wait for their batch cannot be saved
+            if due and not self.waiting:  # images that wait for their batch cannot be saved
                 self._write_rows(writer)
                 if self._state.pictures:
                     return False
         self._end_part(writer)
         return True
 
+    def _add(self, record: Record) -> None:
+        """Add an image; runs the model when a batch is full."""
+        row: dict[str, Any] = {"path": record.name, "error": record.error, "nbytes": 0}
+        self._rows.append(row)
+        self.added += 1
+        if record.pixels is not None:
+            s, patch = self.job.settings, self.job.config.patch_size
+            height, width = shape = record.pixels.shape[1:]
+            numbers = (*record.size, height // patch, width // patch, s.cores)
+            row |= dict(zip(self.model.schema.names[1:6], numbers, strict=True), nbytes=self.job.feature_bytes(*shape))
+            self._part_bytes += row["nbytes"]
+            self._waiting_bytes += record.pixels.nbytes
+            group = self.waiting.setdefault(shape, [])
+            group.append((row, record.pixels))
+            batch_pixels = s.batch * s.size**2
+            if len(group) >= min(s.batch, max(1, batch_pixels // (height * width))):
+                self._run_batch(self.waiting.pop(shape))
+            elif self._waiting_bytes > max(PART_BYTES, 3 * batch_pixels):
+                self._run_waiting()
+        if not self.waiting:
+            self._settled = len(self._rows)
+
+    def _run_waiting(self) -> None:
+        """Run the model on all images that wait, full batches or not."""
+        while self.waiting:
+            self._run_batch(self.waiting.pop(next(iter(self.waiting))))
+        self._settled = len(self._rows)
+
+    def _run_batch(self, group: list[tuple[dict[str, Any], NDArray[np.uint8]]]) -> None:
+        pixels, s = np.stack([pixels for _, pixels in group]), self.job.settings
+        self._waiting_bytes -= pixels.nbytes
+        for name, features in self.model(pixels).items():
+            for (row, _), values in zip(group, features, strict=True):
+                row[name] = values
+                if not np.isfinite(values).all():
+                    how = f"computed in {s.precision} and saved in {s.save_dtype}"
+                    check = "check the weights, --precision and --dtype (float16 overflows)"
+                    row["error"] = f"its features are not finite, {how}: {check}"
+                    if not self.job.skip_nonfinite:
+                        way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
+                        raise NonFiniteError(f"{row['path']}: {row['error']}; {way}")
+
     def _end_part(self, writer: pq.ParquetWriter) -> None:
-        self.batcher.flush()
+        self._run_waiting()
         self._write_rows(writer)
-        self._state.part, self._state.part_bytes, self.batcher.part_bytes = self._state.end, 0, 0
+        self._state.part, self._state.part_bytes, self._part_bytes = self._state.end, 0, 0
 
     def _write_rows(self, writer: pq.ParquetWriter) -> None:
         """Write the finished rows as one row group."""
-        state = self._state
-        images, nbytes, table, failures = self.batcher.take()
-        if table.num_rows:
-            writer.write_table(table)
+        state, schema = self._state, self.model.schema
+        rows, self._rows, self._settled = self._rows[: self._settled], self._rows[self._settled :], 0
+        if good := [row for row in rows if not row["error"]]:
+            columns: dict[str, Any] = {name: [row[name] for row in good] for name in schema.names}
+            for name in schema.names[6:]:
+                ends, values = np.cumsum([0, *(row.size for row in columns[name])]), np.concatenate(columns[name])
+                lists = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))
+                columns[name] = lists.cast(schema.field(name).type)
+            writer.write_table(pa.table(columns, schema))
             state.groups.append(state.part)
-        state.pictures += table.num_rows
-        state.failures += failures
-        state.end += images
-        state.part_bytes += nbytes
+        state.pictures += len(good)
+        state.failures += [(row["path"], row["error"]) for row in rows if row["error"]]
+        state.end += len(rows)
+        state.part_bytes += sum(row["nbytes"] for row in rows)
 
     def _save_slice(self, path: Path, writer: pq.ParquetWriter) -> None:
         if self._state.pictures:
             self._publish(path, writer, self._state, len(self.slices))
             self.slices.append(self._state)
-            self._begin_slice(self._state)
+            self._state = self._state.next()
 
     def _publish(
         self, path: Path, writer: pq.ParquetWriter, state: PartitionState, slice_index: int | None = None
@@ -285,16 +246,16 @@ class PartitionWriter:
         # In the metadata of the file alone: tables that readers make of all partitions have one schema.
         writer.add_key_value_metadata({"veca_partition": json.dumps(asdict(state))})
         writer.close()
-        self.folder.publish(path, self.partition.name(slice_index))
+        self.job.folder.publish(path, self.partition.name(slice_index))
         return state
 
     def _join_slices(self) -> PartitionState:
         """Write the file from the slices and the rows after them, with one row group per part as without slices."""
-        files = [self.folder.path(self.partition.name(index)) for index in range(len(self.slices))]
-        tables = (table for file in files for table in read_row_groups(file, self.batcher.schema))
+        files = [self.job.folder.path(self.partition.name(index)) for index in range(len(self.slices))]
+        tables = (table for file in files for table in read_row_groups(file, self.model.schema))
         parts = [part for state in self.slices for part in state.groups]
         failures = [failure for state in (*self.slices, self._state) for failure in state.failures]
-        with self.folder.temporary() as path, parquet_writer(path, self.batcher.schema, checksums=True) as writer:
+        with self.job.folder.temporary() as path, parquet_writer(path, self.model.schema, checksums=True) as writer:
             for _, group in groupby(zip(parts, tables, strict=True), key=itemgetter(0)):
                 writer.write_table(pa.concat_tables([table for _, table in group]).combine_chunks())
             pictures = sum(state.pictures for state in self.slices)

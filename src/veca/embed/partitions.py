@@ -93,6 +93,10 @@ class PartitionState:
     part: int = 0  # the first image of the part in progress
     part_bytes: int = 0  # features of that part so far
 
+    def next(self) -> PartitionState:
+        """An empty slice after this one."""
+        return PartitionState(end=self.end, part=self.part, part_bytes=self.part_bytes)
+
 
 @dataclass
 class RunTotals:
@@ -309,13 +313,9 @@ class PartitionFolder:
 
     def publish(self, path: Path, name: str) -> None:
         """Move a complete file from `temporary` into the folder."""
-        try:
-            if not self.remote:
-                os.stat(self.path(_JOB))
-            self._move(path, f"{self._root}/{name}")
-        except FileNotFoundError:
-            reason = "was removed while the run was at work, and what it had finished with it"
-            raise EmbedError(f"{self.address} {reason}. Run it again: it starts anew") from None
+        if not self.remote:
+            os.stat(self.path(_JOB))  # FileNotFoundError if the folder was removed while the run was at work
+        self._move(path, f"{self._root}/{name}")
 
     def _move(self, path: Path, address: str) -> None:
         if self.remote:

@@ -26,7 +26,7 @@ from safetensors.torch import save as save_tensors
 from veca.data.loader import decode_items
 from veca.data.remote import SourceError, is_remote
 from veca.data.sources import Item, is_container, unpack_files
-from veca.embed.batches import EmbedJob, FeatureBatcher, PartitionWriter
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, feature_schema
 from veca.embed.settings import EmbedError
 from veca.model import Veca
@@ -126,7 +126,7 @@ class RayWorker:
 
     def __init__(self, job: EmbedJob, weights: list[Any], tries: Any) -> None:
         self.job, self.weights, self.tries = job, weights, tries
-        self.batcher: FeatureBatcher | None = None
+        self.model: FeatureModel | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         import ray
@@ -146,7 +146,6 @@ class RayWorker:
             if not given_up:
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 reason = f"{kind}{reason} (partition {number}, on {socket.gethostname()})"
-        self.batcher = None  # it may hold images of the partition
         return PartitionResult(number, error=reason, given_up=given_up)._asdict()
 
     def embed(self, partition: Partition) -> PartitionResult:
@@ -160,10 +159,10 @@ class RayWorker:
             place = os.path.dirname(next((file.path for file in partition.files if file.path), ""))
             if place and not is_remote(place) and not os.path.isdir(place):
                 raise EmbedError(f"{place} is not there; images must be on a disk that all machines share, or remote")
-            self.batcher = self.batcher or FeatureBatcher(self._load_model(), job)
+            self.model = self.model or FeatureModel(self._load_model(), job)
             items = unpack_files(partition.files, job.column, s.max_pixels)
             with decode_items(items, s.size, s.fit, s.max_pixels, job.workers) as records:
-                state = PartitionWriter(self.batcher, partition).write(records)
+                state = PartitionWriter(self.model, partition).write(records)
         return PartitionResult(partition.number, state.pictures, len(state.failures), kept is not None)
 
     def _load_model(self) -> Veca:

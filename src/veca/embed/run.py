@@ -21,7 +21,7 @@ from veca.data.remote import is_remote
 from veca.data.sources import Item, count_images, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
-from veca.embed.batches import EmbedJob, FeatureBatcher, PartitionWriter
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
 from veca.embed.settings import (
@@ -137,7 +137,7 @@ class _PlainRun:
 
     def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition]) -> None:
         self.job, self.plan, self.totals, self.last_image = job, plan, RunTotals(), ""
-        self.batcher = FeatureBatcher(model, job)
+        self.model = FeatureModel(model, job)
         self.queue = deque[PartitionWriter]()  # partitions that the loader has come to, in order
         self.loading = deque[PartitionWriter]()  # of each image that the loader has been given, its partition
 
@@ -180,7 +180,7 @@ class _PlainRun:
             advance(0, completed=totals.pictures + totals.failures, failed=totals.failures)
             if self.job.folder.file:
                 advance.describe("joining")
-            self.job.folder.complete(totals, self.batcher.schema)
+            self.job.folder.complete(totals, self.model.schema)
             advance.describe("embedded")
 
     def _items(self, on_read: ReadingLine) -> Iterator[Item]:
@@ -196,7 +196,7 @@ class _PlainRun:
             if finished:
                 totals.add(partition.number, finished.pictures, len(finished.failures))
                 continue
-            writer = PartitionWriter(self.batcher, partition, slices)
+            writer = PartitionWriter(self.model, partition, slices)
             self.queue.append(writer)
             images = unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
             for item in islice(images, writer.added, None):

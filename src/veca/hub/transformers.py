@@ -157,11 +157,16 @@ class VecaPreTrainedModel(PreTrainedModel):
         return self.veca.grad_checkpointing
 
     def _pass(
-        self, images: Tensor, cores: int | None, hidden: bool | None, attentions: bool | None, cls_only: bool = False
+        self,
+        images: Tensor,
+        cores: int | None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cls_only: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
         """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless requested."""
-        hidden = self.config.output_hidden_states if hidden is None else hidden
-        attentions = self.config.output_attentions if attentions is None else attentions
+        hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        attentions = self.config.output_attentions if output_attentions is None else output_attentions
         cores = self.config.cores if cores is None else cores
         take = range(-1, len(self.veca.blocks)) if hidden else ()
         with recorded_attention(self.veca, bool(attentions)) as maps:
@@ -196,14 +201,8 @@ class VecaModel(VecaPreTrainedModel):
     """
 
     @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        cores: int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> BaseModelOutputWithPooling:
-        tokens, more = self._pass(pixel_values, cores, output_hidden_states, output_attentions)
+    def forward(self, pixel_values: Tensor, cores: int | None = None, **outputs: Any) -> BaseModelOutputWithPooling:
+        tokens, more = self._pass(pixel_values, cores, **outputs)
         return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens[:, 0], **more)
 
 
@@ -216,14 +215,9 @@ class VecaForImageClassification(VecaPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: Tensor,
-        labels: Tensor | None = None,
-        cores: int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
+        self, pixel_values: Tensor, labels: Tensor | None = None, cores: int | None = None, **outputs: Any
     ) -> ImageClassifierOutput:
-        tokens, more = self._pass(pixel_values, cores, output_hidden_states, output_attentions, cls_only=True)
+        tokens, more = self._pass(pixel_values, cores, **outputs, cls_only=True)
         logits: Any = self.veca.forward_head(tokens)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, **more)
@@ -237,14 +231,9 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
         self.num_features = [config.embed_dim] * (config.depth + 1)
 
     @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        cores: int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> BackboneOutput:
-        _, more = self._pass(pixel_values, cores, True, output_attentions)
+    def forward(self, pixel_values: Tensor, cores: int | None = None, **outputs: Any) -> BackboneOutput:
+        hidden = outputs.pop("output_hidden_states", None)
+        _, more = self._pass(pixel_values, cores, True, **outputs)
         columns = pixel_values.shape[-1] // self.config.patch_size
         patches = pixel_values.shape[-2] // self.config.patch_size * columns
         maps: Any = []
@@ -253,7 +242,7 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
                 x = self.veca.norm(x) if self.config.apply_layernorm or stage == self.stage_names[-1] else x
                 x = x[:, -patches:]
                 maps.append(x.mT.unflatten(-1, (-1, columns)).contiguous() if self.config.reshape_hidden_states else x)
-        if not (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states):
+        if not (self.config.output_hidden_states if hidden is None else hidden):
             more["hidden_states"] = None
         return BackboneOutput(feature_maps=tuple(maps), **more)
 
@@ -283,16 +272,14 @@ class VecaImageProcessor(BaseImageProcessor):
         fit = fit or self.fit
         side = self.size if size is None else get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
         flat: Any = make_flat_list_of_images(self.fetch_images(images))
-        tensors = [self._preprocess_image(image, side, fit) for image in flat]
-        return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
-
-    def _preprocess_image(self, image: Any, size: dict[str, int], fit: Fit) -> Tensor:
-        sides = tuple(size.values())
-        target = sides[0] if len(set(sides)) == 1 else (size["height"], size["width"])
-        image = image if isinstance(image, Image.Image) else to_pil_image(image)
-        pixels = to_tensor(fit_image(open_image(image), target, fit)).float() / 255
+        sides = tuple(side.values())
+        target = sides[0] if len(set(sides)) == 1 else (side["height"], side["width"])
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_mean, self.image_std))
-        return (pixels - mean) / std
+        tensors = []
+        for image in flat:
+            opened = open_image(image if isinstance(image, Image.Image) else to_pil_image(image))
+            tensors.append((to_tensor(fit_image(opened, target, fit)).float() / 255 - mean) / std)
+        return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
 
 
 transformers.AutoConfig.register("veca", VecaConfig, exist_ok=True)
