@@ -38,7 +38,7 @@ from veca.data import loader, sources
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, partitions
 from veca.embed import run as engine
 from veca.embed.partitions import PartitionFolder, RunTotals
-from veca.embed.settings import describe_features
+from veca.embed.run import describe_features
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
 
@@ -723,7 +723,7 @@ def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, worke
     go(photos, tmp_path / "whole.parquet", model)
     process = start(photos, tmp_path / "f.parquet", 0.3, workers)
     wait_for(tmp_path / "f.parquet.parts" / "_job.json", process)
-    with pytest.raises(EmbedError, match="another run"):
+    with pytest.raises(veca.VecaError, match="another run"):
         go(photos, tmp_path / "f.parquet", model)
     wait_for(tmp_path / "f.parquet.parts" / "00000000.parquet", process)
     process.send_signal(signal.SIGKILL)

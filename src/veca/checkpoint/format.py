@@ -27,7 +27,7 @@ from veca.utils.text import excerpt, quoted
 StrPath: TypeAlias = str | os.PathLike[str]
 MAX_NESTING = 20
 """Levels of a configuration or of provenance."""
-MAX_DESCRIPTION = 2**24
+_MAX_DESCRIPTION = 2**24
 """Characters of the JSON that describes a model. Ours have some hundred, plus one name per class."""
 HEAD, PREPROCESSOR = "head.safetensors", "preprocessor_config.json"
 # A path inside a text: after white space, punctuation or the start of it.
@@ -113,8 +113,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def read_description(text: str) -> Any:
     """Parse untrusted JSON; `ValueError` if it is damaged, too long or nested too deeply."""
-    if len(text) > MAX_DESCRIPTION:
-        raise ValueError(f"its description has {len(text):,} characters; at most {MAX_DESCRIPTION:,} are read")
+    if len(text) > _MAX_DESCRIPTION:
+        raise ValueError(f"its description has {len(text):,} characters; at most {_MAX_DESCRIPTION:,} are read")
     try:
         description = json.loads(text)
         if is_small(description, len(text)):

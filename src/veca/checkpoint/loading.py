@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.checkpoint.format import (
-    MAX_DESCRIPTION,
-    CheckpointError,
-    StrPath,
-    check_tensors,
-    read_description,
-    read_safetensors,
-)
+from veca.checkpoint.format import CheckpointError, StrPath, check_tensors, read_description, read_safetensors
 from veca.checkpoint.released import Contents, parse_released, read_released
 from veca.checkpoint.torch_file import NOT_ZIP
 from veca.config import SIZES, ConfigError, VecaConfig, get_config
@@ -212,8 +205,7 @@ def _read_safetensors_file(path: Path) -> Contents:
 def _parse_transformers(path: Path, tensors: dict[str, Tensor]) -> Contents:
     """The contents of a folder `veca.hub.transformers` saved: names begin with `veca.`, config.json is beside."""
     try:
-        with open(path.parent / "config.json", encoding="utf-8") as file:
-            described = read_description(file.read(MAX_DESCRIPTION + 1))
+        described = read_description((path.parent / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         described = None
     if not isinstance(described, dict) or described.get("model_type") != "veca":

@@ -179,8 +179,6 @@ class _Reader:
                 return data
             case "_rebuild_from_type_v2", (rebuild, _, tuple() as inner, _):  # a tensor with attributes
                 return self._call(rebuild, inner)
-            case "_rebuild_tensor", (Tensor() as storage, *view):
-                return self._tensor(storage, *view)
             case "_rebuild_tensor_v2", (Tensor() as storage, offset, sizes, strides, _, _, *metadata):
                 return self._tensor(storage, offset, sizes, strides, metadata)
             case "_rebuild_tensor_v3", (Tensor() as data, offset, sizes, strides, _, _, torch.dtype() as dtype, *more):
@@ -188,11 +186,9 @@ class _Reader:
                 return self._tensor(data[:size].view(dtype), offset, sizes, strides, more)
         raise pickle.UnpicklingError(f"it calls {excerpt(function)} in a way that torch.save does not")
 
-    def _tensor(
-        self, storage: Tensor, offset: Any, sizes: Any, strides: Any, metadata: list[Any] | None = None
-    ) -> Tensor | Unsupported:
+    def _tensor(self, storage: Tensor, offset: Any, sizes: Any, strides: Any, metadata: list[Any]) -> Any:
         """A view of a storage, which must hold all that the view claims."""
-        if any(metadata or ()):
+        if any(metadata):
             return Unsupported("a conjugated or negated tensor")
         if len(sizes) != len(strides) or len(sizes) > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")

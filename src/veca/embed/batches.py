@@ -25,14 +25,7 @@ from numpy.typing import NDArray
 
 from veca.config import VecaConfig
 from veca.data.loader import Record
-from veca.embed.partitions import (
-    Partition,
-    PartitionFolder,
-    PartitionState,
-    feature_schema,
-    parquet_writer,
-    read_row_groups,
-)
+from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_schema
 from veca.embed.settings import EmbedSettings
 from veca.errors import NonFiniteError
 from veca.images import normalize
@@ -137,7 +130,7 @@ class PartitionWriter:
         """
         records, complete = iter(records), False
         while not complete:
-            with self.job.folder.temporary() as path, parquet_writer(path, self.model.schema, checksums=True) as writer:
+            with self.job.folder.new_file(self.model.schema) as (path, writer):
                 try:
                     complete = self._add_records(records, writer, save_seconds)
                 except BaseException:
@@ -251,15 +244,16 @@ class PartitionWriter:
 
     def _join_slices(self) -> PartitionState:
         """Write the file from the slices and the rows after them, with one row group per part as without slices."""
-        files = [self.job.folder.path(self.partition.name(index)) for index in range(len(self.slices))]
-        tables = (table for file in files for table in read_row_groups(file, self.model.schema))
+        folder, schema = self.job.folder, self.model.schema
+        names = [self.partition.name(index) for index in range(len(self.slices))]
         parts = [part for state in self.slices for part in state.groups]
         failures = [failure for state in (*self.slices, self._state) for failure in state.failures]
-        with self.job.folder.temporary() as path, parquet_writer(path, self.model.schema, checksums=True) as writer:
-            for _, group in groupby(zip(parts, tables, strict=True), key=itemgetter(0)):
+        tables = zip(parts, folder.read_tables(names, schema), strict=True)
+        with folder.new_file(schema) as (path, writer):
+            for _, group in groupby(tables, key=itemgetter(0)):
                 writer.write_table(pa.concat_tables([table for _, table in group]).combine_chunks())
             pictures = sum(state.pictures for state in self.slices)
             state = self._publish(path, writer, PartitionState(pictures=pictures, failures=failures))
-        for file in files:
-            file.unlink()
+        for name in names:
+            folder.remove(name)
         return state

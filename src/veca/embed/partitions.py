@@ -23,7 +23,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 from veca.data.remote import is_remote
 from veca.data.sources import Item, add_stamp, is_container, list_files
 from veca.embed.settings import ANEW, EmbedError
-from veca.utils.files import InUseError, atomic_path, locked, publish, temporary_path
+from veca.utils.files import atomic_path, locked, publish, temporary_path
 
 PARTITION = 4096
 """Image files in a partition; rounded to whole parts (`veca.embed.batches`)."""
@@ -127,24 +127,10 @@ def feature_schema(about: dict[str, Any]) -> pa.Schema:
 
 
 def parquet_writer(path: Path, schema: pa.Schema, checksums: bool) -> pq.ParquetWriter:
-    """A writer of features; `checksums` let `read_row_groups` tell damage from features."""
+    """A writer of features; `checksums` let readers tell damage from features."""
     # Features do not compress or repeat, and queries do not filter by them.
     plain: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     return pq.ParquetWriter(path, schema, write_page_checksum=checksums, **plain)
-
-
-def read_row_groups(file: Path, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The columns in `schema`, one table per row group."""
-    try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            for index in range(parquet.num_row_groups):
-                yield parquet.read_row_group(index, schema.names).cast(schema)
-    except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # from the system, as a missing file; errors of pyarrow have no number
-        reason = str(error).partition("\n")[0]  # may hold bytes of the damage: quoted
-        way = f"remove it, and the same call computes it again, or {ANEW}"
-        raise EmbedError(f"{file} is damaged ({reason!r}); {way}") from error
 
 
 class PartitionFolder:
@@ -175,8 +161,6 @@ class PartitionFolder:
         try:
             with locked(self._root, _LOCK) if lockable else nullcontext():
                 yield
-        except InUseError as error:
-            raise EmbedError(str(error)) from None
         finally:
             if self.file:
                 with suppress(OSError):  # not empty: the run is unfinished, or the user keeps a file in it
@@ -262,7 +246,15 @@ class PartitionFolder:
         if missing := [name for name in names if name not in present]:
             raise EmbedError(f"{missing[0]} is missing from {self.address}: the same call computes it again")
         states = (self.read_state(names[number]) for number in sorted(totals.with_failures))
-        self._write_failures(chain.from_iterable(state.failures for state in states if state), totals.failures > 0)
+        failures = chain.from_iterable(state.failures for state in states if state)
+        listed = f"{self.file or self._root.rstrip('/')}.failures.csv"
+        if totals.failures:
+            with self.temporary() as path:
+                with open(path, "w", newline="", encoding="utf-8") as file:
+                    csv.writer(file).writerows(chain([("path", "error")], failures))
+                self._move(path, listed)
+        elif self._fs.exists(listed):
+            self._fs.rm_file(listed)
         if self.file is None:
             for name in present:
                 if name.startswith((".", "_0")):  # temporary files of killed workers, and slices
@@ -271,9 +263,8 @@ class PartitionFolder:
             return
         # One row group at a time, so that memory does not grow with the number of images.
         with atomic_path(self.file) as path, parquet_writer(path, schema, checksums=False) as writer:
-            for name in names:
-                for table in read_row_groups(self.path(name), schema):
-                    writer.write_table(table)
+            for table in self.read_tables(names, schema):
+                writer.write_table(table)
         for temporary in self.file.parent.glob(f".{glob.escape(self.file.name)}.*.part"):
             temporary.unlink()
         self._remove_all(keep_job=False)
@@ -284,25 +275,31 @@ class PartitionFolder:
             reason = f"{self.address} holds partitions of other images"
             raise EmbedError(f"the inputs have changed: {reason}. Restore them, or {ANEW}")
 
-    def _write_failures(self, failures: Iterable[tuple[str, str]], any_failed: bool) -> None:
-        address = f"{self.file or self._root.rstrip('/')}.failures.csv"
-        if any_failed:
-            with self.temporary() as path:
-                with open(path, "w", newline="", encoding="utf-8") as file:
-                    csv.writer(file).writerows(chain([("path", "error")], failures))
-                self._move(path, address)
-        elif self._fs.exists(address):
-            self._fs.rm_file(address)
-
     def kept_message(self, images: int) -> str:
         """How to go on after an error; `images` are finished."""
         if not self.exists(_JOB):
             return f"Not all that was finished is in {self.address}; the same call computes what is missing."
         return f"{images:,} finished images are kept in {self.address}; the same call continues after them."
 
-    def path(self, name: str) -> Path:
-        """Path of a file in a local folder."""
-        return Path(self._root, name)
+    def read_tables(self, names: Sequence[str], schema: pa.Schema) -> Iterator[pa.Table]:
+        """One table per row group of files in a local folder."""
+        for file in (Path(self._root, name) for name in names):
+            try:
+                with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                    for index in range(parquet.num_row_groups):
+                        yield parquet.read_row_group(index, schema.names).cast(schema)
+            except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # from the system, as a missing file; errors of pyarrow have no number
+                reason = str(error).partition("\n")[0]  # may hold bytes of the damage: quoted
+                way = f"remove it, and the same call computes it again, or {ANEW}"
+                raise EmbedError(f"{file} is damaged ({reason!r}); {way}") from error
+
+    @contextmanager
+    def new_file(self, schema: pa.Schema) -> Iterator[tuple[Path, pq.ParquetWriter]]:
+        """A file of features to write, which `publish` then moves into the folder."""
+        with self.temporary() as path, parquet_writer(path, schema, checksums=True) as writer:
+            yield path, writer
 
     @contextmanager
     def temporary(self) -> Iterator[Path]:
@@ -312,9 +309,9 @@ class PartitionFolder:
             yield path
 
     def publish(self, path: Path, name: str) -> None:
-        """Move a complete file from `temporary` into the folder."""
+        """Move a complete file into the folder."""
         if not self.remote:
-            os.stat(self.path(_JOB))  # FileNotFoundError if the folder was removed while the run was at work
+            os.stat(f"{self._root}/{_JOB}")  # FileNotFoundError if the folder was removed while the run was at work
         self._move(path, f"{self._root}/{name}")
 
     def _move(self, path: Path, address: str) -> None:

@@ -14,8 +14,8 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,8 +53,9 @@ def connect_ray(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if address not in (None, "auto", "local"):
-        _check_address(str(address))
+    if (address or "").startswith("ray://"):
+        way = "use auto on a machine of the cluster, or: ray job submit --address http://HEAD:8265 -- veca …"
+        raise EmbedError(f"--address {address}: Ray Data does not run through a Ray Client; {way}")
     handler, reports = signal.getsignal(signal.SIGTERM), os.environ.get(_USAGE_REPORTS)
     in_main = threading.current_thread() is threading.main_thread()
     os.environ.setdefault(_USAGE_REPORTS, "0")  # else Ray reports to its makers, from a thread that stays
@@ -62,8 +63,9 @@ def connect_ray(address: str | None) -> Iterator[None]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RuntimeError, ValueError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise EmbedError(f"Ray cannot be started or reached at {address or 'this machine'}: {reason}") from error
+            reason, way = str(error).splitlines()[0], "`ray start --head` starts a cluster, `ray status` shows one"
+            place = f"--address {address} (HOST:PORT, auto or local)" if address else "this machine"
+            raise EmbedError(f"Ray cannot be started or reached at {place}: {reason}. {way}") from error
         if callable(handler) and in_main:
             signal.signal(signal.SIGTERM, handler)  # Ray's does not say how to continue
         yield
@@ -73,21 +75,6 @@ def connect_ray(address: str | None) -> Iterator[None]:
             os.environ.pop(_USAGE_REPORTS, None)
         if in_main:  # Ray leaves its own handler
             signal.signal(signal.SIGTERM, handler)
-
-
-def _check_address(address: str) -> None:
-    """Raise EmbedError if nothing answers at the address. Ray itself would try for a minute."""
-    host, _, port = address.rpartition(":")
-    try:
-        if address.startswith("ray://"):
-            way = "use auto on a machine of the cluster, or: ray job submit --address http://HEAD:8265 -- veca …"
-            raise EmbedError(f"--address {address}: Ray Data does not run through a Ray Client; {way}")
-        if not host or not port.isdigit():
-            raise EmbedError(f"--address {address}: must be HOST:PORT, auto (a cluster on this machine) or local")
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        way = f"`ray start --head --port {port}` on {host} starts a cluster; `ray status` there shows one"
-        raise EmbedError(f"--address {address}: nothing answers there ({error}). {way}") from error
 
 
 def find_slots(device: str | torch.device | None, workers: int | None) -> tuple[int, str, int]:
@@ -189,28 +176,37 @@ def run_on_ray(
     job: EmbedJob, model: Veca, plan: list[Partition], present: set[int], models: int, progress: bool
 ) -> RunTotals:
     """Have all partitions computed that are not `present`, by `models` workers, and complete the folder."""
+    import ray
+
     job.folder.check_partitions(len(plan))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     totals, results = RunTotals(partitions=len(plan)), dict[int, PartitionResult]()
-    with bar("embedding", len(plan), "images", progress, failures=True, note="partitions") as advance:
-        for result in _compute(job, plan, save_tensors(tensors), models):
-            if result.error and not result.given_up:
-                raise EmbedError(f"the run stopped: {result.error}. {job.folder.kept_message(totals.pictures)}")
-            results[result.number] = result
-            totals.add(result.number, result.images, result.failed)
-            done = result.images + result.failed
-            if result.kept and result.number in present:
-                totals.resumed += done
-                totals.resumed_failures += result.failed
-            note = f"partitions, {totals.pictures:,} images"
-            advance(1, counted=0 if result.kept else done, failed=totals.failures, note=note)
-        advance.describe("embedded")
+    try:
+        with (
+            closing(_compute(job, plan, save_tensors(tensors), models)) as computed,
+            bar("embedding", len(plan), "images", progress, failures=True, note="partitions") as advance,
+        ):
+            for result in computed:
+                if result.error and not result.given_up:
+                    raise EmbedError(f"the run stopped: {result.error}. {job.folder.kept_message(totals.pictures)}")
+                results[result.number] = result
+                totals.add(result.number, result.images, result.failed)
+                done = result.images + result.failed
+                if result.kept and result.number in present:
+                    totals.resumed += done
+                    totals.resumed_failures += result.failed
+                note = f"partitions, {totals.pictures:,} images"
+                advance(1, counted=0 if result.kept else done, failed=totals.failures, note=note)
+            advance.describe("embedded")
+    except ray.exceptions.RayError as error:
+        reason = str(error).splitlines()[0]
+        raise EmbedError(f"Ray stopped: {reason} {job.folder.kept_message(totals.pictures)}") from error
     check_results(job.folder, plan, results)
     job.folder.complete(totals, feature_schema(job.about))
     return totals
 
 
-def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) -> Iterator[PartitionResult]:
+def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) -> Generator[PartitionResult]:
     """Results of all partitions, as they come."""
     import ray
 
@@ -224,36 +220,22 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
             self.count[number] += 1
             return self.count[number]
 
-    rows = [{"number": number, "files": json.dumps([list(file) for file in files])} for number, files in plan]
-    with _silence_ray_data():
+    tasks = [{"number": number, "files": json.dumps([list(file) for file in files])} for number, files in plan]
+    rows: Any = None
+    context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
+    bars, level, context.enable_progress_bars = context.enable_progress_bars, logger.level, False
+    logger.setLevel(logging.CRITICAL)
+    try:
         tries = ray.remote(num_cpus=0)(Tries).remote()
-        data = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MAX_BLOCKS))
+        data = ray.data.from_items(tasks, override_num_blocks=min(len(tasks), _MAX_BLOCKS))
         actors = ray.data.ActorPoolStrategy(size=min(models, len(plan)), max_tasks_in_flight_per_actor=1)
         each: dict[str, Any] = {"num_cpus": max(1, job.workers), "num_gpus": int(job.device.type == "cuda")}
         each["fn_constructor_args"] = job, [ray.put(np.frombuffer(weights, np.uint8))], tries
-        iterator, images = iter(data.map(RayWorker, compute=actors, **each).iter_rows()), 0
-        try:
-            for row in iterator:
-                images += row["images"]
-                yield PartitionResult(**row)
-        except ray.exceptions.RayError as error:
-            raise EmbedError(f"Ray stopped: {str(error).splitlines()[0]} {job.folder.kept_message(images)}") from error
-        finally:
-            getattr(iterator, "close", lambda: None)()
-
-
-@contextmanager
-def _silence_ray_data() -> Iterator[None]:
-    """Turn off the progress bars and messages of Ray Data while the block runs."""
-    import ray
-
-    context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
-    bars, level = context.enable_progress_bars, logger.level
-    context.enable_progress_bars = False
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
+        rows = iter(data.map(RayWorker, compute=actors, **each).iter_rows())
+        for row in rows:
+            yield PartitionResult(**row)
     finally:
+        getattr(rows, "close", lambda: None)()
         context.enable_progress_bars = bars
         logger.setLevel(level)
 
@@ -263,11 +245,9 @@ def check_results(folder: PartitionFolder, plan: list[Partition], results: dict[
     present, missing = folder.numbers(), dict[int, str]()
     for number, files in plan:
         result = results.get(number, PartitionResult(number, error="Ray lost it"))
-        count = len(files) if not is_container(files[0]) else result.images + result.failed
-        if result.error:
-            missing[number] = result.error
-        elif number not in present or result.images + result.failed != count:
-            missing[number] = f"its file is gone, or has not all of the {count:,} images"
+        all_there = is_container(files[0]) or len(files) == result.images + result.failed
+        if result.error or number not in present or not all_there:
+            missing[number] = result.error or f"its file is gone, or has not all of the {len(files):,} images"
     if missing:
         named = (f"{plan[n].name()} ({plan[n].files[0].name} …): {reason}" for n, reason in list(missing.items())[:3])
         images = sum(result.images for number, result in results.items() if number not in missing)

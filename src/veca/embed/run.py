@@ -5,38 +5,38 @@
 A run that was interrupted is resumed by the partitions in its folder (`veca.embed.partitions`).
 """
 
+import dataclasses
 import errno
+import hashlib
+import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from veca.checkpoint.format import weights_hash
 from veca.data.loader import Record, decode_items
 from veca.data.remote import is_remote
-from veca.data.sources import Item, count_images, unpack_files
+from veca.data.sources import Item, OnRead, count_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
 from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
-from veca.embed.partitions import Partition, PartitionFolder, RunTotals, plan_partitions
+from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
-from veca.embed.settings import (
-    EmbedError,
-    EmbedReport,
-    EmbedSettings,
-    check_sources_hold_images,
-    describe_features,
-    describe_job,
-)
+from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings
 from veca.errors import NonFiniteError
+from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.files import check_utf8, check_writable, list_paths
 from veca.utils.progress import ProgressTask, ReadingLine, bar, reading_line
+from veca.version import __version__
 
 _SAVE_SECONDS = 60.0
 """How often the finished images of a partition in progress are saved: what a killed run loses at most."""
@@ -95,7 +95,7 @@ def embed(
             raise EmbedError(f"{name}={value}: must be at least {least}")
     sources, folder, settings = list_paths(inputs), PartitionFolder(out), (settings or EmbedSettings()).resolve(model)
     with reading_line(progress) as on_read:
-        check_sources_hold_images(sources, column, on_read)
+        _check_sources(sources, column, on_read)
     if not on_ray:
         check_utf8(out)
         check_writable(folder.file or folder.address, folder=folder.file is None)
@@ -132,19 +132,73 @@ def embed(
     return EmbedReport(totals.pictures, totals.failures, totals.resumed, seconds, to, totals.resumed_failures)
 
 
+def _check_sources(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
+    """Raise EmbedError unless every source holds at least one image."""
+    if not sources:
+        raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
+    for source in sources:
+        with collect_unsupported() as left_out:
+            first = next(iter_items([source], column, on_read=on_read), None)
+        if first is None:
+            kinds = f"no images there ({', '.join(sorted(EXTENSIONS))})"
+            # Archives in a folder are only read if they are named.
+            hint = f"; archives are named, as '{os.path.join(source, '*.tar')}'" if os.path.isdir(source) else ""
+            raise EmbedError(left_out.append_to(f"{source}: {kinds}{hint}"))
+
+
+def describe_features(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
+    """How the features are made: model, weights, versions and settings. Saved as metadata of every feature file."""
+    about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
+    about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
+    about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
+    return dict(json.loads(json.dumps(about, default=str)))
+
+
+def describe_job(
+    about: dict[str, Any], model: Veca, sources: list[str], column: str | None, length: int
+) -> dict[str, Any]:
+    """What must be equal for a run to be resumed: how the features are made, of which inputs, in which partitions."""
+    places = [source if is_remote(source) else os.path.abspath(source) for source in sources]
+    places += [] if column is None else [f"column {column}"]
+    inputs = hashlib.sha256("\0".join(places).encode("utf-8", "backslashreplace")).hexdigest()
+    config = json.loads(json.dumps(model.config.to_dict()))
+    return {**about, "config": config, "inputs": inputs, "partition": length}
+
+
 class _PlainRun:
     """Computes the partitions of a run one after another, in this process."""
 
     def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition]) -> None:
         self.job, self.plan, self.totals, self.last_image = job, plan, RunTotals(), ""
         self.model = FeatureModel(model, job)
-        self.queue = deque[PartitionWriter]()  # partitions that the loader has come to, in order
         self.loading = deque[PartitionWriter]()  # of each image that the loader has been given, its partition
+        self.saved = list[PartitionState]()  # slices of the partition in progress
 
     def run(self, total: int | None, progress: bool) -> RunTotals:
-        """Compute all partitions and complete the folder; what stops a run is explained."""
+        """Compute all partitions and complete the folder."""
+        s, totals, folder, on_read = self.job.settings, self.totals, self.job.folder, ReadingLine()
+        # One loader for all partitions, so that its processes never wait for the next. They start before the bar:
+        # forking is safest before that has its thread.
+        with (
+            self._explaining_errors(),
+            decode_items(self._items(on_read), s.size, s.fit, s.max_pixels, self.job.workers) as records,
+            bar("embedding", total, "images", progress, failures=True) as advance,
+        ):
+            on_read.show = advance.describe
+            for writer, group in groupby(self._watch(records, advance, on_read), lambda _: self.loading.popleft()):
+                self._write(writer, group)
+            advance(0, completed=totals.pictures + totals.failures, failed=totals.failures)
+            if folder.file:
+                advance.describe("joining")
+            folder.complete(totals, self.model.schema)
+            advance.describe("embedded")
+        return totals
+
+    @contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        """Raise what stops a run as EmbedError that says what is kept and how to go on."""
         try:
-            self._run(total, progress)
+            yield
         except (NonFiniteError, torch.OutOfMemoryError, WorkerDiedError, OSError) as error:
             reason = str(error)
             if isinstance(error, torch.OutOfMemoryError):
@@ -155,36 +209,13 @@ class _PlainRun:
                     f"--max-pixels help); if an image crashes the decoder, it comes soon after {self.last_image!r}"
                 )
             elif isinstance(error, OSError):
-                reason = f"the run stopped: {error}"
-                if error.errno == errno.ENOSPC:
-                    reason += ". Free some: the partitions and the file they become exist side by side"
-            saved = sum(state.pictures for state in self.queue[0].slices) if self.queue else 0
-            raise EmbedError(f"{reason}. {self.job.folder.kept_message(self.totals.pictures + saved)}") from error
-        return self.totals
-
-    def _run(self, total: int | None, progress: bool) -> None:
-        s, totals, on_read = self.job.settings, self.totals, ReadingLine()
-        # One loader for all partitions, so that its processes never wait for the next. They start before the bar:
-        # forking is safest before that has its thread.
-        with (
-            decode_items(self._items(on_read), s.size, s.fit, s.max_pixels, self.job.workers) as records,
-            bar("embedding", total, "images", progress, failures=True) as advance,
-        ):
-            on_read.show = advance.describe
-            for writer, group in groupby(self._watch(records, advance, on_read), lambda _: self.loading.popleft()):
-                while self.queue[0] is not writer:  # nothing is left to embed of these
-                    self._write_first(())
-                self._write_first(group)
-            while self.queue:
-                self._write_first(())
-            advance(0, completed=totals.pictures + totals.failures, failed=totals.failures)
-            if self.job.folder.file:
-                advance.describe("joining")
-            self.job.folder.complete(totals, self.model.schema)
-            advance.describe("embedded")
+                more = ". Free some: the partitions and the file they become exist side by side"
+                reason = f"the run stopped: {error}{more if error.errno == errno.ENOSPC else ''}"
+            images = self.totals.pictures + sum(state.pictures for state in self.saved)
+            raise EmbedError(f"{reason}. {self.job.folder.kept_message(images)}") from error
 
     def _items(self, on_read: ReadingLine) -> Iterator[Item]:
-        """The images still to be embedded; their partitions join the queue as the loader comes to them."""
+        """The images still to be embedded, of the partitions as the loader comes to them."""
         job, totals = self.job, self.totals
         for partition in map(Partition.with_stamps, self.plan):
             totals.partitions += 1
@@ -197,16 +228,18 @@ class _PlainRun:
                 totals.add(partition.number, finished.pictures, len(finished.failures))
                 continue
             writer = PartitionWriter(self.model, partition, slices)
-            self.queue.append(writer)
-            images = unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
+            item, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
             for item in islice(images, writer.added, None):
                 self.loading.append(writer)
                 yield item
+            if item is None:  # a shard without images, or all of them are in slices
+                self._write(writer, ())
 
-    def _write_first(self, records: Iterable[Record]) -> None:
-        """Write the first partition in the queue with its records."""
-        state = self.queue[0].write(records, _SAVE_SECONDS)
-        self.totals.add(self.queue.popleft().partition.number, state.pictures, len(state.failures))
+    def _write(self, writer: PartitionWriter, records: Iterable[Record]) -> None:
+        self.saved = writer.slices
+        state = writer.write(records, _SAVE_SECONDS)
+        self.totals.add(writer.partition.number, state.pictures, len(state.failures))
+        self.saved = []
 
     def _watch(self, records: Iterator[Record], advance: ProgressTask, on_read: ReadingLine) -> Iterator[Record]:
         done = failed = 0

@@ -180,9 +180,7 @@ def _cfgs() -> dict[str, Any]:
     shared = {
         "custom_load": True,  # `load_pretrained`, which reads released checkpoints too
         "input_size": (3, *SIZE),
-        "pool_size": None,
         "crop_pct": 1 / 1.125,  # as in veca.images
-        "interpolation": "bicubic",
         "mean": MEAN,
         "std": STD,
         "first_conv": "patch_embed.proj",

@@ -91,8 +91,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
         """From our configuration; `kwargs` are further fields, such as `cores` or `num_labels`."""
         return cls(**{**config.to_dict(), **kwargs})
 
-    def veca(self, num_classes: int = 0) -> plain.VecaConfig:
-        """Our configuration of the same architecture."""
+    def veca(self, classifier: bool = False) -> plain.VecaConfig:
+        """Our configuration of the same architecture, with a class for each label if there is a classifier."""
+        num_classes = self.num_labels or 0 if classifier else 0
         fields = {name: getattr(self, name) for name in _DEFAULT.to_dict() if name != "num_classes"}
         return plain.VecaConfig.from_dict({**fields, "budgets": list(self.budgets), "num_classes": num_classes})
 
@@ -111,16 +112,14 @@ class VecaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class has it)
     _supports_sdpa = True
+    _classifies = False
+    accepts_loss_kwargs = False  # else Trainer passes arguments of its own to `forward`
 
     def __init__(self, config: VecaConfig) -> None:
         super().__init__(config)
-        self.veca = Veca(config.veca(self._num_classes(config)))
+        self.veca = Veca(config.veca(self._classifies))
         self.veca.provenance = dict(config.provenance or {})
         self.post_init()
-
-    @staticmethod
-    def _num_classes(config: VecaConfig) -> int:
-        return 0
 
     @classmethod
     def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
@@ -129,8 +128,8 @@ class VecaPreTrainedModel(PreTrainedModel):
         with torch.device("meta"):  # its own weights are replaced
             wrapped = cls(config)
         wrapped.veca = copy.deepcopy(model)
-        if wrapped.veca.num_classes != cls._num_classes(config):
-            wrapped.veca.reset_classifier(cls._num_classes(config))
+        if wrapped.veca.num_classes != (num_classes := config.veca(cls._classifies).num_classes):
+            wrapped.veca.reset_classifier(num_classes)
         return wrapped.eval()
 
     @torch.no_grad()
@@ -209,9 +208,7 @@ class VecaModel(VecaPreTrainedModel):
 class VecaForImageClassification(VecaPreTrainedModel):
     """A linear classifier on the first core."""
 
-    @staticmethod
-    def _num_classes(config: VecaConfig) -> int:
-        return config.num_labels or 0
+    _classifies = True
 
     @can_return_tuple
     def forward(
