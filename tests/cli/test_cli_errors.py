@@ -19,11 +19,11 @@ import pytest
 import torch
 import typer
 from conftest import make_tiny
-from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 from safetensors.torch import save_file
+from sample_images import noise_image
 
 import veca
 import veca.cli.main
@@ -48,11 +48,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     veca.save(make_tiny(), place / "m")
     rng = np.random.default_rng(0)
-    picture = Image.fromarray(rng.integers(0, 255, (40, 60, 3), dtype=np.uint8))
+    image = noise_image(0, 60, 40)
     labelled = [f"lab/{split}/{kind}/0.png" for split in ("train", "val", "test") for kind in ("cat", "dog")]
     for name in ("a.png", "photos/0.png", "few/cat/0.png", *labelled):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        picture.save(place / name)
+        image.save(place / name)
     for name in ("folder.png", "folder.yaml", "folder.parquet", "empty"):
         (place / name).mkdir()
     for kind in ("parquet", "yaml", "json", "safetensors", "pt", "png", "onnx", "tar"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import io
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import make_tiny
-from PIL import Image
+from sample_images import encode, fractal_image
 
 from veca.web.app import create_app
 from veca.web.connections import ConnectionPool, Limits, create_server
@@ -27,6 +26,7 @@ PATIENT = Limits(header_seconds=60, idle_seconds=60, body_seconds=60, grace_seco
 """Nothing ends by itself while a test runs."""
 DEADLINE = 20.0
 """Seconds in which everything that must end has ended."""
+PHOTO = encode(fractal_image(640, 480))
 GET = b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /api/pictures HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
 
@@ -75,12 +75,6 @@ def ask(port: int, body: bytes | None = None, path: str = "/api/about") -> tuple
         return response.status, response.read()
     finally:
         connection.close()
-
-
-def photo() -> bytes:
-    data = io.BytesIO()
-    Image.effect_mandelbrot((640, 480), (-2, -1, 1, 1), 50).convert("RGB").save(data, "PNG")
-    return data.getvalue()
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -147,7 +141,7 @@ def test_uploads_that_drip_keep_no_other_one_out() -> None:
         for _ in range(150):
             crowd.connect(port, POST + b"a")
         wait_for(lambda: len(pool.open) == 150)
-        assert ask(port, photo(), "/api/pictures")[0] == 200
+        assert ask(port, PHOTO, "/api/pictures")[0] == 200
         assert ask(port)[0] == 200
 
 
@@ -156,7 +150,7 @@ def test_uploads_that_fill_all_connections_give_way_to_others() -> None:
     with exploring(limits) as (port, _), Crowd() as crowd:
         for _ in range(40):
             crowd.connect(port, POST + b"a")
-        assert ask(port, photo(), "/api/pictures")[0] == 200
+        assert ask(port, PHOTO, "/api/pictures")[0] == 200
 
 
 @pytest.mark.parametrize("limits", [Limits(grace_seconds=0.5), Limits(body_seconds=0.5)], ids=["rate", "whole"])
