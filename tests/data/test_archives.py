@@ -248,7 +248,7 @@ def test_reading_without_pictures_is_shown(
 ) -> None:
     path = tmp_path / "words [only].tgz"
     path.write_bytes(packed(header("a.txt", 64 * MIB), 64 * MIB, tail()))
-    monkeypatch.setattr("veca.utils.progress._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("veca.utils.console._SILENT_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")

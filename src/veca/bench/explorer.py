@@ -25,8 +25,8 @@ import numpy as np
 from PIL import Image
 
 from veca.errors import ArgumentError, VecaError, needs_extra
+from veca.utils.device import process_bytes
 from veca.utils.files import atomic_path
-from veca.utils.memory import process_bytes
 
 _PAGE_TIMERS = Path(__file__).with_suffix(".js")
 """Functions of the page that cause an event and return the milliseconds until its result is drawn."""

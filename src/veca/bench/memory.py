@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from veca.checkpoint import create_model
-from veca.utils.device import choose_device
-from veca.utils.memory import peak_device_bytes, process_bytes
+from veca.utils.device import choose_device, peak_device_bytes, process_bytes
 
 
 def bench_memory(

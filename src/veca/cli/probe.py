@@ -76,7 +76,7 @@ Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Every = Annotated[
     int | None, typer.Option(min=1, help="Steps between evaluations on val.", show_default="a tenth of all steps")
 ]
-Norm = Annotated[NormName, typer.Option("--norm", help="Normalisation of the features before the head.")]
+HeadNorm = Annotated[NormName, typer.Option("--norm", help="Normalisation of the features before the head.")]
 Slide = Annotated[bool, typer.Option("--slide", help="Evaluate by sliding square windows, not whole images.")]
 
 
@@ -145,7 +145,7 @@ def knn_command(
 def segment_command(
     data: Data, model: Backbone = "veca_tiny", to: Out = Path("results"), cores: Budgets = None,
     size: Sizes = Ints([512]), root: DataRoot = None, rates: Rates = Floats(DenseSettings.rates), decay: Decay = 1e-4,
-    steps: Steps = 10_000, every: Every = None, batch_size: TrainBatchSize = 8, norm: Norm = "none",
+    steps: Steps = 10_000, every: Every = None, batch_size: TrainBatchSize = 8, norm: HeadNorm = "none",
     slide: Slide = False, limit: Limit = None, seed: Seed = 0, device: Device = "auto",
     precision: PrecisionOption = None, compile: Compile = False, workers: Workers = None, skip_bad: SkipBad = False,
     progress: ShowProgress = True,
@@ -174,7 +174,7 @@ def depth_command(
     bins: Annotated[int, typer.Option(min=2, max=65_536, help="Number of depths.")] = 256,
     loss: Annotated[Literal["sig", "l1", "l2"], typer.Option(help="sig: scale-invariant logarithmic.")] = "sig",
     rates: Rates = Floats(DenseSettings.rates), decay: Decay = 1e-4, steps: Steps = 10_000, every: Every = None,
-    batch_size: TrainBatchSize = 8, norm: Norm = "none", slide: Slide = False, limit: Limit = None, seed: Seed = 0,
+    batch_size: TrainBatchSize = 8, norm: HeadNorm = "none", slide: Slide = False, limit: Limit = None, seed: Seed = 0,
     device: Device = "auto", precision: PrecisionOption = None, compile: Compile = False, workers: Workers = None,
     skip_bad: SkipBad = False, progress: ShowProgress = True,
 ) -> None:  # fmt: skip

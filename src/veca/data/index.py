@@ -110,6 +110,28 @@ class ImageIndex:
             _save_index(cache, builder.containers, table)
         return cls(builder.containers, table)
 
+    @classmethod
+    def of_files(
+        cls, root: str | os.PathLike[str], names: Sequence[str], spans: NDArray[np.int64] | None = None
+    ) -> ImageIndex:
+        """Index files under `root` by name, or parts of files, named `file\\0part`, with (offset, size) in `spans`.
+
+        Nothing is opened or checked to exist.
+        """
+        # Names come from lists in downloaded archives: they must not lead out of the folder.
+        if outside := next((name for name in names if ".." in name and ".." in name.split("/")), None):
+            raise DataError(f"the lists name {outside!r}, which is outside the dataset's folder")
+        spans = np.full((len(names), 2), -1) if spans is None else spans
+        # fsencode: a file name need not be valid UTF-8.
+        columns = [[os.fsencode(name) for name in names], spans[:, 0], spans[:, 1]]
+        return cls([_Container("files", os.fspath(root), rows=len(names))], pa.table(columns, schema=_INDEX_SCHEMA))
+
+    def take(self, indices: Sequence[int]) -> ImageIndex:
+        """Return the index of some images, of one made by `of_files`."""
+        (container,) = self._containers
+        spans = np.stack([self._offsets, self._bytes], 1)[indices]
+        return self.of_files(container.address, [self._name(i) for i in indices], spans)
+
     def __len__(self) -> int:
         return len(self._offsets)
 
@@ -124,16 +146,39 @@ class ImageIndex:
         container, path, offset, _ = self._locate(i)
         return f"{container.address}/{offset}" if container.kind == "dataset" else as_text(path)
 
+    def relative_name(self, i: int) -> str:
+        """Return the name of image `i` in its folder or shard: the same wherever that lies."""
+        return as_text(self._name(i).replace("\0", "/"))
+
+    def path(self, i: int) -> str:
+        """Return the path or address of the file that holds image `i`."""
+        container, path, _, _ = self._locate(i)
+        return container.address if container.kind == "shard" else path.partition("\0")[0]
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the size of each local image in bytes; -1 where its file is missing."""
+        sizes = self._bytes.copy()
+        for i in np.flatnonzero(sizes < 0).tolist():
+            with suppress(OSError):
+                sizes[i] = os.stat(self.path(i)).st_size
+        return sizes
+
+    def digest(self) -> bytes:
+        """Return a hash of the names and their order, but not of the folder's path; part of users' result rows."""
+        names = self._names[self._ends[0] : self._ends[-1]].tobytes()
+        return hashlib.sha256(np.ascontiguousarray(self._ends - self._ends[0], "<i8").tobytes() + names).digest()
+
     def read(self, i: int) -> str | bytes:
         """Return image `i` as `veca.images.open_image` takes it: the path of a local file, or encoded bytes."""
-        container, path, offset, size = self._locate(i)
+        container, _, offset, size = self._locate(i)
         if container.kind == "dataset":
             if container.address not in self._datasets:
                 self._datasets[container.address] = _open_dataset(container.address)
             return _dataset_bytes(self._datasets[container.address][offset])
-        if container.kind == "files":
-            return read_remote(path, None, size) if is_remote(path) else path
-        return (read_remote if is_remote(container.address) else read_span)(container.address, offset, size)
+        file = self.path(i)
+        if offset < 0:
+            return read_remote(file, None, size) if is_remote(file) else file
+        return (read_remote if is_remote(file) else read_span)(file, offset, size)
 
     @property
     def fingerprint(self) -> str:
@@ -149,12 +194,15 @@ class ImageIndex:
 
     def _locate(self, i: int) -> tuple[_Container, str, int, int]:
         """Return the container of image `i`, its path, its offset and its size in bytes."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"picture {i}; there are {len(self):,}")
+        name = self._name(i)
         container = self._containers[int(np.searchsorted(self._starts, i, side="right")) - 1]
-        name = os.fsdecode(self._names[self._ends[i] : self._ends[i + 1]].tobytes())
         path = f"{container.address}/{name}" if container.address else name
         return container, path, int(self._offsets[i]), int(self._bytes[i])
+
+    def _name(self, i: int) -> str:
+        if not 0 <= i < len(self):
+            raise IndexError(f"picture {i}; there are {len(self):,}")
+        return os.fsdecode(self._names[self._ends[i] : self._ends[i + 1]].tobytes())
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_datasets": {}}  # worker processes open their own

@@ -30,7 +30,7 @@ from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, feature_schema
 from veca.embed.settings import EmbedError
 from veca.model import Veca
-from veca.utils.progress import bar
+from veca.utils.console import bar
 from veca.version import __version__
 
 Engine = Literal["plain", "ray"]

@@ -34,8 +34,8 @@ from veca.errors import NonFiniteError
 from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
+from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
 from veca.utils.files import check_utf8, check_writable, list_paths
-from veca.utils.progress import ProgressTask, ReadingLine, bar, reading_line
 from veca.version import __version__
 
 _SAVE_SECONDS = 60.0

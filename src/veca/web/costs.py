@@ -16,7 +16,7 @@ from veca.config import VecaConfig
 from veca.flops import DENSE_PREFIX, dense_model_flops, model_flops
 from veca.model import Veca
 from veca.teachers.dense_vit import create_dense_vit
-from veca.utils.memory import peak_device_bytes
+from veca.utils.device import peak_device_bytes
 from veca.utils.timing import timed
 from veca.web.jobs import JobSteps
 from veca.web.schemas import CountedCost, CountedCosts, MeasuredCost
