@@ -16,7 +16,7 @@ import numpy as np
 import scipy.io
 from PIL import Image
 
-from veca.data.datasets.dense import CLASS_NAMES
+from veca.data.datasets.published import CLASS_NAMES
 
 SIZE = (8, 6)
 VOC = (

@@ -17,9 +17,8 @@ import torchvision.datasets as tv
 from PIL import Image
 from tiny_datasets import BUILDERS, colour, picture, text
 
-from veca.data.datasets import SPECS, DatasetError, ProbeData, Split, listings, load_dataset
-from veca.data.datasets.base import held_out
-from veca.data.datasets.listings import load_mat
+from veca.data.datasets import SPECS, DatasetError, ProbeData, Split, base, load_dataset
+from veca.data.datasets.base import held_out, load_mat
 from veca.data.index import ImageIndex
 from veca.images import open_image
 
@@ -407,7 +406,7 @@ def test_groups_are_held_out_whole() -> None:
 
 
 def test_mat_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listings, "_MAX_LIST_BYTES", 10**6)
+    monkeypatch.setattr(base, "_MAX_LIST_BYTES", 10**6)
     tiny.mat(tmp_path / "bomb.mat", labels=np.zeros(3 * 10**6, np.uint8))
     assert (tmp_path / "bomb.mat").stat().st_size < 10**5
     with pytest.raises(DatasetError, match="more than 1,000,000 bytes when unpacked"):

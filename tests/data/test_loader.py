@@ -19,7 +19,6 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -425,7 +424,7 @@ def test_names_that_are_not_text(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/caf\xe9.png"
     with open(path, "wb") as file:
         file.write(encoded(grainy_image()))
-    found = find(tmp_path, cache=tmp_path / "index.parquet")
+    found = find(tmp_path, cache=tmp_path / "train.index")
     assert found.name(0) == f"{tmp_path}/caf\\udce9.png"
     assert open_image(found.read(0)).size == (60, 44)
 
@@ -475,14 +474,12 @@ def test_damaged_shards_give_what_they_have(tmp_path: Path, members: dict[str, b
     assert "damaged archive" in reason
 
 
-def test_thousands_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_FLUSH_ROWS", 256)
+def test_thousands_of_names(tmp_path: Path) -> None:
     tar = shard(tmp_path / "s.tar", {f"é{i:05}.jpg": b"%d" % i for i in range(5000)})
     for _ in range(2):
-        found = find(tar, cache=tmp_path / "index.parquet")
+        found = find(tar, cache=tmp_path / "train.index")
         assert len(found) == 5000
         assert (found.name(4321), found.read(4321)) == (f"{tar}/é04321.jpg", b"4321")
-    assert pq.read_metadata(tmp_path / "index.parquet").num_rows == 5000
 
 
 def test_shards_are_read_once(
@@ -493,7 +490,7 @@ def test_shards_are_read_once(
     monkeypatch.setattr(index_module, "shard_items", lambda path: read.append(Path(path).name) or real(path))
     for name in ("a.tar", "b.tar"):
         shard(tmp_path / name, members)
-    cache = tmp_path / "deep" / "index.parquet"
+    cache = tmp_path / "deep" / "train.index"
 
     def again() -> ImageIndex:
         read.clear()
@@ -561,7 +558,7 @@ def test_addresses(photos: Path, tmp_path: Path, members: dict[str, bytes], memo
         ["memory://bucket/shards/s.tar", "memory://bucket/photos"],
         ["memory://bucket/shards/*.tar", "memory://bucket/photos/*.jpg"],
     ):
-        there = find(*sources, cache=tmp_path / "index.parquet")
+        there = find(*sources, cache=tmp_path / "train.index")
         assert there.fingerprint == local.fingerprint
         assert there.name(0).startswith("memory://")
         assert there.name(14).endswith("bucket/photos/9.jpg")
@@ -602,7 +599,7 @@ def test_hugging_face_datasets(photos: Path, tmp_path: Path) -> None:
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made, "test": made.select(range(3))}).save_to_disk(tmp_path / "two")
     for source, count in (("one", 10), ("one::picture", 10), ("two", 10), ("two:test", 3), ("two:test:picture", 3)):
-        found = find(f"hf:{tmp_path}/{source}", cache=tmp_path / "index.parquet")
+        found = find(f"hf:{tmp_path}/{source}", cache=tmp_path / "train.index")
         assert len(found) == count
         assert found.read(2) == Path(paths[2]).read_bytes()
         assert found.name(2) == f"hf:{tmp_path}/{source}/2"

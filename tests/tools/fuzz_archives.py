@@ -323,6 +323,9 @@ def tables(mib: int = 900) -> Iterator[Case]:
     pq.write_table(pa.table({"image": rows}), plain, compression="zstd")
     yield Case("paths.parquet", plain.getvalue())
     good = table([(0, 1, value(honest()), 0)], 1)
+    size = len(pa.Codec("zstd").compress(value(honest())))
+    # pyarrow reads 32 bits of a size
+    yield Case("wide.parquet", good.replace(_encoded(I32(size)), _encoded(I32(size + (1 << 32))), 1))
     yield Case("cut.parquet", good[:-200])
     yield Case("footer.parquet", good[:-8] + (1 << 31).to_bytes(4, "little") + b"PAR1")
     yield Case("empty.parquet", b"")

@@ -24,10 +24,10 @@ from torch.utils.data import Dataset
 
 from veca.data import transforms
 from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.data.workers import ResultT, WorkerDiedError, WorkerPool
+from veca.data.workers import WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
-from veca.images.fit import CROP_RATIO
+from veca.images.load import CROP_RATIO
 
 # Pixels and label map of an image
 _Pair = tuple[NDArray[Any], NDArray[Any]]
@@ -72,24 +72,23 @@ class CropTransform:
         return {"view": "random resized crop and flip", **shape, "pass": self.epoch, "seed": self.seed}
 
 
-def try_load(split: Split, i: int, load: Callable[[], ResultT]) -> ResultT | str:
-    """Return what `load` makes of image `i`, or its name and why it cannot be read."""
-    try:
-        return load()
-    except (ImageError, OSError) as error:
-        reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{split.images.path(i)}: ")
-        return f"{split.name(i)}: {reason}"[:1000]
-
-
 @dataclass(frozen=True)
 class CroppedImages(Dataset[Any]):
-    """The cropped images of a split by number: (number, pixels), or (number, reason) for an unreadable one."""
+    """What a transform makes of the images of a split: (number, result), or (number, reason) for an unreadable one.
+
+    An index is a number, or (position, number) as `shuffled_batches` yields it.
+    """
 
     split: Split
-    transform: CropTransform
+    transform: Callable[[Split, Any], Any]
 
-    def __getitem__(self, i: int) -> tuple[int, NDArray[np.uint8] | str]:
-        return i, try_load(self.split, i, lambda: self.transform(self.split, i))
+    def __getitem__(self, index: Any) -> tuple[int, Any]:
+        i = index[-1] if isinstance(index, tuple) else index
+        try:
+            return i, self.transform(self.split, index)
+        except (ImageError, OSError) as error:
+            reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.split.images.path(i)}: ")
+            return i, f"{self.split.name(i)}: {reason}"[:1000]
 
 
 def join_some(items: Sequence[str], limit: int = 5) -> str:
@@ -180,11 +179,11 @@ class DenseLoader:
         order = shuffled_batches(len(split), self.batch, range(start, steps), self.seed, rank, size)
         # One dtype whatever the mask files hold: processes gather their labels.
         dtype = np.float32 if self.data.task == "depth" else np.int32
-        with decode_batches(_LoadedPairs(split, self._random_crop), order, self.workers) as batches:
-            for pairs in batches:
-                readable = self._check_readable("train", pairs)
+        with decode_batches(CroppedImages(split, self._random_crop), order, self.workers) as batches:
+            for items in batches:
+                readable = self._check_readable("train", items)
                 if not readable and size == 1:
-                    raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read: {pairs[0]}")
+                    raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read: {items[0][1]}")
                 empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8)
                 yield _stack_pairs(readable, dtype) if readable else LabelledBatch(empty, empty[:, 0].int())
 
@@ -192,10 +191,10 @@ class DenseLoader:
         """Yield all images of a split once, in batches of equal shapes, shared out among `size` processes."""
         split, window = self.data.splits[name], _SCORING_WINDOW * self.batch
         windows = [range(start, min(start + window, len(split))) for start in range(0, len(split), window)][rank::size]
-        with decode_batches(_LoadedPairs(split, self._whole_image), windows, self.workers) as batches:
-            for pairs in batches:
+        with decode_batches(CroppedImages(split, self._whole_image), windows, self.workers) as batches:
+            for items in batches:
                 by_shape: dict[Any, list[Any]] = {}
-                for pixels, label in self._check_readable(name, pairs):
+                for pixels, label in self._check_readable(name, items):
                     by_shape.setdefault((pixels.shape, label.shape), []).append((pixels, label))
                 for same in by_shape.values():
                     for start in range(0, len(same), self.batch):
@@ -203,11 +202,11 @@ class DenseLoader:
 
     def one(self, name: str, i: int) -> LabelledBatch | None:
         """Return image `i` of a split as `scoring` has it; None when it cannot be read."""
-        pair = _LoadedPairs(self.data.splits[name], self._whole_image)[i]
+        _, pair = CroppedImages(self.data.splits[name], self._whole_image)[i]
         return None if isinstance(pair, str) else _stack_pairs([pair])
 
-    def _check_readable(self, name: str, pairs: Sequence[Any]) -> list[Any]:
-        where = f"{self.data.name} {name}"
+    def _check_readable(self, name: str, items: Sequence[tuple[int, Any]]) -> list[Any]:
+        where, pairs = f"{self.data.name} {name}", [pair for _, pair in items]
         if unreadable := {pair for pair in pairs if isinstance(pair, str)}:
             if not self.skip_bad:
                 way_out = "Repair it, or leave such pictures out with --skip-bad"
@@ -236,18 +235,6 @@ class DenseLoader:
         # PyTorch supports few operations on uint16. Bytes stay bytes: less to send between processes.
         label = values.astype(np.int32) if values.dtype == np.uint16 else np.ascontiguousarray(values)
         return transforms.resize_short_side(image, self.side, self.patch).numpy(), label
-
-
-@dataclass(frozen=True)
-class _LoadedPairs:
-    """Pixels and label of each item of a split, or the reason why it cannot be read."""
-
-    split: Split
-    load: Callable[[Split, Any], _Pair]
-
-    def __getitem__(self, index: Any) -> _Pair | str:
-        i = index[-1] if isinstance(index, tuple) else index
-        return try_load(self.split, i, lambda: self.load(self.split, index))
 
 
 def _stack_pairs(pairs: Sequence[_Pair], dtype: DTypeLike | None = None) -> LabelledBatch:
