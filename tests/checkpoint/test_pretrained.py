@@ -195,11 +195,6 @@ def test_values_that_do_not_fit_are_refused() -> None:
         model.norm.weight[3] = float("nan")
         with pytest.raises(ValueError, match="norm.weight has values that are not finite"):
             cast(model, torch.bfloat16)
-        faint = make_tiny()
-        for parameter in faint.parameters():
-            parameter.mul_(1e-7)
-        with pytest.raises(ValueError, match="float16 is off by .* choose bfloat16"):
-            cast(faint, torch.float16)
 
 
 # What is in the package.

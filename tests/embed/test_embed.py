@@ -655,13 +655,7 @@ def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_pat
     out = tmp_path / "f.parquet"
     with pytest.MonkeyPatch.context() as patch:
         if written:
-            real = PartitionFolder._remove_all
-            counts = {"keep_job": 1}  # the first call is at the start
-            patch.setattr(
-                PartitionFolder,
-                "_remove_all",
-                lambda folder, keep_job: counted(real, counts.pop("keep_job", 0))(folder, keep_job),
-            )
+            patch.setattr(PartitionFolder, "remove", counted(PartitionFolder.remove, 0))
         else:
             patch.setattr(pq, "ParquetFile", counted(pq.ParquetFile, 2))
         with pytest.raises(Stop):

@@ -279,8 +279,9 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
     ):
         check_results(folder, made["plan"], lost)
     (out / "00000005.parquet").unlink()
-    with pytest.raises(EmbedError, match=r"1 of 14 .* missing, .*00000005\.parquet.*its file is gone"):
-        check_results(folder, made["plan"], done)
+    check_results(folder, made["plan"], done)
+    with pytest.raises(EmbedError, match=r"00000005\.parquet is missing from .*out: the same call computes it again"):
+        folder.complete(RunTotals(partitions=14), made["worker"].model.schema)
     done[5] = PartitionResult(5, error="not to be reached", given_up=True)
     with pytest.raises(EmbedError, match=r"not to be reached. 112 finished images are kept"):
         check_results(folder, made["plan"], done)

@@ -176,7 +176,7 @@ def join_names(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def cast(model: Veca, dtype: torch.dtype) -> Veca:
-    """Convert a model in place; `ArgumentError` if a value does not fit, or bfloat16 would lose less."""
+    """Convert a model in place; `ArgumentError` if a value is not finite or overflows."""
     _check_values_fit(model.state_dict(), dtype)
     return model.to(dtype)
 
@@ -208,19 +208,12 @@ def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
 
 
 def _check_values_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise if a value is not finite or overflows in `dtype`, or float16 loses more than bfloat16 would."""
-    lost = {torch.float16: 0.0, torch.bfloat16: 0.0}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
         if not tensor.to(dtype).isfinite().all():
             values = f"a value of {float(tensor.abs().max()):.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
             raise ArgumentError(f"{excerpt(name)} has {values}; choose bfloat16 instead")
-        for kind in lost:
-            lost[kind] += float((tensor.double() - tensor.to(kind).double()).square().sum())
-    half, brain = (total**0.5 for total in lost.values())
-    if dtype == torch.float16 and half > brain:
-        raise ArgumentError(f"float16 is off by {half:.2g} in all, bfloat16 by {brain:.2g}; choose bfloat16 instead")
 
 
 def without_paths(value: Any) -> Any:

@@ -5,7 +5,6 @@ the first of its tags in alphabetical order.
 """
 
 import dataclasses
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ from veca.errors import warn_caller
 from veca.model import Veca
 from veca.utils.text import did_you_mean, excerpt
 
-WEIGHTS = Path(str(files("veca"))) / "weights"
+WEIGHTS = Path(__file__).parents[1] / "weights"
 """In each folder: `model.safetensors` in half precision, `config.json`, and `README.md`, the model card."""
 _MANY_LAYERS = 100
 """More layers than this take a noticeable time to build: they are built only if the file has tensors for them."""
 _OTHER_FILES = {
     b"\x80": f"is a pickle, not a zip archive; {NOT_ZIP}",
     b"version https://git-lfs": "is a Git LFS pointer, not the weights (run `git lfs pull`)",
-    b"<!doctype html": "is a web page, not weights",
-    b"<html": "is a web page, not weights",
+    b"<": "is a web page, not weights",
 }
 """What is often mistaken for a checkpoint, by its first bytes."""
 
@@ -127,11 +125,7 @@ def load_or_random(
 @torch.no_grad()
 def _warn_if_not_finite(model: Veca, path: Path) -> None:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    # Sums are quicker than a test of every value; they may overflow where all values are finite.
-    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
-    if not sums or torch.stack(sums).isfinite().all():
-        return
-    counts = {name: int((~tensor.cpu().double().isfinite()).sum()) for name, tensor in tensors.items()}
+    counts = {name: int((~tensor.float().isfinite()).sum()) for name, tensor in tensors.items()}
     if total := sum(counts.values()):
         first = next(name for name in counts if counts[name])
         values = "value" if total == 1 else "values"

@@ -191,8 +191,7 @@ def to_released(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, 
     student: dict[str, Tensor] = {}
     for ours, tensor in tensors.items():
         released = _released_names(ours)
-        tensor = tensor[None] if ours.startswith(_CORES) else tensor
-        parts = [tensor] if len(released) == 1 else list(tensor.chunk(3))
+        parts = list((tensor[None] if ours.startswith(_CORES) else tensor).chunk(len(released)))
         parts = _swap_channels(parts, config, (2, config.head_dim // 2))
         # Cloned: torch.save would write the whole storage of a slice.
         student |= {name: part.clone() for name, part in zip(released, parts, strict=True)}

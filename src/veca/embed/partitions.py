@@ -189,7 +189,7 @@ class PartitionFolder:
                     raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
                 return self.numbers()
         # Keep the old description until the new one replaces it: a folder of files without one is refused.
-        self._remove_all(keep_job=True)
+        self._remove_all()
         self._write_json(_JOB, job)
         return set()
 
@@ -267,7 +267,8 @@ class PartitionFolder:
                 writer.write_table(table)
         for temporary in self.file.parent.glob(f".{glob.escape(self.file.name)}.*.part"):
             temporary.unlink()
-        self._remove_all(keep_job=False)
+        self.remove(_JOB)  # first: partitions without a description are no run to resume
+        self._remove_all()
 
     def check_partitions(self, count: int) -> None:
         """Raise EmbedError if there are partitions after the first `count`: the inputs had more images."""
@@ -335,10 +336,8 @@ class PartitionFolder:
         except FileNotFoundError:
             return []
 
-    def _remove_all(self, keep_job: bool) -> None:
-        """Remove what runs wrote, and nothing else."""
-        if not keep_job:  # first: partitions without a description are no run to resume
-            self.remove(_JOB)
+    def _remove_all(self) -> None:
+        """Remove what runs wrote, but for the description, and nothing else."""
         for name in filter(_OURS.fullmatch, self._names()):
             self.remove(name)
 

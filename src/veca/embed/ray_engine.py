@@ -25,7 +25,7 @@ from safetensors.torch import save as save_tensors
 
 from veca.data.loader import decode_items
 from veca.data.remote import SourceError, is_remote
-from veca.data.sources import Item, is_container, unpack_files
+from veca.data.sources import Item, unpack_files
 from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, feature_schema
 from veca.embed.settings import EmbedError
@@ -36,7 +36,6 @@ from veca.version import __version__
 Engine = Literal["plain", "ray"]
 
 _USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"
-_MAX_BLOCKS = 10_000
 _MAX_TRIES = 4
 """Workers that may die of a partition before it is given up; others continue, and the end says what is missing."""
 
@@ -227,7 +226,7 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
     logger.setLevel(logging.CRITICAL)
     try:
         tries = ray.remote(num_cpus=0)(Tries).remote()
-        data = ray.data.from_items(tasks, override_num_blocks=min(len(tasks), _MAX_BLOCKS))
+        data = ray.data.from_items(tasks, override_num_blocks=min(len(tasks), 10_000))
         actors = ray.data.ActorPoolStrategy(size=min(models, len(plan)), max_tasks_in_flight_per_actor=1)
         each: dict[str, Any] = {"num_cpus": max(1, job.workers), "num_gpus": int(job.device.type == "cuda")}
         each["fn_constructor_args"] = job, [ray.put(np.frombuffer(weights, np.uint8))], tries
@@ -241,15 +240,11 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
 
 
 def check_results(folder: PartitionFolder, plan: list[Partition], results: dict[int, PartitionResult]) -> None:
-    """Raise EmbedError unless every partition is in the folder with as many rows and failures as images."""
-    present, missing = folder.numbers(), dict[int, str]()
-    for number, files in plan:
-        result = results.get(number, PartitionResult(number, error="Ray lost it"))
-        all_there = is_container(files[0]) or len(files) == result.images + result.failed
-        if result.error or number not in present or not all_there:
-            missing[number] = result.error or f"its file is gone, or has not all of the {len(files):,} images"
+    """Raise EmbedError unless every partition was computed; that its file is there, `complete` checks."""
+    lost = PartitionResult(-1, error="Ray lost it")
+    missing = {n: error for n in range(len(plan)) if (error := results.get(n, lost).error)}
     if missing:
         named = (f"{plan[n].name()} ({plan[n].files[0].name} …): {reason}" for n, reason in list(missing.items())[:3])
         images = sum(result.images for number, result in results.items() if number not in missing)
-        lost = f"{len(missing):,} of {len(plan):,} partitions are missing"
-        raise EmbedError(f"{lost}, among them {'; '.join(named)}. {folder.kept_message(images)}")
+        count = f"{len(missing):,} of {len(plan):,} partitions are missing"
+        raise EmbedError(f"{count}, among them {'; '.join(named)}. {folder.kept_message(images)}")

@@ -90,9 +90,8 @@ def embed(
     began, on_ray, was_training = time.perf_counter(), engine == "ray", model.training
     if not on_ray and is_remote(os.fspath(out)):
         raise EmbedError(f"{out}: an address; this engine writes on this machine. --engine ray writes to addresses")
-    for name, value, least in (("workers", workers, 0), ("partition", partition, 1)):
-        if value is not None and value < least:
-            raise EmbedError(f"{name}={value}: must be at least {least}")
+    if partition is not None and partition < 1:
+        raise EmbedError(f"partition={partition}: must be at least 1")
     sources, folder, settings = list_paths(inputs), PartitionFolder(out), (settings or EmbedSettings()).resolve(model)
     with reading_line(progress) as on_read:
         _check_sources(sources, column, on_read)

@@ -1,11 +1,9 @@
 """Settings of an embed run, its report and its error."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS, PATCH, Fit
@@ -50,7 +48,7 @@ class EmbedSettings(Settings):
         if not self.dense and not self.with_global:
             raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
 
-    def resolve(self, model: Veca) -> EmbedSettings:
+    def resolve(self, model: Veca) -> Self:
         """These settings with the budget filled in; raises EmbedError if the model cannot run with them."""
         bank, step = model.config.num_cores, math.lcm(model.config.patch_size, PATCH)
         budget = bank if self.cores is None else self.cores

@@ -137,14 +137,12 @@ def format_of(path: Path, form: str | None = None) -> ExportFormat:
     >>> format_of(Path("veca.onnx")), format_of(Path("veca.pt2")), format_of(Path("veca.pt2"), "aoti")
     ('onnx', 'export', 'aoti')
     """
-    if form is not None and form not in get_args(ExportFormat):
-        raise ArgumentError(f"format {form!r} is unknown; choose one of {', '.join(get_args(ExportFormat))}")
-    suffixes = {"onnx": ".onnx", "export": ".pt2", "aoti": ".pt2"}
-    if path.suffix not in suffixes.values():
-        raise ArgumentError(f"{path}: suffix {path.suffix!r} is unknown; end it in .onnx, or in .pt2 for torch.export")
-    if form is not None and path.suffix != suffixes[form]:
-        raise ArgumentError(f"{path}: format {form} is written to files that end in {suffixes[form]}; rename it")
-    return form or ("onnx" if path.suffix == ".onnx" else "export")  # type: ignore[return-value]  # checked above
+    formats: dict[str, tuple[ExportFormat, ...]] = {".onnx": ("onnx",), ".pt2": ("export", "aoti")}
+    for each in formats.get(path.suffix, ()):
+        if form in (None, each):
+            return each
+    rule = "format onnx is written to files that end in .onnx, export and aoti to .pt2"
+    raise ArgumentError(f"{path}{f' with format {form!r}' if form else ''}: {rule}")
 
 
 def parse_size(text: str) -> ImageSize | None:

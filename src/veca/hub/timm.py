@@ -177,15 +177,10 @@ def _drop_path(layer: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
 
 def _cfgs() -> dict[str, Any]:
     """Pretrained configs by name, with a tag where there are weights; the first tag is the default."""
-    shared = {
-        "custom_load": True,  # `load_pretrained`, which reads released checkpoints too
-        "input_size": (3, *SIZE),
-        "crop_pct": 1 / 1.125,  # as in veca.images
-        "mean": MEAN,
-        "std": STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
+    # `custom_load`: by `load_pretrained`, which reads released checkpoints too. `crop_pct`: as in veca.images.
+    shared = {"custom_load": True, "input_size": (3, *SIZE), "crop_pct": 1 / 1.125, "mean": MEAN, "std": STD}
+    shared |= {"first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0"}
+    shared |= {
         "paper_ids": "arXiv:2605.12491",
         "paper_name": "Elastic Attention Cores for Scalable Vision Transformers",
     }

@@ -7,8 +7,6 @@ Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens 
 L blocks.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -86,11 +84,6 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
         self.stage_names = ["stem", *(f"stage{i}" for i in range(1, self.depth + 1))]
         self.set_output_features_output_indices(**outputs)
 
-    @classmethod
-    def from_veca(cls, config: plain.VecaConfig, **kwargs: Any) -> VecaConfig:
-        """From our configuration; `kwargs` are further fields, such as `cores` or `num_labels`."""
-        return cls(**{**config.to_dict(), **kwargs})
-
     def veca(self, classifier: bool = False) -> plain.VecaConfig:
         """Our configuration of the same architecture, with a class for each label if there is a classifier."""
         num_classes = self.num_labels or 0 if classifier else 0
@@ -124,7 +117,7 @@ class VecaPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
         """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration."""
-        config = VecaConfig.from_veca(model.config, **{"provenance": model.provenance, **kwargs})
+        config = VecaConfig(**{**model.config.to_dict(), "provenance": model.provenance, **kwargs})
         with torch.device("meta"):  # its own weights are replaced
             wrapped = cls(config)
         wrapped.veca = copy.deepcopy(model)
