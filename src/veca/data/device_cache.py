@@ -21,7 +21,7 @@ from veca.data.loader import Batch, too_many_failures, validation_loader
 from veca.data.sampler import BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
 from veca.data.transforms import copy_to_device
 from veca.images.resize import Mode, resize_matrix
-from veca.utils.progress import bar
+from veca.utils.console import bar
 
 _DECODE_BATCH = 256
 # Start and end of crops along one side
