@@ -180,19 +180,15 @@ def _cfgs() -> dict[str, Any]:
     # `custom_load`: by `load_pretrained`, which reads released checkpoints too. `crop_pct`: as in veca.images.
     shared = {"custom_load": True, "input_size": (3, *SIZE), "crop_pct": 1 / 1.125, "mean": MEAN, "std": STD}
     shared |= {"first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0"}
-    shared |= {
-        "paper_ids": "arXiv:2605.12491",
-        "paper_name": "Elastic Attention Cores for Scalable Vision Transformers",
-    }
+    shared["paper_ids"] = "arXiv:2605.12491"
+    shared["paper_name"] = "Elastic Attention Cores for Scalable Vision Transformers"
     cfgs = {}
     for size in SIZES:
         tagged = [name for name in list_models(pretrained=True) if name.partition(".")[0] == size]
         for name in tagged or [size]:
             folder = find_pretrained(name)
-            weights = {
-                "file": str(folder / "model.safetensors") if folder else None,
-                "num_classes": 0 if folder else 1000,
-            }
+            file = str(folder / "model.safetensors") if folder else None
+            weights = {"file": file, "num_classes": 0 if file else 1000}
             cfgs[name.replace(size, f"{size}_patch16", 1)] = {**shared, **weights}
     return cfgs
 
