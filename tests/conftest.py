@@ -77,7 +77,7 @@ def tiny() -> veca.Veca:
 @pytest.fixture
 def nothing_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every named size has random weights."""
-    monkeypatch.setattr("veca.checkpoint.pretrained.WEIGHTS", tmp_path / "no weights")
+    monkeypatch.setattr("veca.checkpoint.loading.WEIGHTS", tmp_path / "no weights")
 
 
 def make_tiny(**overrides: object) -> veca.Veca:

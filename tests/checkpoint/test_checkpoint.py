@@ -17,7 +17,9 @@ from torch import Tensor
 import veca
 from veca import CheckpointError
 from veca.checkpoint import format as checkpoint_format
-from veca.checkpoint import load_or_random, pretrained, save_released
+from veca.checkpoint import loading
+from veca.checkpoint.loading import load_or_random
+from veca.checkpoint.released import save_released
 from veca.config import get_config
 
 
@@ -167,9 +169,10 @@ def test_older_keys_and_extra_contents(released: dict[str, object], tmp_path: Pa
     assert "nested_chunk_size" not in back
 
 
-def test_legacy_torch_files_load_too(released: dict[str, object], tmp_path: Path) -> None:
+def test_files_of_pytorch_before_1_6_are_refused_with_the_way_out(released: dict[str, object], tmp_path: Path) -> None:
     torch.save(released, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
-    assert same(veca.load(tmp_path / "legacy.pt"), veca.load(GOLDEN / "official_checkpoint.pt"))
+    with pytest.raises(CheckpointError, match=r"legacy\.pt: .*before 1\.6.* torch\.load and torch\.save it again"):
+        veca.load(tmp_path / "legacy.pt")
 
 
 class Evil:
@@ -296,7 +299,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_size_without_weights_is_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(loading, "WEIGHTS", tmp_path)
     with pytest.raises(CheckpointError, match="no weights ship for veca_tiny"):
         veca.load("veca_tiny")
     rng = torch.get_rng_state()
@@ -391,7 +394,7 @@ def test_weights_that_are_not_finite_warn_once(tmp_path: Path, monkeypatch: pyte
         model.blocks[0].mlp.fc1.weight[0, :2] = value
         model.norm.bias[1] = value
     veca.save(model, tmp_path / "veca_tiny.mine")
-    monkeypatch.setattr(pretrained, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(loading, "WEIGHTS", tmp_path)
     message = r"its weights hold 3 NaN or infinite values, the first in blocks.0.mlp.fc1.weight"
     for act in (
         lambda: veca.load(tmp_path / "veca_tiny.mine"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import veca
 from veca import CheckpointError
-from veca.checkpoint import save_released
+from veca.checkpoint.released import save_released
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 
 
@@ -54,10 +54,9 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_reads_what_torch_load_reads(tmp_path: Path, legacy: bool) -> None:
+def test_reads_what_torch_load_reads(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    torch.save(contents(), path, _use_new_zipfile_serialization=not legacy)
+    torch.save(contents(), path)
     assert same(read_torch_file(path), torch.load(path, weights_only=True))
     float8 = torch.ones(3).to(torch.float8_e4m3fn)
     torch.save([float8, torch.zeros(2, dtype=torch.uint16)], path)
@@ -71,9 +70,8 @@ def test_reads_the_released_file() -> None:
     assert same(read_torch_file(path), torch.load(path, weights_only=True))
 
 
-@pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.filterwarnings("ignore")  # torch has second thoughts about its own tensors
-def test_other_harmless_contents_do_not_keep_a_file_from_being_read(tmp_path: Path, legacy: bool) -> None:
+def test_other_harmless_contents_do_not_keep_a_file_from_being_read(tmp_path: Path) -> None:
     extra = {
         "a set": {1, 2},
         "bytes": b"abc",
@@ -86,9 +84,7 @@ def test_other_harmless_contents_do_not_keep_a_file_from_being_read(tmp_path: Pa
         "a quantized tensor": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     }
     path = tmp_path / "x.pt"
-    torch.save(
-        {**extra, (1, 2): "a tuple as key", "last": torch.ones(3)}, path, _use_new_zipfile_serialization=not legacy
-    )
+    torch.save({**extra, (1, 2): "a tuple as key", "last": torch.ones(3)}, path)
     found = read_torch_file(path)
     for kind in extra:
         assert isinstance(found[kind], Unsupported)
@@ -170,8 +166,8 @@ def test_the_command_says_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "y.pt").exists()
 
 
-def test_a_large_released_file_is_read_in_parts(tmp_path: Path) -> None:
-    model = make_tiny(embed_dim=1152, num_heads=3, depth=1)  # a tensor of more than one part
+def test_a_large_released_file_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    model = make_tiny(embed_dim=1152, num_heads=3, depth=1)
     save_released(model, tmp_path / "x.pt")
     again = veca.load(tmp_path / "x.pt")
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))

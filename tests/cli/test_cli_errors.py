@@ -162,7 +162,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["report", "nowhere"], "nowhere is not a folder"),
     (["report", "wrong"], "wrong: finetune.json or result.json is not as `veca finetune` wrote it"),
     (["report", "rows"], "rows/one.json is not whole JSON"),
-    (["export", "--model", "m", "--out", "x.doc"], "x.doc: suffix '.doc' is unknown"),
+    (["export", "--model", "m", "--out", "x.doc"], "x.doc: format onnx is written to files that end in .onnx"),
     (["export", "--model", "m", "--out", "x.onnx", "--size", "0x0"], "size 0x0"),
     (["bench", "plot", "deep.json", "--out", "plots"], "deep.json is no results.json"),
     (["bench", "plot", "folder.png", "--out", "plots"], "folder.png"),

@@ -29,7 +29,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile
 from PIL import Image
-from safetensors import safe_open
 from sample_images import noise_png
 from typer.testing import CliRunner
 
@@ -39,9 +38,8 @@ from veca.cli.main import app
 from veca.data import loader, sources
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, partitions
 from veca.embed import run as engine
-from veca.embed.folder import PartitionFolder
-from veca.embed.formats import WRITERS, feature_schema
-from veca.embed.settings import describe_features
+from veca.embed.partitions import PartitionFolder, RunTotals
+from veca.embed.run import describe_features
 
 SETTINGS = EmbedSettings(cores=8, size=32, batch=2)
 
@@ -455,12 +453,10 @@ def test_names_that_are_not_text(tmp_path, model):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / os.fsdecode(b"caf\xe9.png")).write_bytes(noise_png())
     (tmp_path / "p" / 'ünïcode, "quoted".png').write_bytes(b"broken")
-    for suffix in WRITERS:
-        report = go(tmp_path / "p", tmp_path / f"f{suffix}", model)
-        assert report[:2] == (1, 1)
-        assert list(failures(report.out)) == [str(tmp_path / "p" / 'ünïcode, "quoted".png')]
+    report = go(tmp_path / "p", tmp_path / "f.parquet", model)
+    assert report[:2] == (1, 1)
+    assert list(failures(report.out)) == [str(tmp_path / "p" / 'ünïcode, "quoted".png')]
     assert paths(tmp_path / "f.parquet") == [str(tmp_path / "p" / "caf\\udce9.png")]
-    assert np.load(tmp_path / "f.npz")["path"].tolist() == paths(tmp_path / "f.parquet")
 
 
 def test_special_files_do_not_block(tmp_path, model):
@@ -501,9 +497,7 @@ def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, mo
     ("out", "settings", "message"),
     [
         ("photos", SETTINGS, "photos holds files that no run of this left, as class0"),
-        ("f.csv", SETTINGS, r"\.parquet, \.safetensors, \.npz, or end it with /"),
-        ("f.npz", EmbedSettings(size=32, dense=True, fit="keep"), "write .parquet"),
-        ("f.safetensors", EmbedSettings(size=32, dense=True, fit="pad"), "write .parquet"),
+        ("f.csv", SETTINGS, r"unknown kind of file '\.csv'; .* \.parquet file or, where it ends with /, a folder"),
         ("f.parquet", EmbedSettings(size=40), "must be a multiple of 16. Nearest: 32"),
         ("f.parquet", EmbedSettings(size=32, cores=65), "from 1 to 64"),
     ],
@@ -531,53 +525,11 @@ def test_results_do_not_depend_on_the_number_of_workers(photos, tmp_path, model)
     assert failures(tmp_path / "0.parquet") == failures(tmp_path / "2.parquet")
 
 
-@pytest.mark.parametrize("save_dtype", ["float32", "float16"])
-def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, save_dtype):
-    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype=save_dtype)
-    outs = {suffix: tmp_path / f"f{suffix}" for suffix in WRITERS}
-    for out in outs.values():
-        go(photos, out, model, settings)
-    table = pq.read_table(outs[".parquet"])
-    numbers = {
-        name: np.array(table[name].to_pylist(), np.int32) for name in ("width", "height", "rows", "columns", "cores")
-    }
-    numbers["cls"] = np.array(table["cls"].to_pylist(), save_dtype)
-    numbers["patches"] = np.array(table["patches"].to_pylist(), save_dtype).reshape(11, 4, 32)
-    about = json.loads(table.schema.metadata[b"veca"])
-
-    with np.load(outs[".npz"], allow_pickle=False) as npz:
-        assert set(npz) == {"path", "veca", *numbers}
-        assert npz["path"].tolist() == table["path"].to_pylist()
-        assert json.loads(npz["veca"].item()) == about
-        for name, array in numbers.items():
-            assert npz[name].dtype == array.dtype
-            np.testing.assert_array_equal(npz[name], array)
-    with open(outs[".safetensors"], "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    starts = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
-    assert all(start % (8 if name == "path_offsets" else 2) == 0 for name, start in starts.items() if name != "path")
-    with safe_open(outs[".safetensors"], "np") as tensors:
-        names, offsets = tensors.get_tensor("path"), tensors.get_tensor("path_offsets")
-        spans = itertools.pairwise(offsets)
-        assert [bytes(names[start:end]).decode() for start, end in spans] == table["path"].to_pylist()
-        assert json.loads(tensors.metadata()["veca"]) == about
-        for name, array in numbers.items():
-            assert tensors.get_tensor(name).dtype == array.dtype
-            np.testing.assert_array_equal(tensors.get_tensor(name), array)
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_no_picture_at_all_still_gives_a_whole_file(tmp_path, model, suffix):
+def test_no_picture_at_all_still_gives_a_whole_file(tmp_path, model):
     (tmp_path / "a.png").write_bytes(b"broken")
-    report = go(tmp_path / "a.png", tmp_path / f"f{suffix}", model, EmbedSettings(size=32, dense=True))
+    report = go(tmp_path / "a.png", tmp_path / "f.parquet", model, EmbedSettings(size=32, dense=True))
     assert report[:2] == (0, 1)
-    if suffix == ".parquet":
-        assert pq.read_table(report.out).num_rows == 0
-    elif suffix == ".npz":
-        assert np.load(report.out)["patches"].shape == (0, 4, 32)
-    else:
-        with safe_open(report.out, "np") as tensors:
-            assert tensors.get_tensor("cls").shape == (0, 32)
+    assert pq.read_table(report.out).num_rows == 0
 
 
 class Stop(BaseException):
@@ -640,8 +592,8 @@ def test_a_stopped_run_keeps_its_whole_batches(
 
 def test_a_run_stopped_right_after_a_partition_continues(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = engine._PlainRun._add_totals
-        patch.setattr(engine._PlainRun, "_add_totals", lambda *args: (real(*args), counted(real, 0)()))
+        real = RunTotals.add
+        patch.setattr(RunTotals, "add", lambda *args: (real(*args), counted(real, 0)()))
         with pytest.raises(Stop):
             go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "f.parquet", model).resumed == 4
@@ -697,28 +649,21 @@ def test_a_folder_holds_the_rows_of_the_file(photos, tmp_path, model, monkeypatc
     assert pq.read_table(tmp_path / "folder") == pq.read_table(tmp_path / "f.parquet")
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("written", [False, True])
-def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, suffix, written):
-    go(photos, tmp_path / f"whole{suffix}", model)
-    out = tmp_path / f"f{suffix}"
+def test_a_run_stopped_while_it_ends_continues_to_the_same_bytes(photos, tmp_path, model, written):
+    go(photos, tmp_path / "whole.parquet", model)
+    out = tmp_path / "f.parquet"
     with pytest.MonkeyPatch.context() as patch:
         if written:
-            real = PartitionFolder._remove_all
-            counts = {"keep_job": 1}  # the first call is at the start
-            patch.setattr(
-                PartitionFolder,
-                "_remove_all",
-                lambda folder, keep_job: counted(real, counts.pop("keep_job", 0))(folder, keep_job),
-            )
+            patch.setattr(PartitionFolder, "remove", counted(PartitionFolder.remove, 0))
         else:
             patch.setattr(pq, "ParquetFile", counted(pq.ParquetFile, 2))
         with pytest.raises(Stop):
             go(photos, out, model)
     assert out.exists() == written
     assert go(photos, out, model)[:3] == (11, 1, 12)
-    assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    files = [f"{name}{suffix}{end}" for name in ("f", "whole") for end in ("", ".failures.csv")]
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    files = [f"{name}.parquet{end}" for name in ("f", "whole") for end in ("", ".failures.csv")]
     assert sorted(os.listdir(tmp_path)) == sorted(["photos", *files])
 
 
@@ -762,7 +707,7 @@ def test_a_killed_run_continues_to_the_same_bytes(photos, tmp_path, model, worke
     go(photos, tmp_path / "whole.parquet", model)
     process = start(photos, tmp_path / "f.parquet", 0.3, workers)
     wait_for(tmp_path / "f.parquet.parts" / "_job.json", process)
-    with pytest.raises(EmbedError, match="another run"):
+    with pytest.raises(veca.VecaError, match="another run"):
         go(photos, tmp_path / "f.parquet", model)
     wait_for(tmp_path / "f.parquet.parts" / "00000000.parquet", process)
     process.send_signal(signal.SIGKILL)
@@ -897,33 +842,20 @@ def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
         fs.rm("/bucket", recursive=True)
 
 
-def test_a_run_of_a_former_version_is_refused(photos, tmp_path, model):
-    """Its format was another; nothing of it is lost unless it is to be replaced."""
-    folder = tmp_path / "f.parquet.parts"
-    folder.mkdir()
-    for name in ("job.json", "000000.parquet", "begun.parquet"):
-        (folder / name).write_text("{}")
-    with pytest.raises(EmbedError, match=r"former version of veca.*finish it with that version, or .*--overwrite"):
-        go(photos, tmp_path / "f.parquet", model)
-    assert len(os.listdir(folder)) == 3
-    assert go(photos, tmp_path / "f.parquet", model, overwrite=True).pictures == 11
-    assert not folder.exists()
-
-
 def broken_model(monkeypatch, values: dict[str, float]) -> Veca:
     """A model whose features of the named pictures have these values in them."""
     model, names = _model(), []
-    real = batches.FeatureBatcher._run_batch
+    real = batches.PartitionWriter._run_batch
 
-    def run_named(batcher, group):
-        names[:] = [Path(entry.name).name for entry, _ in group]
-        real(batcher, group)
+    def run_named(writer, group):
+        names[:] = [Path(row["path"]).name for row, _ in group]
+        real(writer, group)
 
     def poison(_, __, output):
         for row, name in enumerate(names):
             output.cls[row, 0] = values.get(name, output.cls[row, 0])
 
-    monkeypatch.setattr(batches.FeatureBatcher, "_run_batch", run_named)
+    monkeypatch.setattr(batches.PartitionWriter, "_run_batch", run_named)
     model.register_forward_hook(poison)
     return model
 
@@ -967,15 +899,15 @@ def test_features_that_are_not_finite_can_be_failures(photos, tmp_path, monkeypa
         assert failures(out) == written
 
 
-def test_why_features_are_not_finite_is_told(photos, tmp_path):
+def test_what_to_check_if_features_are_not_finite_is_told(photos, tmp_path):
     model = _model()
     model.norm.weight.data[5] = float("nan")
-    with pytest.raises(EmbedError, match=r"class0/00\.png: .* the weights have NaN or infinity in them"):
+    with pytest.raises(EmbedError, match=r"class0/00\.png: .* computed in float32 .*: check the weights"):
         go(photos, tmp_path / "f.parquet", model)
     assert go(photos, tmp_path / "g.parquet", model, skip_nonfinite=True)[:2] == (0, 12)
     model = _model()
     model.norm.weight.data[5] = 1e30
-    with pytest.raises(EmbedError, match=r"float16 cannot hold them: save float32"):
+    with pytest.raises(EmbedError, match=r"saved in float16: check .* --dtype \(float16 overflows\)"):
         go(photos, tmp_path / "h.parquet", model, EmbedSettings(cores=8, size=32, save_dtype="float16"))
     assert go(photos, tmp_path / "i.parquet", model).pictures == 11
 
@@ -1027,11 +959,10 @@ def test_an_existing_file_is_only_replaced_on_request(photos, tmp_path, model):
     assert go(photos, tmp_path / "g.parquet", model, other, overwrite=True).resumed == 0
 
 
-@pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("place", ["page", "footer", "all"])
-def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model, suffix, place):
-    out = tmp_path / f"f{suffix}"
-    go(photos, tmp_path / f"whole{suffix}", model)
+def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model, place):
+    out = tmp_path / "f.parquet"
+    go(photos, tmp_path / "whole.parquet", model)
     interrupted(photos, out, model)
     damaged = tmp_path / f"{out.name}.parts" / "00000000.parquet"
     overwritten(damaged, place)
@@ -1042,7 +973,7 @@ def test_a_damaged_partition_is_named_or_computed_again(photos, tmp_path, model,
         assert not out.exists()
         damaged.unlink()
     assert go(photos, out, model)[:3] == (11, 1, 8 if place == "page" else 6)
-    assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -1100,7 +1031,7 @@ def test_a_folder_removed_meanwhile_ends_the_run(photos, tmp_path, model, monkey
     folder = tmp_path / "f.parquet.parts"
     with monkeypatch.context() as patch:
         patch.setattr(batches, "normalize", removing(folder, count))
-        with pytest.raises(EmbedError, match=r"f\.parquet\.parts was removed while the run was at work.*again"):
+        with pytest.raises(EmbedError, match=r"No such file.*Not all that was finished is in .*f\.parquet\.parts"):
             go(photos, tmp_path / "f.parquet", model)
     assert not folder.exists()
     assert go(photos, tmp_path / "f.parquet", model)[:3] == (11, 1, 0)
@@ -1159,13 +1090,13 @@ def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
     monkeypatch.setattr(batches, "PART_IMAGES", 64)
     monkeypatch.setattr(batches, "PART_BYTES", 1000)
     waiting = []
-    real = batches.FeatureBatcher.add
+    real = batches.PartitionWriter._add
 
-    def add(batcher, record):
-        real(batcher, record)
-        waiting.append(sum(pixels.nbytes for group in batcher.waiting.values() for _, pixels in group))
+    def add(writer, record):
+        real(writer, record)
+        waiting.append(sum(pixels.nbytes for group in writer.waiting.values() for _, pixels in group))
 
-    monkeypatch.setattr(batches.FeatureBatcher, "add", add)
+    monkeypatch.setattr(batches.PartitionWriter, "_add", add)
     assert go(tmp_path, tmp_path / "f.parquet", model, EmbedSettings(size=64, batch=16, fit="keep")).pictures == 12
     assert 3 * 14 * 64**2 < max(waiting) <= 3 * 16 * 64**2
     assert waiting.count(0) == 1
@@ -1175,14 +1106,12 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     (tmp_path / "a.png").write_bytes(noise_png())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
-    settings = EmbedSettings(size=32, batch=1, cores=8)
-    device = torch.device("cpu")
-    schema = feature_schema(describe_features(model, "mine", settings, device))
-    batcher = batches.FeatureBatcher(model, settings, device, schema, False)
+    settings, device = EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu")
+    about = describe_features(model, "mine", settings, device)
+    job = batches.EmbedJob(PartitionFolder(tmp_path), settings, model.config, about, device)
     items = sources.iter_items([str(tmp_path / "a.png")])
     with loader.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as records:
-        batcher.add(next(records))
-    kept = batcher._entries[0].features["cls"]
+        kept = batches.FeatureModel(model, job)(next(records).pixels[None])["cls"][0]
     np.testing.assert_array_equal(kept, tokens[0][0, 0])
     assert not np.shares_memory(kept, tokens[0])
 

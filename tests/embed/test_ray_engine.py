@@ -24,17 +24,16 @@ from sample_images import noise_png
 from typer.testing import CliRunner
 
 import veca
-from veca import Veca, VecaConfig
+from veca import Veca, VecaConfig, VecaError
 from veca.cli.main import app
 from veca.data import loader, remote
 from veca.data.sources import Item, list_files
 from veca.embed import EmbedError, EmbedSettings, batches, embed
 from veca.embed import partitions as partitions_module
-from veca.embed.folder import PartitionFolder
-from veca.embed.partitions import Partition, PartitionState, plan_partitions, stamp_files
-from veca.embed.ray_cluster import RaySlots, connect_ray
-from veca.embed.ray_engine import PartitionResult, RayJob, RayWorker, check_results, embed_on_ray
-from veca.embed.settings import describe_features, describe_job
+from veca.embed.batches import EmbedJob, FeatureModel
+from veca.embed.partitions import Partition, PartitionFolder, RunTotals, plan_partitions
+from veca.embed.ray_engine import PartitionResult, RayWorker, check_results, connect_ray
+from veca.embed.run import describe_features, describe_job
 
 SETTINGS = EmbedSettings(cores=8, size=48, batch=2)
 
@@ -78,10 +77,10 @@ def at_hand(
 ) -> dict[str, Any]:
     """The plan of a run, its description, and a worker in this process."""
     about = describe_features(model, name, settings, torch.device("cpu"))
-    length = batches.partition_length(model.config, settings, partition)
-    job = RayJob(str(out), os.getcwd(), about, settings, model.config.to_dict(), RaySlots(1, "cpu", 0), None)
+    job = EmbedJob(PartitionFolder(f"{out}/"), settings, model.config, about, torch.device("cpu"))
+    length = job.partition_length(partition)
     worker = RayWorker(job, [], None)
-    worker.use_model(model)
+    worker.model = FeatureModel(model, job)
     described = describe_job(about, model, inputs, None, length)
     return {"worker": worker, "plan": list(plan_partitions(inputs, length)), "job": described}
 
@@ -94,14 +93,16 @@ def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, m
     inputs = [inputs[0], inputs[1].replace("0*", "0[01]"), inputs[2].replace("1*", "11"), inputs[3]]
     embed(inputs, tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
     made = at_hand(inputs, tmp_path / "out", model, settings, partition)
-    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].batcher.schema
+    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].model.schema
     folder.start(made["job"], overwrite=False)
     done = {each.number: made["worker"].embed(each) for each in made["plan"]}
     assert len(done) == 4 + {1: 3, 8: 2}[partition]
     check_results(folder, made["plan"], done)
-    totals = {"partitions": len(done), "pictures": 11 + 27 + 2, "failures": 2}
-    assert sum(result.images for result in done.values()) == totals["pictures"]
-    folder.complete(totals, [number for number, result in done.items() if result.failed], schema)
+    totals = RunTotals(partitions=len(done))
+    for result in done.values():
+        totals.add(*result[:3])
+    assert (totals.pictures, totals.failures) == (11 + 27 + 2, 2)
+    folder.complete(totals, schema)
     assert table(tmp_path / "out") == table(tmp_path / "plain.parquet")
 
 
@@ -214,7 +215,7 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
     assert [path for path in whole if path.stat().st_mtime_ns != times[path]] == [whole[1]]
     assert sorted(name for name in os.listdir(out) if not name.endswith(".parquet")) == ["_done.json", "_job.json"]
     with pytest.raises(EmbedError, match="exists; choose another name.*--overwrite"):
-        embed_on_ray(inputs, out, partition=4, **how)
+        embed(inputs, out, engine="ray", partition=4, **how)
 
 
 def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, model, monkeypatch):
@@ -256,13 +257,13 @@ def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inp
     row = {"number": 0, "files": json.dumps([list(file) for file in first.files])}
     found = worker(row)
     assert not found["given_up"]
-    assert "00.png: its features are not finite: the weights have NaN or infinity" in found["error"]
+    assert "00.png: its features are not finite, computed in float32" in found["error"]
     assert "--skip-nonfinite" in found["error"]
     assert os.listdir(tmp_path / "out") == ["_job.json"]
     worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
-    worker.use_model(broken)
+    worker.model = FeatureModel(broken, worker.job)
     assert worker(row)["failed"] == 12
-    state = folder.read_state("00000000.parquet", PartitionState)
+    state = folder.read_state("00000000.parquet")
     assert (state.pictures, len(state.failures)) == (0, 12)
 
 
@@ -278,8 +279,9 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
     ):
         check_results(folder, made["plan"], lost)
     (out / "00000005.parquet").unlink()
-    with pytest.raises(EmbedError, match=r"1 of 14 .* missing, .*00000005\.parquet.*its file is gone"):
-        check_results(folder, made["plan"], done)
+    check_results(folder, made["plan"], done)
+    with pytest.raises(EmbedError, match=r"00000005\.parquet is missing from .*out: the same call computes it again"):
+        folder.complete(RunTotals(partitions=14), made["worker"].model.schema)
     done[5] = PartitionResult(5, error="not to be reached", given_up=True)
     with pytest.raises(EmbedError, match=r"not to be reached. 112 finished images are kept"):
         check_results(folder, made["plan"], done)
@@ -288,7 +290,7 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
 
 def test_a_worker_looks_around_first(inputs, tmp_path, model):
     worker = at_hand(inputs, tmp_path / "nowhere", model, SETTINGS)["worker"]
-    worker.batcher = None
+    worker.model = None
     partition = Partition(0, list(list_files(inputs[0])[1]))
     with pytest.raises(EmbedError, match="nowhere is not there; it must be on a disk that all machines share"):
         worker.embed(partition)
@@ -305,7 +307,7 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     folder = PartitionFolder(f"{prefix}{tmp_path}/out")
     assert folder.start({"size": 32}, False) == set()
     assert folder.start({"size": 48}, False) == set()  # a run that finished nothing does not stand in the way
-    worker, first = made["worker"], stamp_files(made["plan"][0])
+    worker, first = made["worker"], made["plan"][0].with_stamps()
     assert worker.embed(first)[:4] == (0, 11, 1, False)
     assert worker.embed(first)[:4] == (0, 11, 1, True)
     assert folder.start({"size": 48}, False) == {0}
@@ -323,7 +325,9 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     with pytest.raises(EmbedError, match="holds partitions of other images"):
         folder.check_partitions(0)
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
-    folder.complete({"partitions": 1, "pictures": 11, "failures": 1}, [0], worker.batcher.schema)
+    totals = RunTotals(partitions=1)
+    totals.add(0, 11, 1)
+    folder.complete(totals, worker.model.schema)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
     assert "03.jpg" in (tmp_path / "out.failures.csv").read_text()
     with pytest.raises(EmbedError, match="exists; choose another name"):
@@ -336,7 +340,7 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path):
     folder = PartitionFolder(tmp_path / "out")
     with folder.locked():
         assert folder.start({"size": 64}, False) == set()
-        with pytest.raises(EmbedError, match="another run is at work in .*out; wait for it"), folder.locked():
+        with pytest.raises(VecaError, match="another run is at work in .*out; wait for it"), folder.locked():
             pass
     assert os.listdir(tmp_path / "out") == ["_job.json"]
     with PartitionFolder("memory://somewhere/out").locked():
@@ -354,7 +358,8 @@ def test_a_folder_of_others_and_a_file_are_left_alone(tmp_path):
 
 
 def go(inputs: Any, out: Any, model: Veca, **options: Any) -> None:
-    embed_on_ray(inputs, out, model=model, model_name="tiny", settings=SETTINGS, progress=False, **options)
+    how = {"model": model, "model_name": "tiny", "settings": SETTINGS, "progress": False}
+    embed(inputs, out, engine="ray", **how, **options)
 
 
 def test_ray_is_asked_for_by_its_extra(inputs, tmp_path, model, monkeypatch):
@@ -364,18 +369,18 @@ def test_ray_is_asked_for_by_its_extra(inputs, tmp_path, model, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("127.0.0.1:1", r"127.0.0.1:1: nothing answers there .*ray start --head --port 1"),
-        ("ray://head:10001", "does not run through a Ray Client.*ray job submit"),
-        ("head", "must be HOST:PORT, auto .* or local"),
-    ],
-)
-def test_addresses_that_cannot_work_are_refused_at_once(inputs, tmp_path, model, monkeypatch, address, message):
-    monkeypatch.setattr(pytest.importorskip("ray"), "is_initialized", lambda: False)
-    with pytest.raises(EmbedError, match=message):
-        go(inputs, tmp_path / "out", model, address=address)
+def test_addresses_that_cannot_work_are_refused(inputs, tmp_path, model, monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def unreachable(**options):
+        raise ConnectionError("no cluster\nthere")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", unreachable)
+    with pytest.raises(EmbedError, match="does not run through a Ray Client.*ray job submit"):
+        go(inputs, tmp_path / "out", model, address="ray://head:10001")
+    with pytest.raises(EmbedError, match=r"--address head:1 \(HOST:PORT.*\): no cluster\. `ray start --head`"):
+        go(inputs, tmp_path / "out", model, address="head:1")
     assert os.listdir(tmp_path) == []
 
 

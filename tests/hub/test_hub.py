@@ -36,7 +36,7 @@ def test_without_weights_it_says_so() -> None:
 
 
 def test_weights_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.checkpoint.pretrained.WEIGHTS", tmp_path)
+    monkeypatch.setattr("veca.checkpoint.loading.WEIGHTS", tmp_path)
     source = veca.create_model("veca_tiny", output_dim=40).eval()
     veca.save(source, tmp_path / "veca_tiny.cats_coco")
     images = torch.randn(1, 3, 32, 32)

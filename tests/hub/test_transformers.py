@@ -51,7 +51,7 @@ def test_configuration_has_both_names_and_is_checked(tmp_path: Path) -> None:
     again = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(again, VecaConfig)
     assert again.to_json_string() == config.to_json_string()
-    assert VecaConfig.from_veca(make_tiny(num_classes=5).config).num_labels == 5
+    assert VecaConfig(**make_tiny(num_classes=5).config.to_dict()).num_labels == 5
     with pytest.raises(veca.ConfigError, match="embed_dim=65"):
         VecaConfig(**{**SHAPE, "hidden_size": 65})
 

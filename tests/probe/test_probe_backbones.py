@@ -15,7 +15,7 @@ from sample_images import fractal_image
 from torch import Tensor
 
 import veca
-from veca.checkpoint import weights_hash
+from veca.checkpoint.format import weights_hash
 from veca.data.transforms import (
     centre_crop,
     random_resized_crop,

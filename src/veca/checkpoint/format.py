@@ -1,20 +1,17 @@
 """Our checkpoint format: a safetensors file whose header holds the configuration and provenance.
 
 A folder of ours is that file as `model.safetensors`, with a `config.json` for people and for transformers to read.
-Folders that transformers wrote are read too. Files are not trusted: nothing in them is executed, and no more memory is
-allocated than their own size accounts for.
+Files are not trusted: nothing in them is executed, and no more memory is allocated than their own size accounts for.
+The last functions prepare weights for publication: half precision, and provenance without local paths.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from veca.checkpoint.torch_file import Unsupported
-from veca.config import VecaConfig
 from veca.errors import ArgumentError, VecaError
 from veca.model import Veca
 from veca.utils.files import atomic_path
@@ -33,22 +29,15 @@ MAX_NESTING = 20
 """Levels of a configuration or of provenance."""
 _MAX_DESCRIPTION = 2**24
 """Characters of the JSON that describes a model. Ours have some hundred, plus one name per class."""
-_FLOATS = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-}
+HEAD, PREPROCESSOR = "head.safetensors", "preprocessor_config.json"
+# A path inside a text: after white space, punctuation or the start of it.
+_PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
+# A text that is a path as a whole.
+_WHOLE = re.compile(r"(?:file://)?(?:/|~|\.\.[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.DOTALL)
 
 
 class CheckpointError(VecaError, ValueError):
     """A checkpoint that cannot be loaded: the message says which and what is wrong with it."""
-
-
-class Contents(NamedTuple):
-    """What a checkpoint holds, whatever its format."""
-
-    tensors: dict[str, Tensor]
-    config: VecaConfig
-    provenance: dict[str, Any]
 
 
 def save(model: Veca, path: StrPath) -> None:
@@ -74,10 +63,10 @@ def save_tensors(
         way_out = "for a .pt as the authors release it, veca convert"
         raise ArgumentError(f"{path}: weights are written as a .safetensors file or a folder; {way_out}")
     # The header makes the file self-contained; config.json beside it is for people and transformers.
-    description = {"config": config, "provenance": provenance}
+    header = json.dumps({"config": config, "provenance": provenance})
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     with atomic_path(file) as part:
-        write_tensors(part, tensors, {"format": "pt", "veca": json.dumps(description)})
+        write_tensors(part, tensors, {"format": "pt", "veca": header})
     if file is not path:
         architecture = "VecaForImageClassification" if config.get("num_classes") else "VecaModel"
         # `dtype`: what transformers loads the weights as, whatever they are stored in, like `load`.
@@ -141,7 +130,7 @@ def is_small(value: object, characters: int) -> bool:
     Shared parts count each time: twenty lists that each hold the one before twice would be a million.
     """
     stack = [(value, 0)]
-    while stack:
+    while stack and characters >= 0:
         value, depth = stack.pop()
         if isinstance(value, str):
             characters -= len(value)
@@ -153,37 +142,7 @@ def is_small(value: object, characters: int) -> bool:
                 return False
             parts = [*value, *value.values()] if isinstance(value, dict) else value
             stack.extend((part, depth + 1) for part in parts)
-        if characters < 0:
-            return False
-    return True
-
-
-def parse_contents(path: Path, tensors: dict[str, Tensor], description: Mapping[str, Any]) -> Contents:
-    """The contents of a file of ours: its tensors and the `veca` entry of its header."""
-    config, provenance = description.get("config"), description.get("provenance", {})
-    if not isinstance(config, dict) or not isinstance(provenance, dict):
-        raise CheckpointError(f"{path}: its `veca` header has no configuration, or no provenance, that is a dictionary")
-    return Contents(tensors, VecaConfig.from_dict(config), provenance)
-
-
-def parse_transformers(path: Path, tensors: Mapping[str, Tensor]) -> Contents:
-    """The contents of a folder `veca.hub.transformers` saved: names begin with `veca.`, config.json is beside."""
-    try:
-        with open(path.parent / "config.json", encoding="utf-8") as file:
-            described = read_description(file.read(_MAX_DESCRIPTION + 1))
-    except (OSError, ValueError):
-        described = None
-    if not isinstance(described, dict) or described.get("model_type") != "veca":
-        problem = "its header has no `veca` entry, and there is no config.json of one beside it"
-        raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: {problem}")
-    tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
-    # Fields of transformers are ignored.
-    fields = {field.name: described[field.name] for field in dataclasses.fields(VecaConfig) if field.name in described}
-    # transformers counts labels even where there is no classifier, so the tensor decides.
-    classifier = tensors.get("head.weight")
-    fields["num_classes"] = classifier.shape[0] if classifier is not None and classifier.dim() else 0
-    provenance = described.get("provenance")
-    return Contents(tensors, VecaConfig.from_dict(fields), provenance if isinstance(provenance, dict) else {})
+    return characters >= 0
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor | Unsupported], expected: Mapping[str, Tensor]) -> None:
@@ -194,10 +153,16 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor | Unsupported], expec
     if foreign := [name for name in tensors if name not in expected]:
         problems.append(f"unknown {join_names(foreign)}")
     for name, wanted in expected.items():
-        tensor = tensors.get(name)
-        if tensor is None or (isinstance(tensor, Tensor) and _is_dense(tensor) and tensor.shape == wanted.shape):
-            continue
-        kind = tensor.kind if isinstance(tensor, Unsupported) else f"{quoted(tuple(tensor.shape))} {tensor.dtype}"
+        match tensors.get(name):
+            case Unsupported() as other:
+                kind = other.kind
+            # An element of float4 is two numbers: its shape says nothing.
+            case Tensor() as t if (
+                t.shape != wanted.shape or not t.is_floating_point() or t.dtype == torch.float4_e2m1fn_x2
+            ):
+                kind = f"{quoted(tuple(t.shape))} {t.dtype}"
+            case _:
+                continue
         problems.append(f"{name} is {kind}, expected {tuple(wanted.shape)}, floating point, dense")
     if problems:
         raise CheckpointError(f"{path}: its tensors do not fit its configuration: {'; '.join(problems[:4])}")
@@ -209,5 +174,59 @@ def join_names(names: Sequence[str]) -> str:
     return ", ".join(excerpt(name, 100) for name in names[:4]) + more
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.dtype in _FLOATS and tensor.layout == torch.strided and not tensor.is_meta
+@torch.no_grad()
+def cast(model: Veca, dtype: torch.dtype) -> Veca:
+    """Convert a model in place; `ArgumentError` if a value is not finite or overflows."""
+    _check_values_fit(model.state_dict(), dtype)
+    return model.to(dtype)
+
+
+def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
+    """Copy what `veca finetune` wrote beside the weights to another folder: preprocessing, and a segmenter's head.
+
+    The head is converted to `dtype` as `cast` does. Such files of a model that was there before are removed.
+    """
+    for file in (source / HEAD, source / PREPROCESSOR):
+        if not file.is_file():
+            if (to / "model.safetensors").is_file():  # of the model to be replaced
+                (to / file.name).unlink(missing_ok=True)
+            continue
+        with atomic_path(to / file.name) as part:
+            if file.name == PREPROCESSOR:
+                part.write_bytes(file.read_bytes())
+                continue
+            try:
+                tensors, metadata = read_safetensors(file)
+                if dtype:
+                    _check_values_fit(tensors, dtype)
+            except ArgumentError:
+                raise
+            except (ValueError, RuntimeError) as error:
+                problem = f"damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+                raise CheckpointError(f"{file}: {problem}") from error
+            write_tensors(part, {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, metadata)
+
+
+def _check_values_fit(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ArgumentError(f"{excerpt(name)} has values that are not finite; such weights are of no use")
+        if not tensor.to(dtype).isfinite().all():
+            values = f"a value of {float(tensor.abs().max()):.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
+            raise ArgumentError(f"{excerpt(name)} has {values}; choose bfloat16 instead")
+
+
+def without_paths(value: Any) -> Any:
+    """Plain data in which local paths are reduced to file names; URLs and other names stay.
+
+    >>> without_paths({"train": ["/root/data/coco/*.tar", "s3://bucket/*.tar"], "teacher": "timm:vit@/opt/w.pt"})
+    {'train': ['*.tar', 's3://bucket/*.tar'], 'teacher': 'timm:vit@w.pt'}
+    """
+    if isinstance(value, dict):
+        return {without_paths(key): without_paths(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    pattern = _WHOLE if _WHOLE.fullmatch(value) else _PATH
+    return pattern.sub(lambda path: re.split(r"[/\\]", path[0].rstrip("/\\"))[-1], value)

@@ -1,37 +1,61 @@
-"""Load and create models: by pretrained name, from our files and from released checkpoints."""
+"""Load and create models: by pretrained name, from our files and from released checkpoints.
 
-from __future__ import annotations
+Pretrained weights are folders `weights/SIZE.TAG` of this package. SIZE.TAG is how timm names weights; SIZE alone means
+the first of its tags in alphabetical order.
+"""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from veca.checkpoint.format import (
-    CheckpointError,
-    Contents,
-    StrPath,
-    check_tensors,
-    parse_contents,
-    parse_transformers,
-    read_description,
-    read_safetensors,
-)
-from veca.checkpoint.pretrained import find_pretrained, list_models
-from veca.checkpoint.released import parse_released, read_released
-from veca.config import SIZES, ConfigError, get_config
+from veca.checkpoint.format import CheckpointError, StrPath, check_tensors, read_description, read_safetensors
+from veca.checkpoint.released import Contents, parse_released, read_released
+from veca.checkpoint.torch_file import NOT_ZIP
+from veca.config import SIZES, ConfigError, VecaConfig, get_config
 from veca.errors import warn_caller
 from veca.model import Veca
 from veca.utils.text import did_you_mean, excerpt
 
+WEIGHTS = Path(__file__).parents[1] / "weights"
+"""In each folder: `model.safetensors` in half precision, `config.json`, and `README.md`, the model card."""
 _MANY_LAYERS = 100
 """More layers than this take a noticeable time to build: they are built only if the file has tensors for them."""
-_LOOKALIKES = {
-    b"version https://git-lfs": "a Git LFS pointer, not the weights (run `git lfs pull`)",
-    b"<!doctype html": "a web page, not weights",
-    b"<html": "a web page, not weights",
+_OTHER_FILES = {
+    b"\x80": f"is a pickle, not a zip archive; {NOT_ZIP}",
+    b"version https://git-lfs": "is a Git LFS pointer, not the weights (run `git lfs pull`)",
+    b"<": "is a web page, not weights",
 }
 """What is often mistaken for a checkpoint, by its first bytes."""
+
+
+def list_models(pretrained: bool = False) -> list[str]:
+    """Names that `create_model` takes; with `pretrained`, those of pretrained weights, as `load` takes them.
+
+    >>> list_models()
+    ['veca_tiny', 'veca_small', 'veca_small_plus', 'veca_base', 'veca_large']
+    >>> list_models(pretrained=True)
+    ['veca_tiny.effnetlite2_coco']
+    """
+    if not pretrained:
+        return list(SIZES)
+    # Ordered by size, then by tag; folders that begin with another name are not models.
+    tagged = sorted(file.parent.name for file in WEIGHTS.glob("*.*/model.safetensors"))
+    return [name for size in SIZES for name in tagged if name.partition(".")[0] == size]
+
+
+def find_pretrained(name: StrPath) -> Path | None:
+    """The folder of pretrained weights, named SIZE.TAG; None: there are none of that name."""
+    names = list_models(pretrained=True)
+    return next((WEIGHTS / full for full in names if str(name) in (full, full.partition(".")[0])), None)
+
+
+def pretrained_name(source: str) -> str | None:
+    """SIZE.TAG of the pretrained weights that `load` takes for `source`; None: it takes a file, or fails."""
+    folder = None if Path(source).exists() else find_pretrained(source)
+    return folder.name if folder else None
 
 
 def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
@@ -50,10 +74,7 @@ def create_model(name: str, pretrained: bool = False, **overrides: Any) -> Veca:
         return Veca(get_config(name, **overrides))
     if fixed := [field for field in overrides if field != "num_classes"]:
         raise ConfigError(f"{', '.join(fixed)}: fixed by the weights of {name}; leave it out, or pass pretrained=False")
-    folder = find_pretrained(name)
-    if folder is None:
-        raise CheckpointError(_unknown_name(name))
-    model = load(folder).train()
+    model = load(_find_named(name)).train()
     if "num_classes" in overrides:
         model.reset_classifier(overrides["num_classes"])
     return model
@@ -72,7 +93,7 @@ def load(source: StrPath, device: str | torch.device | None = None, dtype: torch
     >>> load("veca_tiny", dtype=None).norm.weight.dtype
     torch.float16
     """
-    path = _find(source)
+    path = _find_file(source)
     tensors, config, provenance = _read_contents(path)
     if config.depth > max(_MANY_LAYERS, len(tensors)):
         raise CheckpointError(f"{path}: its configuration says {config.depth} layers; it has {len(tensors)} tensors")
@@ -104,25 +125,27 @@ def load_or_random(
 @torch.no_grad()
 def _warn_if_not_finite(model: Veca, path: Path) -> None:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    # Sums are quicker than a test of every value; they may overflow where all values are finite.
-    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values()]
-    if not sums or torch.stack(sums).isfinite().all():
-        return
-    counts = {name: int((~tensor.cpu().double().isfinite()).sum()) for name, tensor in tensors.items()}
+    counts = {name: int((~tensor.float().isfinite()).sum()) for name, tensor in tensors.items()}
     if total := sum(counts.values()):
         first = next(name for name in counts if counts[name])
         values = "value" if total == 1 else "values"
         warn_caller(f"{path}: its weights hold {total:,} NaN or infinite {values}, the first in {first}")
 
 
-def _find(source: StrPath) -> Path:
+def _find_named(name: str) -> Path:
+    """The folder of pretrained weights."""
+    if folder := find_pretrained(name):
+        return folder
+    if name in SIZES:
+        raise CheckpointError(f"no weights ship for {name}; veca.create_model({name!r}) makes one with random weights")
+    names = [*SIZES, *list_models(pretrained=True)]
+    problem = f"no such file or folder, and no model of that name{did_you_mean(name, names)}"
+    raise CheckpointError(f"{excerpt(name, 1000)}: {problem}. Names: {', '.join(names)}")
+
+
+def _find_file(source: StrPath) -> Path:
     """The file that `source` names."""
-    path = Path(source)
-    if not path.exists():
-        folder = find_pretrained(source)
-        if folder is None:
-            raise CheckpointError(_unknown_name(str(source)))
-        path = folder
+    path = Path(source) if Path(source).exists() else _find_named(str(source))
     if path.is_dir():
         path = path / "model.safetensors"
         if not path.is_file():
@@ -135,14 +158,6 @@ def _find(source: StrPath) -> Path:
     return path
 
 
-def _unknown_name(name: str) -> str:
-    if name in SIZES:
-        return f"no weights ship for {name}; veca.create_model({name!r}) makes one with random weights"
-    names = [*SIZES, *list_models(pretrained=True)]
-    close = did_you_mean(name, names)
-    return f"{excerpt(name, 1000)}: no such file or folder, and no model of that name{close}. Names: {', '.join(names)}"
-
-
 def _read_contents(path: Path) -> Contents:
     """The contents of a file, whose format is told by its first bytes."""
     with open(path, "rb") as file:
@@ -152,16 +167,15 @@ def _read_contents(path: Path) -> Contents:
     try:
         if start[8:9] == b"{":  # safetensors: eight bytes of length, then JSON
             return _read_safetensors_file(path)
-        if start[:2] == b"PK" or start[:1] == b"\x80":  # torch.save: a zip archive, or the older pickle
+        if start[:2] == b"PK":  # torch.save: a zip archive
             return read_released(path)
     except ConfigError as error:
         raise CheckpointError(f"{path}: its configuration is not a VECA's: {error}") from error
-    if not start:
-        raise CheckpointError(f"{path}: is empty")
-    for magic, kind in _LOOKALIKES.items():
-        if start.lower().startswith(magic):
-            raise CheckpointError(f"{path}: is {kind}")
-    raise CheckpointError(f"{path}: neither a safetensors file nor a PyTorch checkpoint; it starts with {start[:16]!r}")
+    problem = (
+        f"neither a safetensors file nor a PyTorch checkpoint; it starts with {start[:16]!r}" if start else "is empty"
+    )
+    problem = next((other for magic, other in _OTHER_FILES.items() if start.lower().startswith(magic)), problem)
+    raise CheckpointError(f"{path}: {problem}")
 
 
 def _read_safetensors_file(path: Path) -> Contents:
@@ -173,5 +187,29 @@ def _read_safetensors_file(path: Path) -> Contents:
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from error
     if not isinstance(description, dict):
-        return parse_transformers(path, tensors)
-    return (parse_released if key == "config" else parse_contents)(path, tensors, description)
+        return _parse_transformers(path, tensors)
+    if key == "config":
+        return parse_released(path, tensors, description)
+    config, provenance = description.get("config"), description.get("provenance", {})
+    if not isinstance(config, dict) or not isinstance(provenance, dict):
+        raise CheckpointError(f"{path}: its `veca` header has no configuration, or no provenance, that is a dictionary")
+    return tensors, VecaConfig.from_dict(config), provenance
+
+
+def _parse_transformers(path: Path, tensors: dict[str, Tensor]) -> Contents:
+    """The contents of a folder `veca.hub.transformers` saved: names begin with `veca.`, config.json is beside."""
+    try:
+        described = read_description((path.parent / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        described = None
+    if not isinstance(described, dict) or described.get("model_type") != "veca":
+        problem = "its header has no `veca` entry, and there is no config.json of one beside it"
+        raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: {problem}")
+    tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
+    # Fields of transformers are ignored.
+    fields = {field.name: described[field.name] for field in dataclasses.fields(VecaConfig) if field.name in described}
+    # transformers counts labels even where there is no classifier, so the tensor decides.
+    classifier = tensors.get("head.weight")
+    fields["num_classes"] = classifier.shape[0] if classifier is not None and classifier.dim() else 0
+    provenance = described.get("provenance")
+    return tensors, VecaConfig.from_dict(fields), provenance if isinstance(provenance, dict) else {}

@@ -3,50 +3,38 @@
 A released file holds `student`, tensors under the authors' names, and `config`, a dictionary under their keys.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math
 import pickle
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from veca.checkpoint.format import MAX_NESTING, CheckpointError, Contents, StrPath, check_tensors, is_small, join_names
+from veca.checkpoint.format import MAX_NESTING, CheckpointError, StrPath, check_tensors, is_small, join_names
 from veca.checkpoint.torch_file import Unsupported, read_torch_file
 from veca.config import SIZES, ConfigError, VecaConfig, size_name
 from veca.model import Veca
 from veca.utils.files import atomic_path
 from veca.utils.text import quoted
 
+Contents: TypeAlias = tuple[dict[str, Tensor], VecaConfig, dict[str, Any]]
+"""What a checkpoint holds, whatever its format: tensors under our names, configuration, provenance."""
 _MAX_CONFIG = 2**20
 """Characters of a released configuration when it is written out. Those of the authors have 3,000."""
-_MAX_STEP = 2**63
-_MODEL_FAMILIES = {"small": "veca_small", "splus": "veca_small_plus", "base": "veca_base", "large": "veca_large"}
+_STEPS = range(2**63)
+_NAMES = tomllib.loads(Path(__file__).with_name("released_names.toml").read_text("utf-8"))
+_KEYS: dict[str, list[str]] = _NAMES["keys"]
 _PREFIXES = re.compile(r"^(?:(?:module|student|_orig_mod)\.)+")
 """Of tensor names, by DistributedDataParallel, the authors' trainer and torch.compile."""
 _CORES = ("cores.", "core_states.")
 """Tensors with a batch axis of one in released files."""
-_KEYS = {
-    "embed_dim": ("hidden_dim",),
-    "depth": ("num_layers",),
-    "num_heads": ("num_heads",),
-    "mlp_ratio": ("mlp_ratio",),
-    "patch_size": ("patch_size",),
-    "in_chans": ("in_channels",),
-    "num_cores": ("num_query_tokens",),
-    "core_chunk": ("nested_chunk_size", "matryoshka_chunk_size"),
-    "budgets": ("nested_budgets", "matryoshka_budgets"),
-    "rope_zero_fraction": ("rope_p_zero_freqs",),
-    "coordinate_shift": ("rope_shift_coords",),
-    "coordinate_rescale": ("rope_rescale_coords",),
-}
-"""Fields of ours by their released keys; older files say `matryoshka_…` where newer ones say `nested_…`."""
 _OPTIONAL = ("in_chans", "budgets", "coordinate_shift", "coordinate_rescale")
 """Fields that are written only where they differ from the default of a file without them."""
 _OFF = {"coordinate_shift": 0.0, "coordinate_rescale": 1.0}
@@ -64,10 +52,10 @@ def read_released(path: Path) -> Contents:
         raise CheckpointError(f"{path}: damaged or truncated checkpoint: {error}") from error
     match contents:
         case {"student": dict() as student, "config": dict() as config}:
-            parsed = parse_released(path, student, config)
-            if _is_step(step := contents.get("global_step")):
-                parsed.provenance["global_step"] = step
-            return parsed
+            tensors, ours, provenance = parse_released(path, student, config)
+            if type(step := contents.get("global_step")) is int and step in _STEPS:
+                provenance["global_step"] = step
+            return tensors, ours, provenance
     held = f"keys {join_names([*map(str, contents)])}" if isinstance(contents, dict) else quoted(contents)
     raise CheckpointError(f"{path}: a checkpoint, but not a released VECA: no `student` and `config` ({held})")
 
@@ -86,12 +74,12 @@ def parse_released(path: Path, student: Mapping[Any, Any], released: Mapping[str
     if depth != config.depth:
         raise CheckpointError(f"{path}: its config says {config.depth} layers, its tensors have {depth}")
     with torch.device("meta"):
-        expected = to_released(Veca(config).state_dict(), config)
-    check_tensors(path, student, expected)
+        ours = Veca(config).state_dict()
+        check_tensors(path, student, to_released(ours, config))
     literal = {key: value for key, value in released.items() if is_literal(key) and is_literal(value)}
     # As text, so that tuples and non-text keys survive JSON: `save_released` writes them back.
     provenance = {"source": path.name, "official_config": repr(literal)}
-    return Contents(from_released(student, config), config, provenance)
+    return from_released(student, config, ours), config, provenance
 
 
 def save_released(model: Veca, path: StrPath) -> None:
@@ -101,7 +89,10 @@ def save_released(model: Veca, path: StrPath) -> None:
     if config.num_classes:
         raise CheckpointError("the released format has no classifier; call model.reset_classifier(0) first")
     student = to_released({name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}, config)
-    written = released_config(config, _original_config(model.provenance))
+    original: Any = None
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # provenance is not trusted
+        original = ast.literal_eval(model.provenance.get("official_config", "{}"))
+    written = released_config(config, original if isinstance(original, dict) else {})
     try:
         reads_back = config_from_released(written, student) == config
     except ConfigError as error:
@@ -109,23 +100,10 @@ def save_released(model: Veca, path: StrPath) -> None:
     if not reads_back:
         raise CheckpointError("the released format cannot hold this configuration; write .safetensors or a folder")
     contents: dict[str, Any] = {"student": student, "config": written}
-    if _is_step(step := model.provenance.get("global_step")):
+    if type(step := model.provenance.get("global_step")) is int and step in _STEPS:
         contents["global_step"] = step
     with atomic_path(path) as part:
         torch.save(contents, part)
-
-
-def _original_config(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the released file that a model came from; empty if it came from none."""
-    try:
-        config = ast.literal_eval(provenance.get("official_config", "{}"))
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # provenance is not trusted
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _is_step(step: object) -> bool:
-    return type(step) is int and 0 <= step < _MAX_STEP
 
 
 def is_literal(value: object) -> bool:
@@ -156,7 +134,7 @@ def config_from_released(released: Mapping[str, Any], tensors: Mapping[str, Tens
 
 def _fields(released: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields that a released configuration sets."""
-    family = _MODEL_FAMILIES.get(str(released.get("model_family")))
+    family = _NAMES["families"].get(str(released.get("model_family")))
     fields = SIZES[family].to_dict() if family else {}
     for field, keys in _KEYS.items():
         for key in keys:
@@ -167,7 +145,7 @@ def _fields(released: Mapping[str, Any]) -> dict[str, Any]:
 
 def released_config(config: VecaConfig, original: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration for a released file: `original`, that of the file the model came from, updated to `config`."""
-    families = {ours: theirs for theirs, ours in _MODEL_FAMILIES.items()}
+    families = {ours: theirs for theirs, ours in _NAMES["families"].items()}
     family = original.get("model_family", families.get(size_name(config) or "", "custom"))
     written = {**original, "model_family": family, "rope_zero_freqs_from": "low"}
     for field, keys in _KEYS.items():
@@ -180,44 +158,23 @@ def released_config(config: VecaConfig, original: Mapping[str, Any]) -> dict[str
     return written
 
 
-def _released_names(config: VecaConfig) -> dict[str, tuple[str, ...]]:
-    """The state-dict adapter: our tensor names, and the released tensors that each is made of."""
-    names: dict[str, tuple[str, ...]] = {}
-
-    def layer(ours: str, *released: str) -> None:
-        for kind in ("weight", "bias"):
-            names[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in released)
-
-    layer("patch_embed.proj", "patch_embed.proj")
-    for i in range(config.num_cores // config.core_chunk):
-        names[f"cores.{i}"] = (f"query_token_chunks.{i}",)
-        names[f"core_states.{i}"] = (f"qcoord_chunks.{i}",)
-    for i in range(config.depth - 1):
-        layer(f"coordinate_heads.{i}", f"pos_linears.{i}")
-    names["coordinate_alpha"] = ("pos_alpha",)
-    for i in range(config.depth):
-        block = f"blocks.{i}."
-        layer(block + "norm1", block + "norm_attn")
-        layer(block + "attn.qkv", *(block + f"attn.{part}_proj" for part in "qkv"))
-        layer(block + "attn.proj", block + "attn.out_proj")
-        layer(block + "norm2", block + "norm_ffn")
-        layer(block + "mlp.fc1", block + "fc1")
-        layer(block + "mlp.fc2", block + "fc2")
-    layer("norm", "final_norm")
-    if config.output_dim:
-        layer("output_proj", "output_proj")
-    return names
+def _released_names(name: str) -> list[str]:
+    """The state-dict adapter: the released tensors that one of ours is made of."""
+    for pattern, released in _NAMES["tensors"].items():
+        name = re.sub(pattern, released, name)
+    return [name.replace("qkv", f"{part}_proj") for part in "qkv"] if ".qkv." in name else [name]
 
 
-def from_released(student: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
-    """Released tensors under our names.
+def from_released(student: Mapping[str, Tensor], config: VecaConfig, names: Iterable[str]) -> dict[str, Tensor]:
+    """Released tensors under our `names`.
 
     Released q and k rotate adjacent channels (2j, 2j + 1) of a head; ours rotate (j, j + d/2). Permuting the rows of
     both projections alike leaves every q·k unchanged.
     """
     tensors = {}
-    for ours, released in _released_names(config).items():
-        tensor = torch.cat(_swap_channels([student[name] for name in released], config, (config.head_dim // 2, 2)))
+    for ours in names:
+        parts = [student[name] for name in _released_names(ours)]
+        tensor = torch.cat(_swap_channels(parts, config, (config.head_dim // 2, 2)))
         tensors[ours] = tensor.squeeze(0) if ours.startswith(_CORES) else tensor
     return tensors
 
@@ -232,9 +189,9 @@ def _swap_channels(parts: list[Tensor], config: VecaConfig, shape: tuple[int, in
 def to_released(tensors: Mapping[str, Tensor], config: VecaConfig) -> dict[str, Tensor]:
     """The inverse of `from_released`, bit for bit."""
     student: dict[str, Tensor] = {}
-    for ours, released in _released_names(config).items():
-        tensor = tensors[ours][None] if ours.startswith(_CORES) else tensors[ours]
-        parts = [tensor] if len(released) == 1 else list(tensor.chunk(3))
+    for ours, tensor in tensors.items():
+        released = _released_names(ours)
+        parts = list((tensor[None] if ours.startswith(_CORES) else tensor).chunk(len(released)))
         parts = _swap_channels(parts, config, (2, config.head_dim // 2))
         # Cloned: torch.save would write the whole storage of a slice.
         student |= {name: part.clone() for name, part in zip(released, parts, strict=True)}

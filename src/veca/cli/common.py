@@ -11,8 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from veca.checkpoint import load_or_random
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import load_or_random, pretrained_name
 from veca.config import SIZES
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca

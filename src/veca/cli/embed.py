@@ -4,13 +4,12 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
 from veca.cli.common import check_sources, count_workers, load_model, out, resumable, warn, with_settings
-from veca.embed import embed
+from veca.embed import EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
-from veca.embed.ray_engine import Engine, embed_on_ray
-from veca.embed.settings import EmbedSettings, Precision, SaveDtype
+from veca.embed.ray_engine import Engine
 from veca.errors import ArgumentError
 
 SETTINGS_OPTIONS = {
@@ -51,20 +50,17 @@ def _run_embed(
     Interrupted? Run the same command again: it continues, and the result is the same.
     """
     check_sources(sources)
-    if engine == "plain" and (address is not None or partition is not None):
+    on_ray = engine == "ray"
+    if not on_ray and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
-    options: dict[str, Any] = {
-        "settings": EmbedSettings(**values), "model_name": pretrained_name(model) or model, "column": column,
-        "overwrite": overwrite, "progress": progress, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates,
-    }  # fmt: skip
     with resumable("Interrupted. The same command continues where this one stopped."):
-        if engine == "ray":
-            report = embed_on_ray(
-                sources, to, model=load_model(model, "cpu"), address=address, workers=workers,
-                device=None if device == "auto" else device, partition=partition or PARTITION, **options,
-            )  # fmt: skip
-        else:
-            report = embed(sources, to, model=load_model(model, device), workers=count_workers(workers), **options)
+        report = embed(
+            sources, to, model=load_model(model, "cpu" if on_ray else device),
+            model_name=pretrained_name(model) or model, settings=EmbedSettings(**values), column=column, engine=engine,
+            device=device if on_ray and device != "auto" else None, address=address, partition=partition,
+            workers=workers if on_ray else count_workers(workers), overwrite=overwrite,
+            skip_nonfinite=skip_nonfinite, ignore_dates=ignore_dates, progress=progress,
+        )  # fmt: skip
     resumed = report.resumed - report.resumed_failures
     earlier = f", {resumed:,} of them in an earlier run" if resumed else ""
     count = f"{report.pictures:,} image{'s' * (report.pictures != 1)}"

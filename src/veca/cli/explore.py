@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
 from veca.cli.common import err, load_model, out
 from veca.errors import ArgumentError, needs_extra

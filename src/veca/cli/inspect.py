@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.checkpoint.pretrained import pretrained_name
+from veca.checkpoint.loading import pretrained_name
 from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import load_model, print_path

@@ -8,9 +8,9 @@ import torch
 from rich.table import Table
 
 import veca
-from veca.checkpoint import load_or_random, save_released
-from veca.checkpoint.pretrained import pretrained_name
-from veca.checkpoint.release import HEAD, carry_along, cast, without_paths
+from veca.checkpoint.format import HEAD, carry_along, cast, without_paths
+from veca.checkpoint.loading import load_or_random, pretrained_name
+from veca.checkpoint.released import save_released
 from veca.cli.common import check_absent, err, load_model, out, warn, warn_if_random
 from veca.cli.options import Cores, Model, Overwrite, Size, option
 from veca.config import size_name

@@ -1,20 +1,48 @@
-"""Partitions: consecutive images whose features go to one file, and what its footer says about it.
+"""The folder of a run: its partitions as Parquet files, by which every engine resumes.
+
+    features/00000000.parquet, 00000001.parquet, …   one file per partition, complete or absent
+    features/_job.json, _done.json                   what the run computes; its totals, when it is complete
+    features/_00000002-0000.parquet, …               slices of partitions in progress
 
 A partition is a tar shard, a Parquet file, or some thousand consecutive image files: it follows from the inputs and the
-settings alone. While it is in progress, finished rows may be saved as *slices*, files of their own.
+settings alone. While it is in progress, finished rows may be saved as *slices*, files of their own. The failures of a
+partition and digests of its inputs are in the footer of its file. Readers of Parquet folders skip names that begin with
+an underscore.
+
+Columns: `path`, `width`, `height` (of the image), `rows`, `columns` (of the grid), `cores` (the budget), `cls` (D
+numbers) and, if dense, `patches` (rows × columns × D numbers, row by row). How the features were made is JSON in the
+metadata, under the key `veca`.
 """
 
 from __future__ import annotations
 
+import csv
+import glob
 import hashlib
+import json
+import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from veca.data.remote import is_remote
 from veca.data.sources import Item, add_stamp, is_container, list_files
+from veca.embed.settings import ANEW, EmbedError
+from veca.utils.files import atomic_path, locked, publish, temporary_path
 
 PARTITION = 4096
 """Image files in a partition; rounded to whole parts (`veca.embed.batches`)."""
+_JOB, _DONE, _LOCK = "_job.json", "_done.json", "_lock"
+_OURS = re.compile(r"\d{8}\.parquet|_\d{8}-\d{4}\.parquet|_done\.json|\..*\.part")
 
 
 class Partition(NamedTuple):
@@ -23,19 +51,19 @@ class Partition(NamedTuple):
     number: int
     files: list[Item]
 
-    @property
-    def name(self) -> str:
-        return f"{self.number:08d}.parquet"
+    def name(self, slice_index: int | None = None) -> str:
+        """Name of its file, or of a slice."""
+        return f"{self.number:08d}.parquet" if slice_index is None else f"_{self.number:08d}-{slice_index:04d}.parquet"
 
-    def slice_name(self, index: int) -> str:
-        return f"_{self.number:08d}-{index:04d}.parquet"
+    def with_stamps(self) -> Partition:
+        """The partition with size and date of every local file."""
+        return Partition(self.number, list(map(add_stamp, self.files)))
 
     def digests(self, images: int | None = None) -> dict[str, str]:
         """Digests of the names, sizes and dates of the files that hold the first `images`, or all."""
         files = self.files if is_container(self.files[0]) else self.files[:images]
         sizes = (f"{file.name}\0{file.stamp.partition(' ')[0]}" for file in files)
-        dates = (f"{file.name}\0{file.stamp}" for file in files)
-        texts = {"digest": (file.name for file in files), "sizes": sizes, "dates": dates}
+        texts = {"sizes": sizes, "dates": (f"{file.name}\0{file.stamp}" for file in files)}
         return {key: hashlib.sha256("\0".join(text).encode()).hexdigest() for key, text in texts.items()}
 
 
@@ -51,32 +79,269 @@ def plan_partitions(sources: Sequence[str], length: int) -> Iterator[Partition]:
         yield Partition(number, files)
 
 
-def stamp_files(partition: Partition) -> Partition:
-    """The partition with size and date of every local file."""
-    return partition._replace(files=list(map(add_stamp, partition.files)))
-
-
 @dataclass
 class PartitionState:
-    """What the footer of a partition's file says about it."""
+    """What the footer of a partition or a slice says about it."""
 
-    digest: str = ""  # of the names of its files
-    sizes: str = ""  # of names and sizes; empty in partitions of former versions, as the next
-    dates: str = ""  # of names, sizes and dates
+    sizes: str = ""  # digest of the names and sizes of its files
+    dates: str = ""  # digest of names, sizes and dates
     pictures: int = 0  # rows
     failures: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass
-class SliceState(PartitionState):
-    """What the footer of a slice says about it, and what it takes to continue after it."""
-
-    # Images are counted from the start of the partition, failures included.
+    # What it takes to continue after a slice. Images are counted from the start of the partition, failures included.
     end: int = 0  # the first image after the slice
     groups: list[int] = field(default_factory=list)  # of each row group, the first image of its part
     part: int = 0  # the first image of the part in progress
     part_bytes: int = 0  # features of that part so far
 
-    def next(self) -> SliceState:
+    def next(self) -> PartitionState:
         """An empty slice after this one."""
-        return SliceState(end=self.end, part=self.part, part_bytes=self.part_bytes)
+        return PartitionState(end=self.end, part=self.part, part_bytes=self.part_bytes)
+
+
+@dataclass
+class RunTotals:
+    """Counts of a run, with those of an earlier run that it resumed."""
+
+    partitions: int = 0
+    pictures: int = 0
+    failures: int = 0
+    resumed: int = 0  # images and failures
+    resumed_failures: int = 0
+    with_failures: list[int] = field(default_factory=list)  # numbers of partitions
+
+    def add(self, number: int, pictures: int, failures: int) -> None:
+        """Count a partition."""
+        self.pictures += pictures
+        self.failures += failures
+        self.with_failures += [number] if failures else []
+
+
+def feature_schema(about: dict[str, Any]) -> pa.Schema:
+    """The columns, in order. `about`, of `veca.embed.settings.describe_features`, becomes the metadata."""
+    number = pa.float16() if about["save_dtype"] == "float16" else pa.float32()
+    fields: dict[str, pa.DataType] = {"path": pa.string()}
+    fields |= dict.fromkeys(("width", "height", "rows", "columns", "cores"), pa.int32())
+    fields |= {"cls": pa.list_(number, about["dim"])} if about["with_global"] else {}
+    fields |= {"patches": pa.large_list(number)} if about["dense"] else {}
+    return pa.schema(fields, {"veca": json.dumps(about)})
+
+
+def parquet_writer(path: Path, schema: pa.Schema, checksums: bool) -> pq.ParquetWriter:
+    """A writer of features; `checksums` let readers tell damage from features."""
+    # Features do not compress or repeat, and queries do not filter by them.
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    return pq.ParquetWriter(path, schema, write_page_checksum=checksums, **plain)
+
+
+class PartitionFolder:
+    """The folder of a run, on this machine or at an address, and the file it becomes if one was asked for."""
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        """`out` is a folder or address, or a `.parquet` file, whose folder is `<out>.parts`."""
+        name = os.fspath(out)
+        self.out = name.rstrip("/") or name
+        self.file: Path | None = None
+        self.remote = is_remote(name)
+        self.address = self.out if self.remote else os.path.abspath(name)
+        suffix = os.path.splitext(self.out)[1]
+        if suffix and not (self.remote or name.endswith("/") or os.path.isdir(name)):
+            if suffix != ".parquet":
+                way = "features are written as a .parquet file or, where it ends with /, a folder of them"
+                raise EmbedError(f"{name}: unknown kind of file {suffix!r}; {way}")
+            self.file, self.address = Path(name), f"{self.address}.parts"
+        try:
+            self._fs, self._root = fsspec.url_to_fs(self.address)
+        except (ImportError, ValueError) as error:
+            raise EmbedError(f"{name}: {error}") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a second run while the block runs. Object stores have no locks: nothing keeps runs apart there."""
+        lockable = not self.remote and not os.path.isfile(self._root)  # `start` refuses a file
+        try:
+            with locked(self._root, _LOCK) if lockable else nullcontext():
+                yield
+        finally:
+            if self.file:
+                with suppress(OSError):  # not empty: the run is unfinished, or the user keeps a file in it
+                    os.rmdir(self._root)
+
+    def start(self, job: dict[str, Any], overwrite: bool) -> set[int]:
+        """Begin or resume `job` in this folder; returns the partitions that are there. Refuses any other content."""
+        if self._fs.isfile(self._root):
+            raise EmbedError(f"{self.address} is a file; choose another name for the folder of features")
+        old: Any = None
+        with suppress(OSError, ValueError, RecursionError):
+            old = json.loads(self._fs.cat_file(f"{self._root}/{_JOB}"))
+        names = self._names()
+        if names and not self.file and not isinstance(old, dict):
+            raise EmbedError(f"{self.address} holds files that no run of this left, as {names[0]}; choose another name")
+        unfinished = isinstance(old, dict) and _DONE not in names and any(map(_OURS.fullmatch, names))
+        if not overwrite:
+            if self.file.exists() and not unfinished if self.file else _DONE in names:
+                way = "choose another name, or overwrite it with --overwrite (overwrite=True)"
+                raise EmbedError(f"{self.out} exists; {way}")
+            if unfinished:
+                pairs = {key: (old.get(key), job.get(key)) for key in job | old}
+                changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
+                if changed:
+                    reason = f"holds an unfinished run that differs: {'; '.join(changed)}"
+                    raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
+                return self.numbers()
+        # Keep the old description until the new one replaces it: a folder of files without one is refused.
+        self._remove_all()
+        self._write_json(_JOB, job)
+        return set()
+
+    def numbers(self) -> set[int]:
+        """Numbers of the partitions that are there."""
+        return {int(name[:8]) for name in self._names() if re.fullmatch(r"\d{8}\.parquet", name)}
+
+    def finished(self, partition: Partition, ignore_dates: bool = False) -> PartitionState | None:
+        """State of the partition if an earlier worker or run has finished it; refuses one of other images."""
+        state = self.read_state(partition.name())
+        if state is not None:
+            self._check_unchanged(state, partition.digests(), ignore_dates, f"the images of {partition.name()}")
+        return state
+
+    def slices(self, partition: Partition, ignore_dates: bool = False) -> list[PartitionState]:
+        """States of the slices that an earlier run left of a partition; refuses those of other images."""
+        states, index = list[PartitionState](), 0
+        while self.exists(name := partition.name(index)):
+            state, index = self.read_state(name), index + 1
+            if state is None or len(states) < index - 1:  # after a damaged slice, the rest is computed again
+                self.remove(name)
+            else:
+                states.append(state)
+        if states:
+            digests, which = partition.digests(states[-1].end), f"the first images of {partition.name()}"
+            self._check_unchanged(states[-1], digests, ignore_dates, which)
+        return states
+
+    def read_state(self, name: str) -> PartitionState | None:
+        """The state in the footer of a file; None if it is absent or damaged: not all file systems write atomically."""
+        try:
+            with self._fs.open(f"{self._root}/{name}", "rb") as file:
+                footer = pq.read_metadata(file)
+            state = PartitionState(**json.loads((footer.metadata or {})[b"veca_partition"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        groups = len(state.groups) or footer.num_row_groups
+        return state if (footer.num_rows, footer.num_row_groups) == (state.pictures, groups) else None
+
+    def _check_unchanged(self, state: PartitionState, digests: dict[str, str], ignore_dates: bool, which: str) -> None:
+        if state.sizes == digests["sizes"] and (ignore_dates or state.dates == digests["dates"]):
+            return
+        known = f"those already embedded in {self.address}"
+        reason, way = f"are not {known}", "Restore them, or"
+        if state.sizes == digests["sizes"]:
+            reason = f"have the names and sizes of {known}, but other dates"
+            way = "If they are only new copies, continue with --ignore-dates (ignore_dates=True); if not,"
+        raise EmbedError(f"the inputs have changed: {which} {reason}. {way} {ANEW}")
+
+    def complete(self, totals: RunTotals, schema: pa.Schema) -> None:
+        """End the run: write the list of failures, join the file or mark the folder as complete."""
+        self.check_partitions(totals.partitions)
+        names, present = [Partition(number, []).name() for number in range(totals.partitions)], set(self._names())
+        if missing := [name for name in names if name not in present]:
+            raise EmbedError(f"{missing[0]} is missing from {self.address}: the same call computes it again")
+        states = (self.read_state(names[number]) for number in sorted(totals.with_failures))
+        failures = chain.from_iterable(state.failures for state in states if state)
+        listed = f"{self.file or self._root.rstrip('/')}.failures.csv"
+        if totals.failures:
+            with self.temporary() as path:
+                with open(path, "w", newline="", encoding="utf-8") as file:
+                    csv.writer(file).writerows(chain([("path", "error")], failures))
+                self._move(path, listed)
+        elif self._fs.exists(listed):
+            self._fs.rm_file(listed)
+        if self.file is None:
+            for name in present:
+                if name.startswith((".", "_0")):  # temporary files of killed workers, and slices
+                    self.remove(name)
+            self._write_json(_DONE, {key: getattr(totals, key) for key in ("partitions", "pictures", "failures")})
+            return
+        # One row group at a time, so that memory does not grow with the number of images.
+        with atomic_path(self.file) as path, parquet_writer(path, schema, checksums=False) as writer:
+            for table in self.read_tables(names, schema):
+                writer.write_table(table)
+        for temporary in self.file.parent.glob(f".{glob.escape(self.file.name)}.*.part"):
+            temporary.unlink()
+        self.remove(_JOB)  # first: partitions without a description are no run to resume
+        self._remove_all()
+
+    def check_partitions(self, count: int) -> None:
+        """Raise EmbedError if there are partitions after the first `count`: the inputs had more images."""
+        if any(number >= count for number in self.numbers()):
+            reason = f"{self.address} holds partitions of other images"
+            raise EmbedError(f"the inputs have changed: {reason}. Restore them, or {ANEW}")
+
+    def kept_message(self, images: int) -> str:
+        """How to go on after an error; `images` are finished."""
+        if not self.exists(_JOB):
+            return f"Not all that was finished is in {self.address}; the same call computes what is missing."
+        return f"{images:,} finished images are kept in {self.address}; the same call continues after them."
+
+    def read_tables(self, names: Sequence[str], schema: pa.Schema) -> Iterator[pa.Table]:
+        """One table per row group of files in a local folder."""
+        for file in (Path(self._root, name) for name in names):
+            try:
+                with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                    for index in range(parquet.num_row_groups):
+                        yield parquet.read_row_group(index, schema.names).cast(schema)
+            except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # from the system, as a missing file; errors of pyarrow have no number
+                reason = str(error).partition("\n")[0]  # may hold bytes of the damage: quoted
+                way = f"remove it, and the same call computes it again, or {ANEW}"
+                raise EmbedError(f"{file} is damaged ({reason!r}); {way}") from error
+
+    @contextmanager
+    def new_file(self, schema: pa.Schema) -> Iterator[tuple[Path, pq.ParquetWriter]]:
+        """A file of features to write, which `publish` then moves into the folder."""
+        with self.temporary() as path, parquet_writer(path, schema, checksums=True) as writer:
+            yield path, writer
+
+    @contextmanager
+    def temporary(self) -> Iterator[Path]:
+        """A local path to write a file that is then moved into the folder."""
+        place = tempfile.TemporaryDirectory() if self.remote else nullcontext(self._root)
+        with place as folder, temporary_path(Path(folder, "new")) as path:
+            yield path
+
+    def publish(self, path: Path, name: str) -> None:
+        """Move a complete file into the folder."""
+        if not self.remote:
+            os.stat(f"{self._root}/{_JOB}")  # FileNotFoundError if the folder was removed while the run was at work
+        self._move(path, f"{self._root}/{name}")
+
+    def _move(self, path: Path, address: str) -> None:
+        if self.remote:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.put_file(str(path), address)
+        else:
+            publish(path, Path(address))
+
+    def exists(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self._root}/{name}"))
+
+    def remove(self, name: str) -> None:
+        self._fs.rm_file(f"{self._root}/{name}")
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            names = (name.rstrip("/").rpartition("/")[2] for name in self._fs.ls(self._root, detail=False))
+            return sorted(name for name in names if name != _LOCK)
+        except FileNotFoundError:
+            return []
+
+    def _remove_all(self) -> None:
+        """Remove what runs wrote, but for the description, and nothing else."""
+        for name in filter(_OURS.fullmatch, self._names()):
+            self.remove(name)
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        with self.temporary() as path:
+            path.write_text(json.dumps(value, indent=2))
+            self._move(path, f"{self._root}/{name}")

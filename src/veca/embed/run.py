@@ -1,39 +1,42 @@
-"""`embed`: features of many images, computed by one model in this process.
+"""`embed`: features of many images, computed by one model in this process or by many on Ray.
 
     sources → partitions → decoding processes → batches of one shape → partition files → one file, if asked for
 
 A run that was interrupted is resumed by the partitions in its folder (`veca.embed.partitions`).
 """
 
-from __future__ import annotations
-
+import dataclasses
 import errno
+import hashlib
+import json
 import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from veca.checkpoint.format import weights_hash
 from veca.data.loader import Record, decode_items
 from veca.data.remote import is_remote
-from veca.data.sources import Item, count_images, unpack_files
+from veca.data.sources import Item, OnRead, count_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
-from veca.embed.batches import FeatureBatcher, partition_length
-from veca.embed.folder import PartitionFolder, prepare_run
-from veca.embed.formats import feature_schema
-from veca.embed.partitions import Partition, PartitionState, plan_partitions, stamp_files
-from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings, describe_features, describe_job
-from veca.embed.writer import PartitionWriter
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
+from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
+from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
+from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings
 from veca.errors import NonFiniteError
+from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
-from veca.utils.console import ProgressTask, ReadingLine, bar
-from veca.utils.files import check_utf8, check_writable
+from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
+from veca.utils.files import check_utf8, check_writable, list_paths
+from veca.version import __version__
 
 _SAVE_SECONDS = 60.0
 """How often the finished images of a partition in progress are saved: what a killed run loses at most."""
@@ -48,22 +51,31 @@ def embed(
     settings: EmbedSettings | None = None,
     device: str | torch.device | None = None,
     column: str | None = None,
-    workers: int = 0,
+    workers: int | None = None,
+    engine: Engine = "plain",
+    address: str | None = None,
+    partition: int | None = None,
     overwrite: bool = False,
     skip_nonfinite: bool = False,
     ignore_dates: bool = False,
     progress: bool = True,
 ) -> EmbedReport:
-    """Write the features of all images in `inputs` to `out`: a `.parquet`, `.safetensors` or `.npz` file, or a folder.
+    """Write the features of all images in `inputs` to `out`: a `.parquet` file, or a folder of them.
 
     `inputs` are files, folders (recursive, links to folders excepted), globs, tar shards (`.tar`, `.tar.gz`, `.tgz`)
     and Parquet files with encoded images in `column` (None: the only one of bytes, or `image`), on this machine or at
     addresses that fsspec reads; rows keep their order, and folders are sorted. An image that cannot be read is a row
     in `<out>.failures.csv`; one whose features have NaN or infinity stops the run, unless `skip_nonfinite` makes it
-    such a row too. The model moves to `device` (None: it stays where it is). `workers` processes decode images (0:
-    this process does); compressed shards are unpacked by this process alone. Called again after an interruption, with
-    the same arguments, it continues if files have the names, sizes and dates they had (`ignore_dates`: names and
-    sizes); `overwrite` starts anew and replaces an earlier `out`.
+    such a row too. The model moves to `device` (None: it stays where it is). `workers` processes decode images (None
+    or 0: this process does); compressed shards are unpacked by this process alone. Called again after an interruption,
+    with the same arguments, it continues if files have the names, sizes and dates they had (`ignore_dates`: names and
+    sizes); `overwrite` starts anew and replaces an earlier `out`. `partition` is the number of image files per file of
+    features in the folder.
+
+    With `engine` "ray", `out` is on a disk that all machines share, or a folder at an address as s3://…. `address` is
+    the cluster's (None: the one this process or RAY_ADDRESS names, or this machine alone). Models run on `device`
+    (None: on GPUs if the cluster has any, or else on CPUs), one per GPU with `workers` decoding processes (None: all
+    cores there are per GPU), or one per CPU (`workers` more than 0: per that many CPUs, which all decode).
 
     >>> import tempfile, veca
     >>> from PIL import Image
@@ -75,96 +87,158 @@ def embed(
     ...     embed(folder, out, model=model, model_name="veca_tiny", settings=settings, progress=False).pictures
     1
     """
-    began = time.perf_counter()
-    if is_remote(os.fspath(out)):
+    began, on_ray, was_training = time.perf_counter(), engine == "ray", model.training
+    if not on_ray and is_remote(os.fspath(out)):
         raise EmbedError(f"{out}: an address; this engine writes on this machine. --engine ray writes to addresses")
-    sources, folder, settings = prepare_run(inputs, out, model, settings, column, workers, progress)
-    device = torch.device(device) if device is not None else next(model.parameters()).device
-    check_utf8(out)
-    check_writable(folder.file or folder.address, folder=folder.file is None)
-    about = describe_features(model, model_name, settings, device)
-    length = partition_length(model.config, settings, partitions.PARTITION)
-    was_training = model.training
-    batcher = FeatureBatcher(model, settings, device, feature_schema(about), skip_nonfinite)
-    run = _PlainRun(folder, batcher, column, ignore_dates)
-    try:
-        with folder.locked(), collect_unsupported() as left_out, run.explaining_errors():
-            folder.start(describe_job(about, model, sources, column, length), overwrite)
-            run.run(sources, length, workers, progress)
-    finally:
-        model.train(was_training)
+    if partition is not None and partition < 1:
+        raise EmbedError(f"partition={partition}: must be at least 1")
+    sources, folder, settings = list_paths(inputs), PartitionFolder(out), (settings or EmbedSettings()).resolve(model)
+    with reading_line(progress) as on_read:
+        _check_sources(sources, column, on_read)
+    if not on_ray:
+        check_utf8(out)
+        check_writable(folder.file or folder.address, folder=folder.file is None)
+    with connect_ray(address) if on_ray else nullcontext(), folder.locked(), collect_unsupported() as left_out:
+        where, models = device or next(model.parameters()).device, 1
+        if on_ray:
+            models, where, workers = find_slots(device, workers)
+        about = describe_features(model, model_name, settings, torch.device(where))
+        job = EmbedJob(
+            folder,
+            settings,
+            model.config,
+            about,
+            torch.device(where),
+            workers or 0,
+            column,
+            skip_nonfinite,
+            ignore_dates,
+        )
+        length = job.partition_length(partition or partitions.PARTITION)
+        present = folder.start(describe_job(about, model, sources, column, length), overwrite)
+        plan = plan_partitions(sources, length)
+        if on_ray:
+            totals = run_on_ray(job, model, list(plan), present, models, progress)
+        else:
+            try:
+                # Compressed shards are not counted: it would take as long as reading them.
+                total = count_images(sources, unpack=False) if progress else None
+                totals = _PlainRun(job, model, plan).run(total, progress)
+            finally:
+                model.train(was_training)
     left_out.warn()
-    seconds = time.perf_counter() - began
-    return EmbedReport(run.images, run.failed, run.resumed, seconds, Path(folder.out), run.resumed_failures)
+    seconds, to = time.perf_counter() - began, folder.out if on_ray else Path(folder.out)
+    return EmbedReport(totals.pictures, totals.failures, totals.resumed, seconds, to, totals.resumed_failures)
+
+
+def _check_sources(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
+    """Raise EmbedError unless every source holds at least one image."""
+    if not sources:
+        raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
+    for source in sources:
+        with collect_unsupported() as left_out:
+            first = next(iter_items([source], column, on_read=on_read), None)
+        if first is None:
+            kinds = f"no images there ({', '.join(sorted(EXTENSIONS))})"
+            # Archives in a folder are only read if they are named.
+            hint = f"; archives are named, as '{os.path.join(source, '*.tar')}'" if os.path.isdir(source) else ""
+            raise EmbedError(left_out.append_to(f"{source}: {kinds}{hint}"))
+
+
+def describe_features(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
+    """How the features are made: model, weights, versions and settings. Saved as metadata of every feature file."""
+    about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
+    about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
+    about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
+    return dict(json.loads(json.dumps(about, default=str)))
+
+
+def describe_job(
+    about: dict[str, Any], model: Veca, sources: list[str], column: str | None, length: int
+) -> dict[str, Any]:
+    """What must be equal for a run to be resumed: how the features are made, of which inputs, in which partitions."""
+    places = [source if is_remote(source) else os.path.abspath(source) for source in sources]
+    places += [] if column is None else [f"column {column}"]
+    inputs = hashlib.sha256("\0".join(places).encode("utf-8", "backslashreplace")).hexdigest()
+    config = json.loads(json.dumps(model.config.to_dict()))
+    return {**about, "config": config, "inputs": inputs, "partition": length}
 
 
 class _PlainRun:
-    """Computes the partitions of a run one after another."""
+    """Computes the partitions of a run one after another, in this process."""
 
-    def __init__(
-        self, folder: PartitionFolder, batcher: FeatureBatcher, column: str | None, ignore_dates: bool
-    ) -> None:
-        self.folder, self.batcher, self.column, self.ignore_dates = folder, batcher, column, ignore_dates
-        self.images = self.failed = self.resumed = self.resumed_failures = self.partitions = 0
-        self.with_failures: list[int] = []  # numbers of partitions
-        self.last_image = ""
-        self.queue = deque[PartitionWriter]()  # partitions that the loader has come to, in order
+    def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition]) -> None:
+        self.job, self.plan, self.totals, self.last_image = job, plan, RunTotals(), ""
+        self.model = FeatureModel(model, job)
         self.loading = deque[PartitionWriter]()  # of each image that the loader has been given, its partition
+        self.saved = list[PartitionState]()  # slices of the partition in progress
 
-    def run(self, sources: list[str], length: int, workers: int, progress: bool) -> None:
-        s = self.batcher.settings
-        # Compressed shards are not counted: it would take as long as reading them.
-        total = count_images(sources, unpack=False) if progress else None
-        on_read = ReadingLine()
+    def run(self, total: int | None, progress: bool) -> RunTotals:
+        """Compute all partitions and complete the folder."""
+        s, totals, folder, on_read = self.job.settings, self.totals, self.job.folder, ReadingLine()
         # One loader for all partitions, so that its processes never wait for the next. They start before the bar:
         # forking is safest before that has its thread.
         with (
-            decode_items(self._items(sources, length, on_read), s.size, s.fit, s.max_pixels, workers) as records,
+            self._explaining_errors(),
+            decode_items(self._items(on_read), s.size, s.fit, s.max_pixels, self.job.workers) as records,
             bar("embedding", total, "images", progress, failures=True) as advance,
         ):
             on_read.show = advance.describe
             for writer, group in groupby(self._watch(records, advance, on_read), lambda _: self.loading.popleft()):
-                while self.queue[0] is not writer:  # nothing is left to embed of these
-                    self._write_first(())
-                self._write_first(group)
-            while self.queue:
-                self._write_first(())
-            advance(0, completed=self.images + self.failed, failed=self.failed)
-            if self.folder.file:
+                self._write(writer, group)
+            advance(0, completed=totals.pictures + totals.failures, failed=totals.failures)
+            if folder.file:
                 advance.describe("joining")
-            totals = {"partitions": self.partitions, "pictures": self.images, "failures": self.failed}
-            self.folder.complete(totals, self.with_failures, self.batcher.schema)
+            folder.complete(totals, self.model.schema)
             advance.describe("embedded")
+        return totals
 
-    def _items(self, sources: list[str], length: int, on_read: ReadingLine) -> Iterator[Item]:
-        """The images still to be embedded; their partitions join the queue as the loader comes to them."""
-        for partition in map(stamp_files, plan_partitions(sources, length)):
-            self.partitions += 1
-            finished = self.folder.finished(partition, self.ignore_dates)
-            slices = [] if finished else self.folder.slices(partition, self.ignore_dates)
+    @contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        """Raise what stops a run as EmbedError that says what is kept and how to go on."""
+        try:
+            yield
+        except (NonFiniteError, torch.OutOfMemoryError, WorkerDiedError, OSError) as error:
+            reason = str(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                reason = f"no memory on {self.job.device} for batch={self.job.settings.batch}: lower it"
+            elif isinstance(error, WorkerDiedError):
+                reason = (
+                    f"a decoding process died: {error}. Most often memory ran out (fewer --workers or a lower "
+                    f"--max-pixels help); if an image crashes the decoder, it comes soon after {self.last_image!r}"
+                )
+            elif isinstance(error, OSError):
+                more = ". Free some: the partitions and the file they become exist side by side"
+                reason = f"the run stopped: {error}{more if error.errno == errno.ENOSPC else ''}"
+            images = self.totals.pictures + sum(state.pictures for state in self.saved)
+            raise EmbedError(f"{reason}. {self.job.folder.kept_message(images)}") from error
+
+    def _items(self, on_read: ReadingLine) -> Iterator[Item]:
+        """The images still to be embedded, of the partitions as the loader comes to them."""
+        job, totals = self.job, self.totals
+        for partition in map(Partition.with_stamps, self.plan):
+            totals.partitions += 1
+            finished = job.folder.finished(partition, job.ignore_dates)
+            slices = [] if finished else job.folder.slices(partition, job.ignore_dates)
             for state in [finished] if finished else slices:
-                self.resumed += state.pictures + len(state.failures)
-                self.resumed_failures += len(state.failures)
+                totals.resumed += state.pictures + len(state.failures)
+                totals.resumed_failures += len(state.failures)
             if finished:
-                self._add_totals(partition, finished)
+                totals.add(partition.number, finished.pictures, len(finished.failures))
                 continue
-            writer = PartitionWriter(self.folder, partition, self.batcher, slices)
-            self.queue.append(writer)
-            images = unpack_files(partition.files, self.column, self.batcher.settings.max_pixels, on_read)
+            writer = PartitionWriter(self.model, partition, slices)
+            item, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
             for item in islice(images, writer.added, None):
                 self.loading.append(writer)
                 yield item
+            if item is None:  # a shard without images, or all of them are in slices
+                self._write(writer, ())
 
-    def _write_first(self, records: Iterable[Record]) -> None:
-        """Write the first partition in the queue with its records."""
-        state = self.queue[0].write(records, _SAVE_SECONDS)
-        self._add_totals(self.queue.popleft().partition, state)
-
-    def _add_totals(self, partition: Partition, state: PartitionState) -> None:
-        self.images += state.pictures
-        self.failed += len(state.failures)
-        if state.failures:
-            self.with_failures.append(partition.number)
+    def _write(self, writer: PartitionWriter, records: Iterable[Record]) -> None:
+        self.saved = writer.slices
+        state = writer.write(records, _SAVE_SECONDS)
+        self.totals.add(writer.partition.number, state.pictures, len(state.failures))
+        self.saved = []
 
     def _watch(self, records: Iterator[Record], advance: ProgressTask, on_read: ReadingLine) -> Iterator[Record]:
         done = failed = 0
@@ -176,25 +250,5 @@ class _PlainRun:
             done, failed = done + 1, failed + (record.pixels is None)
             advance.describe("embedding")
             # What an earlier run has done counts as soon as the loader has passed it, and not for the rate.
-            advance(counted=1, completed=self.resumed + done, failed=self.resumed_failures + failed)
-
-    @contextmanager
-    def explaining_errors(self) -> Iterator[None]:
-        """Raise what stops a run as EmbedError that says what is kept and how to go on."""
-        try:
-            yield
-        except (NonFiniteError, torch.OutOfMemoryError, WorkerDiedError, OSError) as error:
-            reason = str(error)
-            if isinstance(error, torch.OutOfMemoryError):
-                reason = f"no memory on {self.batcher.device} for batch={self.batcher.settings.batch}: lower it"
-            elif isinstance(error, WorkerDiedError):
-                reason = (
-                    f"a decoding process died: {error}. Most often memory ran out (fewer --workers or a lower "
-                    f"--max-pixels help); if an image crashes the decoder, it comes soon after {self.last_image!r}"
-                )
-            elif isinstance(error, OSError):
-                reason = f"the run stopped: {error}"
-                if error.errno == errno.ENOSPC:
-                    reason += ". Free some: the partitions and the file they become exist side by side"
-            saved = self.queue[0].saved if self.queue else 0
-            raise EmbedError(f"{reason}. {self.folder.kept_message(self.images + saved)}") from error
+            totals = self.totals
+            advance(counted=1, completed=totals.resumed + done, failed=totals.resumed_failures + failed)

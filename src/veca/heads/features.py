@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca.checkpoint import weights_hash, write_tensors
+from veca.checkpoint.format import weights_hash, write_tensors
 from veca.config import is_budget
 from veca.data.datasets import batches
 from veca.data.datasets.base import Split

@@ -4,8 +4,6 @@ A file has one budget. Its input is `images` (B, 3, height, width), float32 and 
 whatever the dtype of the weights: `cls` (B, D), `patches` (B, N, D) row by row, and `coordinates` (L, B, C, 2).
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
@@ -15,7 +13,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -49,9 +47,6 @@ TOLERANCE = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 2e-1}
 """Largest error of a file, relative to PyTorch in float32. That of int8 is only reported: weights differ."""
 ONNX_BYTES = 2**31
 """A protobuf message is smaller than this."""
-CHECK_SIZES = ((224, 224), (160, 288))
-"""Sizes at which files of dynamic size are checked; neither is the one they are traced at."""
-TRACED_SIZE = (64, 96)
 
 
 class ExportCheck(NamedTuple):
@@ -98,7 +93,8 @@ def export(
     path, model = Path(path), getattr(model, "_orig_mod", model)
     form = format_of(path, form)
     cores = (model.budget or model.config.num_cores) if cores is None else cores
-    _check_request(model, cores, size, form, dtype)
+    if problem := next(_find_problems(model, cores, size, form, dtype), None):
+        raise ArgumentError(problem)
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         with needs_extra("ONNX files need", "export"):
             importlib.import_module(package)
@@ -111,7 +107,9 @@ def export(
     # In a folder of its own beside the target, so that the finished file can be moved there atomically.
     with atomic_path(path) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=f".{path.name}.") as folder:
         file = Path(folder) / f"model{path.suffix}"  # AOTInductor insists on its suffix
-        with _silence_exporters():
+        with warnings.catch_warnings(action="ignore"), ExitStack() as after:
+            after.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.WARNING)
             # The few-cores algorithm has fewer products that int8 speeds up, and is slower there.
             program = trace(model_at_budget, size, few_cores=dtype != "int8")
             if form == "onnx":
@@ -139,14 +137,12 @@ def format_of(path: Path, form: str | None = None) -> ExportFormat:
     >>> format_of(Path("veca.onnx")), format_of(Path("veca.pt2")), format_of(Path("veca.pt2"), "aoti")
     ('onnx', 'export', 'aoti')
     """
-    if form is not None and form not in get_args(ExportFormat):
-        raise ArgumentError(f"format {form!r} is unknown; choose one of {', '.join(get_args(ExportFormat))}")
-    suffixes = {"onnx": ".onnx", "export": ".pt2", "aoti": ".pt2"}
-    if path.suffix not in suffixes.values():
-        raise ArgumentError(f"{path}: suffix {path.suffix!r} is unknown; end it in .onnx, or in .pt2 for torch.export")
-    if form is not None and path.suffix != suffixes[form]:
-        raise ArgumentError(f"{path}: format {form} is written to files that end in {suffixes[form]}; rename it")
-    return form or ("onnx" if path.suffix == ".onnx" else "export")  # type: ignore[return-value]  # checked above
+    formats: dict[str, tuple[ExportFormat, ...]] = {".onnx": ("onnx",), ".pt2": ("export", "aoti")}
+    for each in formats.get(path.suffix, ()):
+        if form in (None, each):
+            return each
+    rule = "format onnx is written to files that end in .onnx, export and aoti to .pt2"
+    raise ArgumentError(f"{path}{f' with format {form!r}' if form else ''}: {rule}")
 
 
 def parse_size(text: str) -> ImageSize | None:
@@ -188,8 +184,7 @@ def trace(model_at_budget: BudgetModel, size: ImageSize | None, few_cores: bool 
     shape: dict[int, Any] = {0: dim("batch")}
     if size is None:
         shape |= {2: patch * dim("rows", min=2), 3: patch * dim("columns", min=2)}
-    height, width = size or (side // 16 * patch for side in TRACED_SIZE)
-    images = torch.zeros(2, config.in_chans, height, width)
+    images = torch.zeros(2, config.in_chans, *(size or (4 * patch, 6 * patch)))
     with torch.no_grad(), use_kernel("auto" if few_cores else "sdpa"):
         # Non-strict tracing would specialise the batch size, through `len(images)`.
         program = torch.export.export(model_at_budget, (images,), dynamic_shapes={"images": shape}, strict=True)
@@ -271,8 +266,8 @@ def check_file(
 ) -> list[ExportCheck]:
     """Compare the file with the model: at two sizes, or at two batch sizes where the size is fixed."""
     patch = model_at_budget.model.config.patch_size
-    sizes = [(height // 16 * patch, width // 16 * patch) for height, width in CHECK_SIZES]
-    cases = [(1, sizes[0]), (2, sizes[1])] if size is None else [(1, size), (2, size)]
+    # Files of dynamic size are checked at two sizes that they were not traced at.
+    cases = [(1, size or (14 * patch, 14 * patch)), (2, size or (10 * patch, 18 * patch))]
     run = open_file(path, form)
     random = torch.Generator().manual_seed(0)
     checks = []
@@ -293,39 +288,26 @@ def output_errors(outputs: Iterable[Tensor], expected: Iterable[Tensor]) -> dict
     return {key: float((a - b).norm() / b.norm().clamp_min(1e-30)) for key, a, b in pairs}
 
 
-def _check_request(model: Veca, cores: int, size: ImageSize | None, form: ExportFormat, dtype: str) -> None:
+def _find_problems(model: Veca, cores: int, size: ImageSize | None, form: ExportFormat, dtype: str) -> Iterator[str]:
+    """Reasons why a model cannot be exported in this way."""
     patch, num_cores = model.config.patch_size, model.config.num_cores
     if isinstance(model, FastVeca) or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise ArgumentError("an optimized model cannot be exported: export the model it was made from")
+        yield "an optimized model cannot be exported: export the model it was made from"
     if type(model).forward is not Veca.forward:
-        way_out = "veca.save it, and export what veca.load gives"
-        raise ArgumentError(f"a {type(model).__name__} is not called as a Veca is; {way_out}")
+        yield f"a {type(model).__name__} is not called as a Veca is; veca.save it, and export what veca.load gives"
     if model.coordinate_alpha.is_meta:
-        raise ArgumentError("the model is on the meta device and has no weights; load them first")
+        yield "the model is on the meta device and has no weights; load them first"
     if not is_budget(cores, num_cores):
-        raise ArgumentError(f"cores={cores!r}; a budget is an integer from 1 to {num_cores}")
+        yield f"cores={cores!r}; a budget is an integer from 1 to {num_cores}"
     if size is not None and (min(size) < patch or any(side % patch for side in size)):
         near = "x".join(map(str, nearest_sizes(*size, patch)))
-        raise ArgumentError(f"size {size[0]}x{size[1]}: sides must be positive multiples of {patch}. Nearest: {near}")
+        yield f"size {size[0]}x{size[1]}: sides must be positive multiples of {patch}. Nearest: {near}"
     if dtype not in get_args(ExportDtype):
-        raise ArgumentError(f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(ExportDtype))}")
+        yield f"dtype {dtype!r} is unknown; choose one of {', '.join(get_args(ExportDtype))}"
     if form == "onnx" and dtype == "bfloat16":
-        raise ArgumentError("dtype bfloat16 in an ONNX file: hardly a runtime computes in it; choose float16 or a .pt2")
+        yield "dtype bfloat16 in an ONNX file: hardly a runtime computes in it; choose float16 or a .pt2"
     if form != "onnx" and dtype == "int8":
-        raise ArgumentError(f"dtype int8 with format {form}: onnxruntime makes it; write to a file that ends in .onnx")
+        yield f"dtype int8 with format {form}: onnxruntime makes it; write to a file that ends in .onnx"
     size_bytes = (2 if dtype == "float16" else 4) * sum(p.numel() for p in model.parameters())
     if form == "onnx" and size_bytes >= ONNX_BYTES:
-        weights = f"the weights are {size_bytes / 1e9:.1f} GB"
-        raise ArgumentError(f"{weights}; an ONNX file holds at most 2: choose float16 or a .pt2")
-
-
-@contextmanager
-def _silence_exporters() -> Iterator[None]:
-    """Suppress logs and warnings of the exporters."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
+        yield f"the weights are {size_bytes / 1e9:.1f} GB; an ONNX file holds at most 2: choose float16 or a .pt2"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from veca.checkpoint import load_or_random
+from veca.checkpoint.loading import load_or_random
 from veca.errors import ArgumentError
 from veca.hub.export import OUTPUTS, BudgetModel, ExportDtype, RunFile, export, open_file, output_errors, parse_size
 from veca.utils.timing import measure

@@ -6,8 +6,6 @@ A thin subclass of `Veca` with the interface of timm's models: a call returns lo
 attributes that timm's tools read are there. Tensors have the same names as in `Veca`, so checkpoints are the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,15 +17,15 @@ from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from veca.checkpoint import CheckpointError, load
-from veca.checkpoint.pretrained import find_pretrained, list_models
+from veca.checkpoint.loading import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
 from veca.inputs import resolve_block_indices, resolve_budget
 from veca.model import Veca
 
-POOLS = ("token", "avg", "")
-"""The first core, the mean of the patches, or no pooling."""
+SIZE = (512, 512)
+"""Of the images in the paper's results."""
 
 
 class TimmVeca(Veca):
@@ -168,7 +166,7 @@ class TimmVeca(Veca):
 
 
 def _check_pool(pool: str) -> str:
-    if pool not in POOLS:
+    if pool not in ("token", "avg", ""):
         raise ArgumentError(f"global_pool={pool!r}; choose 'token' (the first core), 'avg' (the patches) or '' (none)")
     return pool
 
@@ -177,37 +175,21 @@ def _drop_path(layer: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     return layer.drop_path(out)
 
 
-SIZE = (512, 512)
-"""Of the images in the paper's results."""
-
-
-def _cfg(file: Path | None) -> dict[str, Any]:
-    return {
-        "file": str(file) if file else None,
-        "custom_load": True,  # `load_pretrained`, which reads released checkpoints too
-        "num_classes": 0 if file else 1000,
-        "input_size": (3, *SIZE),
-        "pool_size": None,
-        "crop_pct": 1 / 1.125,  # as in veca.images
-        "interpolation": "bicubic",
-        "mean": MEAN,
-        "std": STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        "paper_ids": "arXiv:2605.12491",
-        "paper_name": "Elastic Attention Cores for Scalable Vision Transformers",
-    }
-
-
 def _cfgs() -> dict[str, Any]:
     """Pretrained configs by name, with a tag where there are weights; the first tag is the default."""
+    # `custom_load`: by `load_pretrained`, which reads released checkpoints too. `crop_pct`: as in veca.images.
+    shared = {"custom_load": True, "input_size": (3, *SIZE), "crop_pct": 1 / 1.125, "mean": MEAN, "std": STD}
+    shared |= {"first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0"}
+    shared["paper_ids"] = "arXiv:2605.12491"
+    shared["paper_name"] = "Elastic Attention Cores for Scalable Vision Transformers"
     cfgs = {}
     for size in SIZES:
         tagged = [name for name in list_models(pretrained=True) if name.partition(".")[0] == size]
         for name in tagged or [size]:
             folder = find_pretrained(name)
-            cfgs[name.replace(size, f"{size}_patch16", 1)] = _cfg(folder and folder / "model.safetensors")
+            file = str(folder / "model.safetensors") if folder else None
+            weights = {"file": file, "num_classes": 0 if file else 1000}
+            cfgs[name.replace(size, f"{size}_patch16", 1)] = {**shared, **weights}
     return cfgs
 
 

@@ -7,8 +7,6 @@ Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens 
 L blocks.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -86,13 +84,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
         self.stage_names = ["stem", *(f"stage{i}" for i in range(1, self.depth + 1))]
         self.set_output_features_output_indices(**outputs)
 
-    @classmethod
-    def from_veca(cls, config: plain.VecaConfig, **kwargs: Any) -> VecaConfig:
-        """From our configuration; `kwargs` are further fields, such as `cores` or `num_labels`."""
-        return cls(**{**config.to_dict(), **kwargs})
-
-    def veca(self, num_classes: int = 0) -> plain.VecaConfig:
-        """Our configuration of the same architecture."""
+    def veca(self, classifier: bool = False) -> plain.VecaConfig:
+        """Our configuration of the same architecture, with a class for each label if there is a classifier."""
+        num_classes = self.num_labels or 0 if classifier else 0
         fields = {name: getattr(self, name) for name in _DEFAULT.to_dict() if name != "num_classes"}
         return plain.VecaConfig.from_dict({**fields, "budgets": list(self.budgets), "num_classes": num_classes})
 
@@ -111,26 +105,24 @@ class VecaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class has it)
     _supports_sdpa = True
+    _classifies = False
+    accepts_loss_kwargs = False  # else Trainer passes arguments of its own to `forward`
 
     def __init__(self, config: VecaConfig) -> None:
         super().__init__(config)
-        self.veca = Veca(config.veca(self._num_classes(config)))
+        self.veca = Veca(config.veca(self._classifies))
         self.veca.provenance = dict(config.provenance or {})
         self.post_init()
-
-    @staticmethod
-    def _num_classes(config: VecaConfig) -> int:
-        return 0
 
     @classmethod
     def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
         """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration."""
-        config = VecaConfig.from_veca(model.config, **{"provenance": model.provenance, **kwargs})
+        config = VecaConfig(**{**model.config.to_dict(), "provenance": model.provenance, **kwargs})
         with torch.device("meta"):  # its own weights are replaced
             wrapped = cls(config)
         wrapped.veca = copy.deepcopy(model)
-        if wrapped.veca.num_classes != cls._num_classes(config):
-            wrapped.veca.reset_classifier(cls._num_classes(config))
+        if wrapped.veca.num_classes != (num_classes := config.veca(cls._classifies).num_classes):
+            wrapped.veca.reset_classifier(num_classes)
         return wrapped.eval()
 
     @torch.no_grad()
@@ -157,11 +149,16 @@ class VecaPreTrainedModel(PreTrainedModel):
         return self.veca.grad_checkpointing
 
     def _pass(
-        self, images: Tensor, cores: int | None, hidden: bool | None, attentions: bool | None, cls_only: bool = False
+        self,
+        images: Tensor,
+        cores: int | None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cls_only: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
         """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless requested."""
-        hidden = self.config.output_hidden_states if hidden is None else hidden
-        attentions = self.config.output_attentions if attentions is None else attentions
+        hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        attentions = self.config.output_attentions if output_attentions is None else output_attentions
         cores = self.config.cores if cores is None else cores
         take = range(-1, len(self.veca.blocks)) if hidden else ()
         with recorded_attention(self.veca, bool(attentions)) as maps:
@@ -196,34 +193,21 @@ class VecaModel(VecaPreTrainedModel):
     """
 
     @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        cores: int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> BaseModelOutputWithPooling:
-        tokens, more = self._pass(pixel_values, cores, output_hidden_states, output_attentions)
+    def forward(self, pixel_values: Tensor, cores: int | None = None, **outputs: Any) -> BaseModelOutputWithPooling:
+        tokens, more = self._pass(pixel_values, cores, **outputs)
         return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens[:, 0], **more)
 
 
 class VecaForImageClassification(VecaPreTrainedModel):
     """A linear classifier on the first core."""
 
-    @staticmethod
-    def _num_classes(config: VecaConfig) -> int:
-        return config.num_labels or 0
+    _classifies = True
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: Tensor,
-        labels: Tensor | None = None,
-        cores: int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
+        self, pixel_values: Tensor, labels: Tensor | None = None, cores: int | None = None, **outputs: Any
     ) -> ImageClassifierOutput:
-        tokens, more = self._pass(pixel_values, cores, output_hidden_states, output_attentions, cls_only=True)
+        tokens, more = self._pass(pixel_values, cores, **outputs, cls_only=True)
         logits: Any = self.veca.forward_head(tokens)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, **more)
@@ -237,14 +221,9 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
         self.num_features = [config.embed_dim] * (config.depth + 1)
 
     @can_return_tuple
-    def forward(
-        self,
-        pixel_values: Tensor,
-        cores: int | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> BackboneOutput:
-        _, more = self._pass(pixel_values, cores, True, output_attentions)
+    def forward(self, pixel_values: Tensor, cores: int | None = None, **outputs: Any) -> BackboneOutput:
+        hidden = outputs.pop("output_hidden_states", None)
+        _, more = self._pass(pixel_values, cores, True, **outputs)
         columns = pixel_values.shape[-1] // self.config.patch_size
         patches = pixel_values.shape[-2] // self.config.patch_size * columns
         maps: Any = []
@@ -253,7 +232,7 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
                 x = self.veca.norm(x) if self.config.apply_layernorm or stage == self.stage_names[-1] else x
                 x = x[:, -patches:]
                 maps.append(x.mT.unflatten(-1, (-1, columns)).contiguous() if self.config.reshape_hidden_states else x)
-        if not (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states):
+        if not (self.config.output_hidden_states if hidden is None else hidden):
             more["hidden_states"] = None
         return BackboneOutput(feature_maps=tuple(maps), **more)
 
@@ -283,16 +262,14 @@ class VecaImageProcessor(BaseImageProcessor):
         fit = fit or self.fit
         side = self.size if size is None else get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
         flat: Any = make_flat_list_of_images(self.fetch_images(images))
-        tensors = [self._preprocess_image(image, side, fit) for image in flat]
-        return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
-
-    def _preprocess_image(self, image: Any, size: dict[str, int], fit: Fit) -> Tensor:
-        sides = tuple(size.values())
-        target = sides[0] if len(set(sides)) == 1 else (size["height"], size["width"])
-        image = image if isinstance(image, Image.Image) else to_pil_image(image)
-        pixels = to_tensor(fit_image(open_image(image), target, fit)).float() / 255
+        sides = tuple(side.values())
+        target = sides[0] if len(set(sides)) == 1 else (side["height"], side["width"])
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_mean, self.image_std))
-        return (pixels - mean) / std
+        tensors = []
+        for image in flat:
+            opened = open_image(image if isinstance(image, Image.Image) else to_pil_image(image))
+            tensors.append((to_tensor(fit_image(opened, target, fit)).float() / 255 - mean) / std)
+        return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
 
 
 transformers.AutoConfig.register("veca", VecaConfig, exist_ok=True)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.checkpoint import weights_hash
+from veca.checkpoint.format import weights_hash
 from veca.config import size_name
 from veca.data.loader import decode_items
 from veca.data.remote import SourceError

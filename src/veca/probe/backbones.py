@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veca.checkpoint import load_or_random, weights_hash
+from veca.checkpoint.format import weights_hash
+from veca.checkpoint.loading import load_or_random
 from veca.config import SIZES
 from veca.heads.features import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
 from veca.utils.device import choose_device

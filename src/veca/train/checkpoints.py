@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from veca.checkpoint import write_tensors
+from veca.checkpoint.format import write_tensors
 from veca.errors import VecaError
 from veca.train.parallel import copy_into, to_host
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import veca
-from veca.checkpoint import save_tensors
+from veca.checkpoint.format import save_tensors
 from veca.config import VecaConfig
 from veca.data.device_cache import DeviceImageCache, DeviceLoader
 from veca.data.index import ImageIndex

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.checkpoint import load_or_random, weights_hash
-from veca.checkpoint.pretrained import find_pretrained
+from veca.checkpoint.format import weights_hash
+from veca.checkpoint.loading import find_pretrained, load_or_random
 from veca.config import VecaConfig
 from veca.data.datasets import DatasetError, ProbeData, limit_splits, load_dataset
 from veca.data.datasets.base import evenly_spaced

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import veca
-from veca.checkpoint import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
+from veca.checkpoint.format import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
 from veca.data.datasets import batches
 from veca.data.datasets.base import ProbeData, Split
 from veca.data.datasets.batches import CroppedImages, CropTransform, DenseLoader, LabelledBatch
