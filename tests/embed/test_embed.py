@@ -497,7 +497,11 @@ def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, mo
     ("out", "settings", "message"),
     [
         ("photos", SETTINGS, "photos holds files that no run of this left, as class0"),
-        ("f.csv", SETTINGS, r"unknown kind of file '\.csv'; .* \.parquet file or, where it ends with /, a folder"),
+        (
+            "f.csv",
+            SETTINGS,
+            r"unknown kind of file '\.csv'; .* \.parquet, \.safetensors, \.npz or, where it ends with /, a folder",
+        ),
         ("f.parquet", EmbedSettings(size=40), "must be a multiple of 16. Nearest: 32"),
         ("f.parquet", EmbedSettings(size=32, cores=65), "from 1 to 64"),
     ],

@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +37,17 @@ import pyarrow.parquet as pq
 
 from veca.data.remote import is_remote
 from veca.data.sources import Item, add_stamp, is_container, list_files
+from veca.embed.arrays import write_arrays
 from veca.embed.settings import ANEW, EmbedError
 from veca.utils.files import atomic_path, locked, publish, temporary_path
 
 PARTITION = 4096
 """Image files in a partition; rounded to whole parts (`veca.embed.batches`)."""
+SUFFIXES = (".parquet", ".safetensors", ".npz")
+"""Kinds of file that a run can be joined into."""
 _JOB, _DONE, _LOCK = "_job.json", "_done.json", "_lock"
+# In a `.parts` folder of earlier versions, which had a format of their own
+_FORMER = re.compile(r"job\.json|\d{6}\.parquet|begun\.parquet")
 _OURS = re.compile(r"\d{8}\.parquet|_\d{8}-\d{4}\.parquet|_done\.json|\..*\.part")
 
 
@@ -137,7 +143,7 @@ class PartitionFolder:
     """The folder of a run, on this machine or at an address, and the file it becomes if one was asked for."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        """`out` is a folder or address, or a `.parquet` file, whose folder is `<out>.parts`."""
+        """`out` is a folder or address, or a file of `SUFFIXES`, whose folder is `<out>.parts`."""
         name = os.fspath(out)
         self.out = name.rstrip("/") or name
         self.file: Path | None = None
@@ -145,8 +151,8 @@ class PartitionFolder:
         self.address = self.out if self.remote else os.path.abspath(name)
         suffix = os.path.splitext(self.out)[1]
         if suffix and not (self.remote or name.endswith("/") or os.path.isdir(name)):
-            if suffix != ".parquet":
-                way = "features are written as a .parquet file or, where it ends with /, a folder of them"
+            if suffix not in SUFFIXES:
+                way = f"features are written as {', '.join(SUFFIXES)} or, where it ends with /, a folder of .parquet"
                 raise EmbedError(f"{name}: unknown kind of file {suffix!r}; {way}")
             self.file, self.address = Path(name), f"{self.address}.parts"
         try:
@@ -176,6 +182,10 @@ class PartitionFolder:
         names = self._names()
         if names and not self.file and not isinstance(old, dict):
             raise EmbedError(f"{self.address} holds files that no run of this left, as {names[0]}; choose another name")
+        former = [name for name in names if self.file and _FORMER.fullmatch(name)]
+        if len(former) > 1 and not overwrite:
+            reason = "holds an unfinished run of a former version of veca, which this one cannot continue"
+            raise EmbedError(f"{self.address} {reason}: finish it with that version, or {ANEW}")
         unfinished = isinstance(old, dict) and _DONE not in names and any(map(_OURS.fullmatch, names))
         if not overwrite:
             if self.file.exists() and not unfinished if self.file else _DONE in names:
@@ -190,6 +200,8 @@ class PartitionFolder:
                 return self.numbers()
         # Keep the old description until the new one replaces it: a folder of files without one is refused.
         self._remove_all()
+        for name in former:
+            self.remove(name)
         self._write_json(_JOB, job)
         return set()
 
@@ -262,9 +274,13 @@ class PartitionFolder:
             self._write_json(_DONE, {key: getattr(totals, key) for key in ("partitions", "pictures", "failures")})
             return
         # One row group at a time, so that memory does not grow with the number of images.
-        with atomic_path(self.file) as path, parquet_writer(path, schema, checksums=False) as writer:
-            for table in self.read_tables(names, schema):
-                writer.write_table(table)
+        with atomic_path(self.file) as path:
+            if self.file.suffix != ".parquet":
+                write_arrays(path, self.file.suffix, schema, partial(self.read_tables, names))
+            else:
+                with parquet_writer(path, schema, checksums=False) as writer:
+                    for table in self.read_tables(names, schema):
+                        writer.write_table(table)
         for temporary in self.file.parent.glob(f".{glob.escape(self.file.name)}.*.part"):
             temporary.unlink()
         self.remove(_JOB)  # first: partitions without a description are no run to resume

@@ -25,7 +25,7 @@ from safetensors.torch import save as save_tensors
 
 from veca.data.loader import decode_items
 from veca.data.remote import SourceError, is_remote
-from veca.data.sources import Item, unpack_files
+from veca.data.sources import Item, is_container, unpack_files
 from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, feature_schema
 from veca.embed.settings import EmbedError
@@ -240,11 +240,18 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
 
 
 def check_results(folder: PartitionFolder, plan: list[Partition], results: dict[int, PartitionResult]) -> None:
-    """Raise EmbedError unless every partition was computed; that its file is there, `complete` checks."""
-    lost = PartitionResult(-1, error="Ray lost it")
-    missing = {n: error for n in range(len(plan)) if (error := results.get(n, lost).error)}
+    """Raise EmbedError unless every partition was computed, with a row or a failure for each image file.
+
+    That its file is there is checked by `complete`.
+    """
+    missing = dict[int, str]()
+    for number, files in plan:
+        result = results.get(number, PartitionResult(number, error="Ray lost it"))
+        count = result.images + result.failed
+        if result.error or (count != len(files) and not is_container(files[0])):
+            missing[number] = result.error or f"it has {count:,} of {len(files):,} images"
     if missing:
         named = (f"{plan[n].name()} ({plan[n].files[0].name} …): {reason}" for n, reason in list(missing.items())[:3])
         images = sum(result.images for number, result in results.items() if number not in missing)
-        count = f"{len(missing):,} of {len(plan):,} partitions are missing"
-        raise EmbedError(f"{count}, among them {'; '.join(named)}. {folder.kept_message(images)}")
+        lost = f"{len(missing):,} of {len(plan):,} partitions are missing"
+        raise EmbedError(f"{lost}, among them {'; '.join(named)}. {folder.kept_message(images)}")

@@ -60,7 +60,7 @@ def embed(
     ignore_dates: bool = False,
     progress: bool = True,
 ) -> EmbedReport:
-    """Write the features of all images in `inputs` to `out`: a `.parquet` file, or a folder of them.
+    """Write the features of all images in `inputs` to `out`: a `.parquet`, `.safetensors` or `.npz` file, or a folder.
 
     `inputs` are files, folders (recursive, links to folders excepted), globs, tar shards (`.tar`, `.tar.gz`, `.tgz`)
     and Parquet files with encoded images in `column` (None: the only one of bytes, or `image`), on this machine or at
@@ -93,6 +93,9 @@ def embed(
     if partition is not None and partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
     sources, folder, settings = list_paths(inputs), PartitionFolder(out), (settings or EmbedSettings()).resolve(model)
+    if folder.file and folder.file.suffix != ".parquet" and settings.dense and settings.fit in ("keep", "pad"):
+        reason = f"gives every image a grid of its own, which {folder.file.suffix} cannot hold"
+        raise EmbedError(f"fit={settings.fit!r} {reason}; write .parquet, or choose fit 'crop' or 'stretch'")
     with reading_line(progress) as on_read:
         _check_sources(sources, column, on_read)
     if not on_ray:
