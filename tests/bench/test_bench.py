@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import cast
 
@@ -20,11 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import veca
-from veca.bench import accuracy, contenders, machine, memory, plots
-from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Bench, Case, choose_cases, target_ms
+from veca.bench import contenders, machine, report, run
+from veca.bench.cases import CPU_CASES, TARGETS, Bench, Case, choose_cases
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
 from veca.bench.report import BenchRow, Results
-from veca.bench.run import MEASUREMENTS, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
+from veca.bench.run import MEASUREMENTS, FloatDtype, pick_setting, run_bench, with_targets
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
@@ -39,7 +39,7 @@ CASE = Case.parse("tiny:32:2:8")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The floors are taken as known, but where they are what is tested, and the smallest model is made smaller."""
-    monkeypatch.setattr(Floors, "measure", classmethod(lambda cls, setting: cls(1e12, 1e9)))
+    monkeypatch.setattr(run, "measure_floors", lambda setting: {"TFLOP/s": 1.0, "GB/s": 1.0})
     monkeypatch.setitem(SIZES, "veca_tiny", VecaConfig(embed_dim=64, depth=2, num_heads=2))
 
 
@@ -110,17 +110,19 @@ def test_machine_rates_are_plausible() -> None:
 
 def test_cases_are_exact_or_a_product_or_default() -> None:
     assert choose_cases("model", True, exact=["small_plus:512:3:8"]) == [Case("veca_small_plus", 512, 3, 8)]
-    swept = choose_cases("model", False, models=["veca_base", "small"], sizes=[64, 32], cores=[8])
+    swept = choose_cases("model", False, [], ["veca_base", "small"], [64, 32], [], [8])
     assert [str(case) for case in swept] == ["base:64:1:8", "base:32:1:8", "small:64:1:8", "small:32:1:8"]
     assert choose_cases("train", True)[0] == Case("veca_small", 256, 384, 64)
-    for defaults in (DEFAULT_CUDA, DEFAULT_CPU):
-        assert all(Case.parse(text) for texts in defaults.values() for text in texts.split())
+    for bench in TARGETS:
+        assert choose_cases(bench, True) == [Case.parse(text) for text in TARGETS[bench]]
+        assert choose_cases(bench, False) == [Case.parse(text) for text in CPU_CASES[bench].split()]
 
 
 def test_targets_are_those_of_full_budget() -> None:
-    assert target_ms("model", Case.parse("base:1024:16")) == 24
-    assert target_ms("model", Case.parse("base:1024:16:8")) is None
-    assert target_ms("train", Case.parse("base:1024:16")) is None
+    gpu = BenchSetting(torch.device("cuda"), torch.bfloat16)
+    cases = [Case.parse(text) for text in ("base:1024:16", "base:1024:16:8", "base:1024:3")]
+    rows = [BenchRow("model forward", "veca", *astuple(case), ms=1.0) for case in cases]
+    assert [row.target_ms for row in with_targets("model", gpu, rows, [])] == [24, None, None]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_wrong_cases_name_value_and_rule(text: str, message: str) -> None:
 
 def test_case_and_sweep_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="leave out"):
-        choose_cases("model", False, exact=["base:64:1"], sizes=[64])
+        choose_cases("model", False, ["base:64:1"], [], [64], [], [])
 
 
 # Contenders
@@ -333,9 +335,10 @@ def test_the_peak_is_that_of_the_call_that_records(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("veca.bench.run.synchronize", lambda device: None)
     monkeypatch.setattr("veca.bench.run.peak_device_bytes", lambda call, device: len(calls))
     counted = Contender(lambda workload: Prepared(lambda: calls.append(1), 1))
-    entry = _first_call(counted, Workload(CASE, BenchSetting(torch.device("cuda"), torch.bfloat16)))
-    assert isinstance(entry, Prepared)
-    assert entry.peak == 1  # a graph is recorded in the second call: replays from the third on show no memory
+    _, figures = run.first_call(counted, Workload(CASE, BenchSetting(torch.device("cuda"), torch.bfloat16)))
+    assert (
+        figures["peak_mib"] == 2**-20
+    )  # a graph is recorded in the second call: replays from the third on show no memory
 
 
 # Errors
@@ -358,7 +361,7 @@ def test_errors_are_those_of_rounding(dtype: FloatDtype, least: float, most: flo
     for bench, other in benches.items():
         names = ["two-sdpa" if bench == "attention" else "veca-eager", other]
         for row in run_bench(bench, [CASE], pick_setting("cpu", dtype, cls_only=bench == "model"), names, 1).rows:
-            if row.contender in accuracy.EAGER:
+            if row.contender in run.EAGER:
                 assert least < (row.error or 0) < most
             else:
                 assert row.error is row.against_eager is row.failure is None
@@ -392,20 +395,18 @@ def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_exact_gradients_of_parts_are_those_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = Workload(Case.parse("tiny:32:3:8"), CPU, torch.float32)
-    whole = accuracy.exact_gradients(workload)
+    whole = run.exact_gradients(workload)
     for tokens in (1, 2 * workload.case.tokens):  # one by one, and two and one
-        monkeypatch.setattr(accuracy, "TOKENS_AT_ONCE", tokens)
-        assert accuracy.relative_error(accuracy.exact_gradients(workload), whole) < 1e-12
-    assert accuracy.relative_error([None if g is None else g * 1.5 for g in whole], whole) == pytest.approx(0.5)
+        monkeypatch.setattr(run, "TOKENS_AT_ONCE", tokens)
+        assert run.relative_error(run.exact_gradients(workload), whole) < 1e-12
+    assert run.relative_error([None if g is None else g * 1.5 for g in whole], whole) == pytest.approx(0.5)
 
 
 def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(workload: Workload) -> accuracy.Tensors:
+    def no_memory(workload: Workload) -> run.Tensors:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setitem(
-        accuracy.CHECKS, "model forward", accuracy.CHECKS["model forward"]._replace(reference=no_memory)
-    )
+    monkeypatch.setitem(run.CHECKS, "model forward", (no_memory, run.CHECKS["model forward"][1]))
     (row,) = run_bench("model", [CASE], CPU, ["veca-eager"], repeats=1).rows
     assert row.ms
     assert row.failure == "error not known: float64: OutOfMemoryError: CUDA out of memory."
@@ -445,13 +446,13 @@ def test_plots_are_files(tmp_path: Path) -> None:
         svg = (tmp_path / "to" / f"{name}.svg").read_text()
         assert "</svg>" in svg
         assert all(word in svg for word in words)
-    (panel,) = plots.latency_panels([Results.load(tmp_path / "results.json")], "size")
-    assert panel.lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
+    (lines,) = report.latency_panels([Results.load(tmp_path / "results.json")], "size").values()
+    assert lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
 
 
 def test_plots_with_nothing_to_compare_show_flops_only(tmp_path: Path) -> None:
     Results({}, {}, {}, [BenchRow("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
-    written = plots.write_plots([tmp_path / "results.json"], tmp_path, "png")
+    written = report.write_plots([tmp_path / "results.json"], tmp_path, "png")
     assert [path.name for path in written] == ["flops-resolution.png"]
     with Image.open(written[0]) as image:
         assert image.format == "PNG"
@@ -461,13 +462,13 @@ def test_plots_with_nothing_to_compare_show_flops_only(tmp_path: Path) -> None:
 def test_plotting_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="other.json is no results.json of `veca bench`"):
-        plots.write_plots([tmp_path / "other.json"], tmp_path)
+        report.write_plots([tmp_path / "other.json"], tmp_path)
 
 
 def test_plots_need_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for form in ("svg", "png"):
-        assert plots.write_plots([], tmp_path, form)
+        assert report.write_plots([], tmp_path, form)
 
 
 def test_without_timm_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +483,7 @@ def test_without_timm_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_grows_with_the_patches(capsys: pytest.CaptureFixture[str]) -> None:
-    memory.bench_memory("veca_tiny", sizes=(512, 1024))
+    machine.bench_memory("veca_tiny", sizes=(512, 1024))
     _, small, large = capsys.readouterr().out.splitlines()
     assert small.split()[-2:] == ["1.00", "×"]
     # Four times the patches; what the allocator keeps resident varies, but the square would be sixteen.
@@ -492,7 +493,7 @@ def test_memory_grows_with_the_patches(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.gpu
 def test_gpu_memory_is_linear_in_the_patches() -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
-    peaks = [memory.forward_peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
+    peaks = [machine.forward_peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
     assert peaks[1] <= 4.4 * peaks[0]
 
 

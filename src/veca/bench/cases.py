@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from veca.config import SIZES, VecaConfig, is_budget
 from veca.errors import ArgumentError
@@ -76,27 +76,22 @@ def full_model_name(model: str) -> str:
     return f"veca_{model}" if f"veca_{model}" in SIZES else model
 
 
-def choose_cases(
-    bench: Bench,
-    on_cuda: bool,
-    exact: Sequence[str] = (),
-    models: Sequence[str] = (),
-    sizes: Sequence[int] = (),
-    batches: Sequence[int] = (),
-    cores: Sequence[int] = (),
-) -> list[Case]:
-    """The `exact` cases, or every combination of the other arguments, or the default cases when all are empty."""
-    is_sweep = bool(models or sizes or batches or cores)
-    if exact and is_sweep:
+def choose_cases(bench: Bench, on_cuda: bool, exact: Sequence[str] = (), *sweep: Sequence[Any]) -> list[Case]:
+    """The `exact` cases, or every combination of a `sweep`, or the default cases when all are empty.
+
+    A sweep is models, sizes, batch sizes and budgets; for each of these that is empty there is a default.
+    """
+    if exact and any(sweep):
         raise ArgumentError("--case says it all: leave out --model, --size, --batch-size and --cores, or --case")
-    if is_sweep:
-        batches = batches or [16 if on_cuda else 1]
-        product = itertools.product(models or ["base"], sizes or [1024], batches, cores or [64])
+    if any(sweep):
+        defaults = (["base"], [1024], [16 if on_cuda else 1], [64])
+        product = itertools.product(*(values or default for values, default in zip(sweep, defaults, strict=True)))
         return [Case(full_model_name(model), *numbers) for model, *numbers in product]
-    return [Case.parse(text) for text in exact or (DEFAULT_CUDA if on_cuda else DEFAULT_CPU)[bench].split()]
+    return [Case.parse(text) for text in exact or (TARGETS[bench] if on_cuda else CPU_CASES[bench].split())]
 
 
-TARGETS: dict[Bench, dict[str, float]] = {
+# Milliseconds on one H200 in bfloat16 with 64 cores: the default cases on CUDA. For attention it is the forward pass.
+TARGETS: dict[Bench, dict[str, float | None]] = {
     "model": {
         "base:256:64": 8,
         "base:512:32": 13,
@@ -107,19 +102,8 @@ TARGETS: dict[Bench, dict[str, float]] = {
         "base:1024:1": 2,
     },
     "train": {"small:256:384": 48, "small:512:96": 42, "base:256:128": 48, "base:512:32": 42},
-    "attention": {"base:1024:16": 0.18},
+    "attention": {"base:1024:16": 0.18, "base:256:64": None},
 }
-"""Target milliseconds on one H200 in bfloat16 with 64 cores.
-
-For attention it is the forward pass; the target of its backward pass is `BACKWARD_TARGET` times the forward pass.
-"""
 BACKWARD_TARGET = 3.0
-
-DEFAULT_CUDA: dict[Bench, str] = {bench: " ".join(cases) for bench, cases in TARGETS.items()}
-DEFAULT_CUDA["attention"] += " base:256:64"
-DEFAULT_CPU: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "small:256:1", "attention": "base:512:1"}
-
-
-def target_ms(bench: Bench, case: Case) -> float | None:
-    """The target time of a case in milliseconds, if it has one."""
-    return {Case.parse(text): ms for text, ms in TARGETS[bench].items()}.get(case)
+"""Times the forward pass: the target of the backward pass of attention."""
+CPU_CASES: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "small:256:1", "attention": "base:512:1"}

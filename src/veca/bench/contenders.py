@@ -6,6 +6,7 @@ Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,9 +54,6 @@ class Prepared(NamedTuple):
     """Bytes of weights that count as memory of the call."""
     built_s: float = 0.0
     """Seconds of one-time work before the first call."""
-    first_call_s: float | None = None
-    """Seconds until the first result, if compiled; set by the run, like `peak`, the bytes allocated by a call."""
-    peak: int | None = None
 
 
 class Contender(NamedTuple):
@@ -69,19 +67,21 @@ class Workload:
     """Models and inputs of one case, created on first use."""
 
     def __init__(self, case: Case, setting: BenchSetting, weights: torch.dtype | None = None) -> None:
-        self.case, self.setting = case, setting
+        self.case, self.setting, self.device = case, setting, setting.device
         self.weights = weights or setting.dtype
+        size, config = (case.size, case.size), case.config
+        self.veca_flops = case.batch * model_flops(config, *size, case.cores)
+        self.dense_flops = case.batch * dense_model_flops(config, *size)
         torch.manual_seed(0)
 
     def new_veca(self, dtype: torch.dtype | None = None) -> Veca:
         """A new model, always with the same weights: drawn in float32, then cast."""
-        device = self.setting.device
         with torch.device("meta"):
             # Training shifts and rescales patch coordinates at random; gradients compare only without that.
             model = create_model(self.case.model, coordinate_shift=0.0, coordinate_rescale=1.0)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(1)
-            model.to_empty(device=device).init_weights()  # drawn on the device: a CPU would take seconds
+            model.to_empty(device=self.device).init_weights()  # drawn on the device: a CPU would take seconds
             randomize_weights(model)
         return model.to(dtype or self.weights)
 
@@ -93,12 +93,9 @@ class Workload:
     def dense(self) -> Any:
         if self.case.model not in DENSE_VITS:
             raise ArgumentError(f"{self.case.model} has no dense ViT of its size; {', '.join(DENSE_VITS)} have one")
-        dense = create_dense_vit(self.case.config).to(self.setting.device)
+        dense = create_dense_vit(self.case.config).to(self.device)
         randomize_weights(dense)
         return dense.to(self.weights).eval()
-
-    def _randn(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(self.case.batch, *shape, device=self.setting.device, dtype=dtype)
 
     @cached_property
     def images(self) -> Tensor:
@@ -107,29 +104,23 @@ class Workload:
     @cached_property
     def qkv(self) -> Tensor:
         """(B, S, 3, H, d), the layout that a block's projection gives."""
-        config = self.case.config
-        return self._randn(self.case.tokens, 3, config.num_heads, config.head_dim, dtype=self.setting.dtype)
+        return self._randn(self.case.tokens, 3, self.case.config.num_heads, self.case.config.head_dim)
 
     @cached_property
     def gradient(self) -> Tensor:
         """(B, S, D), of the output of attention."""
-        return self._randn(self.case.tokens, self.case.config.embed_dim, dtype=self.setting.dtype)
+        return self._randn(self.case.tokens, self.case.config.embed_dim)
+
+    def _randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(self.case.batch, *shape, device=self.device, dtype=dtype or self.setting.dtype)
 
     @cached_property
     def rotaries(self) -> tuple[Rotary, Rotary]:
         """Rotary tables of the cores, per image, and of the patches, in float32 as in the model."""
         config, shapes = self.case.config, ((self.case.batch, 1, self.case.cores, 2), (self.case.patches, 2))
-        coordinates = (torch.rand(shape, device=self.setting.device) * 2 - 1 for shape in shapes)
+        coordinates = (torch.rand(shape, device=self.device) * 2 - 1 for shape in shapes)
         core, patch = (make_rotary(c, config.head_dim, config.rope_zero_fraction) for c in coordinates)
         return core, patch
-
-    @property
-    def veca_flops(self) -> int:
-        return self.case.batch * model_flops(self.case.config, self.case.size, self.case.size, self.case.cores)
-
-    @property
-    def dense_flops(self) -> int:
-        return self.case.batch * dense_model_flops(self.case.config, self.case.size, self.case.size)
 
 
 @torch.no_grad()
@@ -160,20 +151,20 @@ def _inference_call(model: Callable[..., Any], *args: Any, kernel: Kernel = "aut
     return call
 
 
-def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel, built_s: float = 0.0) -> Prepared:
-    case, cls_only = workload.case, workload.setting.cls_only
-    call = _inference_call(model, workload.images, case.cores, kernel=kernel, cls_only=cls_only)
-    return Prepared(call, workload.veca_flops, built_s=built_s)
-
-
 def _optimized_forward(workload: Workload, weights: Weights | None = None) -> Prepared:
     """The floor is that of the run's dtype, so faster products of float8 `weights` can beat it."""
-    if weights == "float8" and workload.setting.device.type != "cuda":
-        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
+    if weights == "float8" and workload.device.type != "cuda":
+        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.device}")
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
     optimized = veca.optimize(model, dtype=workload.setting.dtype, weights=weights)
     return _veca_forward(workload, optimized, "auto", time.perf_counter() - start)
+
+
+def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel, built_s: float = 0.0) -> Prepared:
+    options = {"kernel": kernel, "cls_only": workload.setting.cls_only}
+    call = _inference_call(model, workload.images, workload.case.cores, **options)
+    return Prepared(call, workload.veca_flops, built_s=built_s)
 
 
 def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
@@ -189,7 +180,7 @@ def _matrix_products(workload: Workload) -> Prepared:
     """The linear layers of VECA's blocks and nothing else, by the machine's matrix library."""
     config, tokens = workload.case.config, workload.case.batch * workload.case.tokens
     dim, hidden = config.embed_dim, config.mlp_dim
-    new = partial(torch.randn, device=workload.setting.device, dtype=workload.setting.dtype)
+    new = partial(torch.randn, device=workload.device, dtype=workload.setting.dtype)
     inputs = {width: new(tokens, width) for width in (dim, hidden)}
     # qkv, output projection, gate and value of the MLP, its output: (out, in)
     weights = [new(wide, narrow) for narrow, wide in [(dim, 3 * dim), (dim, dim), (dim, 2 * hidden), (hidden, dim)]]
@@ -220,11 +211,17 @@ MODEL = {
 
 
 def _train_step(
-    workload: Workload, model: nn.Module, features: Callable[[], Any], kernel: Kernel, compiled: bool, flops: int
+    workload: Workload, kernel: Kernel = "auto", compiled: bool = True, checkpointed: bool = False, dense: bool = False
 ) -> Prepared:
     """Gradients of every weight; the loss is compiled with the model, as in training code."""
+    model: Any = workload.dense if dense else workload.new_veca() if checkpointed else workload.veca
+    if dense:
+        features, flops = partial(model.forward_features, workload.images), workload.dense_flops
+    else:
+        model.set_grad_checkpointing(checkpointed)
+        features, flops = partial(model, workload.images, workload.case.cores), workload.veca_flops
     weights = list(model.train().parameters())
-    device, dtype = workload.setting.device.type, workload.setting.dtype
+    device, dtype = workload.device.type, workload.setting.dtype
 
     def forward() -> Tensor:
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
@@ -252,25 +249,13 @@ def batch_loss(out: Any) -> Tensor:
     return torch.stack([feature.to(dtype).square().mean() for feature in features]).sum()
 
 
-def _train_veca(workload: Workload, kernel: Kernel, compiled: bool, checkpointed: bool = False) -> Prepared:
-    model = workload.new_veca() if checkpointed else workload.veca
-    model.set_grad_checkpointing(checkpointed)
-    features = partial(model, workload.images, workload.case.cores)
-    return _train_step(workload, model, features, kernel, compiled, workload.veca_flops)
-
-
-def _train_dense(workload: Workload, compiled: bool) -> Prepared:
-    features = partial(workload.dense.forward_features, workload.images)
-    return _train_step(workload, workload.dense, features, "auto", compiled, workload.dense_flops)
-
-
 TRAIN = {
-    "veca": Contender(partial(_train_veca, kernel="auto", compiled=True), True),
-    "veca eager": Contender(partial(_train_veca, kernel="sdpa", compiled=False)),
-    "veca compiled": Contender(partial(_train_veca, kernel="sdpa", compiled=True), True),
-    "veca checkpointed": Contender(partial(_train_veca, kernel="auto", compiled=True, checkpointed=True), True),
-    "dense": Contender(partial(_train_dense, compiled=False), default=_has_dense),
-    "dense compiled": Contender(partial(_train_dense, compiled=True), True, _has_dense),
+    "veca": Contender(_train_step, True),
+    "veca eager": Contender(partial(_train_step, kernel="sdpa", compiled=False)),
+    "veca compiled": Contender(partial(_train_step, kernel="sdpa"), True),
+    "veca checkpointed": Contender(partial(_train_step, checkpointed=True), True),
+    "dense": Contender(partial(_train_step, compiled=False, dense=True), default=_has_dense),
+    "dense compiled": Contender(partial(_train_step, dense=True), True, _has_dense),
 }
 
 
@@ -309,24 +294,26 @@ def _full_attention(workload: Workload, rope: bool = True, compiled: bool = Fals
     return maybe_compile(function, compiled), (), case.batch * 4 * case.config.embed_dim * case.tokens**2
 
 
-class CudaGraphCall:
-    """A call that is captured as a CUDA graph the second time and replayed after: launching takes Python longer."""
+def _graphed(call: Call, stream: torch.cuda.Stream | None) -> Call:
+    """A call that is captured as a CUDA graph the second time and replayed after: launching takes Python longer.
 
-    def __init__(self, call: Call, stream: torch.cuda.Stream) -> None:
-        self.call, self.stream, self.graph = call, stream, torch.cuda.CUDAGraph()
-        self.warm = False
-        self.result: object = None
+    Without a stream, which is where there is no CUDA, the call itself.
+    """
+    if stream is None:
+        return call
+    graph, calls, results = torch.cuda.CUDAGraph(), itertools.count(), list[object]()
 
-    def __call__(self) -> object:
-        if not self.warm:  # runs eagerly, which also compiles
-            self.warm = True
-            with _on_stream(self.stream):
-                return self.call()
-        if self.result is None:
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.result = self.call()
-        self.graph.replay()
-        return self.result
+    def replay() -> object:
+        if next(calls) == 0:  # runs eagerly, which also compiles
+            with _on_stream(stream):
+                return call()
+        if not results:
+            with torch.cuda.graph(graph, stream=stream):
+                results.append(call())
+        graph.replay()
+        return results[0]
+
+    return replay
 
 
 @contextmanager
@@ -341,19 +328,15 @@ def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _prepare_forward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
+def _attention(workload: Workload, make: Callable[[Workload], AttentionFunction], backward: bool) -> Prepared:
+    """The forward pass, or the backward pass alone over an autograd graph that is retained."""
     (function, positions, flops), qkv = make(workload), workload.qkv
-    call = torch.no_grad()(partial(function, qkv, *positions))
-    replay = CudaGraphCall(call, torch.cuda.Stream()) if qkv.device.type == "cuda" else call
-    return Prepared(replay, flops, bytes=qkv.nbytes + qkv.nbytes // 3)
-
-
-def _prepare_backward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
-    """The backward pass alone, over an autograd graph that is retained."""
-    function, positions, flops = make(workload)
+    stream = torch.cuda.Stream() if qkv.device.type == "cuda" else None
+    if not backward:
+        call: Call = torch.no_grad()(partial(function, qkv, *positions))
+        return Prepared(_graphed(call, stream), flops, bytes=qkv.nbytes + qkv.nbytes // 3)
     start = time.perf_counter()
-    inputs = [tensor.detach().requires_grad_() for tensor in (workload.qkv, *positions)]
-    stream = torch.cuda.Stream() if workload.qkv.device.type == "cuda" else None
+    inputs = [tensor.detach().requires_grad_() for tensor in (qkv, *positions)]
     # Otherwise compiled code may overwrite buffers that the retained graph needs again.
     with torch._functorch.config.patch(donated_buffer=False), _on_stream(stream):
         out = function(*inputs)
@@ -362,8 +345,8 @@ def _prepare_backward(workload: Workload, make: Callable[[Workload], AttentionFu
     options = {"retain_graph": True, "allow_unused": True}
     call = partial(torch.autograd.grad, out, inputs, workload.gradient, **options)
     # Read q, k, v, the output and its gradient, write the gradient of q, k, v: each once.
-    moved = 2 * inputs[0].nbytes + 2 * out.nbytes
-    return Prepared(CudaGraphCall(call, stream) if stream else call, 2 * flops, bytes=moved, built_s=built)
+    moved = 2 * qkv.nbytes + 2 * out.nbytes
+    return Prepared(_graphed(call, stream), 2 * flops, bytes=moved, built_s=built)
 
 
 _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {
@@ -375,8 +358,11 @@ _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {
     "dense SDPA without RoPE": (partial(_full_attention, rope=False), False),
 }
 ATTENTION_FORWARD, ATTENTION_BACKWARD = (
-    {name: Contender(partial(build, make=make), compiled=compiled) for name, (make, compiled) in _ATTENTION.items()}
-    for build in (_prepare_forward, _prepare_backward)
+    {
+        name: Contender(partial(_attention, make=make, backward=backward), compiled=compiled)
+        for name, (make, compiled) in _ATTENTION.items()
+    }
+    for backward in (False, True)
 )
 
 

@@ -10,8 +10,8 @@ import typer
 from veca.bench.cases import Bench, choose_cases
 from veca.bench.data import bench_data
 from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
-from veca.bench.memory import bench_memory
-from veca.bench.plots import PlotFormat, write_plots
+from veca.bench.machine import bench_memory
+from veca.bench.report import PlotFormat, write_plots
 from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli.common import Command, make_group, out
 from veca.cli.options import (
@@ -29,8 +29,7 @@ from veca.cli.options import (
     parse_ints,
     parse_words,
 )
-from veca.hub.export import ExportDtype
-from veca.hub.onnx_bench import bench_onnx
+from veca.hub.export import ExportDtype, bench_onnx
 
 bench_app = make_group(
     "Measure speed and memory beside the dense ViT of the same size, and against the limits of this machine.\n\n"
