@@ -18,10 +18,19 @@ from typer.testing import CliRunner
 from veca.cli.main import app
 from veca.config import SIZES
 from veca.probe import paper
-from veca.probe.curves import draw_curves, short_names
-from veca.probe.report import rows_csv, write_probe_report
+from veca.probe.paper import compare_with_paper
+from veca.probe.report import (
+    Group,
+    draw_curves,
+    gap_text,
+    group_rows,
+    heat_grid,
+    results_table,
+    rows_csv,
+    write_probe_report,
+)
 from veca.probe.results import MAX_ROW_BYTES, ProbeResult, parse_row, read_results
-from veca.probe.tables import Group, compare_with_paper, gap_text, group_rows, heat_grid, results_table
+from veca.report.charts import Label
 
 BAD = '<script>alert("x")</script>&|`](http://x)\n</pre><img src=x onerror=alert(1)>'
 IMAGENET = {"name": "imagenet", "train": 1_281_167, "val": 50_000, "test": 0, "fingerprint": "f"}
@@ -341,7 +350,7 @@ def test_galleries_show_the_smallest_and_the_largest_budget(tmp_path: Path) -> N
     assert [alt for alt, _ in drawn] == ["picture", "label", "prediction, C = 8, 512 px", "prediction, C = 64, 512 px"]
     assert [src.split(";")[0] for _, src in drawn] == ["data:image/webp", *["data:image/png"] * 3]
     assert len({src for _, src in drawn}) == 4
-    assert "![image](gallery/0.webp) | ![label](gallery/0-label.png)" in (tmp_path / "report.md").read_text()
+    assert "![picture](gallery/0.webp) ![label](gallery/0-label.png)" in (tmp_path / "report.md").read_text()
 
 
 def test_pictures_that_cannot_be_shown_are_named(tmp_path: Path) -> None:
@@ -354,7 +363,8 @@ def test_pictures_that_cannot_be_shown_are_named(tmp_path: Path) -> None:
     gallery = [{"image": good, "label": one, "prediction": good} for one in wrong]
     write_rows(folder, [row("segment", "ade20k", 64, 512, 30.0, gallery=gallery)])
     _, left_out = write_probe_report(folder)
-    reasons = ["lies outside the folder", "is no picture of its kind", "is not there", "is no .png, .webp or .jpg"]
+    nowhere = "is no .png, .webp or .jpg in gallery/"
+    reasons = [nowhere, "is no picture of its kind", "is not there", nowhere]
     assert all(w in text and r in text for text, w, r in zip(left_out, wrong, reasons, strict=True)), left_out
     assert "](../secret" not in (folder / "report.md").read_text()
 
@@ -402,14 +412,17 @@ def test_what_is_no_row_is_named_and_left_out(tmp_path: Path) -> None:
     write_rows(tmp_path, [row()])
     place = tmp_path / "rows"
     wrong = {
-        "a-list.json": ("[1, 2]", "holds no JSON object"),
-        "bytes.json": (b"\xff\xfe\x00", "is not UTF-8"),
+        "a-list.json": ("[1, 2]", "is no row of `veca probe`: its task is None"),
+        "bytes.json": (b"\xff\xfe\x00", "is not whole JSON"),
         "deep.json": ("[" * 100_000, "is not whole JSON"),
-        "foreign.json": ('{"name": "package", "version": 3}', "has no task, model, data, size, metric, metrics"),
+        "foreign.json": ('{"name": "package", "version": 3}', "is no row of `veca probe`"),
         "future.json": (json.dumps({**row(), "schema": 2}), "is of version 2 of the format of rows; this veca reads"),
-        "model.json": (json.dumps({**row(), "model": "veca"}), "has model='veca'"),
-        "size.json": (json.dumps({**row(), "size": "large"}), "has size='large'"),
-        "cores.json": (json.dumps({**row(), "cores": -1}), "has cores=-1"),
+        "model.json": (json.dumps({**row(), "model": "veca"}), "its model is None; a name"),
+        "size.json": (
+            json.dumps({**row(), "size": "large"}),
+            "its size is 'large'; a whole number from 1 was expected",
+        ),
+        "cores.json": (json.dumps({**row(), "cores": -1}), "its cores is -1"),
     }
     for name, (text, _) in wrong.items():
         (place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -454,11 +467,15 @@ def test_the_command_knows_folders_apart(tmp_path: Path) -> None:
 
 
 def test_labels_stay_apart_when_they_are_cut() -> None:
-    assert short_names(["a/b", "c/b"]) == ["a/b", "c/b"]
-    long = [f"runs/a-very-long-name-that-goes-on-{i}/best" for i in range(3)]
-    found = short_names(long)
+    def labels(*names: str) -> list[str]:
+        (chart,) = draw_curves(group_of(*(row(cores=c, model=m, dataset="my-own") for m in names for c in (8, 64))))
+        return sorted(mark.text for mark in chart.chart.marks if isinstance(mark, Label) and mark.full)
+
+    assert labels("a/b", "c/b") == ["a/b", "c/b"]
+    found = labels(*(f"runs/a-very-long-name-that-goes-on-{i}/best" for i in range(3)))
     assert len(set(found)) == 3
     assert max(map(len, found)) <= 22
+    assert labels("facebook/dinov3-vits16-pretrain-lvd1689m", "tiny") == ["dinov3-vits16-pretrai…", "tiny"]
 
 
 def test_no_paper_no_columns() -> None:

@@ -84,7 +84,7 @@ def choose_cases(bench: Bench, on_cuda: bool, exact: Sequence[str] = (), *sweep:
     if exact and any(sweep):
         raise ArgumentError("--case says it all: leave out --model, --size, --batch-size and --cores, or --case")
     if any(sweep):
-        defaults = (["base"], [1024], [16 if on_cuda else 1], [64])
+        defaults: list[list[Any]] = [["base"], [1024], [16 if on_cuda else 1], [64]]
         product = itertools.product(*(values or default for values, default in zip(sweep, defaults, strict=True)))
         return [Case(full_model_name(model), *numbers) for model, *numbers in product]
     return [Case.parse(text) for text in exact or (TARGETS[bench] if on_cuda else CPU_CASES[bench].split())]

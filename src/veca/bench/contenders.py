@@ -143,12 +143,12 @@ def maybe_compile(function: Callable[..., Any], compiled: bool, mode: str | None
 # Forward pass of the whole model.
 
 
-def _inference_call(model: Callable[..., Any], *args: Any, kernel: Kernel = "auto", **options: Any) -> Call:
+def _forward(model: Callable[..., Any], flops: int, *args: Any, kernel: Kernel = "auto", **options: Any) -> Prepared:
     def call() -> object:
         with torch.inference_mode(), use_kernel(kernel):
             return model(*args, **options)
 
-    return call
+    return Prepared(call, flops)
 
 
 def _optimized_forward(workload: Workload, weights: Weights | None = None) -> Prepared:
@@ -158,13 +158,13 @@ def _optimized_forward(workload: Workload, weights: Weights | None = None) -> Pr
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
     optimized = veca.optimize(model, dtype=workload.setting.dtype, weights=weights)
-    return _veca_forward(workload, optimized, "auto", time.perf_counter() - start)
+    built_s = time.perf_counter() - start
+    return _veca_forward(workload, optimized, "auto")._replace(built_s=built_s)
 
 
-def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel, built_s: float = 0.0) -> Prepared:
-    options = {"kernel": kernel, "cls_only": workload.setting.cls_only}
-    call = _inference_call(model, workload.images, workload.case.cores, **options)
-    return Prepared(call, workload.veca_flops, built_s=built_s)
+def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel) -> Prepared:
+    inputs, cls_only = (workload.images, workload.case.cores), workload.setting.cls_only
+    return _forward(model, workload.veca_flops, *inputs, kernel=kernel, cls_only=cls_only)
 
 
 def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
@@ -172,8 +172,7 @@ def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
 
 
 def _dense_forward(workload: Workload, compiled: bool = False) -> Prepared:
-    forward = maybe_compile(workload.dense.forward_features, compiled)
-    return Prepared(_inference_call(forward, workload.images), workload.dense_flops)
+    return _forward(maybe_compile(workload.dense.forward_features, compiled), workload.dense_flops, workload.images)
 
 
 def _matrix_products(workload: Workload) -> Prepared:
@@ -189,7 +188,7 @@ def _matrix_products(workload: Workload) -> Prepared:
         for weight in config.depth * weights:
             F.linear(inputs[weight.shape[1]], weight)
 
-    return Prepared(_inference_call(multiply), config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
+    return _forward(multiply, config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
 
 
 def _has_dense(case: Case) -> bool:
@@ -197,12 +196,12 @@ def _has_dense(case: Case) -> bool:
 
 
 MODEL = {
-    "veca": Contender(_optimized_forward, compiled=True),
-    "veca float8": Contender(partial(_optimized_forward, weights="float8"), compiled=True, default=lambda case: False),
+    "veca": Contender(_optimized_forward, True),
+    "veca float8": Contender(partial(_optimized_forward, weights="float8"), True, lambda case: False),
     "veca eager": Contender(_plain_forward),
-    "veca compiled": Contender(partial(_plain_forward, compiled=True), compiled=True),
+    "veca compiled": Contender(partial(_plain_forward, compiled=True), True),
     "dense": Contender(_dense_forward, default=_has_dense),
-    "dense compiled": Contender(partial(_dense_forward, compiled=True), compiled=True, default=_has_dense),
+    "dense compiled": Contender(partial(_dense_forward, compiled=True), True, _has_dense),
     "products": Contender(_matrix_products),
 }
 

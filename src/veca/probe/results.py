@@ -1,25 +1,21 @@
 """Rows of a results folder read back: each file is checked, and what is not a row is named and left out."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from veca.errors import ArgumentError
-from veca.probe import paper
-from veca.utils.text import number, printable
+from veca.utils.text import number, printable, quoted
 
 SCHEMA = 1  # of row files; a file of another is not read
 MAX_ROW_BYTES = 2**26
 Unusable: TypeAlias = tuple[str, str]
 """A file that is left out of a report, and the reason."""
-_BROKEN_JSON = "is not whole JSON: "
-_DAMAGE = {json.JSONDecodeError: _BROKEN_JSON, RecursionError: _BROKEN_JSON, UnicodeDecodeError: "is not UTF-8 text: "}
+Kind = TypeVar("Kind")
 _LOWER_IS_BETTER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNORECASE)
 _IN_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
 
@@ -51,13 +47,13 @@ class ProbeResult:
     curve: Sequence[float]
     """Score of the best head at each validation."""
     protocol: Mapping[str, Any]
-    gallery: Sequence[Mapping[str, str]]
+    gallery: Sequence[Mapping[str, Any]]
     also: Mapping[str, Mapping[str, float]]
     """Metrics on further datasets, by the same head."""
     versions: Mapping[str, str]
     seconds: Mapping[str, float]
     date: str
-    grid: Sequence[int] = ()
+    grid: Sequence[int]
 
     @property
     def value(self) -> float:
@@ -74,10 +70,6 @@ class ProbeResult:
     def place(self) -> str:
         """Budget and resolution, as text."""
         return f"{'' if self.cores is None else f'C = {self.cores}, '}{self.size} px"
-
-    @property
-    def kin(self) -> paper.Kin | None:
-        return paper.kin(self.model, self.kind, self.about)
 
     def on(self, dataset: str | None) -> tuple[str, Mapping[str, float]]:
         """Main metric and all metrics on the row's own dataset (None), or on one of those in `also`.
@@ -145,55 +137,56 @@ def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
         try:
             if path.stat().st_size > MAX_ROW_BYTES:
                 raise ArgumentError(f"is larger than {MAX_ROW_BYTES >> 20} MiB, which no row is")
-            rows.append(parse_row(json.loads(path.read_text(encoding="utf-8")), name))
+            rows.append(parse_row(json.loads(path.read_bytes()), name))
         except (ValueError, OSError, RecursionError) as error:
-            unusable.append((name, _DAMAGE.get(type(error), "") + printable(str(error))))
+            damage = "" if isinstance(error, ArgumentError | OSError) else "is not whole JSON: "
+            unusable.append((name, damage + printable(str(error))))
     rows.sort(key=lambda r: (r.task, r.dataset, r.model, r.size, r.cores or 0, r.seed, r.file))
     return rows, unusable
 
 
 def parse_row(raw: Any, file: str) -> ProbeResult:
     """A row from the JSON of its file. What identifies it must be right; the rest is left out where it is not."""
-    if not isinstance(raw, dict):
-        raise ArgumentError("holds no JSON object, and is no row")
-    if raw.get("schema", SCHEMA) != SCHEMA:
+    schema = raw.get("schema", SCHEMA) if isinstance(raw, dict) else SCHEMA
+    if schema != SCHEMA:
         reads = f"this veca reads version {SCHEMA}: use the veca that wrote it, or one as new"
-        raise ArgumentError(f"is of version {raw['schema']!r} of the format of rows; {reads}")
-    if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
-        raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
-    for key in ("model", "data", "metrics"):
-        _check_field(key, raw[key], isinstance(raw[key], dict), "an object was expected")
-    model, data, cores = raw["model"], raw["data"], raw.get("cores")
-    names = {"task": raw["task"], "model": model.get("name"), "dataset": data.get("name"), "metric": raw["metric"]}
-    for key, value in names.items():
-        _check_field(f"{key} name", value, isinstance(value, str) and bool(value), "a name was expected")
-    for key, value in {"size": raw["size"], "cores": 1 if cores is None else cores}.items():
-        _check_field(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
-    texts = {"kind": model.get("kind"), "fingerprint": data.get("fingerprint")}
-    texts |= {key: raw.get(key) for key in ("scored_on", "date")}
+        raise ArgumentError(f"is of version {quoted(schema)} of the format of rows; {reads}")
+    raw = json_value(raw, dict)
+    model, data = json_value(raw.get("model"), dict), json_value(raw.get("data"), dict)
+    names = {"task": raw.get("task"), "model": model.get("name")}
+    names |= {"dataset": data.get("name"), "metric": raw.get("metric")}
+    numbers = {"size": raw.get("size"), "cores": 1 if raw.get("cores") is None else raw["cores"]}
+    wrong = {key: value for key, value in names.items() if not isinstance(value, str) or not value}
+    wrong |= {key: value for key, value in numbers.items() if type(value) is not int or value < 1}
+    for key, value in wrong.items():
+        expected = "a name" if key in names else "a whole number from 1"
+        raise ArgumentError(f"is no row of `veca probe`: its {key} is {quoted(value, 60)}; {expected} was expected")
+    texts = {key: raw.get(key) for key in ("scored_on", "date")}
+    texts |= {"kind": model.get("kind"), "fingerprint": data.get("fingerprint")}
     fields: dict[str, Any] = {key: _text(value) for key, value in (names | texts).items()}
     fields |= {key: _only_numbers(raw.get(key)) for key in ("metrics", "per_class", "best", "seconds")}
+    fields |= {key: json_value(raw.get(key), kind) for key, kind in (("protocol", dict), ("seed", int))}
+    curve, also, versions = (json_value(raw.get(key), dict) for key in ("curve", "also", "versions"))
+    sweep, gallery, grid = (json_value(raw.get(key), list) for key in ("sweep", "gallery", "grid"))
     return ProbeResult(
         file=file,
-        about=as_mapping(model.get("about")),
-        counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
-        cores=cores,
+        cores=raw.get("cores"),
         size=raw["size"],
-        seed=raw["seed"] if type(raw.get("seed")) is int else 0,
-        sweep=[_only_numbers(head) for head in _as_list(raw.get("sweep"))],
-        curve=[float(v) for v in _as_list(as_mapping(raw.get("curve")).get("val")) if _is_number(v)],
-        protocol=as_mapping(raw.get("protocol")),
-        gallery=[entry for entry in _as_list(raw.get("gallery")) if isinstance(entry, dict)],
-        also={printable(name): _only_numbers(values) for name, values in as_mapping(raw.get("also")).items()},
-        versions={printable(name): _text(version) for name, version in as_mapping(raw.get("versions")).items()},
-        grid=[n for n in _as_list(raw.get("grid")) if type(n) is int],
+        about=json_value(model.get("about"), dict),
+        counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
+        sweep=[_only_numbers(head) for head in sweep],
+        curve=[float(value) for value in json_value(curve.get("val"), list) if _is_number(value)],
+        gallery=[entry for entry in gallery if isinstance(entry, dict)],
+        also={printable(name): _only_numbers(values) for name, values in also.items()},
+        versions={printable(name): _text(version) for name, version in versions.items()},
+        grid=[n for n in grid if type(n) is int],
         **fields,
     )
 
 
-def _check_field(key: str, value: Any, valid: bool, rule: str) -> None:
-    if not valid:
-        raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; {rule}: it is no row of `veca probe`")
+def json_value(value: Any, kind: type[Kind]) -> Kind:
+    """A value that should be of a kind of JSON; anything else counts as an empty one, or 0."""
+    return value if type(value) is kind else kind()
 
 
 def _text(value: Any) -> str:
@@ -205,29 +198,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _only_numbers(values: Any) -> dict[str, float]:
-    return {printable(name): float(value) for name, value in as_mapping(values).items() if _is_number(value)}
-
-
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A value that should be a JSON object; anything else counts as an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as one level, values as JSON.
-
-    >>> flatten_settings({"crop": {"side": 256}, "head": "linear"})
-    {'crop.side': '256', 'head': 'linear'}
-    """
-    settings: dict[str, str] = {}
-    for key, value in values.items():
-        name = printable(f"{prefix}{key}")
-        if isinstance(value, dict) and value:
-            settings |= flatten_settings(value, f"{name}.")
-        else:
-            settings[name] = printable(value if isinstance(value, str) else json.dumps(value, default=str))
-    return settings
+    return {printable(name): float(v) for name, v in json_value(values, dict).items() if _is_number(v)}
