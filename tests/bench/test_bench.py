@@ -130,10 +130,10 @@ def test_targets_are_those_of_full_budget() -> None:
     [
         ("base:1024", "case 'base:1024': must be MODEL:PIXELS:BATCH"),
         ("base:1024:x", "as base:1024:16"),
-        ("bass:1024:1", "unknown model 'bass' (did you mean 'base'?). Known: tiny, small"),
-        ("base:1000:1", "size=1000 in case base:1000:1:64: must be a positive multiple of 16, such as 992"),
-        ("base:512:0", "batch=0 in case base:512:0:64: must be at least 1"),
-        ("base:512:1:65", "cores=65 in case base:512:1:65: a budget is an integer from 1 to 64"),
+        ("bass:1024:1", "model='bass': must be one of tiny, small, small_plus, base, large (did you mean 'base'?)"),
+        ("base:1000:1", "size=1000: must be a positive multiple of 16, such as 992"),
+        ("base:512:0", "batch=0: must be at least 1"),
+        ("base:512:1:65", "cores=65: must be from 1 to 64, the core bank"),
     ],
 )
 def test_wrong_cases_name_value_and_rule(text: str, message: str) -> None:

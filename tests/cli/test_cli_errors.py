@@ -335,7 +335,7 @@ def test_a_hostile_model_file(
         check_plain(shown)
         return shown
 
-    assert "unknown field" in broken({HOSTILE: 1})
+    assert "unknown key" in broken({HOSTILE: 1})
     assert "must be an integer" in broken({"depth": HOSTILE + "x" * 3_000_000})
     assert "must be a finite number" in broken({"mlp_ratio": int(HUGE)})
 

@@ -97,7 +97,7 @@ def test_without_weights_pretrained_says_so() -> None:
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown field 'qkv_biass'"):
+    with pytest.raises(ValueError, match="unknown key 'qkv_biass'"):
         create(qkv_biass=True)
     with pytest.raises(ValueError, match="global_pool='map'"):
         create(global_pool="map")

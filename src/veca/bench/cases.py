@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from veca.config import SIZES, VecaConfig, is_budget
+from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
+from veca.utils.settings import Positive, Settings
 from veca.utils.text import did_you_mean
 
 Bench: TypeAlias = Literal["attention", "model", "train"]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Settings):
     """One point of a sweep.
 
     >>> Case.parse("base:1024:16")
@@ -27,23 +28,19 @@ class Case:
     model: str
     size: int
     """Side of the square images in pixels."""
-    batch: int
+    batch: Positive
     cores: int
 
     def __post_init__(self) -> None:
-        if self.model not in SIZES:
-            known = [name.removeprefix("veca_") for name in SIZES]
-            hint = did_you_mean(self.model.removeprefix("veca_"), known)
-            raise ArgumentError(f"unknown model {self.model!r}{hint}. Known: {', '.join(known)}")
-        patch, num_cores = self.config.patch_size, self.config.num_cores
-        if self.size < patch or self.size % patch:
-            nearest = max(patch, round(self.size / patch) * patch)
-            rule = f"must be a positive multiple of {patch}, such as {nearest}"
-            raise ArgumentError(f"size={self.size} in case {self}: {rule}")
-        if self.batch < 1:
-            raise ArgumentError(f"batch={self.batch} in case {self}: must be at least 1")
-        if not is_budget(self.cores, num_cores):
-            raise ArgumentError(f"cores={self.cores} in case {self}: a budget is an integer from 1 to {num_cores}")
+        super().__post_init__()
+        known = [name.removeprefix("veca_") for name in SIZES]
+        hint = did_you_mean(self.model.removeprefix("veca_"), known)
+        self.require("model", self.model in SIZES, f"one of {', '.join(known)}{hint}")
+        patch, bank = self.config.patch_size, self.config.num_cores
+        nearest = max(patch, round(self.size / patch) * patch)
+        valid = self.size >= patch and self.size % patch == 0
+        self.require("size", valid, f"a positive multiple of {patch}, such as {nearest}")
+        self.require("cores", 1 <= self.cores <= bank, f"from 1 to {bank}, the core bank")
 
     @classmethod
     def parse(cls, text: str) -> Case:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from veca.errors import VecaError
 from veca.images import EXTENSIONS, MAX_PIXELS, PATCH, Fit
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
+from veca.utils.settings import Positive, Settings
 from veca.version import __version__
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -33,32 +34,29 @@ class EmbedError(VecaError, ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbedSettings:
+class EmbedSettings(Settings):
     """Everything but the model and the images that the features depend on."""
+
+    error: ClassVar[type[VecaError]] = EmbedError
 
     cores: int | None = None
     """Budget; None: all cores of the model."""
-    size: int = 512
+    size: Positive = 512
     """Side in pixels, as in `veca.images.fit_image`."""
     fit: Fit = "crop"
     dense: bool = False
     """Save the patch features."""
     with_global: bool = True
     """Save the global feature."""
-    batch: int = 32
+    batch: Positive = 32
     """Images of size × size per forward pass; of larger images, as many as have no more pixels in total."""
     precision: Precision = "float32"
     """Precision of the computation; other than float32: autocast."""
     save_dtype: SaveDtype = "float32"
-    max_pixels: int = MAX_PIXELS
+    max_pixels: Positive = MAX_PIXELS
 
     def __post_init__(self) -> None:
-        for name in ("size", "batch", "max_pixels"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise EmbedError(f"{name}={value!r}: must be an integer, at least 1")
-        for name, choices in (("fit", Fit), ("precision", Precision), ("save_dtype", SaveDtype)):
-            if (value := getattr(self, name)) not in get_args(choices):
-                raise EmbedError(f"{name}={value!r}: must be one of {', '.join(get_args(choices))}")
+        super().__post_init__()
         if not self.dense and not self.with_global:
             raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
 
@@ -66,11 +64,9 @@ class EmbedSettings:
         """These settings with the budget filled in; raises EmbedError if the model cannot run with them."""
         bank, step = model.config.num_cores, math.lcm(model.config.patch_size, PATCH)
         budget = bank if self.cores is None else self.cores
-        if type(budget) is not int or not 1 <= budget <= bank:
-            raise EmbedError(f"cores={budget!r}; a budget is an integer from 1 to {bank}, or None for all {bank}")
-        if self.size % step:
-            nearest = max(step, round(self.size / step) * step)
-            raise EmbedError(f"size={self.size}: must be a multiple of {step}. Nearest: {nearest}")
+        self.require("cores", 1 <= budget <= bank, f"from 1 to {bank}, or None for all {bank}")
+        nearest = max(step, round(self.size / step) * step)
+        self.require("size", self.size % step == 0, f"a multiple of {step}. Nearest: {nearest}")
         return dataclasses.replace(self, cores=budget)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from veca.images.resize import resize_maps
 from veca.probe.rows import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
 from veca.utils.progress import bar
+from veca.utils.settings import Bounds, Positive
 
 NormName: TypeAlias = Literal["none", "batch", "standard"]
 _NORMS: dict[NormName, Norm] = {"none": "none", "batch": "batchnorm", "standard": "standardize"}
@@ -42,15 +43,15 @@ STRIDE = 2 / 3
 class DenseSettings(ProbeSettings):
     """Linear heads over the map: AdamW with a polynomial schedule, one head for every rate."""
 
-    sizes: tuple[int, ...] = (512,)
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
-    decay: float = 1e-4
-    steps: int = 10_000
-    every: int | None = None
+    sizes: tuple[Positive, ...] = (512,)
+    rates: tuple[Annotated[float, Bounds(gt=0)], ...] = (1e-4, 3e-4, 1e-3, 3e-3)
+    decay: Annotated[float, Bounds(ge=0)] = 1e-4
+    steps: Positive = 10_000
+    every: Positive | None = None
     """Score the heads on val after so many steps; None: ten times in all."""
-    batch: int = 8
-    power: float = 0.9
-    warmup: int = 0
+    batch: Positive = 8
+    power: Annotated[float, Bounds(ge=0)] = 0.9
+    warmup: Annotated[int, Bounds(ge=0)] = 0
     norm: NormName = "none"
     slide: bool = False
     """Score by square windows that slide over the image, instead of the whole of it at once."""
@@ -63,7 +64,7 @@ class DenseSettings(ProbeSettings):
 @dataclass(frozen=True, kw_only=True)
 class DepthSettings(DenseSettings):
     head: Literal["bins", "regression"] = "bins"
-    bins: int = 256
+    bins: Annotated[int, Bounds(ge=2, le=65_536)] = 256
     loss: Literal["sig", "l1", "l2"] = "sig"
 
 

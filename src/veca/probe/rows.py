@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from veca.data.datasets.base import DatasetError, ProbeData
 from veca.data.datasets.batches import join_some
@@ -25,6 +25,7 @@ from veca.heads.frozen import FrozenBackbone
 from veca.probe.results import SCHEMA
 from veca.utils.device import describe_versions
 from veca.utils.files import atomic_path, check_utf8, check_writable
+from veca.utils.settings import Bounds, Positive, Settings
 
 ROWS_VERSION = 1  # of the code that computes rows: raise it when equal settings give other numbers
 _NOT_IN_PROTOCOL = ("cores", "sizes", "seed", "workers", "progress")
@@ -34,20 +35,20 @@ Warn: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeSettings:
+class ProbeSettings(Settings):
     """Settings of all probes: budgets, sizes, and how the work is done.
 
     The names of the fields are part of the protocol of a row, so renaming one makes users compute their rows again.
     """
 
-    cores: tuple[int, ...] | None = None
+    cores: tuple[Positive, ...] | None = None
     """Budgets; None: the largest of the model. Ignored by a backbone without a budget."""
-    sizes: tuple[int, ...] = (256,)
+    sizes: tuple[Positive, ...] = (256,)
     """In pixels: side of the crop in classification, short side in dense tasks."""
-    seed: int = 0
-    at_once: int | None = None
+    seed: Annotated[int, Bounds(ge=0)] = 0
+    at_once: Positive | None = None
     """Images per forward pass; None: by their size."""
-    workers: int = 0
+    workers: Annotated[int, Bounds(ge=0)] = 0
     skip_bad: bool = False
     """Leave out unreadable images and report them, instead of stopping."""
     progress: bool = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -24,21 +24,22 @@ from veca.heads.metrics import average_precision, percent_by_class, top_k_hits
 from veca.probe.knn import knn_accuracy
 from veca.probe.rows import Compute, Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
 from veca.utils.progress import bar
+from veca.utils.settings import Bounds, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifySettings(ProbeSettings):
     """Linear classifiers: SGD with momentum and a cosine schedule, one head for every rate × decay."""
 
-    rates: tuple[float, ...] = RATES
-    decays: tuple[float, ...] = DECAYS
-    epochs: int = 100
-    batch: int = 128
-    momentum: float = 0.9
+    rates: tuple[Annotated[float, Bounds(gt=0)], ...] = RATES
+    decays: tuple[Annotated[float, Bounds(ge=0)], ...] = DECAYS
+    epochs: Positive = 100
+    batch: Positive = 128
+    momentum: Annotated[float, Bounds(ge=0, lt=1)] = 0.9
     standardize: bool = False
     """Bring each channel to mean 0 and deviation 1 first."""
     feature: FeatureKind = "cls"
-    passes: int = 0
+    passes: Annotated[int, Bounds(ge=0)] = 0
     """Train on this many epochs of random crops, instead of one of centre crops."""
 
 
@@ -46,9 +47,9 @@ class ClassifySettings(ProbeSettings):
 class KnnSettings(ProbeSettings):
     """Nearest neighbours by cosine, each weighing exp(cosine / temperature)."""
 
-    ks: tuple[int, ...] = (10, 20)
+    ks: tuple[Positive, ...] = (10, 20)
     """The last is reported as `top1`."""
-    temperature: float = 0.07
+    temperature: Annotated[float, Bounds(ge=1e-3)] = 0.07
     feature: FeatureKind = "cls"
 
 

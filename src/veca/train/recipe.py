@@ -15,10 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from veca.config import get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
-from veca.utils.settings import Bounds, Settings, parse_yaml
+from veca.utils.settings import Bounds, Positive, Settings, parse_yaml
 
-Positive = Annotated[int, Bounds(ge=1)]
-"""An integer from 1."""
 Pixels = Annotated[int, Bounds(ge=16, le=8192, unit="pixels")]
 _NO_CACHE = "targets are no longer cached on disk. Remove the key; teacher.resident keeps them on the GPU"
 
@@ -53,6 +51,7 @@ class ModelRecipe(RecipeSection):
     patch_embed_from_teacher: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             get_config(self.size, **self.overrides)
         except ValueError as error:
@@ -142,6 +141,7 @@ class Phase(RecipeSection):
     """The step before which this phase ends; null: it lasts to the end."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require_odds("odds")
 
 

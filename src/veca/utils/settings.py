@@ -1,4 +1,4 @@
-"""Strict settings: frozen dataclasses built from plain data, with types and bounds checked.
+"""Strict settings: frozen dataclasses whose types and bounds are checked, from Python, YAML or JSON.
 
 A settings class derives from `Settings`. Types come from its annotations, bounds from `Annotated[int, Bounds(ge=1)]`:
 
@@ -9,7 +9,7 @@ A settings class derives from `Settings`. Types come from its annotations, bound
 
     Training.from_dict({"batch": 64}, changes=["ema=0.9"])
 
-Bounds hold however an instance is made; types are checked by `from_dict`, which reads what users wrote.
+Lists become tuples, keys that are numbers as text become numbers; everything else must have its type already.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from veca.errors import ArgumentError, VecaError
 from veca.utils.text import did_you_mean, quoted
 
-_TYPE_NAMES = {int: "an integer", bool: "true or false", str: "text", type(None): "null"}
+_TYPE_NAMES = {int: "an integer", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class Bounds:
         return f"{rule} {self.unit}".rstrip()
 
 
+Positive = Annotated[int, Bounds(ge=1)]
+"""An integer from 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of settings classes. `section` is the key that instances have in the settings above them, for messages."""
@@ -68,15 +72,26 @@ class Settings:
     retired: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier versions, each with a sentence that says what to do instead; null, their default, is let pass."""
 
+    @classmethod
+    @functools.cache
+    def _field_types(cls) -> dict[str, Any]:
+        hints = get_type_hints(cls, include_extras=True)
+        return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
     def __post_init__(self) -> None:
-        for name, (bounds, optional) in _field_bounds(cast(Any, type(self))).items():
-            if (value := getattr(self, name)) is not None or not optional:
-                self.require(name, bounds.allow(value), f"null, or {bounds}" if optional else str(bounds))
+        for name, kind in self._field_types().items():
+            try:
+                value = _fit(kind, getattr(self, name), name)
+            except _MisfitError as misfit:
+                key, value, rule = misfit.args
+                self.require(key, False, rule, value)
+            object.__setattr__(self, name, value)  # as dataclasses do it: the class is frozen
 
     def require(self, name: str, holds: bool, rule: str, value: object = ...) -> None:
         """Raise an error that names the field, its value and the rule, unless it holds."""
-        shown = getattr(self, name) if value is ... else value
-        _Builder(self.error).require(_join_key(self.section, name), shown, holds, rule)
+        if not holds:
+            shown = quoted(getattr(self, name) if value is ... else value)
+            raise self.error(f"{_in_section(self, name)}={shown}: must be {rule}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], changes: Sequence[str] = ()) -> Self:
@@ -84,10 +99,19 @@ class Settings:
 
         The value of a change is YAML; dots lead into sections.
         """
-        values = dict(values)
+        if not isinstance(values, Mapping):
+            raise cls.error(f"{cls.section or 'settings'}={quoted(values)}: must be keys with values")
+        values = {key: value for key, value in values.items() if not (key in cls.retired and value is None)}
         for change in changes:
             _apply_change(values, change, cls.error)
-        return cast(Self, _Builder(cls.error).build(cls, values, ""))
+        known = cls._field_types()
+        for key in values:
+            if key in cls.retired:
+                raise cls.error(f"{_in_section(cls, key)}: {cls.retired[key]}")
+            if key not in known:
+                unknown = f"unknown key {quoted(_in_section(cls, key))}{did_you_mean(key, known)}"
+                raise cls.error(f"{unknown}. Known: {', '.join(known)}")
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` takes back, through YAML or JSON too."""
@@ -111,26 +135,8 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-@functools.cache
-def _field_types(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-@functools.cache
-def _field_bounds(kind: Any) -> dict[str, tuple[Bounds, bool]]:
-    """Bounds by field, and whether the field may be None instead."""
-    found = {}
-    for name, hint in _field_types(kind).items():
-        choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        extras = [extra for choice in choices for extra in getattr(choice, "__metadata__", ())]
-        if bounds := next((extra for extra in extras if isinstance(extra, Bounds)), None):
-            found[name] = bounds, type(None) in choices
-    return found
-
-
-def _join_key(section: str, key: object) -> str:
-    return f"{section}.{key}" if section else str(key)
+def _in_section(settings: Settings | type[Settings], key: object) -> str:
+    return f"{settings.section}.{key}" if settings.section else str(key)
 
 
 def _apply_change(values: dict[str, Any], change: str, error: type[VecaError]) -> None:
@@ -150,67 +156,58 @@ def _apply_change(values: dict[str, Any], change: str, error: type[VecaError]) -
         raise error(f"--set {change}: the value is not YAML") from cause
 
 
-@dataclass(frozen=True)
-class _Builder:
-    """Turns plain data into annotated types; raises `error`, with the key, where they do not fit."""
+class _MisfitError(Exception):
+    """A value that does not fit its type: the key, the value and the rule."""
 
-    error: type[VecaError]
 
-    def require(self, key: str, value: object, holds: bool, rule: str) -> None:
+def _fit(kind: Any, value: Any, key: str) -> Any:
+    """Return the value as the annotated type `kind` has it; raise _MisfitError where it is none."""
+
+    def require(holds: bool, rule: str) -> None:
         if not holds:
-            raise self.error(f"{key}={quoted(value)}: must be {rule}")
+            raise _MisfitError(key, value, rule)
 
-    def build(self, kind: Any, value: Any, key: str) -> Any:
-        origin, arguments = get_origin(kind), get_args(kind)
-        if origin is Annotated:
-            return self.build(arguments[0], value, key)
-        if dataclasses.is_dataclass(kind):
-            return self._build_section(kind, value, key)
-        if origin in (Union, types.UnionType):
-            return self._build_union(arguments, value, key)
-        if origin is Literal:
-            self.require(key, value, value in arguments, " or ".join(map(repr, arguments)))
-            return value
-        if origin is tuple:
-            items = [value] if isinstance(value, str) and arguments[0] is str else value
-            self.require(key, value, isinstance(items, list | tuple), "a list")
-            return tuple(self.build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))
-        if origin is dict:
-            self.require(key, value, isinstance(value, Mapping), "keys with values")
-            # In `--set budgets.8=2`, and in JSON, keys that are numbers are text.
-            numeric = arguments[0] is int
-            items = ((int(k) if numeric and isinstance(k, str) and k.isdecimal() else k, v) for k, v in value.items())
-            return {self.build(arguments[0], k, key): self.build(arguments[1], v, f"{key}.{k}") for k, v in items}
-        if kind is float:
-            if isinstance(value, str):  # YAML reads 4e-4 as text: it wants 4.0e-4
-                with contextlib.suppress(ValueError):
-                    value = float(value)
-            finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
-            self.require(key, value, finite, "a finite number")
-        elif kind is not Any:
-            self.require(key, value, type(value) is kind, _TYPE_NAMES[kind])
-            if kind is int:
-                self.require(key, value, -(2**63) <= value < 2**63, "an integer of 64 bits")
-        return value
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        value = _fit(arguments[0], value, key)
+        require(arguments[1].allow(value), str(arguments[1]))
+    elif origin in (Union, types.UnionType):
+        return _fit_any(arguments, value, key)
+    elif origin is Literal:
+        require(value in arguments, " or ".join(map(repr, arguments)))
+    elif origin is tuple:
+        items = [value] if isinstance(value, str) and arguments[0] is str else value
+        require(isinstance(items, list | tuple), "a list")
+        return tuple(_fit(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))
+    elif origin is dict:
+        require(isinstance(value, Mapping), "keys with values")
+        # In `--set budgets.8=2`, and in JSON, keys that are numbers are text.
+        numeric = arguments[0] is int
+        pairs = [(int(k) if numeric and isinstance(k, str) and k.isdecimal() else k, v) for k, v in value.items()]
+        return {_fit(arguments[0], k, f"{key}.{k}"): _fit(arguments[1], v, f"{key}.{k}") for k, v in pairs}
+    elif kind is float:
+        if isinstance(value, str):  # YAML reads 4e-4 as text: it wants 4.0e-4
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        require(type(value) in (int, float) and abs(value) <= sys.float_info.max, "a finite number")
+    elif isinstance(kind, type) and issubclass(kind, Settings):
+        return value if isinstance(value, kind) else kind.from_dict(value)
+    elif kind is not Any:
+        require(type(value) is kind, _TYPE_NAMES[kind])
+        require(kind is not int or -(2**63) <= value < 2**63, "an integer of 64 bits")
+    return value
 
-    def _build_section(self, kind: Any, value: Any, section: str) -> Any:
-        self.require(section or "settings", value, isinstance(value, Mapping), "keys with values")
-        known, retired = _field_types(kind), getattr(kind, "retired", {})
-        value = {key: part for key, part in value.items() if not (key in retired and part is None)}
-        if unknown := [key for key in value if key not in known]:
-            key, name = unknown[0], _join_key(section, unknown[0])
-            if key in retired:
-                raise self.error(f"{name}: {retired[key]}")
-            raise self.error(f"unknown key {name!r}{did_you_mean(key, known)}. Known: {', '.join(known)}")
-        return kind(**{key: self.build(known[key], part, _join_key(section, key)) for key, part in value.items()})
 
-    def _build_union(self, kinds: Sequence[Any], value: Any, key: str) -> Any:
-        if value is None and type(None) in kinds:
-            return None
-        errors = []
-        for kind in kinds:
-            try:
-                return self.build(kind, value, key)
-            except self.error as error:
-                errors.append("null" if kind is type(None) else str(error))
-        raise self.error("; or ".join(errors))
+def _fit_any(kinds: Sequence[Any], value: Any, key: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    rules = ["null"] * (type(None) in kinds)
+    for kind in (kind for kind in kinds if kind is not type(None)):
+        try:
+            return _fit(kind, value, key)
+        except _MisfitError as misfit:
+            where, _, rule = misfit.args
+            if where != key:  # within the value, which has this kind otherwise
+                raise
+            rules.append(rule)
+    raise _MisfitError(key, value, ", or ".join(rules))
