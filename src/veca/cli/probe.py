@@ -44,9 +44,8 @@ from veca.data.datasets import ProbeData, limit_splits, load_dataset
 from veca.heads.frozen import FeatureKind, FrozenBackbone, FrozenPrecision
 from veca.heads.linear import DECAYS, RATES
 from veca.probe.backbones import load_backbone
-from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, depth, segment
-from veca.probe.rows import Row
-from veca.probe.run import ClassifySettings, KnnSettings, classify, knn
+from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, probe_dense
+from veca.probe.run import ClassifySettings, KnnSettings, Row, classify, knn
 
 probe_app = make_group(
     "Measure what the features of a frozen model are worth, at all budgets and sizes; rows are added to a folder.\n\n"
@@ -161,7 +160,7 @@ def segment_command(
             progress=progress, rates=rates, decay=decay, steps=steps, every=every, batch=batch_size, norm=norm,
             slide=slide,
         )  # fmt: skip
-        _print_rows(segment(backbone, dataset, to, settings, warn), to)
+        _print_rows(probe_dense(backbone, dataset, to, settings, warn), to)
 
 
 @probe_app.command("depth", cls=Command)
@@ -189,7 +188,7 @@ def depth_command(
             progress=progress, rates=rates, decay=decay, steps=steps, every=every, batch=batch_size, norm=norm,
             slide=slide, head=head, bins=bins, loss=loss,
         )  # fmt: skip
-        _print_rows(depth(backbone, dataset, to, settings, warn), to)
+        _print_rows(probe_dense(backbone, dataset, to, settings, warn), to)
 
 
 def _worker_count(workers: int | None, backbone: FrozenBackbone) -> int:
