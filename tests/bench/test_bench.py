@@ -6,8 +6,8 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 import veca
 from veca.bench import contenders, machine, report, run
-from veca.bench.cases import CPU_CASES, TARGETS, Bench, Case, choose_cases
+from veca.bench.cases import CPU_CASES, TARGETS, Bench, Case, choose_cases, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
 from veca.bench.report import BenchRow, Results
-from veca.bench.run import MEASUREMENTS, FloatDtype, pick_setting, run_bench, with_targets
+from veca.bench.run import MEASUREMENTS, FloatDtype, pick_setting
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
@@ -34,6 +34,13 @@ from veca.utils.memory import peak_device_bytes
 
 CPU = BenchSetting(torch.device("cpu"), torch.float32)
 CASE = Case.parse("tiny:32:2:8")
+
+
+def run_bench(
+    bench: Bench, cases: Sequence[Case], setting: BenchSetting, names: Sequence[str], repeats: int = 1,
+    out: Path | None = None, profile: bool = False,
+) -> Results:  # fmt: skip
+    return run.run_bench(bench, cases, replace(setting, names=names, repeats=repeats, profile=profile), out)
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +126,11 @@ def test_cases_are_exact_or_a_product_or_default() -> None:
 
 
 def test_targets_are_those_of_full_budget() -> None:
-    gpu = BenchSetting(torch.device("cuda"), torch.bfloat16)
-    cases = [Case.parse(text) for text in ("base:1024:16", "base:1024:16:8", "base:1024:3")]
-    rows = [BenchRow("model forward", "veca", *astuple(case), ms=1.0) for case in cases]
-    assert [row.target_ms for row in with_targets("model", gpu, rows, [])] == [24, None, None]
+    assert target_ms("model forward", Case.parse("base:1024:16")) == 24
+    assert target_ms("model forward", Case.parse("base:1024:16:8")) is None
+    assert target_ms("train step", Case.parse("base:1024:16")) is None
+    assert target_ms("attention forward", Case.parse("base:1024:16")) == 0.18
+    assert target_ms("attention backward", Case.parse("base:1024:16")) is None
 
 
 @pytest.mark.parametrize(
@@ -264,16 +272,17 @@ def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ours.against_eager == 1
 
 
-def test_targets_stand_beside_our_time_alone() -> None:
+def test_targets_stand_beside_our_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "first_call", lambda contender, workload: (Prepared(int, 1), {}))
+    monkeypatch.setattr(run, "empty_cache", lambda device: None)
+    monkeypatch.setattr(run, "measure", lambda calls, *rest, **options: {name: [0.1] for name in calls})
     gpu = BenchSetting(torch.device("cuda"), torch.bfloat16)
-    case = ("veca_base", 1024, 16, 64)
-    rows = [BenchRow("attention forward", name, *case, ms=0.2) for name in ("veca", "two SDPA")]
-    forward = with_targets("attention", gpu, rows, [])
-    assert [row.target_ms for row in forward] == [0.18, None]
-    (backward,) = with_targets("attention", gpu, [BenchRow("attention backward", "veca", *case, ms=0.5)], forward)
-    assert backward.target_ms == pytest.approx(0.6)
-    assert with_targets("attention", CPU, rows, []) == rows
-    assert with_targets("attention", BenchSetting(gpu.device, torch.float16), rows, []) == rows
+    chosen = {name: Contender(lambda workload: Prepared(int, 1)) for name in ("veca", "two SDPA")}
+    for setting, targets in {gpu: [0.18, None], replace(gpu, dtype=torch.float16): [None] * 2, CPU: [None] * 2}.items():
+        workload = Workload(Case.parse("base:1024:16"), setting)
+        floors = {"TFLOP/s": 1.0, "GB/s": 1.0}
+        rows, _ = run.measure_case("attention forward", chosen, workload, floors, lambda step: None)
+        assert [row.target_ms for row in rows] == targets
 
 
 def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +336,7 @@ def test_settings_follow_the_device() -> None:
     with pytest.raises(ValueError, match="device 'warp' cannot be used"):
         pick_setting("warp")
     with pytest.raises(ValueError, match="repeats=0: must be at least 1"):
-        run_bench("model", [CASE], CPU, repeats=0)
+        run_bench("model", [CASE], CPU, [], repeats=0)
 
 
 def test_the_peak_is_that_of_the_call_that_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
@@ -101,6 +101,10 @@ TARGETS: dict[Bench, dict[str, float | None]] = {
     "train": {"small:256:384": 48, "small:512:96": 42, "base:256:128": 48, "base:512:32": 42},
     "attention": {"base:1024:16": 0.18, "base:256:64": None},
 }
-BACKWARD_TARGET = 3.0
-"""Times the forward pass: the target of the backward pass of attention."""
 CPU_CASES: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "small:256:1", "attention": "base:512:1"}
+
+
+def target_ms(what: str, case: Case) -> float | None:
+    """The target of a measurement, such as `model forward`, if it has one in this case."""
+    targets = {} if what == "attention backward" else TARGETS[cast(Bench, what.split()[0])]
+    return {Case.parse(text): ms for text, ms in targets.items()}.get(case)

@@ -40,6 +40,12 @@ class BenchSetting:
     dtype: torch.dtype
     cls_only: bool = False
     """Compute the global feature alone, in the contenders that can save work by that."""
+    names: Sequence[str] = ()
+    """Of the contenders; none: all that apply to a case."""
+    repeats: int = 10
+    profile: bool = False
+    errors: bool = True
+    """Measure the error against float64 too."""
 
 
 class Prepared(NamedTuple):
@@ -59,8 +65,6 @@ class Prepared(NamedTuple):
 class Contender(NamedTuple):
     build: Callable[[Workload], Prepared]
     compiled: bool = False
-    default: Callable[[Case], bool] = lambda case: True
-    """Whether it runs when no contenders are named."""
 
 
 class Workload:
@@ -191,17 +195,13 @@ def _matrix_products(workload: Workload) -> Prepared:
     return _forward(multiply, config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
 
 
-def _has_dense(case: Case) -> bool:
-    return case.model in DENSE_VITS
-
-
 MODEL = {
     "veca": Contender(_optimized_forward, True),
-    "veca float8": Contender(partial(_optimized_forward, weights="float8"), True, lambda case: False),
+    "veca float8": Contender(partial(_optimized_forward, weights="float8"), True),
     "veca eager": Contender(_plain_forward),
     "veca compiled": Contender(partial(_plain_forward, compiled=True), True),
-    "dense": Contender(_dense_forward, default=_has_dense),
-    "dense compiled": Contender(partial(_dense_forward, compiled=True), True, _has_dense),
+    "dense": Contender(_dense_forward),
+    "dense compiled": Contender(partial(_dense_forward, compiled=True), True),
     "products": Contender(_matrix_products),
 }
 
@@ -253,8 +253,8 @@ TRAIN = {
     "veca eager": Contender(partial(_train_step, kernel="sdpa", compiled=False)),
     "veca compiled": Contender(partial(_train_step, kernel="sdpa"), True),
     "veca checkpointed": Contender(partial(_train_step, checkpointed=True), True),
-    "dense": Contender(partial(_train_step, compiled=False, dense=True), default=_has_dense),
-    "dense compiled": Contender(partial(_train_step, dense=True), True, _has_dense),
+    "dense": Contender(partial(_train_step, compiled=False, dense=True)),
+    "dense compiled": Contender(partial(_train_step, dense=True), True),
 }
 
 
@@ -368,7 +368,8 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = (
 def choose_contenders(known: dict[str, Contender], names: Sequence[str], case: Case) -> dict[str, Contender]:
     """The contenders called `names`, in the order of `known`; all that apply to the case when none is named."""
     if not names:
-        return {name: contender for name, contender in known.items() if contender.default(case)}
+        left_out = ["veca float8", *([] if case.model in DENSE_VITS else ["dense", "dense compiled"])]
+        return {name: contender for name, contender in known.items() if name not in left_out}
     by_lower = {name.lower(): name for name in known}
     wanted = [name.lower().replace("-", " ") for name in names]
     for name in wanted:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from veca.attention import core_attention, use_kernel
 from veca.bench import contenders
-from veca.bench.cases import BACKWARD_TARGET, TARGETS, Bench, Case
+from veca.bench.cases import Bench, Case, target_ms
 from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload, batch_loss, choose_contenders
 from veca.bench.machine import copy_rate, empty_cache, machine_facts, profile_call
 from veca.bench.report import BenchRow, Results
@@ -38,6 +38,7 @@ from veca.utils.memory import peak_device_bytes
 from veca.utils.timing import Call, describe, matrix_rate, measure, synchronize
 
 FloatDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Report: TypeAlias = Callable[[str], None]
 Tensors: TypeAlias = Sequence[Tensor | None]
 """None stands for zeros, as in `torch.autograd.grad`."""
 
@@ -60,15 +61,14 @@ TOKENS_AT_ONCE = 4096
 """Tokens per float64 backward pass: about 7 GiB for base."""
 
 
-def pick_setting(device: str = "auto", dtype: FloatDtype | None = None, cls_only: bool = False) -> BenchSetting:
+def pick_setting(device: str = "auto", dtype: FloatDtype | None = None, **options: Any) -> BenchSetting:
     """The device ("auto": CUDA if available) and, unless given, the precision customary on it."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = choose_device(device)
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = choose_device(automatic if device == "auto" else device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # events are recorded on the current device
     dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
-    return BenchSetting(chosen, getattr(torch, dtype), cls_only)
+    return BenchSetting(chosen, getattr(torch, dtype), **options)
 
 
 def measure_floors(setting: BenchSetting) -> dict[str, float]:
@@ -77,30 +77,22 @@ def measure_floors(setting: BenchSetting) -> dict[str, float]:
     return {"TFLOP/s": flops / 1e12, "GB/s": moved / 1e9}
 
 
-def run_bench(
-    bench: Bench,
-    cases: Sequence[Case],
-    setting: BenchSetting,
-    names: Sequence[str] = (),
-    repeats: int = 10,
-    profile: bool = False,
-    out: Path | None = None,
-    errors: bool = True,
-) -> Results:
-    """Measure the contenders called `names` (none: all that apply); the folder `out` is updated after every case."""
+def run_bench(bench: Bench, cases: Sequence[Case], setting: BenchSetting, out: Path | None = None) -> Results:
+    """Measure the contenders of every case; the folder `out` is updated after each."""
+    repeats, device, errors = setting.repeats, setting.device, setting.errors
     if repeats < 1:
         raise ArgumentError(f"repeats={repeats}: must be at least 1")
     if out is not None:
         check_writable(out, folder=True)
     # Names of contenders are checked here, before anything is measured.
     product = itertools.product(cases, MEASUREMENTS[bench].items())
-    plan = [(what, case, choose_contenders(known, names, case)) for case, (what, known) in product]
+    plan = [(what, case, choose_contenders(known, setting.names, case)) for case, (what, known) in product]
     settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
     settings |= {"date": datetime.date.today().isoformat()} | ({"cls only": "yes"} if setting.cls_only else {})
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with locked(out) if out is not None else nullcontext(), progress_bar(*columns, transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
-        results = Results(machine_facts(setting.device), settings, measure_floors(setting))
+        results = Results(machine_facts(device), settings, measure_floors(setting))
         for what, case, chosen in plan:
 
             def report_step(step: str, label: str = f"{what}, {case}") -> None:
@@ -109,37 +101,31 @@ def run_bench(
                     progress.console.print(f"{label}: {step}", soft_wrap=True)
 
             workload = Workload(case, setting, torch.float32 if bench == "train" else None)
-            rows, calls = measure_case(what, chosen, workload, results.floors, repeats, report_step)
-            rows = with_targets(bench, setting, rows, results.rows)
+            rows, calls = measure_case(what, chosen, workload, results.floors, report_step)
             if errors:  # after the timing: the float64 reference takes memory
                 report_step("errors")
                 rows = add_errors(rows, calls, workload)
             results.rows += rows
-            for name, call in calls.items() if profile else ():
+            for name, call in calls.items() if setting.profile else ():
                 try:
-                    spent = profile_call(call, setting.device)
+                    spent = profile_call(call, device)
                 except Exception as error:
                     spent = [(describe(error), 0.0, 0)]
                 results.profile.append({"what": what, "case": str(case), "contender": name, "spent": spent})
             # Compiled code and CUDA graphs of one case must not take memory from the next.
             del calls, workload
             torch.compiler.reset()
-            empty_cache(setting.device)
+            empty_cache(device)
             if out is not None:
                 results.save(out)
     return results
 
 
 def measure_case(
-    what: str,
-    chosen: Mapping[str, Contender],
-    workload: Workload,
-    floors: Mapping[str, float],
-    repeats: int,
-    report_step: Callable[[str], None],
+    what: str, chosen: Mapping[str, Contender], workload: Workload, floors: Mapping[str, float], report_step: Report
 ) -> tuple[list[BenchRow], dict[str, Call]]:
     """Time the contenders of one case in turns: a row for each, in order, and the calls of those that did not fail."""
-    case, device, on_cuda = workload.case, workload.device, workload.device.type == "cuda"
+    case, setting, device, on_cuda = workload.case, workload.setting, workload.device, workload.device.type == "cuda"
     prepared: dict[str, Prepared] = {}
     figures: dict[str, dict[str, Any]] = {}
     for name, contender in chosen.items():
@@ -152,7 +138,7 @@ def measure_case(
     report_step("all take turns")
     calls, failed = {name: ready.call for name, ready in prepared.items()}, dict[str, str]()
     warmup = 3 if on_cuda else 1
-    seconds = measure(calls, device, repeats, warmup=warmup, repeat_short=on_cuda, failed=failed)
+    seconds = measure(calls, device, setting.repeats, warmup=warmup, repeat_short=on_cuda, failed=failed)
     figures |= {name: {"failure": reason} for name, reason in failed.items()}  # a call may fail only after its first
     medians = {name: statistics.median(samples) for name, samples in seconds.items()}
     dense = next((medians[name] for name in BASELINES if name in medians), None)
@@ -169,6 +155,8 @@ def measure_case(
             "floor_share": floor / median,
             "against_dense": None if dense is None else dense / median,
         }
+    if "veca" in medians and on_cuda and setting.dtype == torch.bfloat16 and not setting.cls_only:
+        figures["veca"]["target_ms"] = target_ms(what, case)
     rows = [BenchRow(what, name, *dataclasses.astuple(case), **figures[name]) for name in chosen]
     return rows, {name: calls[name] for name in seconds}
 
@@ -183,23 +171,6 @@ def first_call(contender: Contender, workload: Workload) -> tuple[Prepared, dict
     peak = peak_device_bytes(prepared.call, workload.device)  # a CUDA graph is captured in the second call
     peak_mib = None if peak is None else (peak + prepared.resident) / 2**20
     return prepared, {"peak_mib": peak_mib, "first_call_s": seconds if contender.compiled else None}
-
-
-def with_targets(
-    bench: Bench, setting: BenchSetting, rows: list[BenchRow], earlier: Sequence[BenchRow]
-) -> list[BenchRow]:
-    """The rows with target times for `veca`, where the case has one and the setting is the targets' own."""
-    if setting.device.type != "cuda" or setting.dtype != torch.bfloat16 or setting.cls_only:
-        return rows
-    targets = {Case.parse(text): ms for text, ms in TARGETS[bench].items()}
-    forward = [row for row in earlier if (row.what, row.contender) == ("attention forward", "veca")]
-    backward = {row.case: BACKWARD_TARGET * row.ms for row in forward if row.ms is not None}
-    return [
-        dataclasses.replace(row, target_ms=(backward if row.what == "attention backward" else targets).get(row.case))
-        if row.contender == "veca"
-        else row
-        for row in rows
-    ]
 
 
 def exact_features(workload: Workload) -> Tensors:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from veca.bench.cases import Bench, choose_cases
-from veca.bench.data import bench_data
+from veca.bench.contenders import BenchSetting
 from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
-from veca.bench.machine import bench_memory
+from veca.bench.machine import bench_data, bench_memory
 from veca.bench.report import PlotFormat, write_plots
 from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli.common import Command, make_group, out
@@ -84,8 +84,9 @@ def bench_model(
     repeats: Repeats = 10, profile: Profile = False, errors: Errors = True, to: Out = None,
 ) -> None:  # fmt: skip
     """Forward pass of the whole model: all ways to run VECA, the dense ViT, and the matrix products alone."""
-    sweep = (case, model, size, batch_size, cores)
-    _bench("model", sweep, contenders, device, precision, repeats, profile, errors, to, cls_only)
+    options = {"names": contenders or (), "repeats": repeats, "profile": profile, "errors": errors}
+    setting = pick_setting(device, precision, cls_only=cls_only, **options)
+    _bench("model", (case, model, size, batch_size, cores), setting, to)
 
 
 def _add_bench(bench: Bench, help: str) -> None:
@@ -96,8 +97,8 @@ def _add_bench(bench: Bench, help: str) -> None:
         precision: BenchPrecision = None, repeats: Repeats = 10, profile: Profile = False, errors: Errors = True,
         to: Out = None,
     ) -> None:  # fmt: skip
-        sweep = (case, model, size, batch_size, cores)
-        _bench(bench, sweep, contenders, device, precision, repeats, profile, errors, to)
+        options = {"names": contenders or (), "repeats": repeats, "profile": profile, "errors": errors}
+        _bench(bench, (case, model, size, batch_size, cores), pick_setting(device, precision, **options), to)
 
 
 _add_bench("train", "Forward and backward pass, float32 weights under autocast; memory includes weights and gradients.")
@@ -119,13 +120,9 @@ def bench_plot(
         out.print(f"Wrote {path}", soft_wrap=True)
 
 
-def _bench(
-    bench: Bench, sweep: tuple[Any, ...], contenders: Words | None, device: str, precision: FloatDtype | None,
-    repeats: int, profile: bool, errors: bool, to: Path | None, cls_only: bool = False,
-) -> None:  # fmt: skip
-    setting = pick_setting(device, precision, cls_only)
+def _bench(bench: Bench, sweep: tuple[Any, ...], setting: BenchSetting, to: Path | None) -> None:
     cases = choose_cases(bench, setting.device.type == "cuda", *(values or () for values in sweep))
-    run_bench(bench, cases, setting, contenders or (), repeats, profile, to, errors).show(out)
+    run_bench(bench, cases, setting, to).show(out)
     if to is not None:
         out.print(f"Results: {to}", soft_wrap=True)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from veca.config import VecaConfig, size_name
 from veca.data.datasets import SPECS
 from veca.probe.results import ProbeResult, json_value, lower_is_better
-from veca.utils.text import printable
 
 PAPER: Mapping[str, Any] = json.loads((files("veca.probe") / "paper.json").read_text(encoding="utf-8"))
 MODEL_SIZES = ("T", "S", "S+", "B", "L", "H", "g")  # from small to large; the paper has S to L
@@ -163,13 +162,13 @@ def _model_note(row: ProbeResult, own: Kin, quoted: PaperNumber) -> str:
         return f"weights in the authors' format; that they are the paper's is not checked{other}"
     teacher = provenance.get("teacher")
     teacher = json_value(json_value(teacher, dict).get("name", teacher), str)
-    return f"a VECA of our own{f', distilled from {printable(teacher)}' if teacher else ''}, not the paper's{other}"
+    return f"a VECA of our own{f', distilled from {teacher}' if teacher else ''}, not the paper's{other}"
 
 
 def _data_notes(row: ProbeResult) -> list[str]:
     """Where this copy of the dataset differs from the published one: as the probe found, or by its number of images."""
     if problems := json_value(row.protocol.get("problems"), list):
-        return [f"{row.dataset}: {printable(str(problem))}" for problem in problems[:4]]
+        return [f"{row.dataset}: {problem}" for problem in problems[:4]]
     count = sum(row.counts.values())
     published = sum(SPECS[row.dataset].sizes.values()) if row.dataset in SPECS else count
     return [f"{count:,} pictures of {row.dataset}; {published:,} were published"] if count != published else []

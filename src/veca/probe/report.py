@@ -17,19 +17,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from veca.errors import ArgumentError
 from veca.probe import paper
 from veca.probe.paper import Comparison, PaperNumber, compare_with_paper
-from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
+from veca.probe.results import SPLITS, ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
 from veca.report.chart_files import write_chart
 from veca.report.charts import Chart, Line, Point, line_chart, shorten_middle
 from veca.report.page import data_uri, heat_rows, levels, write_page, write_text
-from veca.utils.text import duration, printable
+from veca.utils.text import duration, number, printable
 
 TASK_ORDER = ("classify", "knn", "segment", "depth")
-SHOWN_ROWS = 24  # of a dataset; with more, the best are shown and all are folded away
 GALLERY_IMAGES = 6  # of a series
 MAX_IMAGE_BYTES, MAX_GALLERY_BYTES = 4 * 2**20, 24 * 2**20
-IMAGE_TYPES = {".png": ("png", b"\x89PNG"), ".webp": ("webp", b"RIFF"), ".jpg": ("jpeg", b"\xff\xd8")}
-"""By suffix: the type, and how a file of it begins."""
-MAX_LINES = 6  # of ours in one chart; with more, each model has its own chart
+MAX_LINES = 6  # of ours in one chart; with more, each model has one
 LABEL_LETTERS = 22  # that fit beside a line
 Along: TypeAlias = Literal["budget", "resolution"]
 FixedLine: TypeAlias = tuple[int | None, list[Point]]
@@ -77,8 +74,6 @@ class Group:
     metric: str
     rows: Sequence[ProbeResult]
     series: Sequence[Series]
-    drifting: Sequence[str]
-    """Settings that differ within a series, along with the budget or the resolution."""
 
     @property
     def cores(self) -> list[int]:
@@ -130,22 +125,21 @@ def group_rows(rows: Sequence[ProbeResult]) -> list[Group]:
     by_key: dict[tuple[str, str, str], list[Any]] = _group_by(rows, lambda row: (row.task, row.dataset, row.metric))
     order = {task: i for i, task in enumerate(TASK_ORDER)}
     keys = sorted(by_key, key=lambda key: (order.get(key[0], len(order)), key))
-    return [Group(*key, by_key[key], *_split_into_series(by_key[key])) for key in keys]
+    return [Group(*key, by_key[key], _split_into_series(by_key[key])) for key in keys]
 
 
-def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[str]]:
+def _split_into_series(rows: Sequence[ProbeResult]) -> list[Series]:
     """Results by model, and apart where one budget and resolution was run with different settings.
 
-    A setting that changes along with the resolution, as the crop does, does not make another series: it is drifting.
+    A setting that changes along with the resolution, as the crop does, does not make another series.
     """
-    series, drifting = [], set[str]()
+    series = []
     for model, own in _group_by(rows, lambda row: row.model).items():
         # A setting splits a model's results where it differs between two at the same place.
         settings = [(row, _settings_of(row)) for row in own]
         places = _group_by(settings, lambda item: (item[0].cores, item[0].size)).values()
         names = sorted({name for _, values in settings for name in values})
         splitting = [k for k in names if any(len({v.get(k) for _, v in same}) > 1 for same in places)]
-        drifting |= {k for k in names if k not in splitting and len({v.get(k) for _, v in settings}) > 1}
         # One series for each combination of the splitting settings, named by the first three of them.
         keyed = [(row, tuple(values.get(k) for k in splitting)) for row, values in settings]
         for key, same in _group_by(keyed, lambda item: item[1]).items():
@@ -153,7 +147,7 @@ def _split_into_series(rows: Sequence[ProbeResult]) -> tuple[list[Series], list[
             more = "" if len(parts) <= 3 else f" and {len(parts) - 3} more"
             name = f"{model} ({', '.join(parts[:3])}{more})" if parts else model
             series.append(Series(name, [row for row, _ in same]))
-    return series, sorted(drifting)
+    return series
 
 
 def _settings_of(row: ProbeResult) -> dict[str, str]:
@@ -162,11 +156,10 @@ def _settings_of(row: ProbeResult) -> dict[str, str]:
 
     def flatten(values: Mapping[str, Any], prefix: str = "") -> None:
         for key, value in values.items():
-            name = printable(f"{prefix}{key}")
             if isinstance(value, dict) and value:
-                flatten(value, f"{name}.")
+                flatten(value, f"{prefix}{key}.")
             elif key != "seed":
-                settings[name] = printable(value if isinstance(value, str) else json.dumps(value, default=str))
+                settings[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
 
     own = {"data fingerprint": row.fingerprint, "scored on": row.scored_on}
     flatten({**row.protocol, **own, **({"weights": row.about} if row.about else {})})
@@ -181,7 +174,6 @@ def _group_context(group: Group, gallery: "_Gallery") -> dict[str, Any]:
         "group": group,
         "metric": metric_name(group.metric),
         "results": results_table(group),
-        "best": results_table(group, best=True) if len(group.rows) > SHOWN_ROWS else None,
         "curves": draw_curves(group),
         "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
         "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
@@ -190,8 +182,8 @@ def _group_context(group: Group, gallery: "_Gallery") -> dict[str, Any]:
     }
 
 
-def results_table(group: Group, best: bool = False) -> ResultTable:
-    """Every result of a group beside the paper's, or the best of each series."""
+def results_table(group: Group) -> ResultTable:
+    """Every result of a group beside the paper's."""
     names = list(dict.fromkeys([group.metric, *(name for row in group.rows for name in row.metrics)]))
     seeds = len({row.seed for row in group.rows}) > 1
     compared = any(compare_with_paper(row, dataset) for row in group.rows for dataset in (None, *row.also))
@@ -199,7 +191,7 @@ def results_table(group: Group, best: bool = False) -> ResultTable:
     heads += ["paper", "which", "gap", "notes"] if compared else []
     notes, rows = list[str](), list[list[str]]()
     for series in group.series:
-        for row in [series.best] if best else series.rows:
+        for row in series.rows:
             place = [*_place(row), *([str(row.seed)] if seeds else [])]
             for dataset in (None, *row.also):
                 metric, metrics = row.on(dataset)
@@ -248,14 +240,26 @@ def gap_text(compared: Comparison, metric: str) -> str:
 
 def heat_grid(group: Group, series: Series) -> dict[str, Any] | None:
     """Scores of one series by resolution (rows) and budget (columns), where both vary."""
-    cores = sorted({row.cores for row in series.rows if row.cores is not None})
-    sizes = sorted({row.size for row in series.rows if row.cores is not None})
-    if len(cores) < 2 or len(sizes) < 2:
+    values = {(row.size, row.cores): series.mean(row.cores, row.size) for row in series.rows if row.cores is not None}
+    if min((len(set(each)) for each in zip(*values, strict=True)), default=0) < 2:
         return None
-    values = {(s, c): series.mean(c, s) for s in sizes for c in cores}
-    scaled = levels(values, lower_is_better(group.metric))
-    rows = heat_rows(values, scaled, {s: f"{s} px" for s in sizes}, cores, partial(metric_text, group.metric))
-    return {"series": series.name, "cores": cores, "rows": rows}
+    return {"series": series.name, **_heat_table(values, group.metric, "{} px", partial(metric_text, group.metric))}
+
+
+def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
+    """Decays × rates of a sweep, each with its best score on val."""
+    heads = [head for head in row.sweep if {"rate", "decay"} <= head.keys()]
+    values = {(head["decay"], head["rate"]): head.get("val", math.nan) for head in heads}
+    return _heat_table(values, row.metric, "{:g}", number) if len(values) > 1 else None
+
+
+def _heat_table(
+    values: Mapping[tuple[Any, Any], float], metric: str, row_form: str, text: Callable[[float], str]
+) -> dict[str, Any]:
+    names, columns = (sorted(set(each)) for each in zip(*values, strict=True))
+    scaled = levels(values, lower_is_better(metric))
+    rows = heat_rows(values, scaled, {name: row_form.format(name) for name in names}, columns, text)
+    return {"columns": [f"{column:g}" for column in columns], "rows": rows}
 
 
 def class_table(group: Group) -> ResultTable | None:
@@ -298,66 +302,49 @@ class _Gallery:
                     strip |= {shown[2]: shown for shown in read.values() if shown[0]}
         return [list(strip.values()) for strip in strips.values()]
 
-    def _source(self, row: ProbeResult, path: Any) -> str:
+    def _source(self, row: ProbeResult, path: str) -> str:
         """The data URI of an image; empty, and noted as unusable, where it cannot be shown."""
         if not path:
             return ""
         try:
             # Only paths that can stand in a link of Markdown. Symbolic links must not lead out of the folder either.
-            safe = isinstance(path, str) and re.fullmatch(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+", path)
-            file = (self.folder / str(path)).resolve()
-            kind, start = IMAGE_TYPES.get(file.suffix.lower(), ("", b""))
-            if not safe or not kind or not file.is_relative_to(self.folder.resolve()):
-                raise ArgumentError("is no .png, .webp or .jpg in gallery/")
+            safe = re.fullmatch(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+\.(png|webp)", path)
+            file = (self.folder / path).resolve()
+            if not safe or not file.is_relative_to(self.folder.resolve()):
+                raise ArgumentError("is no .png or .webp in gallery/")
             if (size := file.stat().st_size) > min(self.bytes_left, MAX_IMAGE_BYTES):
                 raise ArgumentError(f"has {size:,} bytes, more than the page has room for")
-            if not (data := file.read_bytes()).startswith(start):
-                raise ArgumentError("is no picture of its kind")
+            data = file.read_bytes()
         except (ValueError, OSError) as error:
             reason = "is not there" if isinstance(error, FileNotFoundError) else printable(str(error))
-            self.unusable.append((printable(str(path))[:120], f"of {row.file} {reason}"))
+            self.unusable.append((path[:120], f"of {row.file} {reason}"))
             return ""
         self.bytes_left -= len(data)
-        return data_uri(data, kind)
+        return data_uri(data, file.suffix[1:])
 
 
 def _head_curve(row: ProbeResult) -> Chart | None:
     """The score of the best head at each validation."""
-    line = Line("", [(float(i), value) for i, value in enumerate(row.curve, 1)])
+    values = row.curve.get("val", ())
+    line = Line("", [(float(i), value) for i, value in enumerate(values, 1)])
     label = f"{row.metric} of the best head at each validation"
-    return line_chart([line], "validation", f"{row.metric} on val", label) if len(row.curve) > 1 else None
-
-
-def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
-    """Decays × rates of a sweep, each with its best score on val."""
-    heads = [head for head in row.sweep if {"rate", "decay"} <= head.keys()]
-    values = {(head["decay"], head["rate"]): head.get("val", math.nan) for head in heads}
-    if len(values) < 2:
-        return None
-    decays, rates = (sorted(set(each)) for each in zip(*values, strict=True))
-    scaled = levels(values, lower_is_better(row.metric))
-    rows = heat_rows(values, scaled, {decay: f"{decay:g}" for decay in decays}, rates)
-    return {"rates": [f"{rate:g}" for rate in rates], "rows": rows}
+    return line_chart([line], "validation", f"{row.metric} on val", label) if len(values) > 1 else None
 
 
 def draw_curves(group: Group) -> list[Curve]:
     """Charts along what varies, budget or resolution; where neither does, our points on the paper's curves."""
     varied: dict[Along, bool] = {"budget": len(group.cores) > 1, "resolution": len(group.sizes) > 1}
     curves = []
-    for along in varied if not any(varied.values()) else [along for along, varies in varied.items() if varies]:
-        own = {series: _own_lines(series, along) for series in group.series}
-        apart = sum(map(len, own.values())) > MAX_LINES and len(own) > 1
-        for i, part in enumerate([{series: own[series]} for series in own] if apart else [own], 1):
-            lines, left_out = _chart_lines(group, part, along)
-            if len({x for line in lines for x, _ in line.points}) < 2:  # a single point is in the table already
-                continue
-            words = [group.task, group.dataset, group.metric, along, *([str(i)] if apart else [])]
-            name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word)[:40].strip("-.") or "x" for word in words)
-            title = f"{group.metric} against {along}" + (f", {next(iter(part)).name}" if apart else "")
-            caption = "Lower is better." if lower_is_better(group.metric) else "Higher is better."
-            caption += " Grey squares: the paper's." if any(line.quoted for line in lines) else ""
-            caption += f" Not drawn: {left_out} more of the table." if left_out else ""
-            curves.append(Curve(name, title, _draw_lines(group, along, lines), caption))
+    for along, varies in varied.items():
+        lines, left_out = _chart_lines(group, along) if varies or not any(varied.values()) else ([], 0)
+        if len({x for line in lines for x, _ in line.points}) < 2:  # a single point is in the table already
+            continue
+        words = [group.task, group.dataset, group.metric, along]
+        name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word)[:40].strip("-.") or "x" for word in words)
+        caption = "Lower is better." if lower_is_better(group.metric) else "Higher is better."
+        caption += " Grey squares: the paper's." if any(line.quoted for line in lines) else ""
+        caption += f" Not drawn: {left_out} more of the table." if left_out else ""
+        curves.append(Curve(name, f"{group.metric} against {along}", _draw_lines(group, along, lines), caption))
     return curves
 
 
@@ -371,32 +358,33 @@ def _lines_by_fixed(scores: Iterable[tuple[int | None, int, float]], along: Alon
     return [(fixed, sorted(points[fixed].items())) for fixed in sorted(points, key=lambda fixed: fixed or 0)]
 
 
-def _own_lines(series: Series, along: Along) -> list[FixedLine]:
-    return _lines_by_fixed(((row.cores, row.size, series.mean(row.cores, row.size)) for row in series.rows), along)
-
-
-def _chart_lines(group: Group, part: Mapping[Series, list[FixedLine]], along: Along) -> tuple[list[Line], int]:
+def _chart_lines(group: Group, along: Along) -> tuple[list[Line], int]:
     """The lines of a chart, and how many of ours are left out: for want of room, or as single points beside curves."""
-    own = []
-    for series, lines in part.items():
+    own, count = list[tuple[Series, int | None, list[Point]]](), 0
+    for series in group.series:
+        scores = [(row.cores, row.size, series.mean(row.cores, row.size)) for row in series.rows]
+        lines = _lines_by_fixed(scores, along)
+        count += len(lines)
         own += [(series, *line) for line in [line for line in lines if len(line[1]) > 1] or lines]
+    if len(own) > MAX_LINES:  # of each series the longest line, at the highest resolution or budget
+        own = list({line[0]: line for line in sorted(own, key=lambda line: (len(line[2]), line[1] or 0))}.values())
     if not own:
         return [], 0
-    if len(own) > MAX_LINES:
-        own = [own[round(i * (len(own) - 1) / (MAX_LINES - 1))] for i in range(MAX_LINES)]  # evenly, with both ends
     # The longest curve of each model of the paper that one of our results is compared with.
     quoted: dict[str, FixedLine] = {}
-    for number in (n.number for series in part for row in series.rows if (n := compare_with_paper(row))):
-        same = paper.find(group.task, group.dataset, group.metric, number.model)
+    for quote in (n.number for row in group.rows if (n := compare_with_paper(row))):
+        same = paper.find(group.task, group.dataset, group.metric, quote.model)
         curves = _lines_by_fixed(((n.cores, n.size, n.value) for n in same), along)
         if longest := max((line for line in curves if len(line[1]) > 1), key=lambda line: len(line[1]), default=None):
-            quoted[number.model] = longest
+            quoted[quote.model] = longest
     # Where they differ, each line says at what it was measured.
     several = len({fixed for _, fixed, _ in own} | {fixed for fixed, _ in quoted.values()}) > 1
     drawn = []
     for i, (series, fixed, points) in enumerate(own):
         text = _fixed_text(fixed, along) if several else ""
-        drawn.append(Line(_label(group, series if len(part) > 1 or not text else None, text), points, i, dots=True))
+        drawn.append(
+            Line(_label(group, series if len(group.series) > 1 or not text else None, text), points, i, dots=True)
+        )
     for model, (fixed, points) in quoted.items():
         text = f", {_fixed_text(fixed, along)}" if several and fixed is not None else ""
         drawn.append(Line(f"paper {model}{text}", points, dots=True, quoted=True))
@@ -407,7 +395,7 @@ def _chart_lines(group: Group, part: Mapping[Series, list[FixedLine]], along: Al
                 if math.isfinite(value := series.mean(None, size)):
                     name = _label(group, series, f"{size} px" if len(group.sizes) > 1 else "")
                     drawn.append(Line(name, [(min(xs), value), (max(xs), value)], len(drawn)))
-    return drawn, sum(map(len, part.values())) - len(own)
+    return drawn, count - len(own)
 
 
 def _fixed_text(value: int | None, along: Along) -> str:
@@ -461,8 +449,8 @@ def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:
         "paper_cores": n and n.cores, "paper_size": n and n.size, "paper_table": n and n.table,
         "gap": compared and round(compared.gap, 6), "notes": compared and "; ".join(compared.notes),
         "rate": row.best.get("rate"), "decay": row.best.get("decay"),
-        **{split: row.counts.get(split) for split in ("train", "val", "test")}, "fingerprint": row.fingerprint,
+        **{split: row.counts.get(split) for split in SPLITS}, "fingerprint": row.fingerprint,
         "seconds": math.fsum(row.seconds.values()) if row.seconds else None, "date": row.date,
         "versions": json.dumps(row.versions, sort_keys=True),
-        "protocol": json.dumps(row.protocol, sort_keys=True, default=str), "file": row.file,
+        "protocol": json.dumps(row.protocol, sort_keys=True), "file": row.file,
     }  # fmt: skip

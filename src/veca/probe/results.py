@@ -3,16 +3,18 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from veca.errors import ArgumentError
+from veca.utils.settings import Positive, Settings
 from veca.utils.text import number, printable, quoted
 
 SCHEMA = 1  # of row files; a file of another is not read
 MAX_ROW_BYTES = 2**26
+SPLITS = ("train", "val", "test")
 Unusable: TypeAlias = tuple[str, str]
 """A file that is left out of a report, and the reason."""
 Kind = TypeVar("Kind")
@@ -20,40 +22,40 @@ _LOWER_IS_BETTER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNO
 _IN_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class ProbeResult:
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult(Settings):
     """One finished probe, as its row file says. Names are printable."""
 
     file: str
     task: str
     model: str
-    kind: str
-    about: Mapping[str, Any]
+    kind: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
     dataset: str
-    counts: Mapping[str, int]
+    counts: dict[str, int]
     """Images of each split."""
-    fingerprint: str
-    cores: int | None
-    size: int
-    seed: int
-    scored_on: str
+    fingerprint: str = ""
+    cores: Positive | None = None
+    size: Positive
+    seed: int = 0
+    scored_on: str = ""
     metric: str
     """The main one of `metrics`."""
-    metrics: Mapping[str, float]
-    per_class: Mapping[str, float]
-    best: Mapping[str, float]
+    metrics: dict[str, float]
+    per_class: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
     """Settings of the best head of the sweep."""
-    sweep: Sequence[Mapping[str, float]]
-    curve: Sequence[float]
-    """Score of the best head at each validation."""
-    protocol: Mapping[str, Any]
-    gallery: Sequence[Mapping[str, Any]]
-    also: Mapping[str, Mapping[str, float]]
+    sweep: tuple[dict[str, float], ...] = ()
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Score of the best head at each validation, on `val`."""
+    protocol: dict[str, Any] = field(default_factory=dict)
+    gallery: tuple[dict[str, str], ...] = ()
+    also: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metrics on further datasets, by the same head."""
-    versions: Mapping[str, str]
-    seconds: Mapping[str, float]
-    date: str
-    grid: Sequence[int]
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    date: str = ""
+    grid: tuple[int, ...] = ()
 
     @property
     def value(self) -> float:
@@ -146,56 +148,34 @@ def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
 
 
 def parse_row(raw: Any, file: str) -> ProbeResult:
-    """A row from the JSON of its file. What identifies it must be right; the rest is left out where it is not."""
-    schema = raw.get("schema", SCHEMA) if isinstance(raw, dict) else SCHEMA
-    if schema != SCHEMA:
+    """A row from the JSON of its file."""
+    raw = json_value(_clean(raw), dict)
+    if (schema := raw.get("schema", SCHEMA)) != SCHEMA:
         reads = f"this veca reads version {SCHEMA}: use the veca that wrote it, or one as new"
         raise ArgumentError(f"is of version {quoted(schema)} of the format of rows; {reads}")
-    raw = json_value(raw, dict)
-    model, data = json_value(raw.get("model"), dict), json_value(raw.get("data"), dict)
-    names = {"task": raw.get("task"), "model": model.get("name")}
-    names |= {"dataset": data.get("name"), "metric": raw.get("metric")}
-    numbers = {"size": raw.get("size"), "cores": 1 if raw.get("cores") is None else raw["cores"]}
-    wrong = {key: value for key, value in names.items() if not isinstance(value, str) or not value}
-    wrong |= {key: value for key, value in numbers.items() if type(value) is not int or value < 1}
-    for key, value in wrong.items():
-        expected = "a name" if key in names else "a whole number from 1"
-        raise ArgumentError(f"is no row of `veca probe`: its {key} is {quoted(value, 60)}; {expected} was expected")
-    texts = {key: raw.get(key) for key in ("scored_on", "date")}
-    texts |= {"kind": model.get("kind"), "fingerprint": data.get("fingerprint")}
-    fields: dict[str, Any] = {key: _text(value) for key, value in (names | texts).items()}
-    fields |= {key: _only_numbers(raw.get(key)) for key in ("metrics", "per_class", "best", "seconds")}
-    fields |= {key: json_value(raw.get(key), kind) for key, kind in (("protocol", dict), ("seed", int))}
-    curve, also, versions = (json_value(raw.get(key), dict) for key in ("curve", "also", "versions"))
-    sweep, gallery, grid = (json_value(raw.get(key), list) for key in ("sweep", "gallery", "grid"))
-    return ProbeResult(
-        file=file,
-        cores=raw.get("cores"),
-        size=raw["size"],
-        about=json_value(model.get("about"), dict),
-        counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
-        sweep=[_only_numbers(head) for head in sweep],
-        curve=[float(value) for value in json_value(curve.get("val"), list) if _is_number(value)],
-        gallery=[entry for entry in gallery if isinstance(entry, dict)],
-        also={printable(name): _only_numbers(values) for name, values in also.items()},
-        versions={printable(name): _text(version) for name, version in versions.items()},
-        grid=[n for n in grid if type(n) is int],
-        **fields,
-    )
+    model, data = (json_value(raw.get(key), dict) for key in ("model", "data"))
+    values = {field.name: raw[field.name] for field in fields(ProbeResult) if field.name in raw}
+    values |= {key: model[key] for key in ("kind", "about") if key in model}
+    values |= {"fingerprint": data.get("fingerprint", ""), "counts": {k: data[k] for k in SPLITS if k in data}}
+    required = {"task": None, "size": None, "metric": None, "metrics": None}
+    names = {"file": file, "model": model.get("name"), "dataset": data.get("name")}
+    try:
+        return ProbeResult(**required | values | names)
+    except ArgumentError as error:
+        raise ArgumentError(f"is no row of `veca probe`: {error}") from error
 
 
 def json_value(value: Any, kind: type[Kind]) -> Kind:
-    """A value that should be of a kind of JSON; anything else counts as an empty one, or 0."""
+    """A value that should be of a kind of JSON; anything else counts as an empty one."""
     return value if type(value) is kind else kind()
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else printable(str(value))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # neither nan nor an integer that no float can hold
-
-
-def _only_numbers(values: Any) -> dict[str, float]:
-    return {printable(name): float(v) for name, v in json_value(values, dict).items() if _is_number(v)}
+def _clean(value: Any) -> Any:
+    """JSON with printable text, without nulls and numbers that are not finite or that no float can hold."""
+    if isinstance(value, dict):
+        return {printable(key): clean for key, each in value.items() if (clean := _clean(each)) is not None}
+    if isinstance(value, list):
+        return [clean for each in value if (clean := _clean(each)) is not None]
+    if type(value) in (int, float) and not abs(value) < 1e300:
+        return None
+    return printable(value) if isinstance(value, str) else value

@@ -32,7 +32,7 @@ from veca.heads.features import Extraction, digest_of, drop_unreadable
 from veca.heads.frozen import FeatureKind, FrozenBackbone
 from veca.heads.linear import DECAYS, RATES, LinearHead, score, score_valid_labels, train_linear
 from veca.heads.metrics import average_precision, percent_by_class, top_k_accuracy, top_k_hits
-from veca.probe.results import SCHEMA
+from veca.probe.results import SCHEMA, SPLITS
 from veca.utils.device import describe_versions
 from veca.utils.files import atomic_path, check_utf8, check_writable
 from veca.utils.progress import bar
@@ -362,7 +362,7 @@ class Job:
             way = "nothing was scored, or the head diverged. Look at the labels, or take lower rates"
             raise ArgumentError(f"{self.name}: {wrong[0]} is {metrics[wrong[0]]}: {way}")
         data, backbone = self.data, self.backbone
-        counts = {split: len(data.splits.get(split, ())) for split in ("train", "val", "test")}
+        counts = {split: len(data.splits.get(split, ())) for split in SPLITS}
         protocol = {**self.protocol, "data": data.protocol, **backbone.running}
         protocol |= {"skipped": dict(skipped)} if skipped else {}
         protocol |= {"problems": data.problems} if data.problems else {}
