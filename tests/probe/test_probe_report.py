@@ -25,7 +25,6 @@ from veca.probe.report import (
     gap_text,
     group_rows,
     heat_grid,
-    results_table,
     rows_csv,
     write_probe_report,
 )
@@ -480,5 +479,6 @@ def test_labels_stay_apart_when_they_are_cut() -> None:
     assert labels("facebook/dinov3-vits16-pretrain-lvd1689m", "tiny") == ["dinov3-vits16-pretrai…", "tiny"]
 
 
-def test_no_paper_no_columns() -> None:
-    assert results_table(group_of(row(dataset="my-own"))).heads == ["model", "C", "px", "top1"]
+def test_no_paper_no_columns(tmp_path: Path) -> None:
+    write_probe_report(write_rows(tmp_path, [row(dataset="my-own")]))
+    assert tables(tree_of(tmp_path), "my-own · classify, top1")[0][0] == ["model", "C", "px", "top1"]

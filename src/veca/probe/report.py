@@ -33,13 +33,6 @@ FixedLine: TypeAlias = tuple[int | None, list[Point]]
 """Points along the budget at a resolution, or along the resolution at a budget."""
 
 
-class ResultTable(NamedTuple):
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
-    """Numbered from 1; cells of the column "notes" refer to them."""
-
-
 class Curve(NamedTuple):
     name: str
     """Of its file, without the suffix."""
@@ -91,21 +84,32 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     if not rows:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
         raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
-    groups = group_rows(rows)
-    gallery = _Gallery(folder, unusable)
-    sections = [_group_context(group, gallery) for group in groups]
+    groups, gallery = group_rows(rows), _Gallery(folder, unusable)
+    sections = [
+        {
+            "group": group,
+            "metric": metric_name(group.metric),
+            "curves": draw_curves(group),
+            "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
+            "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
+            "paper": paper.find(group.task, group.dataset, group.metric),
+        }
+        for group in groups
+    ]
     for curve in (curve for section in sections for curve in section["curves"]):
         write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
     context = {
         "name": folder.resolve().name,
         "paper_name": paper.PAPER["paper"],
         "groups": sections,
-        "overview": overview_table(groups),
         "banner": bool(unusable),
         "unusable": unusable,
         "rows": [row for group in groups for series in group.series for row in series.rows],
         "time_spent": duration(math.fsum(seconds for row in rows for seconds in row.seconds.values())),
-        **{"head_curve": _head_curve, "sweep_grid": _sweep_grid, "duration": duration, "metric_text": metric_text},
+        # What templates call: they make the tables.
+        **{"compare": compare_with_paper, "paper_cells": _paper_cells, "place": _place, "class_order": _class_order},
+        **{"head_curve": _head_curve, "sweep_grid": _sweep_grid},
+        **{"duration": duration, "metric_text": metric_text, "metric_name": metric_name},
     }
     write_text(folder / "rows.csv", rows_csv(rows))
     write_page(folder / "report.md", "probe.md", **context)
@@ -166,52 +170,11 @@ def _settings_of(row: ProbeResult) -> dict[str, str]:
     return settings
 
 
-def _group_context(group: Group, gallery: "_Gallery") -> dict[str, Any]:
-    """All that HTML and Markdown show of one task, dataset and metric."""
-    numbers = paper.find(group.task, group.dataset, group.metric)
-    printed = [[n.printed, *_place(n), metric_text(n.metric, n.value), f"Table {n.table}"] for n in numbers]
-    return {
-        "group": group,
-        "metric": metric_name(group.metric),
-        "results": results_table(group),
-        "curves": draw_curves(group),
-        "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
-        "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
-        "classes": class_table(group),
-        "paper": ResultTable(["model", "C", "px", group.metric, "from"], printed) if printed else None,
-    }
-
-
-def results_table(group: Group) -> ResultTable:
-    """Every result of a group beside the paper's."""
-    names = list(dict.fromkeys([group.metric, *(name for row in group.rows for name in row.metrics)]))
-    seeds = len({row.seed for row in group.rows}) > 1
-    compared = any(compare_with_paper(row, dataset) for row in group.rows for dataset in (None, *row.also))
-    heads = ["model", "C", "px", *(["seed"] if seeds else []), *names]
-    heads += ["paper", "which", "gap", "notes"] if compared else []
-    notes, rows = list[str](), list[list[str]]()
-    for series in group.series:
-        for row in series.rows:
-            place = [*_place(row), *([str(row.seed)] if seeds else [])]
-            for dataset in (None, *row.also):
-                metric, metrics = row.on(dataset)
-                name = series.name if dataset is None else f"↳ {dataset}, same head"
-                rows.append([name, *place, *(metric_text(n, metrics.get(n, math.nan)) for n in names)])
-                rows[-1] += _paper_cells(compare_with_paper(row, dataset), metric, notes) if compared else []
-    return ResultTable(heads, rows, notes)
-
-
-def overview_table(groups: Iterable[Group]) -> ResultTable:
-    """The best result of each series on each dataset, beside the paper's."""
-    heads = ["dataset", "model", "C", "px", "metric", "best", "paper", "which", "gap", "notes"]
-    rows, notes = [], list[str]()
-    for group in groups:
-        for series in group.series:
-            best = series.best
-            value = [metric_name(group.metric), metric_text(group.metric, best.value)]
-            compared = _paper_cells(compare_with_paper(best), group.metric, notes)
-            rows.append([f"{group.dataset}, {group.task}", series.name, *_place(best), *value, *compared])
-    return ResultTable(heads, rows, notes)
+def _class_order(scored: Sequence[Mapping[str, float]], metric: str) -> list[str]:
+    """Names of classes by the first of several scores, best first, then by name those that only others have."""
+    first: Mapping[str, float] = next(iter(scored), {})
+    names = sorted(first, key=first.__getitem__, reverse=not lower_is_better(metric))
+    return names + sorted({name for scores in scored for name in scores}.difference(first))
 
 
 def _place(row: ProbeResult | PaperNumber) -> list[str]:
@@ -260,20 +223,6 @@ def _heat_table(
     scaled = levels(values, lower_is_better(metric))
     rows = heat_rows(values, scaled, {name: row_form.format(name) for name in names}, columns, text)
     return {"columns": [f"{column:g}" for column in columns], "rows": rows}
-
-
-def class_table(group: Group) -> ResultTable | None:
-    """Scores of all classes in the best result of each series, in the order of the first series, best first."""
-    best = [(series, series.best) for series in group.series if series.best.per_class]
-    if not best:
-        return None
-    first = best[0][1].per_class
-    names = sorted(first, key=first.__getitem__, reverse=not lower_is_better(group.metric))
-    # Classes that only other series have follow by name.
-    names += sorted({name for _, row in best for name in row.per_class}.difference(first))
-    text = partial(metric_text, group.metric)
-    rows = [[name, *(text(row.per_class.get(name, math.nan)) for _, row in best)] for name in names]
-    return ResultTable(["class", *(f"{series.name}, {row.place}" for series, row in best)], rows)
 
 
 @dataclass
