@@ -268,7 +268,7 @@ def test_errors_have_their_best_where_they_are_low() -> None:
     group = group_of(*rows)
     assert (group.series[0].best.cores, group.series[0].best.size) == (64, 256)
     assert heat_grid(group, group.series[0])
-    assert all(one.caption.startswith("Lower is better.") for one in draw_curves(group))
+    assert all(one["caption"].startswith("Lower is better.") for one in draw_curves(group))
 
 
 def test_ways_to_run_the_same_are_kept_apart_and_seeds_are_not() -> None:
@@ -360,9 +360,7 @@ def test_pictures_that_cannot_be_shown_are_named(tmp_path: Path) -> None:
     gallery = [{"image": good, "label": one, "prediction": good} for one in wrong]
     write_rows(folder, [row("segment", "ade20k", 64, 512, 30.0, gallery=gallery)])
     _, left_out = write_probe_report(folder)
-    nowhere = "is no .png or .webp in gallery/"
-    reasons = [nowhere, "is not there", nowhere]
-    assert all(w in text and r in text for text, w, r in zip(left_out, wrong, reasons, strict=True)), left_out
+    assert all(one in text and "cannot be shown" in text for text, one in zip(left_out, wrong, strict=True)), left_out
     assert "](../secret" not in (folder / "report.md").read_text()
 
 
@@ -470,7 +468,7 @@ def test_the_command_knows_folders_apart(tmp_path: Path) -> None:
 def test_labels_stay_apart_when_they_are_cut() -> None:
     def labels(*names: str) -> list[str]:
         (chart,) = draw_curves(group_of(*(row(cores=c, model=m, dataset="my-own") for m in names for c in (8, 64))))
-        return sorted(mark.text for mark in chart.chart.marks if isinstance(mark, Label) and mark.full)
+        return sorted(mark.text for mark in chart["chart"].marks if isinstance(mark, Label) and mark.full)
 
     assert labels("a/b", "c/b") == ["a/b", "c/b"]
     found = labels(*(f"runs/a-very-long-name-that-goes-on-{i}/best" for i in range(3)))

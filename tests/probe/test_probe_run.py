@@ -141,7 +141,7 @@ def test_several_labels_for_a_picture(data: ProbeData, tmp_path: Path) -> None:
     (row,) = classify(backbone(), several(data), tmp_path, ask(QUICK, cores=(8,)))
     assert row["metric"] == "mAP"
     assert row["metrics"] == {"mAP": 100.0, "mAP11": 100.0}
-    with pytest.raises(DatasetError, match="several labels for a picture"):
+    with pytest.raises(DatasetError, match="labels to multilabel: `veca probe classify` is the probe for it"):
         knn(backbone(), several(data), tmp_path, NEAR)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import veca
 from veca.attention import Kernel, core_attention, use_kernel
-from veca.bench.cases import Case
+from veca.bench.cases import Bench, Case
 from veca.checkpoint import create_model
 from veca.errors import ArgumentError
 from veca.flops import attention_product_flops, dense_model_flops, model_flops
@@ -279,16 +279,14 @@ def _core_attention(workload: Workload, kernel: Kernel, compiled: bool = False) 
     return function, core[:3], case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
 
 
-def _full_attention(workload: Workload, rope: bool = True, compiled: bool = False) -> AttentionFunction:
+def _full_attention(workload: Workload, compiled: bool = False) -> AttentionFunction:
     """All tokens attend to all; cores get no rotary embedding, like the class token and registers of DINOv3."""
     case, patch = workload.case, workload.rotaries[1]
     table = F.pad(patch.cos, (0, 0, case.cores, 0), value=1), F.pad(patch.sin, (0, 0, case.cores, 0))
 
     def function(qkv: Tensor) -> Tensor:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if rope:
-            q, k = rotate(q, table), rotate(k, table)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(rotate(q, table), rotate(k, table), v).transpose(1, 2).flatten(2)
 
     return maybe_compile(function, compiled), (), case.batch * 4 * case.config.embed_dim * case.tokens**2
 
@@ -354,15 +352,19 @@ _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {
     "two SDPA compiled": (partial(_core_attention, kernel="sdpa", compiled=True), True),
     "dense SDPA": (_full_attention, False),
     "dense SDPA compiled": (partial(_full_attention, compiled=True), True),
-    "dense SDPA without RoPE": (partial(_full_attention, rope=False), False),
 }
-ATTENTION_FORWARD, ATTENTION_BACKWARD = (
-    {
-        name: Contender(partial(_attention, make=make, backward=backward), compiled=compiled)
-        for name, (make, compiled) in _ATTENTION.items()
-    }
-    for backward in (False, True)
-)
+MEASUREMENTS: dict[Bench, dict[str, dict[str, Contender]]] = {
+    "model": {"model forward": MODEL},
+    "train": {"train step": TRAIN},
+    "attention": {
+        what: {
+            name: Contender(partial(_attention, make=make, backward=backward), compiled)
+            for name, (make, compiled) in _ATTENTION.items()
+        }
+        for what, backward in (("attention forward", False), ("attention backward", True))
+    },
+}
+"""What each benchmark measures in every case, and the contenders of each measurement."""
 
 
 def choose_contenders(known: dict[str, Contender], names: Sequence[str], case: Case) -> dict[str, Contender]:

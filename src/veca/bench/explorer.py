@@ -93,7 +93,7 @@ def bench_explorer_crowd(model: str = "veca_tiny", clients: int = 50, seconds: f
 def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | None = None) -> None:
     """Write a PNG of the page with a sample image."""
     view = "#picture=coffee&size=512&overlay=75&at=0.45,0.62"
-    with serving("--model", model) as (_, port), open_browser_page(chromium, port, view, 1360, 960) as page:
+    with serving("--model", model) as (_, port), open_browser_page(chromium, port, view) as page:
         cells = page.locator(".numbers .dense td")
         while "s" not in cells.nth(0).inner_text():  # until the dense ViT has been timed
             time.sleep(0.1)
@@ -122,9 +122,7 @@ def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @contextmanager
-def open_browser_page(
-    chromium: str | None, port: int, view: str = "", width: int = 1280, height: int = 900
-) -> Iterator[Any]:
+def open_browser_page(chromium: str | None, port: int, view: str = "") -> Iterator[Any]:
     """The explorer's page in headless Chromium, once it is ready."""
     with needs_extra("driving a browser needs", "dev"):
         from playwright.sync_api import sync_playwright
@@ -134,7 +132,7 @@ def open_browser_page(
         raise ArgumentError("there is no Chromium on the path; name one with --chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": height})
+        page = browser.new_page(viewport={"width": 1360, "height": 960})
         page.goto(f"http://127.0.0.1:{port}/{view}")
         page.wait_for_selector("html[data-ready]")
         yield page

@@ -137,11 +137,8 @@ _TABLE_COLUMNS = {
 
 def _rows_table(what: str, rows: Sequence[BenchRow]) -> Table:
     """Rows of one kind, case by case; columns without any value are left out, except `ms`."""
-    columns = {
-        key: column
-        for key, column in _TABLE_COLUMNS.items()
-        if key == "ms" or any(getattr(row, key) is not None for row in rows)
-    }
+    filled = [key for key in _TABLE_COLUMNS if key == "ms" or any(getattr(row, key) is not None for row in rows)]
+    columns = {key: _TABLE_COLUMNS[key] for key in filled}
     table = Table(title=what, title_justify="left", title_style="bold", header_style="bold", box=None)
     for heading in ("case", "contender", *(heading for heading, _ in columns.values())):
         table.add_column(heading, justify="left" if heading in ("case", "contender") else "right", no_wrap=True)

@@ -24,9 +24,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from torch import Tensor
 
 from veca.attention import core_attention, use_kernel
-from veca.bench import contenders
 from veca.bench.cases import Bench, Case, target_ms
-from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload, batch_loss, choose_contenders
+from veca.bench.contenders import (
+    MEASUREMENTS,
+    BenchSetting,
+    Contender,
+    Prepared,
+    Workload,
+    batch_loss,
+    choose_contenders,
+)
 from veca.bench.machine import copy_rate, empty_cache, machine_facts, profile_call
 from veca.bench.report import BenchRow, Results
 from veca.errors import ArgumentError
@@ -42,15 +49,6 @@ Report: TypeAlias = Callable[[str], None]
 Tensors: TypeAlias = Sequence[Tensor | None]
 """None stands for zeros, as in `torch.autograd.grad`."""
 
-MEASUREMENTS: dict[Bench, dict[str, dict[str, Contender]]] = {
-    "model": {"model forward": contenders.MODEL},
-    "train": {"train step": contenders.TRAIN},
-    "attention": {
-        "attention forward": contenders.ATTENTION_FORWARD,
-        "attention backward": contenders.ATTENTION_BACKWARD,
-    },
-}
-"""What each benchmark measures in every case, and the contenders of each measurement."""
 BASELINES = ("dense compiled", "dense", "dense SDPA compiled", "dense SDPA")
 """The first of these that took part is the one others are compared with."""
 VECA = ("veca", "two SDPA")

@@ -9,10 +9,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from veca.errors import ArgumentError
 from veca.probe import paper
@@ -21,24 +22,16 @@ from veca.probe.results import SPLITS, ProbeResult, Unusable, lower_is_better, m
 from veca.report.chart_files import write_chart
 from veca.report.charts import Chart, Line, Point, line_chart, shorten_middle
 from veca.report.page import data_uri, heat_rows, levels, write_page, write_text
-from veca.utils.text import duration, number, printable
+from veca.utils.text import duration, number
 
 TASK_ORDER = ("classify", "knn", "segment", "depth")
 GALLERY_IMAGES = 6  # of a series
-MAX_IMAGE_BYTES, MAX_GALLERY_BYTES = 4 * 2**20, 24 * 2**20
+MAX_GALLERY_BYTES = 24 * 2**20
 MAX_LINES = 6  # of ours in one chart; with more, each model has one
 LABEL_LETTERS = 22  # that fit beside a line
 Along: TypeAlias = Literal["budget", "resolution"]
 FixedLine: TypeAlias = tuple[int | None, list[Point]]
 """Points along the budget at a resolution, or along the resolution at a budget."""
-
-
-class Curve(NamedTuple):
-    name: str
-    """Of its file, without the suffix."""
-    title: str
-    chart: Chart
-    caption: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +61,8 @@ class Group:
     rows: Sequence[ProbeResult]
     series: Sequence[Series]
 
-    @property
-    def cores(self) -> list[int]:
-        return sorted({row.cores for row in self.rows if row.cores is not None})
-
-    @property
-    def sizes(self) -> list[int]:
-        return sorted({row.size for row in self.rows})
+    def varies(self, key: Literal["cores", "size"]) -> bool:
+        return len({getattr(row, key) for row in self.rows} - {None}) > 1
 
 
 def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
@@ -85,7 +73,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
         raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
     groups, gallery = group_rows(rows), _Gallery(folder, unusable)
-    sections = [
+    sections: list[dict[str, Any]] = [
         {
             "group": group,
             "metric": metric_name(group.metric),
@@ -97,7 +85,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         for group in groups
     ]
     for curve in (curve for section in sections for curve in section["curves"]):
-        write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
+        write_chart(curve["chart"], folder / "curves" / f"{curve['name']}.svg")
     context = {
         "name": folder.resolve().name,
         "paper_name": paper.PAPER["paper"],
@@ -253,23 +241,17 @@ class _Gallery:
 
     def _source(self, row: ProbeResult, path: str) -> str:
         """The data URI of an image; empty, and noted as unusable, where it cannot be shown."""
-        if not path:
-            return ""
-        try:
-            # Only paths that can stand in a link of Markdown. Symbolic links must not lead out of the folder either.
-            safe = re.fullmatch(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+\.(png|webp)", path)
-            file = (self.folder / path).resolve()
-            if not safe or not file.is_relative_to(self.folder.resolve()):
-                raise ArgumentError("is no .png or .webp in gallery/")
-            if (size := file.stat().st_size) > min(self.bytes_left, MAX_IMAGE_BYTES):
-                raise ArgumentError(f"has {size:,} bytes, more than the page has room for")
-            data = file.read_bytes()
-        except (ValueError, OSError) as error:
-            reason = "is not there" if isinstance(error, FileNotFoundError) else printable(str(error))
+        # Only paths that can stand in a link of Markdown. Symbolic links must not lead out of the folder either.
+        safe = re.fullmatch(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+\.(png|webp)", path)
+        file, data = (self.folder / path).resolve(), b""
+        with suppress(OSError):
+            if safe and file.is_relative_to(self.folder.resolve()) and file.stat().st_size <= self.bytes_left:
+                data = file.read_bytes()
+        if path and not data:
+            reason = "cannot be shown: it is no .png or .webp in gallery/, or the page has no room for it"
             self.unusable.append((path[:120], f"of {row.file} {reason}"))
-            return ""
         self.bytes_left -= len(data)
-        return data_uri(data, file.suffix[1:])
+        return data_uri(data, file.suffix[1:]) if data else ""
 
 
 def _head_curve(row: ProbeResult) -> Chart | None:
@@ -280,9 +262,9 @@ def _head_curve(row: ProbeResult) -> Chart | None:
     return line_chart([line], "validation", f"{row.metric} on val", label) if len(values) > 1 else None
 
 
-def draw_curves(group: Group) -> list[Curve]:
+def draw_curves(group: Group) -> list[dict[str, Any]]:
     """Charts along what varies, budget or resolution; where neither does, our points on the paper's curves."""
-    varied: dict[Along, bool] = {"budget": len(group.cores) > 1, "resolution": len(group.sizes) > 1}
+    varied: dict[Along, bool] = {"budget": group.varies("cores"), "resolution": group.varies("size")}
     curves = []
     for along, varies in varied.items():
         lines, left_out = _chart_lines(group, along) if varies or not any(varied.values()) else ([], 0)
@@ -293,7 +275,11 @@ def draw_curves(group: Group) -> list[Curve]:
         caption = "Lower is better." if lower_is_better(group.metric) else "Higher is better."
         caption += " Grey squares: the paper's." if any(line.quoted for line in lines) else ""
         caption += f" Not drawn: {left_out} more of the table." if left_out else ""
-        curves.append(Curve(name, f"{group.metric} against {along}", _draw_lines(group, along, lines), caption))
+        label = f"{group.metric} on {group.dataset} against {along}: {'; '.join(line.name for line in lines)}"
+        x_title = "budget C, cores" if along == "budget" else "resolution, px"
+        chart = line_chart(lines, x_title, metric_name(group.metric), label, ticks_at_points=True)
+        title = f"{group.metric} against {along}"
+        curves.append({"name": name, "title": title, "chart": chart, "caption": caption})
     return curves
 
 
@@ -342,7 +328,7 @@ def _chart_lines(group: Group, along: Along) -> tuple[list[Line], int]:
         for series in group.series:
             for size in sorted({row.size for row in series.rows if row.cores is None}):
                 if math.isfinite(value := series.mean(None, size)):
-                    name = _label(group, series, f"{size} px" if len(group.sizes) > 1 else "")
+                    name = _label(group, series, f"{size} px" if group.varies("size") else "")
                     drawn.append(Line(name, [(min(xs), value), (max(xs), value)], len(drawn)))
     return drawn, count - len(own)
 
@@ -361,16 +347,6 @@ def _label(group: Group, series: Series | None, fixed: str) -> str:
     tells_apart = max(map(len, cut)) > room and len(set(cut.values())) == len(cut)
     name = cut[series.name] if tells_apart else shorten_middle(series.name, room)
     return f"{name}, {fixed}" if fixed else name
-
-
-def _draw_lines(group: Group, along: Along, lines: Sequence[Line]) -> Chart:
-    texts = []
-    for line in lines:
-        (first, start), (last, end) = line.points[0], line.points[-1]
-        texts.append(f"{line.name} {start:.4g} at {first:g}" + (f" to {end:.4g} at {last:g}" if last != first else ""))
-    label = f"{group.metric} on {group.dataset} against {along}: {'; '.join(texts)}"
-    x_title = "budget C, cores" if along == "budget" else "resolution, px"
-    return line_chart(lines, x_title, metric_name(group.metric), label, ticks_at_points=True)
 
 
 def rows_csv(rows: Sequence[ProbeResult]) -> str:

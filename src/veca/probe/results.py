@@ -85,11 +85,10 @@ class ProbeResult(Settings):
 
     def sweep_note(self) -> str:
         """Says so if the best rate is at the end of the sweep, where a wider one might do better."""
-        rates = sorted({head["rate"] for head in self.sweep if "rate" in head})
-        if len(rates) < 2 or self.best.get("rate") not in (rates[0], rates[-1]):
-            return ""
-        end = "lowest" if self.best["rate"] == rates[0] else "highest"
-        return f"the {end} rate of the sweep: others may do better"
+        rates = {head["rate"] for head in self.sweep if "rate" in head}
+        ends = {min(rates): "lowest", max(rates): "highest"} if len(rates) > 1 else {}
+        end = ends.get(self.best.get("rate", math.nan))
+        return f"the {end} rate of the sweep: others may do better" if end else ""
 
 
 def lower_is_better(metric: str) -> bool:

@@ -127,9 +127,6 @@ def classify(
 
 def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSettings, warn: Warn = print) -> list[Row]:
     """Classify by nearest neighbours among train, and val if test is scored: nothing is chosen on val."""
-    if data.task == "multilabel":
-        way = "use `veca probe classify`"
-        raise DatasetError(f"{data.name} has several labels for a picture, which k-NN does not support: {way}")
     check_probe_data(data, ("classify",), warn)
     # Whatever is not scored can vote.
     voters = ("train", "val") if data.report == "test" and "val" in data.splits else ("train",)
@@ -427,7 +424,8 @@ def run_probe(probe: Job, protocol: Callable[[int], dict[str, Any]], compute: Co
 def check_probe_data(data: ProbeData, tasks: Sequence[str], warn: Warn) -> None:
     """Refuse data without the labels or splits that a probe needs; warn where it is not what was published."""
     if data.task not in tasks:
-        raise DatasetError(f"{data.name} has labels to {data.task}: `veca probe {data.task}` is the probe for it")
+        probe = {"multilabel": "classify"}.get(data.task, data.task)
+        raise DatasetError(f"{data.name} has labels to {data.task}: `veca probe {probe}` is the probe for it")
     if missing := [split for split in ("train", "val") if split not in data.splits]:
         head = data.protocol.get("head")
         way = f"score it with a head of {head}: --data {head} --also {data.name}" if head else "add one"
