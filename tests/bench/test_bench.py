@@ -21,8 +21,19 @@ from typer.testing import CliRunner
 
 import veca
 from veca.bench import contenders, machine, report, run
-from veca.bench.cases import CPU_CASES, TARGETS, Bench, Case, choose_cases, target_ms
-from veca.bench.contenders import MEASUREMENTS, BenchSetting, Contender, Prepared, Workload
+from veca.bench.contenders import (
+    CPU_CASES,
+    MEASUREMENTS,
+    TARGETS,
+    Bench,
+    BenchSetting,
+    Case,
+    Contender,
+    Prepared,
+    Workload,
+    choose_cases,
+    target_ms,
+)
 from veca.bench.report import BenchRow, Results
 from veca.bench.run import FloatDtype, pick_setting
 from veca.cli.main import app

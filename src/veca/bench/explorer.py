@@ -26,16 +26,14 @@ from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.utils.files import atomic_path
 from veca.utils.memory import process_bytes
 
-_PAGE_TIMERS = Path(__file__).with_suffix(".js")
-"""Functions of the page that cause an event and return the milliseconds until its result is drawn."""
-
 
 def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str | None = None) -> None:
     """Print milliseconds from dropping an image, or moving the budget slider, until Chromium shows the result."""
     with serving("--model", model) as (server, port), open_browser_page(chromium, port) as page:
         drops, new_budgets, seen_budgets = [], [], []
-        # Not as a script tag, which the content security policy of the page would refuse.
-        page.evaluate(_PAGE_TIMERS.read_text())
+        # Functions that cause an event and return the milliseconds until its result is drawn. Not as a script tag,
+        # which the content security policy of the page would refuse.
+        page.evaluate(Path(__file__).with_suffix(".js").read_text())
         for seed in range(images):
             drops.append(page.evaluate("timers.dropImage", [list(synthetic_jpeg()), f"{seed}.jpg"]))
             budgets = range(int(page.get_attribute(".cores", "max") or 0) - 1, -1, -1)

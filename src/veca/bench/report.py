@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from veca.bench.cases import Case
+from veca.bench.contenders import Case
 from veca.config import SIZES
 from veca.errors import ArgumentError
 from veca.flops import attention_flops, dense_attention_flops

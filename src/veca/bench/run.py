@@ -24,16 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from torch import Tensor
 
 from veca.attention import core_attention, use_kernel
-from veca.bench.cases import Bench, Case, target_ms
-from veca.bench.contenders import (
-    MEASUREMENTS,
-    BenchSetting,
-    Contender,
-    Prepared,
-    Workload,
-    batch_loss,
-    choose_contenders,
-)
+from veca.bench import contenders
+from veca.bench.contenders import Bench, BenchSetting, Case, Contender, Prepared, Workload, batch_loss, target_ms
 from veca.bench.machine import copy_rate, empty_cache, machine_facts, profile_call
 from veca.bench.report import BenchRow, Results
 from veca.errors import ArgumentError
@@ -83,8 +75,8 @@ def run_bench(bench: Bench, cases: Sequence[Case], setting: BenchSetting, out: P
     if out is not None:
         check_writable(out, folder=True)
     # Names of contenders are checked here, before anything is measured.
-    product = itertools.product(cases, MEASUREMENTS[bench].items())
-    plan = [(what, case, choose_contenders(known, setting.names, case)) for case, (what, known) in product]
+    product = itertools.product(cases, contenders.MEASUREMENTS[bench].items())
+    plan = [(what, case, contenders.choose_contenders(known, setting.names, case)) for case, (what, known) in product]
     settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
     settings |= {"date": datetime.date.today().isoformat()} | ({"cls only": "yes"} if setting.cls_only else {})
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

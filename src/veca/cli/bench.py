@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.bench.cases import Bench, choose_cases
-from veca.bench.contenders import BenchSetting
+from veca.bench.contenders import Bench, BenchSetting, choose_cases
 from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
 from veca.bench.machine import bench_data, bench_memory
 from veca.bench.report import PlotFormat, write_plots

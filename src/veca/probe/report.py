@@ -76,7 +76,6 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     sections: list[dict[str, Any]] = [
         {
             "group": group,
-            "metric": metric_name(group.metric),
             "curves": draw_curves(group),
             "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
             "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
@@ -90,7 +89,6 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
         "name": folder.resolve().name,
         "paper_name": paper.PAPER["paper"],
         "groups": sections,
-        "banner": bool(unusable),
         "unusable": unusable,
         "rows": [row for group in groups for series in group.series for row in series.rows],
         "time_spent": duration(math.fsum(seconds for row in rows for seconds in row.seconds.values())),

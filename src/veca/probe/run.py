@@ -72,8 +72,7 @@ class ProbeSettings(Settings):
 
     def describe(self, *leave_out: str) -> dict[str, Any]:
         """Return the settings that belong to a protocol as plain data."""
-        left_out = {*_NOT_IN_PROTOCOL, *leave_out}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in (*_NOT_IN_PROTOCOL, *leave_out)}
 
 
 @dataclass(frozen=True, kw_only=True)
