@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 from safetensors.torch import load_file
+from sample_images import smooth_image
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -48,7 +47,7 @@ class Place:
         for name, count, first in (("photos", 37, 0), ("validation", 6, 100)):
             (folder / name).mkdir()
             for i in range(count):
-                picture(first + i).save(folder / name / f"{i:02}.png")
+                smooth_image(first + i).save(folder / name / f"{i:02}.png")
         broken = (folder / "photos/17.png").read_bytes()
         (folder / "photos/17.png").write_bytes(broken[: len(broken) // 2])
         torch.manual_seed(0)
@@ -89,12 +88,6 @@ class Place:
                 at = at.setdefault(name, {})
             at[last] = value
         return Recipe.from_dict(values)
-
-
-def picture(seed: int, width: int = 60, height: int = 44) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
-    return coarse.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def train(recipe: Recipe, folder: Path, **options: Any) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import make_tiny, relative_error
 from interpreter import interpreted
+from sample_images import random_images
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -59,14 +60,10 @@ def make(device: str = "cpu", **overrides: object) -> veca.Veca:
     return make_tiny(**{"output_dim": 48, "num_classes": 5, **overrides}).to(device)
 
 
-def pictures(device: str = "cpu", batch: int = 2, height: int = 32, width: int = 48) -> Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1)).to(device)
-
-
 @torch.no_grad()
 def run(model: nn.Module, way: str = "few cores") -> list[Tensor]:
     cores, cls_only = WAYS[way]
-    out = model(pictures(next(model.parameters()).device.type), cores, cls_only)
+    out = model(random_images(2, 32, 48).to(next(model.parameters()).device), cores, cls_only)
     return [out.cores, out.coordinates, out.logits] + ([] if cls_only else [out.patches])
 
 
@@ -114,7 +111,7 @@ def test_backward_hooks_fire(name: str, device: str) -> None:
     layer = model.get_submodule(name)
     layer.register_full_backward_pre_hook(lambda *_: calls.append("before"))
     layer.register_full_backward_hook(lambda *_: calls.append("after"))
-    out = model(pictures(device), 8, cls_only=True)
+    out = model(random_images(2, 32, 48).to(device), 8, cls_only=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, that pictures take no gradient
         (out.logits.sum() + out.coordinates.sum()).backward()
@@ -272,7 +269,7 @@ def test_compiled_and_exported_models_call_them_too() -> None:
     assert difference(run(torch.compile(model, fullgraph=True, backend="eager")), expected) <= TOLERANCE["cpu"]
     with torch.no_grad():
         for strict in (True, False):
-            program = torch.export.export(model, (pictures(), 8, False), strict=strict)
+            program = torch.export.export(model, (random_images(2, 32, 48), 8, False), strict=strict)
             assert difference(run(program.module()), expected) <= TOLERANCE["cpu"]
     assert difference(expected, before) > 1e-3
 
@@ -534,13 +531,13 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_untrained_budget_warns_at_the_callers_line(name: str) -> None:
-    assert location_of_warning(CALLS[name], make(), pictures()) == line_of(CALLS[name])
+    assert location_of_warning(CALLS[name], make(), random_images(2, 32, 48)) == line_of(CALLS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "checkpoint"])
 def test_optimized_models_warn_there_too(name: str) -> None:
     with torch.compiler.set_stance("force_eager"):
-        assert location_of_warning(CALLS[name], veca.optimize(make()), pictures()) == line_of(CALLS[name])
+        assert location_of_warning(CALLS[name], veca.optimize(make()), random_images(2, 32, 48)) == line_of(CALLS[name])
 
 
 class Stop(Exception):
@@ -554,7 +551,7 @@ def test_folded_models_warn_there_too(name: str, monkeypatch: pytest.MonkeyPatch
 
     def call(fast: FastVeca) -> None:
         with pytest.raises(Stop):
-            CALLS[name](fast, pictures())
+            CALLS[name](fast, random_images(2, 32, 48))
 
     monkeypatch.setattr(FastVeca, "_patch_rotary", stop)
     assert location_of_warning(call, FastVeca(make(), torch.float32, None, False)) == line_of(CALLS[name])
@@ -572,8 +569,8 @@ def test_models_of_timm_and_transformers_warn_there_too() -> None:
     made = lambda _: timm.create_model("veca_tiny_patch16", cores=10, **small)  # noqa: E731
     assert location_of_warning(made, None) == line_of(made)
     for name in ("call", "forward_features", "forward_intermediates", "get_intermediate_layers"):
-        assert location_of_warning(CALLS[name], create(), pictures()) == line_of(CALLS[name])
-    asked = lambda model: model(pictures(), cores=10)  # noqa: E731
+        assert location_of_warning(CALLS[name], create(), random_images(2, 32, 48)) == line_of(CALLS[name])
+    asked = lambda model: model(random_images(2, 32, 48), cores=10)  # noqa: E731
     config = transformers.VecaConfig(**small, num_labels=3)
     for kind in (transformers.VecaModel, transformers.VecaForImageClassification, transformers.VecaBackbone):
         assert location_of_warning(asked, kind(config)) == line_of(asked)
@@ -608,11 +605,11 @@ def test_look_inside_projects_and_attends_once() -> None:
     with Softmax() as alone:
         run(model)
     with Softmax() as looked:
-        look_inside(model, pictures(), 8, layers=(0, 2))
+        look_inside(model, random_images(2, 32, 48), 8, layers=(0, 2))
     assert looked.count - alone.count == 2 * 2, "one over all tokens and one over the cores, in each of two layers"
     for i, block in enumerate(model.blocks):
         block.attn.qkv.register_forward_hook(lambda *_, i=i: calls.append(i))
-    look_inside(model, pictures(), 8, layers=(0, 2))
+    look_inside(model, random_images(2, 32, 48), 8, layers=(0, 2))
     assert calls == [0, 0, 1, 2, 2], "once by the model itself"
 
 
@@ -628,7 +625,7 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.inspect import draw_cores, measure_cores
     from veca.train.finetune.settings import FinetuneClassifySettings
 
-    model, images, says = make(), pictures(), f"cores={cores}; a budget is an integer from 1 to 64"
+    model, images, says = make(), random_images(2, 32, 48), f"cores={cores}; a budget is an integer from 1 to 64"
     for call in (model, model.forward_features, torch.compile(model, backend="eager"), veca.optimize(model)):
         with pytest.raises(TypeError, match=says):
             call(images, cores)

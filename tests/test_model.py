@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from conftest import make_tiny, relative_error
+from sample_images import random_images
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,12 +19,8 @@ import veca
 from veca.attention import use_kernel
 
 
-def pictures(batch: int = 2, height: int = 48, width: int = 80) -> Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
-
-
 def test_output_shapes(tiny: veca.Veca) -> None:
-    out = tiny(pictures(), cores=16)
+    out = tiny(random_images(), cores=16)
     assert out.cls.shape == (2, 64)
     assert out.patches.shape == (2, 15, 64)
     assert out.cores.shape == (2, 16, 64)
@@ -36,13 +33,13 @@ def test_output_shapes(tiny: veca.Veca) -> None:
 
 
 def test_default_budget_is_all_cores(tiny: veca.Veca) -> None:
-    torch.testing.assert_close(tiny(pictures()).patches, tiny(pictures(), cores=64).patches, rtol=0, atol=0)
+    torch.testing.assert_close(tiny(random_images()).patches, tiny(random_images(), cores=64).patches, rtol=0, atol=0)
 
 
 def test_a_models_own_budget_is_that_of_calls_that_name_none(tiny: veca.Veca) -> None:
     tiny.budget = 8
-    assert tiny(pictures()).cores.shape[1] == 8
-    assert tiny(pictures(), cores=16).cores.shape[1] == 16
+    assert tiny(random_images()).cores.shape[1] == 8
+    assert tiny(random_images(), cores=16).cores.shape[1] == 16
     assert veca.optimize(tiny).budget == 8
 
 
@@ -55,13 +52,13 @@ def test_prefix_property(cores: int) -> None:
     state["cores.0"] = torch.cat(list(whole.cores))[:cores]
     state["core_states.0"] = torch.cat(list(whole.core_states))[:cores]
     small.load_state_dict(state)
-    for a, b in zip(small(pictures())[:3], whole(pictures(), cores)[:3], strict=True):
+    for a, b in zip(small(random_images())[:3], whole(random_images(), cores)[:3], strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(("cores", "height", "width"), [(8, 16, 16), (24, 64, 96), (64, 112, 48)])
 def test_fast_path_equals_the_masked_reference(cores: int, height: int, width: int) -> None:
-    model, images = make_tiny().double(), pictures(2, height, width).double()
+    model, images = make_tiny().double(), random_images(2, height, width).double()
 
     def run() -> tuple[Tensor, list[Tensor]]:
         out = model(images, cores)
@@ -91,7 +88,7 @@ class FlopCount(TorchDispatchMode):
 
 def flops(model: veca.Veca, cores: int, **options: bool) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCount() as counter:
-        model(pictures(1, 128, 320), cores, **options)
+        model(random_images(1, 128, 320), cores, **options)
     return counter.total
 
 
@@ -100,7 +97,7 @@ def flops(model: veca.Veca, cores: int, **options: bool) -> int:
 def test_few_cores_are_less_work_and_the_same_numbers(
     cores: int, height: int, width: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    model, images = make_tiny(budgets=tuple(range(1, 65))).to(dtype), pictures(3, height, width).to(dtype)
+    model, images = make_tiny(budgets=tuple(range(1, 65))).to(dtype), random_images(3, height, width).to(dtype)
     with torch.inference_mode():
         found = model(images, cores)
         with use_kernel("reference"):
@@ -134,17 +131,17 @@ def test_replaced_layers_are_called(tiny: veca.Veca) -> None:
             adapter = Adapter(layer.in_features, layer.out_features)
             adapter.load_state_dict(layer.state_dict())
             setattr(block.attn, name, adapter)
-    expected = tiny(pictures(), 8)
+    expected = tiny(random_images(), 8)
     with torch.no_grad():
-        torch.testing.assert_close(tiny(pictures(), 8).patches, expected.patches)
-        torch.testing.assert_close(tiny(pictures(), 8, cls_only=True).cls, expected.cls)
+        torch.testing.assert_close(tiny(random_images(), 8).patches, expected.patches)
+        torch.testing.assert_close(tiny(random_images(), 8, cls_only=True).cls, expected.cls)
 
 
 @pytest.mark.parametrize("cores", [1, 8, 24, 64])
 def test_cls_only_is_the_same_global_feature(cores: int) -> None:
     model = make_tiny(budgets=(1, 8, 24, 64), num_classes=7, output_dim=48)
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
-        model, images = model.to(dtype), pictures(3, 48, 112).to(dtype)
+        model, images = model.to(dtype), random_images(3, 48, 112).to(dtype)
         whole, short = model(images, cores), model(images, cores, cls_only=True)
         assert (short.cores.shape, short.patches.shape, short.grid) == ((3, 1, 48), (3, 0, 48), (3, 7))
         assert short.logits is not None
@@ -160,7 +157,7 @@ def test_cls_only_gradients_and_checkpointing() -> None:
     model = make_tiny().double()
 
     def run(**options: bool) -> list[Tensor | None]:
-        loss = model(pictures().double(), 8, **options).cls.sin().sum()
+        loss = model(random_images().double(), 8, **options).cls.sin().sum()
         return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
 
     expected, found = run(), run(cls_only=True)
@@ -174,13 +171,13 @@ def test_cls_only_is_less_work(tiny: veca.Veca) -> None:
     """What is left of the last of three equal blocks is a key per token."""
     with torch.no_grad():
         assert flops(tiny, 64, cls_only=True) < 0.75 * flops(tiny, 64)
-    short = tiny.to("meta")(pictures().to("meta"), 64, cls_only=True)
+    short = tiny.to("meta")(random_images().to("meta"), 64, cls_only=True)
     assert short.cls.shape == (2, 64), "costs are counted on the meta device"
 
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 160), (320, 16), (224, 336)])
 def test_numbers_do_not_depend_on_the_batch(tiny: veca.Veca, size: tuple[int, int]) -> None:
-    images = pictures(5, *size)
+    images = random_images(5, *size)
     together = tiny(images, 16)
     for i in range(5):
         alone = tiny(images[i : i + 1], 16)
@@ -189,11 +186,11 @@ def test_numbers_do_not_depend_on_the_batch(tiny: veca.Veca, size: tuple[int, in
 
 
 def test_an_empty_batch_is_no_error(tiny: veca.Veca) -> None:
-    assert tiny(pictures(0), 8).patches.shape == (0, 15, 64)
+    assert tiny(random_images(0), 8).patches.shape == (0, 15, 64)
 
 
 def test_coordinates_move_per_picture_from_the_second_block_on(tiny: veca.Veca) -> None:
-    coordinates = tiny(pictures()).coordinates
+    coordinates = tiny(random_images()).coordinates
     start = torch.cat(list(tiny.core_states)).tanh()
     torch.testing.assert_close(coordinates[0], start.expand(2, -1, -1))
     assert (coordinates[1] - coordinates[0]).abs().amax(-1).min() > 0
@@ -221,7 +218,7 @@ def test_what_is_no_batch_of_images_is_told_how_to_become_one(tiny: veca.Veca) -
         tiny(torch.zeros(1, 32, 32, 3))
     with pytest.raises(ValueError, match=r": images\[None\].permute\(0, 3, 1, 2\)"):
         tiny(torch.zeros(32, 32, 3))
-    for images in ([torch.zeros(3, 32, 32)], "photo.jpg", pictures().numpy()):
+    for images in ([torch.zeros(3, 32, 32)], "photo.jpg", random_images().numpy()):
         with pytest.raises(TypeError, match=f"images are {type(images).__name__}; .* veca.images.load_image"):
             tiny(images)  # type: ignore[arg-type]
 
@@ -229,29 +226,29 @@ def test_what_is_no_batch_of_images_is_told_how_to_become_one(tiny: veca.Veca) -
 @pytest.mark.parametrize("cores", [0, -1, 65, 10**9])
 def test_budgets_out_of_range_are_named(tiny: veca.Veca, cores: int) -> None:
     with pytest.raises(ValueError, match=f"cores={cores}; a budget is an integer from 1 to 64"):
-        tiny(pictures(), cores)
+        tiny(random_images(), cores)
 
 
 def test_a_budget_that_is_no_integer(tiny: veca.Veca) -> None:
     for cores in (8.0, "all"):
         with pytest.raises(TypeError, match=f"cores={cores!r}; a budget is an integer from 1 to 64, or None"):
-            tiny(pictures(), cores)  # type: ignore[arg-type]
+            tiny(random_images(), cores)  # type: ignore[arg-type]
 
 
 def test_untrained_budget_warns_once(tiny: veca.Veca) -> None:
     with pytest.warns(UserWarning, match="cores=10 was not trained"):
-        tiny(pictures(), 10)
+        tiny(random_images(), 10)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiny(pictures(), 10)
-        tiny(pictures(), 16)
+        tiny(random_images(), 10)
+        tiny(random_images(), 16)
     with pytest.warns(UserWarning, match="cores=11 was not trained"):
-        tiny(pictures(), 11)
+        tiny(random_images(), 11)
 
 
 def test_forward_features_and_head() -> None:
     model = make_tiny(num_classes=7, output_dim=48)
-    out, tokens = model(pictures(), 8), model.forward_features(pictures(), 8)
+    out, tokens = model(random_images(), 8), model.forward_features(random_images(), 8)
     torch.testing.assert_close(tokens, torch.cat([out.cores, out.patches], dim=1), rtol=0, atol=0)
     assert tokens.shape == (2, 8 + 15, 48)
     assert out.logits is not None
@@ -263,12 +260,12 @@ def test_forward_features_and_head() -> None:
 def test_reset_classifier(tiny: veca.Veca) -> None:
     tiny.to(torch.bfloat16).reset_classifier(5)
     assert tiny.config.num_classes == 5
-    logits = tiny(pictures(), 8).logits
+    logits = tiny(random_images(), 8).logits
     assert logits is not None
     assert (logits.shape, logits.dtype) == ((2, 5), torch.bfloat16)
     assert tiny.get_classifier() is tiny.head
     tiny.reset_classifier(0)
-    assert tiny(pictures(), 8).logits is None
+    assert tiny(random_images(), 8).logits is None
     assert tiny.num_classes == 0
     with pytest.raises(ValueError, match="num_classes"):
         tiny.reset_classifier(-1)
@@ -280,7 +277,7 @@ def test_intermediates_follow_timm() -> None:
     """The same calls on timm's DINOv3-shaped ViT and on ours give results of the same structure."""
     model = make_tiny()
     dense = timm.create_model("vit_small_patch16_dinov3", num_classes=0, depth=3, dynamic_img_size=True).eval()
-    images = pictures(2, 64, 96)
+    images = random_images(2, 64, 96)
     for options in (
         {},
         {"indices": 2},
@@ -313,7 +310,9 @@ def test_intermediates_are_the_blocks_outputs(tiny: veca.Veca) -> None:
     seen: list[Tensor] = []
     for block in tiny.blocks:
         block.register_forward_hook(lambda _, __, out: seen.append(out[0].total()))
-    final, found = tiny.forward_intermediates(pictures(), [2, 0], return_prefix_tokens=True, output_fmt="NLC", cores=8)
+    final, found = tiny.forward_intermediates(
+        random_images(), [2, 0], return_prefix_tokens=True, output_fmt="NLC", cores=8
+    )
     for (patches, prefix), expected in zip(found, [seen[0], seen[2]], strict=True):
         torch.testing.assert_close(torch.cat([prefix, patches], dim=1), expected, rtol=0, atol=0)
     torch.testing.assert_close(final, tiny.norm(seen[2]), rtol=0, atol=0)
@@ -324,14 +323,14 @@ def test_stop_early_runs_no_more_blocks(tiny: veca.Veca) -> None:
     for i, block in enumerate(tiny.blocks):
         block.register_forward_hook(lambda *_, i=i: ran.append(i))
     final, found = tiny.forward_intermediates(
-        pictures(), [0, 1], return_prefix_tokens=True, norm=True, output_fmt="NLC", stop_early=True
+        random_images(), [0, 1], return_prefix_tokens=True, norm=True, output_fmt="NLC", stop_early=True
     )
     assert ran == [0, 1]
     torch.testing.assert_close(final, torch.cat(found[-1][::-1], dim=1), rtol=0, atol=0)
 
 
 def test_get_intermediate_layers_follows_dinov3(tiny: veca.Veca) -> None:
-    images = pictures()
+    images = random_images()
     out = tiny(images, cores=16)
     (patches,) = tiny.get_intermediate_layers(images, cores=16)
     torch.testing.assert_close(patches, out.patches)
@@ -350,13 +349,13 @@ def test_get_intermediate_layers_follows_dinov3(tiny: veca.Veca) -> None:
 
 def test_wrong_layers_are_named(tiny: veca.Veca) -> None:
     with pytest.raises(ValueError, match="last 4 blocks; the model has 3"):
-        tiny.get_intermediate_layers(pictures(), n=4)
+        tiny.get_intermediate_layers(random_images(), n=4)
     with pytest.raises(ValueError, match="block 3; the model has blocks 0 to 2"):
-        tiny.get_intermediate_layers(pictures(), n=[0, 3])
+        tiny.get_intermediate_layers(random_images(), n=[0, 3])
     with pytest.raises(ValueError, match="no block"):
-        tiny.get_intermediate_layers(pictures(), n=[])
+        tiny.get_intermediate_layers(random_images(), n=[])
     with pytest.raises(ValueError, match="choose 'NCHW' or 'NLC'"):
-        tiny.forward_intermediates(pictures(), output_fmt="NHWC")  # type: ignore[arg-type]
+        tiny.forward_intermediates(random_images(), output_fmt="NHWC")  # type: ignore[arg-type]
 
 
 def test_gradient_checkpointing_changes_memory_only(tiny: veca.Veca) -> None:
@@ -372,7 +371,7 @@ def test_gradient_checkpointing_changes_memory_only(tiny: veca.Veca) -> None:
 
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = tiny(pictures(), 16).patches.square().mean()
+            loss = tiny(random_images(), 16).patches.square().mean()
         grads = torch.autograd.grad(loss, list(tiny.parameters()), allow_unused=True)
         return [g for g in grads if g is not None], saved
 
@@ -387,14 +386,14 @@ def test_gradient_checkpointing_changes_memory_only(tiny: veca.Veca) -> None:
 def test_training_augments_patch_coordinates_only(tiny: veca.Veca) -> None:
     tiny.train()
     torch.manual_seed(0)
-    first, second = tiny(pictures(), 16), tiny(pictures(), 16)
+    first, second = tiny(random_images(), 16), tiny(random_images(), 16)
     assert not torch.allclose(first.patches, second.patches)
     torch.testing.assert_close(first.coordinates[0], second.coordinates[0], rtol=0, atol=0)
     torch.manual_seed(0)
-    torch.testing.assert_close(tiny(pictures(), 16).patches, first.patches)
+    torch.testing.assert_close(tiny(random_images(), 16).patches, first.patches)
     still = make_tiny(coordinate_shift=0.0, coordinate_rescale=1.0)
-    expected = still(pictures(), 16).patches
-    torch.testing.assert_close(still.train()(pictures(), 16).patches, expected)
+    expected = still(random_images(), 16).patches
+    torch.testing.assert_close(still.train()(random_images(), 16).patches, expected)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -420,19 +419,19 @@ def test_initial_weights(deferred: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_coordinates_in_float32(tiny: veca.Veca, dtype: torch.dtype) -> None:
-    exact = tiny(pictures(), 16)
+    exact = tiny(random_images(), 16)
     with torch.autocast("cpu", dtype):
-        out = tiny(pictures(), 16)
+        out = tiny(random_images(), 16)
     assert out.coordinates.dtype == torch.float32
     assert relative_error(out.patches, exact.patches) < 0.05
-    half = copy.deepcopy(tiny).to(dtype)(pictures().to(dtype), 16)
+    half = copy.deepcopy(tiny).to(dtype)(random_images().to(dtype), 16)
     assert (half.patches.dtype, half.coordinates.dtype) == (dtype, torch.float32)
     assert relative_error(half.patches, exact.patches) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shortcuts_in_half_precision_lose_no_more_than_the_plain_way(tiny: veca.Veca, dtype: torch.dtype) -> None:
-    half, images = copy.deepcopy(tiny).to(dtype), pictures(4)
+    half, images = copy.deepcopy(tiny).to(dtype), random_images(4)
     with torch.inference_mode():
         exact = copy.deepcopy(tiny).double()(images.double(), 16)
         for model, autocast in ((tiny, True), (half, False)):
@@ -446,7 +445,7 @@ def test_shortcuts_in_half_precision_lose_no_more_than_the_plain_way(tiny: veca.
 
 
 def test_float32_pictures_into_a_half_model(tiny: veca.Veca) -> None:
-    assert tiny.bfloat16()(pictures(), 8).cls.dtype == torch.bfloat16
+    assert tiny.bfloat16()(random_images(), 8).cls.dtype == torch.bfloat16
 
 
 def test_compiles_as_one_graph() -> None:
@@ -454,9 +453,9 @@ def test_compiles_as_one_graph() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for cores in (8, 24, 64):
         with torch.no_grad():
-            found = compiled(pictures(), cores)
-            short = compiled(pictures(), cores, cls_only=True)
-        torch.testing.assert_close(found.patches, model(pictures(), cores).patches)
+            found = compiled(random_images(), cores)
+            short = compiled(random_images(), cores, cls_only=True)
+        torch.testing.assert_close(found.patches, model(random_images(), cores).patches)
         torch.testing.assert_close(short.cls, found.cls)
         assert found.grid == (3, 5)
 
@@ -469,18 +468,18 @@ def test_compiles_as_one_graph_with_gradients() -> None:
         model.zero_grad()
         model.train(checkpointed).set_grad_checkpointing(checkpointed)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        out = compiled(pictures(), 16, cls_only=not checkpointed)
+        out = compiled(random_images(), 16, cls_only=not checkpointed)
         (out.cls.sum() + out.patches.sum()).backward()
         assert model.blocks[0].attn.qkv.weight.grad is not None
 
 
 def test_exports(tiny: veca.Veca) -> None:
-    exported = torch.export.export(tiny, (pictures(),), {"cores": 16}).module()
+    exported = torch.export.export(tiny, (random_images(),), {"cores": 16}).module()
     other = torch.randn(2, 3, 48, 80)
     torch.testing.assert_close(exported(other, cores=16).patches, tiny(other, 16).patches)
     with torch.no_grad():
-        few = torch.export.export(tiny, (pictures(),), {"cores": 16}).module()
-        short = torch.export.export(tiny, (pictures(),), {"cores": 16, "cls_only": True}).module()
+        few = torch.export.export(tiny, (random_images(),), {"cores": 16}).module()
+        short = torch.export.export(tiny, (random_images(),), {"cores": 16, "cls_only": True}).module()
         torch.testing.assert_close(few(other, cores=16).patches, tiny(other, 16).patches)
         torch.testing.assert_close(short(other, cores=16, cls_only=True).cls, tiny(other, 16).cls)
 
@@ -488,14 +487,14 @@ def test_exports(tiny: veca.Veca) -> None:
 def test_deep_copy_and_state_dict(tiny: veca.Veca) -> None:
     twin = veca.Veca(tiny.config).eval()
     twin.load_state_dict(copy.deepcopy(tiny).state_dict())
-    torch.testing.assert_close(twin(pictures(), 8).patches, tiny(pictures(), 8).patches, rtol=0, atol=0)
+    torch.testing.assert_close(twin(random_images(), 8).patches, tiny(random_images(), 8).patches, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_inductor_and_autocast(dtype: torch.dtype) -> None:
     model = make_tiny().cuda()
-    images = pictures(2, 96, 160).cuda()
+    images = random_images(2, 96, 160).cuda()
     exact = copy.deepcopy(model).double()(images.double(), 16)
     compiled = torch.compile(model, fullgraph=True)
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -512,6 +511,6 @@ def test_gpu_equals_cpu() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     model = make_tiny()
-    on_cpu = model(pictures(), 24)
-    on_gpu = model.cuda()(pictures().cuda(), 24)
+    on_cpu = model(random_images(), 24)
+    on_gpu = model.cuda()(random_images().cuda(), 24)
     assert relative_error(on_gpu.patches.cpu(), on_cpu.patches) < 1e-5

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_tiny, relative_error
 from interpreter import interpreted
+from sample_images import random_images
 from torch import Tensor, nn
 
 import veca
@@ -40,10 +41,6 @@ def make(**overrides: object) -> veca.Veca:
 def make_small(**overrides: object) -> veca.Veca:
     """Small enough for the interpreter: patches of 4 × 4 pixels in two blocks."""
     return make(**{"depth": 2, "patch_size": 4, **overrides})
-
-
-def pictures(batch: int, height: int, width: int, seed: int = 1) -> Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
 
 def exact(model: veca.Veca, images: Tensor, cores: int) -> VecaOutput:
@@ -110,7 +107,7 @@ def shortcut(monkeypatch: pytest.MonkeyPatch, on: bool) -> list[int]:
 def test_same_numbers(
     cores: int, size: tuple[int, int, int], few: bool, overrides: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, images = make_small(**overrides), pictures(*size)
+    model, images = make_small(**overrides), random_images(*size)
     assert ("mlp_ratio" in overrides) == (model.config.mlp_dim == 90)
     taken = shortcut(monkeypatch, few)
     found = FastVeca(model, torch.float32, None, False)(images, cores)
@@ -133,7 +130,7 @@ def test_same_numbers(
 def test_same_global_feature_alone(
     cores: int, size: tuple[int, int, int], few: bool, overrides: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, images = make_small(**overrides), pictures(*size)
+    model, images = make_small(**overrides), random_images(*size)
     taken = shortcut(monkeypatch, few)
     found = FastVeca(model, torch.float32, None, False)(images, cores, cls_only=True)
     assert taken == [cores] * few
@@ -142,7 +139,7 @@ def test_same_global_feature_alone(
 
 @interpreted
 def test_same_features_by_the_names_timm_and_dinov3_users_know() -> None:
-    model, images = make_small(embed_dim=32, num_heads=1, output_dim=48), pictures(2, 8, 12)
+    model, images = make_small(embed_dim=32, num_heads=1, output_dim=48), random_images(2, 8, 12)
     fast = FastVeca(model, torch.float32, None, False)
     assert isinstance(fast, veca.Veca)
     with torch.no_grad(), use_kernel("sdpa"):
@@ -161,7 +158,7 @@ def test_same_features_by_the_names_timm_and_dinov3_users_know() -> None:
 @interpreted
 def test_takes_what_the_model_takes() -> None:
     """Images of any float type, anywhere in memory; a bad size or budget is the same error."""
-    model, images = make_small(depth=1), pictures(1, 8, 8)
+    model, images = make_small(depth=1), random_images(1, 8, 8)
     fast = FastVeca(model, torch.float32, None, False)
     expected = fast(images, 1).patches
     laid_out = torch.cat([images.double(), images.double()], dim=3)[..., :8].to(memory_format=torch.channels_last)
@@ -174,7 +171,7 @@ def test_takes_what_the_model_takes() -> None:
 
 @interpreted
 def test_does_not_change_with_the_model_it_was_made_from() -> None:
-    model, images = make_small(embed_dim=32, num_heads=1), pictures(1, 8, 8)
+    model, images = make_small(embed_dim=32, num_heads=1), random_images(1, 8, 8)
     fast = FastVeca(model, torch.float32, None, False)
     before = parts(fast(images, 8))
     with torch.no_grad():
@@ -186,12 +183,12 @@ def test_does_not_change_with_the_model_it_was_made_from() -> None:
 @interpreted
 def test_an_empty_batch_is_no_error() -> None:
     model = make_small(depth=1)
-    assert FastVeca(model, torch.float32, None, False)(pictures(0, 8, 8), 8).patches.shape == (0, 4, 64)
+    assert FastVeca(model, torch.float32, None, False)(random_images(0, 8, 8), 8).patches.shape == (0, 4, 64)
 
 
 @interpreted
 def test_any_patch_size() -> None:
-    model, images = make_small(depth=1, patch_size=5), pictures(1, 10, 15)
+    model, images = make_small(depth=1, patch_size=5), random_images(1, 10, 15)
     found = FastVeca(model, torch.float32, None, False)(images, 8)
     assert max(errors(parts(found), parts(exact(model, images, 8)))) <= 3e-6
 
@@ -324,7 +321,7 @@ def test_a_row_without_variance_is_no_error() -> None:
 def test_patchify(layout: str, patch: int) -> None:
     from veca.kernels.linear import patchify
 
-    images = pictures(2, 2 * patch, 3 * patch)
+    images = random_images(2, 2 * patch, 3 * patch)
     if layout == "channels last":
         images = images.to(memory_format=torch.channels_last)
     elif layout == "slice":
@@ -347,7 +344,7 @@ def test_patchify_of_a_wide_picture() -> None:
     """More patches in a row than a program takes at a time."""
     from veca.kernels.linear import patchify
 
-    images = pictures(1, 4, 4 * 67)[:, :1]
+    images = random_images(1, 4, 4 * 67)[:, :1]
     assert torch.equal(patchify(images, 4, 0, torch.float32), F.unfold(images, 4, stride=4).mT)
 
 
@@ -484,11 +481,11 @@ def test_cpu_model_is_the_same_and_serves_every_batch_and_resolution() -> None:
     model.eval()
     with torch.no_grad():
         for batch, height, width in [(2, 32, 48), (3, 48, 64)]:  # the second shows that sizes vary
-            images = pictures(batch, height, width)
+            images = random_images(batch, height, width)
             assert max(errors(parts(fast(images, 24)), parts(model(images, 24)))) <= 5e-6
         with torch.compiler.set_stance("fail_on_recompile"):
             for batch, height, width in [(5, 80, 32), (2, 64, 64), (7, 32, 112)]:
-                images = pictures(batch, height, width)
+                images = random_images(batch, height, width)
                 found, expected = fast(images, 24), model(images, 24)
                 assert found.grid == expected.grid
                 assert max(errors(parts(found), parts(expected))) <= 5e-6
@@ -506,10 +503,10 @@ def test_cpu_model_serves_every_budget(uncompiled: None) -> None:
     fast = veca.optimize(model)
     with torch.no_grad():
         for cores in (48, 8):  # many and few, neither a width of the model
-            fast(pictures(3, 32, 48), cores)
+            fast(random_images(3, 32, 48), cores)
         with torch.compiler.set_stance("fail_on_recompile"):
             for cores in (40, 4, 24, 13, 64):
-                images = pictures(4, 48, 64, seed=cores)
+                images = random_images(4, 48, 64, seed=cores)
                 assert max(errors(parts(fast(images, cores)), parts(model(images, cores)))) <= 5e-6
 
 
@@ -547,7 +544,7 @@ def test_what_optimize_cannot_do_is_named(tmp_path: Path) -> None:
             use()
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="keeps no attention; give the model it was made from"):
-        core_maps(fast, pictures(1, 32, 32))
+        core_maps(fast, random_images(1, 32, 32))
 
 
 def test_cpu_model_can_be_saved(tmp_path: Path) -> None:
@@ -564,7 +561,7 @@ SIZE = (2, 80, 144)
 
 
 def on_gpu(batch: int, height: int, width: int, seed: int = 1) -> Tensor:
-    return pictures(batch, height, width, seed).cuda()
+    return random_images(batch, height, width, seed).cuda()
 
 
 def compare(model: veca.Veca, fast: veca.Veca, dtype: torch.dtype, cores: int, seeds: int = 6) -> Tensor:

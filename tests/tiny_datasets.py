@@ -16,7 +16,7 @@ import numpy as np
 import scipy.io
 from PIL import Image
 
-from veca.data.datasets import classes as tables
+from veca.data.datasets.published import CLASS_NAMES
 
 SIZE = (8, 6)
 VOC = (
@@ -262,7 +262,7 @@ def context459(root: Path) -> None:
     """The release: 459 labels in alphabetical order, of which the 59 are some."""
     base = root / "VOCdevkit/VOC2010"
     fillers = [f"xx{i:03d}" for i in range(400)]
-    labels = sorted([*tables.CONTEXT[1:], *fillers])
+    labels = sorted([*CLASS_NAMES["context"][1:], *fillers])
     text(base / "labels.txt", *(f"{i}: {name}" for i, name in enumerate(labels, 1)))
     for split, stem in {"train": "2008_000002", "val": "2008_000003"}.items():
         text(base / f"ImageSets/Main/{split}.txt", stem)

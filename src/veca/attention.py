@@ -6,8 +6,6 @@ is computed and cost is linear in N.
 Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head, D = H·d.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args

@@ -6,8 +6,6 @@ GPUs that have them, PyTorch operators elsewhere.
 Shapes: B images, C cores, S = C + N tokens (cores first), D width.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

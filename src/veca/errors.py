@@ -1,7 +1,5 @@
 """Base classes of our errors, and warnings that point at the caller's line."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator

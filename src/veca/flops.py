@@ -4,8 +4,6 @@ Matrix products only, 2 FLOPs per multiply-add. Symbols: N patches, C cores, D w
 DINOv3 (one class token, four registers).
 """
 
-from __future__ import annotations
-
 from veca.config import VecaConfig
 
 DENSE_PREFIX = 5

@@ -1,7 +1,5 @@
 """Checks of a model's arguments: images, core budget, block indices."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 

@@ -13,8 +13,6 @@ Shapes: B images, rows × columns = N patches, C active cores, S = C + N tokens 
 d = D / H, L blocks, p patch size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple

@@ -3,8 +3,6 @@
 Coordinates are (x, y), x along the width, both in [-1, 1]. Shapes: N patches = rows × columns, d width of a head.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

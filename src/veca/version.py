@@ -1,7 +1,5 @@
 """The version of this package, which is recorded in the files that veca writes."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path

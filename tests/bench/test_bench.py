@@ -41,8 +41,8 @@ from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
 from veca.rope import rotate
 from veca.utils import timing as latency
+from veca.utils.device import peak_device_bytes
 from veca.utils.files import InUseError, locked
-from veca.utils.memory import peak_device_bytes
 
 CPU = BenchSetting(torch.device("cpu"), torch.float32)
 CASE = Case.parse("tiny:32:2:8")
@@ -95,7 +95,8 @@ def test_measure_takes_turns_and_drops_the_first_rounds() -> None:
 
 
 def test_short_calls_are_repeated_inside_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "calls_per_sample", lambda seconds: 7)
+    for name, value in {"_SHORT_CALL": 1e6, "_SAMPLE_SECONDS": 1e9, "_MAX_CALLS": 7}.items():
+        monkeypatch.setattr(latency, name, value)
     calls: list[int] = []
     latency.measure({"a": lambda: calls.append(1)}, CPU.device, repeats=2, warmup=1, repeat_short=True)
     assert len(calls) == 1 + 2 * 7

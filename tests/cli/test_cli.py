@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import GOLDEN, make_tiny
 from PIL import Image
+from sample_images import noise_image
 from typer.testing import CliRunner
 
 import veca
@@ -32,9 +33,8 @@ def folder(tmp_path: Path) -> Path:
     """A small model and three pictures, one of them broken."""
     veca.save(make_tiny(), tmp_path / "model")
     (tmp_path / "photos").mkdir()
-    rng = np.random.default_rng(0)
-    for name, size in (("a.png", (40, 60)), ("b.jpg", (90, 50))):
-        Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(tmp_path / "photos" / name)
+    noise_image(0, 60, 40).save(tmp_path / "photos" / "a.png")
+    noise_image(1, 50, 90).save(tmp_path / "photos" / "b.jpg")
     (tmp_path / "photos" / "broken.jpg").write_bytes(b"\xff\xd8\xff no picture")
     return tmp_path
 
@@ -180,9 +180,8 @@ def test_warnings_are_one_line(
 
 def test_interrupt_and_continue(folder: Path) -> None:
     """Ctrl-C in the middle: status 130 and a hint; the same command then gives what an uninterrupted one gives."""
-    rng = np.random.default_rng(1)
     for i in range(60):
-        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(folder / "photos" / f"p{i:03d}.png")
+        noise_image(i, 64, 64).save(folder / "photos" / f"p{i:03d}.png")
     command = ["embed", str(folder / "photos"), "--model", str(folder / "model")]
     command += ["--size", "160", "--batch-size", "4", "--workers", "1", "--no-progress", "--dense"]
     whole, broken = folder / "whole.parquet", folder / "broken.parquet"

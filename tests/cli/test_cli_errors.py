@@ -19,11 +19,11 @@ import pytest
 import torch
 import typer
 from conftest import make_tiny
-from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 from safetensors.torch import save_file
+from sample_images import noise_image
 
 import veca
 import veca.cli.main
@@ -48,11 +48,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     veca.save(make_tiny(), place / "m")
     rng = np.random.default_rng(0)
-    picture = Image.fromarray(rng.integers(0, 255, (40, 60, 3), dtype=np.uint8))
+    image = noise_image(0, 60, 40)
     labelled = [f"lab/{split}/{kind}/0.png" for split in ("train", "val", "test") for kind in ("cat", "dog")]
     for name in ("a.png", "photos/0.png", "few/cat/0.png", *labelled):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
-        picture.save(place / name)
+        image.save(place / name)
     for name in ("folder.png", "folder.yaml", "folder.parquet", "empty"):
         (place / name).mkdir()
     for kind in ("parquet", "yaml", "json", "safetensors", "pt", "png", "onnx", "tar"):
@@ -171,7 +171,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["explore", "--host", "a..b", "--port", "0"], "cannot listen on 'a..b'"),
     (["explore", "--host", "\udce9", "--port", "0"], r"cannot listen on '\udce9'"),
     (["explore", "--port", "99999"], "--port"),
-    ([*KNN, "--size", f"16{HUGE[1:]}"], "at most 8,192 pixels"),
+    ([*KNN, "--size", f"16{HUGE[1:]}"], "must be an integer of 64 bits"),
     ([*KNN, "--size", "32", "--batch-size", HUGE], "--batch-size"),
     ([*KNN, "--size", "32", "--seed", "-1"], "--seed"),
     ([*KNN, "--size", "32", "--out", "r\udce9"], r"r\udce9 is no name in UTF-8"),
@@ -216,7 +216,7 @@ def test_a_defect_shows_its_traceback(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("veca.cli.info.load_or_random", fail)
+    monkeypatch.setattr("veca.cli.models.load_or_random", fail)
     monkeypatch.setattr(sys, "argv", ["veca", "info", "--model", "m"])
     with pytest.raises(type(error)):
         veca.cli.main.main()
@@ -239,7 +239,7 @@ def test_what_a_user_can_mend_is_short(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("veca.cli.info.load_or_random", fail)
+    monkeypatch.setattr("veca.cli.models.load_or_random", fail)
     assert call(["info", "--model", "m"], place, monkeypatch) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")

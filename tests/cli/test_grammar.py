@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import veca.cli
 from veca.cli.main import app
 
 
@@ -40,6 +44,14 @@ def test_every_option_has_help_and_one_of_few_declarations() -> None:
     # One value or a list of them; a VECA or any backbone; images per forward pass or per optimizer step.
     assert len(helps["--cores"]) == 2
     assert len(helps["--batch-size"]) == 2
+
+
+def test_every_declared_option_is_used() -> None:
+    folder = Path(veca.cli.__file__).parent
+    declared = tomllib.loads((folder / "options.toml").read_text(encoding="utf-8"))
+    used = {key for file in folder.glob("*.py") for key in re.findall(r'option\("([\w.-]+)"', file.read_text("utf-8"))}
+    keys = {name if group == "shared" else f"{group}.{name}" for group, names in declared.items() for name in names}
+    assert keys <= used
 
 
 def test_models_and_outputs_are_options_everywhere() -> None:

@@ -18,10 +18,11 @@ from fuzz_archives import HONEST, MIB, header, honest, member, packed, pax, reco
 
 from veca.data import loader, parquet
 from veca.data.index import ImageIndex
-from veca.data.loader import decode_items
+from veca.data.loader import Record, decode_items
 from veca.data.remote import read_span
 from veca.data.sources import Item, count_images, iter_items, shard_items
 from veca.data.tar import HEADER_BYTES, TarReader, iter_members
+from veca.data.workers import WorkerPool
 from veca.embed import EmbedSettings, embed
 from veca.model import Veca
 
@@ -183,15 +184,26 @@ def test_bytes_on_their_way_to_decoding_are_bounded(
     sizes = [60_000, 10, 200_000, *[30_000] * 20, 10, 150_000, 150_000]
     path.write_bytes(packed(*(member(f"{i:02}.bmp", bytes(size)) for i, size in enumerate(sizes)), tail()))
     monkeypatch.setattr(loader, "_SENT_BYTES", 100_000)
+    sent: list[int] = []
     seen = []
-    real = loader._ByteWindow.__iter__
 
-    def watched(window: loader._ByteWindow) -> Iterator[Item]:
-        for item in real(window):
-            seen.append((item.number, window.bytes))
-            yield item
+    class Watched(WorkerPool[Record | None]):
+        def __init__(self, function: Any, tasks: Iterator[Item | None], *options: Any, **more: Any) -> None:
+            super().__init__(function, self.watch(tasks), *options, **more)
 
-    monkeypatch.setattr(loader._ByteWindow, "__iter__", watched)
+        def watch(self, tasks: Iterator[Item | None]) -> Iterator[Item | None]:
+            for item in tasks:
+                if item is not None:
+                    sent.append(len(item.data or b""))
+                seen.append((-1 if item is None else item.number, sum(sent)))
+                yield item
+
+        def __next__(self) -> Record | None:
+            if (record := super().__next__()) is not None:
+                sent.pop(0)
+            return record
+
+    monkeypatch.setattr(loader, "WorkerPool", Watched)
     with decode_items(iter_items([str(path)]), 32, "crop", 10**6, workers) as records:
         found = list(records)
     assert [record.name for record in found] == [item.name for item in iter_items([str(path)])]
@@ -248,7 +260,7 @@ def test_reading_without_pictures_is_shown(
 ) -> None:
     path = tmp_path / "words [only].tgz"
     path.write_bytes(packed(header("a.txt", 64 * MIB), 64 * MIB, tail()))
-    monkeypatch.setattr("veca.utils.progress._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("veca.utils.console._SILENT_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")

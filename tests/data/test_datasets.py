@@ -17,9 +17,9 @@ import torchvision.datasets as tv
 from PIL import Image
 from tiny_datasets import BUILDERS, colour, picture, text
 
-from veca.data.datasets import SPECS, DatasetError, FileList, ProbeData, Split, load_dataset, matlab
-from veca.data.datasets.base import held_out
-from veca.data.datasets.matlab import MatError, load_mat
+from veca.data.datasets import SPECS, DatasetError, ProbeData, Split, base, load_dataset
+from veca.data.datasets.base import held_out, load_mat
+from veca.data.index import ImageIndex
 from veca.images import open_image
 
 
@@ -367,7 +367,7 @@ def test_numbers_out_of_range_name_the_list(copies: Callable[[str], Path], tmp_p
     shutil.copytree(copies("cub200"), tmp_path / "copy")
     listed = tmp_path / "copy/CUB_200_2011/image_class_labels.txt"
     listed.write_text(listed.read_text().replace("1 1\n", "1 3\n", 1))
-    with pytest.raises(DatasetError, match="image_class_labels.txt has the number '3'; classes are 1 to 2"):
+    with pytest.raises(DatasetError, match="image_class_labels.txt has the class '3'; the 2 classes are 1 to 2"):
         load_dataset("cub200", tmp_path / "copy")
 
 
@@ -393,7 +393,7 @@ def test_a_tenth_of_every_class_is_held_out_for_ever(tmp_path: Path) -> None:
 
 
 def test_groups_are_held_out_whole() -> None:
-    split = Split(FileList("", [f"{i}.jpg" for i in range(30)]), np.zeros(30, int))
+    split = Split(ImageIndex.of_files("", [f"{i}.jpg" for i in range(30)]), np.zeros(30, int))
     groups = [f"scene{i // 5}" for i in range(30)]
     train, val = held_out(split, 0.3, groups)
     kept, taken = ({groups[int(Path(name).stem)] for name in names(part)} for part in (train, val))
@@ -406,16 +406,16 @@ def test_groups_are_held_out_whole() -> None:
 
 
 def test_mat_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matlab, "_MAX_MAT_BYTES", 10**6)
+    monkeypatch.setattr(base, "_MAX_LIST_BYTES", 10**6)
     tiny.mat(tmp_path / "bomb.mat", labels=np.zeros(3 * 10**6, np.uint8))
     assert (tmp_path / "bomb.mat").stat().st_size < 10**5
-    with pytest.raises(MatError, match="more than 1,000,000 bytes when unpacked"):
+    with pytest.raises(DatasetError, match="more than 1,000,000 bytes when unpacked"):
         load_mat(tmp_path / "bomb.mat", "labels")
     (tmp_path / "junk.mat").write_bytes(b"junk" * 100)
-    with pytest.raises(MatError, match="not a MATLAB file, or damaged"):
+    with pytest.raises(DatasetError, match="not a MATLAB file, or damaged"):
         load_mat(tmp_path / "junk.mat", "labels")
     tiny.mat(tmp_path / "other.mat", numbers=[1])
-    with pytest.raises(MatError, match="has no labels"):
+    with pytest.raises(DatasetError, match="has no labels"):
         load_mat(tmp_path / "other.mat", "labels")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from sample_images import noise_image
 from torch import Tensor
 
 from veca.config import get_config
@@ -31,9 +32,8 @@ CPU = torch.device("cpu")
 def squares(tmp_path_factory: pytest.TempPathFactory) -> ImageIndex:
     """Noise has every value next to every other; the last file is no picture."""
     folder = tmp_path_factory.mktemp("squares")
-    rng = np.random.default_rng(0)
     for i in range(9):
-        Image.fromarray(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        noise_image(i, SIDE, SIDE).save(folder / f"{i}.png")
     (folder / "x.png").write_bytes(b"no picture")
     return ImageIndex.build([str(folder)], None, progress=False)
 
@@ -46,7 +46,7 @@ def first_batch(cache: DeviceImageCache, targets: TeacherMaps | None = None, **o
     return next(iter(DeviceLoader(cache, TrainSampler(len(cache.images), **options), targets)))
 
 
-def assert_close_pixels(found: Tensor, expected: Tensor, mean: float = 0.02) -> None:
+def assert_close_pixels(found: Tensor, expected: Tensor, mean: float = 0.03) -> None:
     """Pillow computes in fixed point."""
     apart = (found.int() - expected.int()).abs()
     assert found.dtype == expected.dtype == torch.uint8

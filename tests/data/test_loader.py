@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -18,10 +19,10 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from sample_images import smooth_image
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as tv
 
@@ -34,12 +35,7 @@ from veca.data.loader import validation_loader as validation
 from veca.data.sampler import AugmentMode, TrainSampler, TransformParams, epoch_order, sample_transforms
 from veca.images import normalize, open_image
 
-
-def photo(seed: int = 0, width: int = 60, height: int = 44) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
-    fine = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
-    return Image.fromarray((fine + rng.integers(-8, 9, fine.shape)).clip(0, 255).astype(np.uint8))
+grainy_image = functools.partial(smooth_image, grain=8)
 
 
 def encoded(image: Image.Image, kind: str = "png", **options: object) -> bytes:
@@ -64,13 +60,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten pictures in a folder."""
     folder = tmp_path_factory.mktemp("photos")
     for i in range(10):
-        (folder / f"{i}.jpg").write_bytes(encoded(photo(i, 60 + i, 44), "jpeg", quality=95))
+        (folder / f"{i}.jpg").write_bytes(encoded(grainy_image(i, 60 + i, 44), "jpeg", quality=95))
     return folder
 
 
 @pytest.fixture
 def members() -> dict[str, bytes]:
-    return {f"{i:03}.png": encoded(photo(i)) for i in range(5)}
+    return {f"{i:03}.png": encoded(grainy_image(i)) for i in range(5)}
 
 
 def load(
@@ -199,7 +195,7 @@ def reference(image: Image.Image, view: TransformParams, resolution: int) -> tor
 @pytest.mark.parametrize("size", [(640, 480), (300, 200), (40, 55), (333, 1000), (64, 64), (1000, 20), (3, 9)])
 @pytest.mark.parametrize("augment", ["flip", "none"])
 def test_a_view_is_resized_and_cropped(size: tuple[int, int], augment: AugmentMode) -> None:
-    image = photo(1, *size)
+    image = grainy_image(1, *size)
     for picture in range(4):
         view = sample_transform(0, picture, 0, augment)
         found = tv.pil_to_tensor(load_crop(encoded(image), view, 64, 1.125, 10**8))
@@ -224,7 +220,7 @@ def test_crops_of_many_sizes(photos: Path) -> None:
 @pytest.mark.parametrize("turn", [1, 6])
 def test_large_jpegs_are_decoded_smaller_and_look_the_same(size: tuple[int, int], turn: int) -> None:
     (exif := Image.Exif())[0x0112] = turn
-    fine = photo(1, 97, 75).resize(size, Image.Resampling.BICUBIC)
+    fine = grainy_image(1, 97, 75).resize(size, Image.Resampling.BICUBIC)
     image = encoded(fine, "jpeg", quality=92, exif=exif)
     assert (min(open_image(image, at_least=288).size) < min(size)) == (turn == 1)
     for picture in range(3):
@@ -238,12 +234,12 @@ def test_large_jpegs_are_decoded_smaller_and_look_the_same(size: tuple[int, int]
 def test_odd_pictures(tmp_path: Path) -> None:
     rotated = Image.Exif()
     rotated[0x0112] = 6
-    photo(0, 1, 1).save(tmp_path / "a.png")
-    photo(0, 5000, 20).save(tmp_path / "b.png")
-    photo(0, 20, 5000).save(tmp_path / "c.jpg")
-    photo(0).convert("L").save(tmp_path / "d.png")
-    photo(0).convert("RGBA").save(tmp_path / "e.png")
-    photo(0, 90, 40).save(tmp_path / "f.jpg", exif=rotated, quality=95)
+    grainy_image(0, 1, 1).save(tmp_path / "a.png")
+    grainy_image(0, 5000, 20).save(tmp_path / "b.png")
+    grainy_image(0, 20, 5000).save(tmp_path / "c.jpg")
+    grainy_image(0).convert("L").save(tmp_path / "d.png")
+    grainy_image(0).convert("RGBA").save(tmp_path / "e.png")
+    grainy_image(0, 90, 40).save(tmp_path / "f.jpg", exif=rotated, quality=95)
     (shown,) = batches(find(tmp_path), 1, batch_size=6, augment="none", resolution_of=lambda _: 32)
     assert (shown.images.shape, shown.skipped) == ((6, 3, 32, 32), [])
     turned = shown.images[shown.indices.tolist().index(5)]
@@ -334,7 +330,7 @@ def test_nothing_but_corrupt_pictures_ends_the_run(tmp_path: Path) -> None:
 
 def test_too_large_a_picture_is_skipped(photos: Path, tmp_path: Path) -> None:
     shutil.copytree(photos, folder := tmp_path / "copy")
-    photo(0, 400, 300).save(folder / "big.png")
+    grainy_image(0, 400, 300).save(folder / "big.png")
     shown = joined(batches(find(folder), 3, max_pixels=50_000))
     assert {(name, "300×400" in reason) for name, reason in shown.skipped} == {(str(folder / "big.png"), True)}
 
@@ -410,7 +406,7 @@ def test_an_unfinished_loop_does_not_keep_the_interpreter(photos: Path) -> None:
 def test_folders_globs_and_shards_in_order(photos: Path, tmp_path: Path, members: dict[str, bytes]) -> None:
     (tmp_path / "deep" / ".hidden").mkdir(parents=True)
     for path in ("deep/b.png", "deep/a.png", "deep/.hidden/no.png", "deep/.no.png"):
-        photo(1).save(tmp_path / path)
+        grainy_image(1).save(tmp_path / path)
     (tmp_path / "deep" / "notes.txt").write_text("no picture")
     tar = shard(tmp_path / "s.tar", {**members, "000.seg.png": b"label", "000.cls": b"1"})
     found = find(tmp_path / "deep", tar, f"{photos}/[0-2].jpg", photos / "9.jpg")
@@ -427,8 +423,8 @@ def test_folders_globs_and_shards_in_order(photos: Path, tmp_path: Path, members
 def test_names_that_are_not_text(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/caf\xe9.png"
     with open(path, "wb") as file:
-        file.write(encoded(photo()))
-    found = find(tmp_path, cache=tmp_path / "index.parquet")
+        file.write(encoded(grainy_image()))
+    found = find(tmp_path, cache=tmp_path / "train.index")
     assert found.name(0) == f"{tmp_path}/caf\\udce9.png"
     assert open_image(found.read(0)).size == (60, 44)
 
@@ -437,7 +433,7 @@ def test_pictures_in_formats_that_are_not_read_are_told_by_the_first_process(tmp
     names = ("raw/1.CR2", "raw/2.dng", "raw/deep/3.dng", "mixed/4.heic", "mixed/5.png", "mixed/6.txt")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(encoded(photo()))
+        (tmp_path / name).write_bytes(encoded(grainy_image()))
     index = tmp_path / "index"
     with pytest.warns(UserWarning, match=r"^4 files were left out: .dng \(2\), .heic \(1\), .cr2 \(1\)"):
         found = find(tmp_path, cache=index, progress=True)
@@ -478,14 +474,12 @@ def test_damaged_shards_give_what_they_have(tmp_path: Path, members: dict[str, b
     assert "damaged archive" in reason
 
 
-def test_thousands_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_FLUSH_ROWS", 256)
+def test_thousands_of_names(tmp_path: Path) -> None:
     tar = shard(tmp_path / "s.tar", {f"é{i:05}.jpg": b"%d" % i for i in range(5000)})
     for _ in range(2):
-        found = find(tar, cache=tmp_path / "index.parquet")
+        found = find(tar, cache=tmp_path / "train.index")
         assert len(found) == 5000
         assert (found.name(4321), found.read(4321)) == (f"{tar}/é04321.jpg", b"4321")
-    assert pq.read_metadata(tmp_path / "index.parquet").num_rows == 5000
 
 
 def test_shards_are_read_once(
@@ -496,7 +490,7 @@ def test_shards_are_read_once(
     monkeypatch.setattr(index_module, "shard_items", lambda path: read.append(Path(path).name) or real(path))
     for name in ("a.tar", "b.tar"):
         shard(tmp_path / name, members)
-    cache = tmp_path / "deep" / "index.parquet"
+    cache = tmp_path / "deep" / "train.index"
 
     def again() -> ImageIndex:
         read.clear()
@@ -508,11 +502,11 @@ def test_shards_are_read_once(
     assert again().fingerprint == first.fingerprint
     assert (read, cache.stat().st_mtime_ns) == ([], written)
 
-    shard(tmp_path / "b.tar", {**members, "more.png": encoded(photo(8))})
+    shard(tmp_path / "b.tar", {**members, "more.png": encoded(grainy_image(8))})
     changed = again()
     assert (read, len(changed)) == (["b.tar"], 21)
     assert changed.fingerprint != first.fingerprint
-    assert open_image(changed.read(20)).tobytes() == photo(8).tobytes()
+    assert open_image(changed.read(20)).tobytes() == grainy_image(8).tobytes()
 
     shard(tmp_path / "aa.tar", members)
     assert (len(again()), read) == (26, ["aa.tar"])
@@ -541,7 +535,7 @@ def test_the_fingerprint_is_of_the_pictures_not_of_where_they_lie(
     assert len({*here}) == 3  # the folder and the glob have the same pictures
     both = [f"{tmp_path}/here/photos", f"{tmp_path}/here/s.tar"]
     assert find(*both).fingerprint != find(*both[::-1]).fingerprint
-    photo(77).save(tmp_path / "there" / "photos" / "3.jpg")
+    grainy_image(77).save(tmp_path / "there" / "photos" / "3.jpg")
     assert find(f"{tmp_path}/there/photos").fingerprint != here[0]
 
 
@@ -564,7 +558,7 @@ def test_addresses(photos: Path, tmp_path: Path, members: dict[str, bytes], memo
         ["memory://bucket/shards/s.tar", "memory://bucket/photos"],
         ["memory://bucket/shards/*.tar", "memory://bucket/photos/*.jpg"],
     ):
-        there = find(*sources, cache=tmp_path / "index.parquet")
+        there = find(*sources, cache=tmp_path / "train.index")
         assert there.fingerprint == local.fingerprint
         assert there.name(0).startswith("memory://")
         assert there.name(14).endswith("bucket/photos/9.jpg")
@@ -605,7 +599,7 @@ def test_hugging_face_datasets(photos: Path, tmp_path: Path) -> None:
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made, "test": made.select(range(3))}).save_to_disk(tmp_path / "two")
     for source, count in (("one", 10), ("one::picture", 10), ("two", 10), ("two:test", 3), ("two:test:picture", 3)):
-        found = find(f"hf:{tmp_path}/{source}", cache=tmp_path / "index.parquet")
+        found = find(f"hf:{tmp_path}/{source}", cache=tmp_path / "train.index")
         assert len(found) == count
         assert found.read(2) == Path(paths[2]).read_bytes()
         assert found.name(2) == f"hf:{tmp_path}/{source}/2"

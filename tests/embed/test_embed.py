@@ -30,6 +30,7 @@ import torch
 from fsspec.implementations.memory import MemoryFile
 from PIL import Image
 from safetensors import safe_open
+from sample_images import noise_png
 from typer.testing import CliRunner
 
 import veca
@@ -67,24 +68,13 @@ def one_partition(monkeypatch):
     monkeypatch.setattr(partitions, "PARTITION", 1000)
 
 
-def picture(seed: int = 0, width: int = 48, height: int = 32) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def encoded(seed: int = 0, width: int = 48, height: int = 32) -> bytes:
-    buffer = io.BytesIO()
-    picture(seed, width, height).save(buffer, "png")
-    return buffer.getvalue()
-
-
 @pytest.fixture
 def photos(tmp_path) -> Path:
     """Eleven pictures of three shapes in nested folders, and one that is broken."""
     for i in range(11):
         path = tmp_path / "photos" / f"class{i % 2}" / f"{i:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(i, 48 + 16 * (i % 3), 32))
+        path.write_bytes(noise_png(i, 48 + 16 * (i % 3), 32))
     (tmp_path / "photos" / "class0" / "03.jpg").write_bytes(b"not a picture")
     return tmp_path / "photos"
 
@@ -173,7 +163,7 @@ def test_folders_come_sorted_without_hidden_and_foreign_files(tmp_path, model):
     wanted = ["a.PNG", "b.png", *(f"sub{i}/{j}.png" for i in range(9) for j in "xyz"), "sub9/deep/e.png"]
     for name in (*reversed(wanted), ".hidden.png", ".git/d.png", "sub1/.cache/f.png"):
         (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "p" / name).write_bytes(encoded())
+        (tmp_path / "p" / name).write_bytes(noise_png())
     (tmp_path / "p" / "notes.txt").write_text("no picture")
     go(tmp_path / "p", tmp_path / "f.parquet", model)
     assert paths(tmp_path / "f.parquet") == [str(tmp_path / "p" / name) for name in wanted]
@@ -198,8 +188,8 @@ def test_pictures_in_formats_that_are_not_read_are_counted_once(photos, tmp_path
 
 
 def test_inputs_keep_their_order_and_named_files_are_always_tried(tmp_path, model):
-    (tmp_path / "z.data").write_bytes(encoded())
-    (tmp_path / "a.png").write_bytes(encoded())
+    (tmp_path / "z.data").write_bytes(noise_png())
+    (tmp_path / "a.png").write_bytes(noise_png())
     (tmp_path / "words.txt").write_text("no picture")
     given = [str(tmp_path / name) for name in ("z.data", "words.txt", "a.png", "z.data")]
     report = go(given, tmp_path / "f.parquet", model)
@@ -221,7 +211,7 @@ def test_inputs_keep_their_order_and_named_files_are_always_tried(tmp_path, mode
 def test_globs(tmp_path, model, pattern, found):
     for name in ("a.png", "x/b.png", "x/y/c.png", "x/y/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(encoded())
+        (tmp_path / name).write_bytes(noise_png())
     go(str(tmp_path / pattern), tmp_path / "f.parquet", model)
     assert paths(tmp_path / "f.parquet") == [str(tmp_path / name) for name in found]
 
@@ -229,7 +219,7 @@ def test_globs(tmp_path, model, pattern, found):
 def test_relative_globs_and_names_with_brackets(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a[1].png", "b.png"):
-        Path(name).write_bytes(encoded())
+        Path(name).write_bytes(noise_png())
     go(["*.png", "a[1].png"], "f.parquet", model)
     assert paths(Path("f.parquet")) == ["a[1].png", "b.png", "a[1].png"]
 
@@ -237,13 +227,13 @@ def test_relative_globs_and_names_with_brackets(tmp_path, model, monkeypatch):
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
 def test_shards(tmp_path, model, suffix):
     members = {
-        "0001.png": encoded(1),
+        "0001.png": noise_png(1),
         "0001.cls": b"7",
-        "0001.seg.png": encoded(),
-        "0001.depth.PNG": encoded(),
-        "dir.mask/0002.v2.png": encoded(2),
+        "0001.seg.png": noise_png(),
+        "0001.depth.PNG": noise_png(),
+        "dir.mask/0002.v2.png": noise_png(2),
         "dir/._0002.png": b"left by a Mac",
-        "../../etc/0003.png": encoded(3),
+        "../../etc/0003.png": noise_png(3),
         "0004.png": b"broken",
     }
     path = shard(tmp_path / f"s{suffix}", members)
@@ -255,7 +245,7 @@ def test_shards(tmp_path, model, suffix):
     cls = pq.read_table(report.out)["cls"].to_pylist()
     for row, seed in zip(cls, (1, 2, 3), strict=True):
         torch.testing.assert_close(
-            torch.tensor(row), expected(encoded(seed), model, SETTINGS).cls[0], atol=1e-5, rtol=1e-4
+            torch.tensor(row), expected(noise_png(seed), model, SETTINGS).cls[0], atol=1e-5, rtol=1e-4
         )
 
 
@@ -263,14 +253,14 @@ def rows_of(out: Path, model: Veca, seeds: list[int]) -> None:
     """Check that the global features are those of the pictures that `encoded` makes."""
     cls = pq.read_table(out)["cls"].to_pylist()
     for row, seed in zip(cls, seeds, strict=True):
-        want = expected(encoded(seed), model, SETTINGS).cls[0]
+        want = expected(noise_png(seed), model, SETTINGS).cls[0]
         torch.testing.assert_close(torch.tensor(row), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["binary", "large_binary", "struct"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_parquet(tmp_path, model, kind, workers):
-    data = [encoded(1), b"broken", None, encoded(2)] + [encoded(3)] * 20
+    data = [noise_png(1), b"broken", None, noise_png(2)] + [noise_png(3)] * 20
     values = [{"bytes": each, "path": "x.png"} for each in data] if kind == "struct" else data
     kinds = {
         "binary": pa.binary(),
@@ -289,13 +279,13 @@ def test_parquet(tmp_path, model, kind, workers):
 
 def test_the_column_of_pictures(tmp_path, model):
     path, out = tmp_path / "t.parquet", tmp_path / "f.parquet"
-    pq.write_table(pa.table({"left": [encoded(1)], "right": [encoded(2)], "text": ["no bytes"]}), path)
+    pq.write_table(pa.table({"left": [noise_png(1)], "right": [noise_png(2)], "text": ["no bytes"]}), path)
     with pytest.raises(ValueError, match=r"not clear; of bytes there are left, right: name one with --column"):
         go(path, out, model)
     with pytest.raises(ValueError, match=r"no column of pictures 'text'; of bytes there are left, right"):
         go(path, out, model, column="text")
     rows_of(go(path, out, model, column="right").out, model, [2])
-    pq.write_table(pa.table({"image": [encoded(3)], "mask": [encoded(4)]}), path)
+    pq.write_table(pa.table({"image": [noise_png(3)], "mask": [noise_png(4)]}), path)
     rows_of(go(path, out, model, overwrite=True).out, model, [3])
     pq.write_table(pa.table({"text": ["no bytes"]}), path)
     with pytest.raises(ValueError, match="of bytes it has none"):
@@ -305,20 +295,20 @@ def test_the_column_of_pictures(tmp_path, model):
 @pytest.mark.parametrize("place", ["header", "page"])
 def test_a_damaged_table_gives_what_it_can(tmp_path, model, place):
     path = tmp_path / "t.parquet"
-    table = pa.table({"image": [encoded(i) for i in range(40)]})
+    table = pa.table({"image": [noise_png(i) for i in range(40)]})
     pq.write_table(table, path, row_group_size=20, compression="none", use_dictionary=False)
     data = bytearray(path.read_bytes())
     if place == "header":
         start = pq.read_metadata(path).row_group(1).column(0).data_page_offset
     else:
-        start = data.index(encoded(20)) - 4  # its length
+        start = data.index(noise_png(20)) - 4  # its length
     data[start : start + 100] = b"x" * 100
     path.write_bytes(data)
     report = go(path, tmp_path / "f.parquet", model, progress=True)
     if place == "page":
-        assert paths(report.out) == [f"{path}/{row}" for row in range(16)]
+        assert paths(report.out) == [f"{path}/{row}" for row in range(20)]
         assert list(failures(report.out)) == [str(path)]
-        assert "damaged table, nothing was read from row 16 on" in failures(report.out)[str(path)]
+        assert "damaged table, nothing was read from row 20 on" in failures(report.out)[str(path)]
     else:
         assert paths(report.out) == [f"{path}/{row}" for row in range(20)]
         assert failures(report.out) == {f"{path}/20": "rows 20 to 39 are not read: a broken page header"}
@@ -331,9 +321,9 @@ def remote(tmp_path) -> Iterator[str]:
     """An address, with files, a shard and a table."""
     fs = fsspec.filesystem("memory")
     for name, seed in (("a/1.png", 1), ("a/b/2.png", 2), ("a/.hidden/3.png", 3), ("a/4.txt", 4)):
-        fs.pipe_file(f"/bucket/{name}", encoded(seed))
-    fs.pipe_file("/bucket/s.tar", shard(tmp_path / "s.tar", {"5.png": encoded(5), "6.png": b"broken"}).read_bytes())
-    pq.write_table(pa.table({"image": [encoded(7)]}), tmp_path / "t.parquet")
+        fs.pipe_file(f"/bucket/{name}", noise_png(seed))
+    fs.pipe_file("/bucket/s.tar", shard(tmp_path / "s.tar", {"5.png": noise_png(5), "6.png": b"broken"}).read_bytes())
+    pq.write_table(pa.table({"image": [noise_png(7)]}), tmp_path / "t.parquet")
     fs.pipe_file("/bucket/t.parquet", (tmp_path / "t.parquet").read_bytes())
     yield "memory://bucket"
     fs.rm("/bucket", recursive=True)
@@ -411,8 +401,8 @@ def break_header(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut_in_picture, cut_at_header, break_header])
 def test_a_damaged_shard_gives_what_it_can(tmp_path, model, damage):
-    path = shard(tmp_path / "s.tar", {"a.png": encoded(1), "b.png": encoded(2), "c.png": encoded(3)})
-    (tmp_path / "later.png").write_bytes(encoded())
+    path = shard(tmp_path / "s.tar", {"a.png": noise_png(1), "b.png": noise_png(2), "c.png": noise_png(3)})
+    (tmp_path / "later.png").write_bytes(noise_png())
     path.write_bytes(damage(path.read_bytes()))
     report = go([path, tmp_path / "later.png"], tmp_path / "f.parquet", model)
     assert paths(report.out) == [f"{path}/a.png", str(tmp_path / "later.png")]
@@ -423,7 +413,7 @@ def test_a_damaged_shard_gives_what_it_can(tmp_path, model, damage):
 
 
 def test_a_damaged_compressed_shard_gives_what_it_can(tmp_path, model):
-    path = shard(tmp_path / "s.tar.gz", {f"{i}.png": encoded(i) for i in range(4)})
+    path = shard(tmp_path / "s.tar.gz", {f"{i}.png": noise_png(i) for i in range(4)})
     path.write_bytes(path.read_bytes()[:-6000])
     report = go(path, tmp_path / "f.parquet", model)
     found = paths(report.out)
@@ -434,7 +424,7 @@ def test_a_damaged_compressed_shard_gives_what_it_can(tmp_path, model):
 
 def test_hostile_shards_neither_fill_memory_nor_follow_links(tmp_path, model):
     secret = tmp_path / "secret.png"
-    secret.write_bytes(encoded())
+    secret.write_bytes(noise_png())
     with tarfile.open(tmp_path / "links.tar", "w") as archive:
         for kind, name in ((tarfile.SYMTYPE, "soft.png"), (tarfile.LNKTYPE, "hard.png")):
             info = tarfile.TarInfo(name)
@@ -463,7 +453,7 @@ def test_hostile_shards_neither_fill_memory_nor_follow_links(tmp_path, model):
 
 def test_names_that_are_not_text(tmp_path, model):
     (tmp_path / "p").mkdir()
-    (tmp_path / "p" / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded())
+    (tmp_path / "p" / os.fsdecode(b"caf\xe9.png")).write_bytes(noise_png())
     (tmp_path / "p" / 'ünïcode, "quoted".png').write_bytes(b"broken")
     for suffix in WRITERS:
         report = go(tmp_path / "p", tmp_path / f"f{suffix}", model)
@@ -476,7 +466,7 @@ def test_names_that_are_not_text(tmp_path, model):
 def test_special_files_do_not_block(tmp_path, model):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    (tmp_path / "a.png").write_bytes(encoded())
+    (tmp_path / "a.png").write_bytes(noise_png())
     report = go(tmp_path, tmp_path / "f.parquet", model)
     assert paths(report.out) == [str(tmp_path / "a.png")]
     assert set(failures(report.out)) == {str(tmp_path / "pipe.png"), str(tmp_path / "gone.png")}
@@ -499,9 +489,9 @@ def test_inputs_without_pictures_are_refused_before_any_work(tmp_path, model, mo
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("shards").mkdir()
-    Path("good.png").write_bytes(encoded())
+    Path("good.png").write_bytes(noise_png())
     shard(Path("empty.tar"), {"a.txt": b"x"})
-    shard(Path("shards/0.tar"), {"a.png": encoded()})
+    shard(Path("shards/0.tar"), {"a.png": noise_png()})
     with pytest.raises(ValueError, match=message):
         go(names, "out/f.parquet", model)
     assert not Path("out").exists()
@@ -531,7 +521,7 @@ def test_settings_are_checked(wrong):
 
 
 def test_results_do_not_depend_on_the_number_of_workers(photos, tmp_path, model):
-    path = shard(tmp_path / "s.tar.gz", {f"{i}.png": encoded(i) for i in range(5)})
+    path = shard(tmp_path / "s.tar.gz", {f"{i}.png": noise_png(i) for i in range(5)})
     settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit="keep")
     for workers in (0, 1, 2):
         go([photos, path], tmp_path / f"{workers}.parquet", model, settings, workers=workers)
@@ -684,7 +674,7 @@ def test_a_killed_run_has_saved_its_images_from_time_to_time(photos, tmp_path, m
 @pytest.mark.parametrize("fit", ["crop", "keep"])
 def test_a_folder_holds_the_rows_of_the_file(photos, tmp_path, model, monkeypatch, fit):
     """Whether or not its partitions were saved in between, and the same files."""
-    path = shard(tmp_path / "s.tar", {f"{i}.png": encoded(i, 48 + 16 * (i % 2)) for i in range(7)})
+    path = shard(tmp_path / "s.tar", {f"{i}.png": noise_png(i, 48 + 16 * (i % 2)) for i in range(7)})
     settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit)
     go([photos, path], tmp_path / "f.parquet", model, settings)
     report = go([photos, path], tmp_path / "folder", model, settings)
@@ -845,7 +835,7 @@ def test_another_job_is_not_continued(photos, tmp_path, model):
         go(photos, out, _model(seed=1))
     with pytest.raises(EmbedError, match="inputs was"):
         go([photos, photos], out, model)
-    (photos / "class0" / "00a.png").write_bytes(encoded())
+    (photos / "class0" / "00a.png").write_bytes(noise_png())
     with pytest.raises(EmbedError, match=r"inputs have changed.*--overwrite"):
         go(photos, out, model)
     (photos / "class0" / "00a.png").unlink()
@@ -870,7 +860,7 @@ def test_a_replaced_picture_is_noticed(photos, tmp_path, model, monkeypatch, way
     if where == "slice":
         monkeypatch.setattr(partitions, "PARTITION", 1000)
     if where == "shard":
-        source = victim = shard(tmp_path / "s.tar", {f"{i}.png": encoded(i) for i in range(11)})
+        source = victim = shard(tmp_path / "s.tar", {f"{i}.png": noise_png(i) for i in range(11)})
     go(source, tmp_path / "whole.parquet", model)
     interrupted(source, tmp_path / "f.parquet", model)
     before = victim.read_bytes(), victim.stat()
@@ -891,7 +881,7 @@ def test_a_replaced_picture_is_noticed(photos, tmp_path, model, monkeypatch, way
 def test_pictures_after_those_that_are_done_may_change(photos, tmp_path, model, one_partition):
     interrupted(photos, tmp_path / "f.parquet", model, count=3)
     replaced(photos / "class1" / "09.png", "date")
-    (photos / "class1" / "11.png").write_bytes(encoded(11))
+    (photos / "class1" / "11.png").write_bytes(noise_png(11))
     assert go(photos, tmp_path / "f.parquet", model)[:3] == (12, 1, 6)
 
 
@@ -900,7 +890,7 @@ def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
     fs.put(str(photos), "/bucket/photos", recursive=True)
     try:
         interrupted("memory://bucket/photos", tmp_path / "f.parquet", model)
-        fs.pipe_file("/bucket/photos/class0/00.png", encoded(99))
+        fs.pipe_file("/bucket/photos/class0/00.png", noise_png(99))
         with pytest.raises(EmbedError, match="the inputs have changed"):
             go("memory://bucket/photos", tmp_path / "f.parquet", model)
     finally:
@@ -1155,7 +1145,7 @@ def test_a_stray_file_in_the_parts_folder_is_left_alone(photos, tmp_path, model)
 
 def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
     for i in range(8):
-        (tmp_path / f"{i}.png").write_bytes(encoded(i, 192, 48))
+        (tmp_path / f"{i}.png").write_bytes(noise_png(i, 192, 48))
     seen = []
     real = batches.normalize
     monkeypatch.setattr(batches, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
@@ -1165,7 +1155,7 @@ def test_large_pictures_go_in_smaller_batches(tmp_path, model, monkeypatch):
 
 def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
     for i in range(12):
-        (tmp_path / f"{i:02}.png").write_bytes(encoded(i, 64 + 16 * i, 64))
+        (tmp_path / f"{i:02}.png").write_bytes(noise_png(i, 64 + 16 * i, 64))
     monkeypatch.setattr(batches, "PART_IMAGES", 64)
     monkeypatch.setattr(batches, "PART_BYTES", 1000)
     waiting = []
@@ -1182,7 +1172,7 @@ def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
 
 
 def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
-    (tmp_path / "a.png").write_bytes(encoded())
+    (tmp_path / "a.png").write_bytes(noise_png())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
     settings = EmbedSettings(size=32, batch=1, cores=8)
@@ -1217,7 +1207,7 @@ for i, source in enumerate((few, many)):
 
 @pytest.mark.parametrize("kind", ["folders", "shard"])
 def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path, kind):
-    data = encoded(0, 32, 32)
+    data = noise_png(0, 32, 32)
 
     def sources(n: int) -> Path:
         names = [f"{i // 20:03}/{i:05}{'long' * 50}.png" for i in range(n)]
@@ -1229,7 +1219,10 @@ def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path, kind):
         return tmp_path / str(n)
 
     command = [sys.executable, "-c", _PEAKS, sources(500), sources(1500), tmp_path]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     few, many = map(int, done.stdout.split())
     assert many - few < 1000 * 150  # to remember the names alone would take more than 200 bytes each

@@ -16,12 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from sample_images import noise_png
 from typer.testing import CliRunner
 
 import veca
@@ -46,13 +45,6 @@ def model() -> Veca:
     return Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
 
 
-def picture(seed: int, width: int = 64, height: int = 48) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    return buffer.getvalue()
-
-
 def shard(path: Path, pictures: list[bytes]) -> None:
     with tarfile.open(path, "w") as archive:
         for i, data in enumerate(pictures):
@@ -67,9 +59,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("inputs")
     for i in range(11):
         (root / "files" / f"{i:02}.png").parent.mkdir(exist_ok=True)
-        (root / "files" / f"{i:02}.png").write_bytes(picture(i, 48 + 16 * (i % 3)))
+        (root / "files" / f"{i:02}.png").write_bytes(noise_png(i, 48 + 16 * (i % 3), 48))
     (root / "files" / "03.jpg").write_bytes(b"no picture")
-    data = [picture(i) for i in range(9)]
+    data = [noise_png(i, 64, 48) for i in range(9)]
     for i in range(12):
         shard(root / f"{i:02}.tar", data[i:] + data[:i])
     pq.write_table(pa.table({"id": [1, 2, 3], "jpg": [data[0], b"broken", data[2]]}), root / "t.parquet")

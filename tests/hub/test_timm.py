@@ -13,10 +13,11 @@ import timm
 import torch
 from conftest import GOLDEN, make_tiny
 from PIL import Image
+from sample_images import random_images
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import FeatureInfo, group_parameters
 from timm.optim import create_optimizer_v2
-from torch import Tensor, nn
+from torch import nn
 
 import veca
 from veca.config import get_config
@@ -30,10 +31,6 @@ NAMES = [f"{size}_patch16" for size in veca.list_models()]
 def create(name: str = "veca_tiny_patch16", **options: Any) -> Any:
     torch.manual_seed(0)
     return timm.create_model(name, **SMALL, **options).eval()
-
-
-def pictures(batch: int = 2, height: int = 48, width: int = 80) -> Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
 def same_weights(model: nn.Module) -> None:
@@ -67,10 +64,10 @@ def test_names_and_sizes() -> None:
 def test_gives_logits_equal_to_the_plain_model() -> None:
     plain, model = make_tiny(num_classes=1000), create()
     model.load_state_dict(plain.state_dict())
-    expected = plain(pictures(), 16)
+    expected = plain(random_images(), 16)
     for cores in (None, 16):
-        torch.testing.assert_close(model(pictures(), cores=cores), plain(pictures(), cores).logits)
-    tokens = model.forward_features(pictures(), cores=16)
+        torch.testing.assert_close(model(random_images(), cores=cores), plain(random_images(), cores).logits)
+    tokens = model.forward_features(random_images(), cores=16)
     torch.testing.assert_close(tokens, torch.cat([expected.cores, expected.patches], 1))
     torch.testing.assert_close(model.forward_head(tokens), expected.logits)
     torch.testing.assert_close(model.forward_head(tokens, pre_logits=True), expected.cls)
@@ -81,12 +78,12 @@ def test_budget_at_creation_and_later() -> None:
     same_weights(model)
     whole = create()
     same_weights(whole)
-    torch.testing.assert_close(model(pictures()), whole(pictures(), cores=16))
-    torch.testing.assert_close(model(pictures(), cores=64), whole(pictures()))
-    assert not torch.allclose(model(pictures()), whole(pictures()))
+    torch.testing.assert_close(model(random_images()), whole(random_images(), cores=16))
+    torch.testing.assert_close(model(random_images(), cores=64), whole(random_images()))
+    assert not torch.allclose(model(random_images()), whole(random_images()))
     assert model.num_prefix_tokens == 16
     model.budget = 8
-    assert model.forward_features(pictures()).shape[1] == 8 + 15
+    assert model.forward_features(random_images()).shape[1] == 8 + 15
     with pytest.raises(ValueError, match="cores=65; a budget is an integer from 1 to 64"):
         create(cores=65)
 
@@ -105,7 +102,7 @@ def test_unknown_options_are_named() -> None:
 
 def test_gradient_reaches_every_parameter() -> None:
     model = create(num_classes=42).train()
-    out = model(pictures())
+    out = model(random_images())
     assert out.shape == (2, 42)
     out.square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
@@ -114,27 +111,29 @@ def test_gradient_reaches_every_parameter() -> None:
 def test_gradient_checkpointing_changes_nothing() -> None:
     model = create()
     same_weights(model)
-    expected, (final, _) = model(pictures()), model.forward_intermediates(pictures())
+    expected, (final, _) = model(random_images()), model.forward_intermediates(random_images())
     model.set_grad_checkpointing()
-    torch.testing.assert_close(model(pictures()), expected)
-    torch.testing.assert_close(model.forward_intermediates(pictures())[0], final)
+    torch.testing.assert_close(model(random_images()), expected)
+    torch.testing.assert_close(model.forward_intermediates(random_images())[0], final)
 
 
 def test_classifier_is_replaced_and_pooling_with_it() -> None:
     model = create(cores=16)
     assert (model.num_classes, model.num_features, model.head_hidden_size) == (1000, 64, 64)
     model.reset_classifier(0)
-    tokens = model.forward_features(pictures())
+    tokens = model.forward_features(random_images())
     assert model.num_classes == 0
-    torch.testing.assert_close(model(pictures()), tokens[:, 0])
+    torch.testing.assert_close(model(random_images()), tokens[:, 0])
     model.reset_classifier(0, "avg")
-    torch.testing.assert_close(model(pictures()), tokens[:, 16:].mean(1))
-    torch.testing.assert_close(model(pictures(), cores=8), model.forward_features(pictures(), cores=8)[:, 8:].mean(1))
+    torch.testing.assert_close(model(random_images()), tokens[:, 16:].mean(1))
+    torch.testing.assert_close(
+        model(random_images(), cores=8), model.forward_features(random_images(), cores=8)[:, 8:].mean(1)
+    )
     model.reset_classifier(0, "")
-    torch.testing.assert_close(model(pictures()), tokens)
+    torch.testing.assert_close(model(random_images()), tokens)
     model.reset_classifier(5, "token")
-    assert model(pictures()).shape == (2, 5)
-    assert create(num_classes=0, global_pool="")(pictures()).shape == (2, 64 + 15, 64)
+    assert model(random_images()).shape == (2, 5)
+    assert create(num_classes=0, global_pool="")(random_images()).shape == (2, 64 + 15, 64)
 
 
 def test_a_new_classifier_is_like_the_model() -> None:
@@ -161,7 +160,7 @@ def test_made_on_the_meta_device_and_filled_later() -> None:
         tensor.fill_(float("nan"))
     model.init_weights()
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
-    assert model(pictures().double()).isfinite().all()
+    assert model(random_images().double()).isfinite().all()
 
 
 def test_features_only() -> None:
@@ -169,8 +168,8 @@ def test_features_only() -> None:
     same = create(cores=16)
     assert model.feature_info.channels() == [64, 64]
     assert model.feature_info.reduction() == [16, 16]
-    found = model(pictures())
-    expected = same.forward_intermediates(pictures(), [0, 1], intermediates_only=True)
+    found = model(random_images())
+    expected = same.forward_intermediates(random_images(), [0, 1], intermediates_only=True)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == (2, 64, 3, 5)
         torch.testing.assert_close(a, b)
@@ -178,25 +177,27 @@ def test_features_only() -> None:
     sum(f.square().mean() for f in found).backward()
     unused = [name for name, p in model.named_parameters() if p.grad is None]
     assert all(name.startswith(("model.cores.", "model.core_states.")) for name in unused), unused
-    assert len(create(features_only=True)(pictures())) == 3
+    assert len(create(features_only=True)(random_images())) == 3
 
 
 def test_features_of_a_model_with_output_map() -> None:
     model = create(features_only=True, out_indices=[-1], output_dim=48)
-    assert model(pictures())[0].shape == (2, 64, 3, 5)
+    assert model(random_images())[0].shape == (2, 64, 3, 5)
     assert not any("output_proj" in name for name, _ in model.named_parameters())
 
 
 def test_intermediates() -> None:
     model = create()
     info = FeatureInfo(model.feature_info, len(model.feature_info))
-    final, found = model.forward_intermediates(pictures())
+    final, found = model.forward_intermediates(random_images())
     assert [f.shape[1] for f in found] == info.channels()
     assert [48 // f.shape[2] for f in found] == info.reduction()
-    torch.testing.assert_close(final, model.forward_features(pictures()))
+    torch.testing.assert_close(final, model.forward_features(random_images()))
     vit = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=(48, 80), embed_dim=64, num_heads=2).eval()
     for options in ({}, {"return_prefix_tokens": True, "output_fmt": "NLC"}, {"intermediates_only": True}):
-        ours, theirs = (m.forward_intermediates(pictures(), [0, 2], output_dict=True, **options) for m in (model, vit))
+        ours, theirs = (
+            m.forward_intermediates(random_images(), [0, 2], output_dict=True, **options) for m in (model, vit)
+        )
         assert sorted(ours) == sorted(theirs)
         assert [t.shape for t in ours["image_intermediates"]] == [t.shape for t in theirs["image_intermediates"]]
 
@@ -208,7 +209,7 @@ def test_input_size() -> None:
     assert (model.patch_embed.img_size, model.patch_embed.num_patches) == ((48, 80), 15)
     model.set_input_size(patch_size=16)
     assert model.patch_embed.grid_size == (3, 5)
-    assert model(pictures(1, 32, 32)).shape == (1, 1000), "any size is taken"
+    assert model(random_images(1, 32, 32)).shape == (1, 1000), "any size is taken"
     with pytest.raises(ValueError, match="img_size=250; sides must be positive multiples of 16"):
         create(img_size=250)
     with pytest.raises(ValueError, match="patch_size=14; the weights are for patches of 16"):
@@ -247,23 +248,23 @@ def test_stochastic_depth() -> None:
     same_weights(model)
     plain = create()
     same_weights(plain)
-    torch.testing.assert_close(model(pictures()), plain(pictures()))
+    torch.testing.assert_close(model(random_images()), plain(random_images()))
     twin = copy.deepcopy(model)  # as an average of weights is kept
     model.train()
     torch.manual_seed(0)
-    draws = torch.stack([model(pictures()) for _ in range(8)]).detach()
+    draws = torch.stack([model(random_images()) for _ in range(8)]).detach()
     assert draws.std(0).max() > 0.01
-    torch.testing.assert_close(twin(pictures()), plain(pictures()))
+    torch.testing.assert_close(twin(random_images()), plain(random_images()))
 
 
 def test_checkpoint_path_takes_files_of_ours(tmp_path: Path) -> None:
     source = make_tiny(num_classes=7)
     veca.save(source, tmp_path / "model.safetensors")
     model = create(num_classes=7, checkpoint_path=str(tmp_path / "model.safetensors"))
-    torch.testing.assert_close(model(pictures(), cores=8), source(pictures(), 8).logits)
+    torch.testing.assert_close(model(random_images(), cores=8), source(random_images(), 8).logits)
     veca.save(model, tmp_path / "again")
     again = veca.load(tmp_path / "again")
-    torch.testing.assert_close(again(pictures(), 8).patches, source(pictures(), 8).patches, rtol=0, atol=0)
+    torch.testing.assert_close(again(random_images(), 8).patches, source(random_images(), 8).patches, rtol=0, atol=0)
 
 
 def test_pretrained_from_a_released_file() -> None:
@@ -289,12 +290,12 @@ def test_a_folder_of_timm_comes_back(tmp_path: Path) -> None:
     timm.models.save_for_hf(model, tmp_path, model_args=SMALL)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert isinstance(again, TimmVeca)
-    torch.testing.assert_close(again(pictures()), model(pictures()), rtol=0, atol=0)
+    torch.testing.assert_close(again(random_images()), model(random_images()), rtol=0, atol=0)
 
 
 def test_tools_of_veca_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = create(cores=16)
-    assert core_maps(model, pictures()).shape == (1, 2, 16, 3, 5)
+    assert core_maps(model, random_images()).shape == (1, 2, 16, 3, 5)
     Image.new("RGB", (48, 32), "orange").save(tmp_path / "a.png")
     draw_budgets(model, tmp_path / "a.png", size=32)
     draw_features(model, tmp_path / "a.png", sizes=(32,))
@@ -310,4 +311,4 @@ def test_compiles() -> None:
     model = create(num_classes=3)
     same_weights(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(pictures()), model(pictures()))
+    torch.testing.assert_close(compiled(random_images()), model(random_images()))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, make_tiny
-from PIL import Image
 from safetensors.torch import load_file, save_file
+from sample_images import fractal_image, random_images
 from torch import Tensor
 from transformers import (
     AutoBackbone,
@@ -38,14 +38,6 @@ from veca.inspect import core_maps
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
-def pictures(batch: int = 2, height: int = 48, width: int = 80) -> Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
-
-
-def photo() -> Image.Image:
-    return Image.effect_mandelbrot((300, 200), (-2, -1, 1, 1), 50).convert("RGB")
-
-
 def assert_equal(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -70,7 +62,7 @@ def test_outputs_are_those_of_the_plain_model_and_like_dinov3() -> None:
     model = VecaModel.from_veca(plain, cores=16)
     theirs = DINOv3ViTModel(DINOv3ViTConfig(**SHAPE, num_register_tokens=15, attn_implementation="eager")).eval()
     asked = {"output_hidden_states": True, "output_attentions": True}
-    out, expected, other = model(pictures(), **asked), plain(pictures(), 16), theirs(pictures(), **asked)
+    out, expected, other = model(random_images(), **asked), plain(random_images(), 16), theirs(random_images(), **asked)
     assert list(out) == list(other)
     assert out.last_hidden_state.shape == other.last_hidden_state.shape
     assert [h.shape for h in out.hidden_states] == [h.shape for h in other.hidden_states]
@@ -79,22 +71,22 @@ def test_outputs_are_those_of_the_plain_model_and_like_dinov3() -> None:
     torch.testing.assert_close(out.last_hidden_state, torch.cat([expected.cores, expected.patches], 1))
     torch.testing.assert_close(out.pooler_output, expected.cls)
     torch.testing.assert_close(plain.norm(out.hidden_states[-1]), out.last_hidden_state)
-    blocks = plain.forward_intermediates(pictures(), output_fmt="NLC", intermediates_only=True, cores=16)
+    blocks = plain.forward_intermediates(random_images(), output_fmt="NLC", intermediates_only=True, cores=16)
     for a, b in zip(out.hidden_states[1:], blocks, strict=True):
         torch.testing.assert_close(a[:, 16:], b)
-    torch.testing.assert_close(out.hidden_states[0][:, 16:], plain.patch_embed(pictures()))
-    maps = core_maps(plain, pictures(), 16, layers=(0, 1, 2), per_head=True).flatten(-2)
+    torch.testing.assert_close(out.hidden_states[0][:, 16:], plain.patch_embed(random_images()))
+    maps = core_maps(plain, random_images(), 16, layers=(0, 1, 2), per_head=True).flatten(-2)
     torch.testing.assert_close(torch.stack(out.attentions)[..., 16:], maps)
     torch.testing.assert_close(out.attentions[1].sum(-1), torch.ones(2, 2, 16))
-    assert isinstance(model(pictures(), return_dict=False), tuple)
+    assert isinstance(model(random_images(), return_dict=False), tuple)
 
 
 def test_budget_at_the_call() -> None:
     model = VecaModel.from_veca(make_tiny())
-    assert model(pictures()).last_hidden_state.shape[1] == 64 + 15
-    assert model(pictures(), cores=8).last_hidden_state.shape[1] == 8 + 15
+    assert model(random_images()).last_hidden_state.shape[1] == 64 + 15
+    assert model(random_images(), cores=8).last_hidden_state.shape[1] == 8 + 15
     with pytest.raises(ValueError, match="cores=65"):
-        model(pictures(), cores=65)
+        model(random_images(), cores=65)
 
 
 def test_a_folder_of_transformers(tmp_path: Path) -> None:
@@ -106,12 +98,14 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
     again = AutoModel.from_pretrained(tmp_path)
     assert isinstance(again, VecaModel)
     assert not again.training
-    assert_equal(again(pictures()).last_hidden_state, model(pictures()).last_hidden_state)
+    assert_equal(again(random_images()).last_hidden_state, model(random_images()).last_hidden_state)
     back = veca.load(tmp_path)
     assert back.config == plain.config
     assert back.provenance == plain.provenance
     assert_equal(dict(back.state_dict()), dict(plain.state_dict()))
-    assert AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)(pictures()).pooler_output.dtype == torch.bfloat16
+    assert (
+        AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)(random_images()).pooler_output.dtype == torch.bfloat16
+    )
 
 
 def test_a_folder_of_ours(tmp_path: Path) -> None:
@@ -122,11 +116,11 @@ def test_a_folder_of_ours(tmp_path: Path) -> None:
     classifier, info = AutoModelForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    torch.testing.assert_close(classifier(pictures(), cores=8).logits, plain(pictures(), 8).logits)
+    torch.testing.assert_close(classifier(random_images(), cores=8).logits, plain(random_images(), 8).logits)
     assert classifier.veca.provenance == plain.provenance
     veca.save(classifier.veca, tmp_path / "again")
     assert_equal(dict(veca.load(tmp_path / "again").state_dict()), dict(plain.state_dict()))
-    assert_equal(AutoModel.from_pretrained(tmp_path)(pictures()).pooler_output, plain(pictures()).cls)
+    assert_equal(AutoModel.from_pretrained(tmp_path)(random_images()).pooler_output, plain(random_images()).cls)
 
 
 def test_a_folder_of_ours_in_half_precision_is_float32_too(tmp_path: Path) -> None:
@@ -196,21 +190,21 @@ def test_backbone_gives_feature_maps_as_dinov3_does(tmp_path: Path) -> None:
     VecaModel.from_veca(plain).save_pretrained(tmp_path)
     backbone = VecaBackbone.from_pretrained(tmp_path, out_features=stages)
     theirs = DINOv3ViTBackbone(DINOv3ViTConfig(**SHAPE, out_features=stages)).eval()
-    out, other = backbone(pictures(), cores=8), theirs(pictures())
+    out, other = backbone(random_images(), cores=8), theirs(random_images())
     assert list(out) == list(other)
     assert [m.shape for m in out.feature_maps] == [m.shape for m in other.feature_maps]
     assert (backbone.channels, backbone.stage_names) == (theirs.channels, theirs.stage_names)
-    expected = plain.forward_intermediates(pictures(), [1, 2], norm=True, intermediates_only=True, cores=8)
+    expected = plain.forward_intermediates(random_images(), [1, 2], norm=True, intermediates_only=True, cores=8)
     for a, b in zip(out.feature_maps[1:], expected, strict=True):
         torch.testing.assert_close(a, b)
     config = VecaConfig(**SHAPE, out_indices=[2], apply_layernorm=False, reshape_hidden_states=False)
     flat = AutoBackbone.from_config(config).eval()
     assert isinstance(flat, VecaBackbone)
     flat.veca.load_state_dict(plain.state_dict())
-    (found,) = flat(pictures(), cores=8).feature_maps
-    (raw,) = plain.forward_intermediates(pictures(), [1], intermediates_only=True, output_fmt="NLC", cores=8)
+    (found,) = flat(random_images(), cores=8).feature_maps
+    (raw,) = plain.forward_intermediates(random_images(), [1], intermediates_only=True, output_fmt="NLC", cores=8)
     torch.testing.assert_close(found, raw)
-    assert len(flat(pictures(), output_hidden_states=True).hidden_states) == 4
+    assert len(flat(random_images(), output_hidden_states=True).hidden_states) == 4
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -219,7 +213,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
     def gradients() -> list[Tensor]:
         torch.manual_seed(0)
-        loss = model(pictures(), labels, output_attentions=True).loss
+        loss = model(random_images(), labels, output_attentions=True).loss
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     expected = gradients()
@@ -236,33 +230,38 @@ def test_pictures_are_prepared_as_by_veca(tmp_path: Path) -> None:
     processor = AutoImageProcessor.from_pretrained(tmp_path)
     assert isinstance(processor, VecaImageProcessor)
     assert processor.size == {"height": 64, "width": 64}
-    expected = veca.images.load_image(photo(), 64)
-    photo().save(tmp_path / "photo.png")
-    array = np.asarray(photo())
-    for source in (photo(), array, torch.from_numpy(array.copy()).permute(2, 0, 1), str(tmp_path / "photo.png")):
+    expected = veca.images.load_image(fractal_image(), 64)
+    fractal_image().save(tmp_path / "photo.png")
+    array = np.asarray(fractal_image())
+    for source in (
+        fractal_image(),
+        array,
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+        str(tmp_path / "photo.png"),
+    ):
         assert_equal(processor(source, return_tensors="pt").pixel_values, expected[None])
-    both = processor([photo(), photo().convert("L")], return_tensors="pt").pixel_values
+    both = processor([fractal_image(), fractal_image().convert("L")], return_tensors="pt").pixel_values
     assert both.shape == (2, 3, 64, 64)
-    wide = processor(photo(), size={"height": 32, "width": 64}, fit="stretch", return_tensors="pt").pixel_values
-    assert_equal(wide[0], veca.images.load_image(photo(), (32, 64), "stretch"))
-    kept = processor(photo(), size={"shortest_edge": 64}, fit="keep", return_tensors="pt").pixel_values
-    assert_equal(kept[0], veca.images.load_image(photo(), 64, "keep"))
+    wide = processor(fractal_image(), size={"height": 32, "width": 64}, fit="stretch", return_tensors="pt").pixel_values
+    assert_equal(wide[0], veca.images.load_image(fractal_image(), (32, 64), "stretch"))
+    kept = processor(fractal_image(), size={"shortest_edge": 64}, fit="keep", return_tensors="pt").pixel_values
+    assert_equal(kept[0], veca.images.load_image(fractal_image(), 64, "keep"))
     with pytest.raises(ValueError, match="size is 50; it must be a positive multiple of 16"):
-        processor(photo(), size=50)
+        processor(fractal_image(), size=50)
 
 
 def test_pipelines(tmp_path: Path) -> None:
     plain = make_tiny(num_classes=3)
     VecaForImageClassification.from_veca(plain).save_pretrained(tmp_path)
     VecaImageProcessor(size=32).save_pretrained(tmp_path)
-    image = veca.images.load_image(photo(), 32)[None]
+    image = veca.images.load_image(fractal_image(), 32)[None]
     with torch.no_grad():
         out = plain(image)
     features = pipeline("image-feature-extraction", model=str(tmp_path), device="cpu")
-    assert np.shape(features(photo())) == (1, 64 + 4, 64)
-    assert features(photo(), pool=True)[0] == pytest.approx(out.cls[0].tolist(), abs=1e-4)
+    assert np.shape(features(fractal_image())) == (1, 64 + 4, 64)
+    assert features(fractal_image(), pool=True)[0] == pytest.approx(out.cls[0].tolist(), abs=1e-4)
     labels = pipeline("image-classification", model=str(tmp_path), device="cpu")
-    assert labels(photo())[0]["label"] == f"LABEL_{int(out.logits.argmax())}"
+    assert labels(fractal_image())[0]["label"] == f"LABEL_{int(out.logits.argmax())}"
 
 
 def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
@@ -272,7 +271,7 @@ def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = VecaForImageClassification(VecaConfig(**SHAPE, num_labels=2, cores=16))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    rows = [{"pixel_values": pictures(1, 32, 32)[0], "labels": i % 2} for i in range(4)]
+    rows = [{"pixel_values": random_images(1, 32, 32)[0], "labels": i % 2} for i in range(4)]
     arguments = TrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=0.01, report_to=[], use_cpu=True,
         gradient_checkpointing=True, disable_tqdm=True, logging_steps=1,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_tiny
 from PIL import Image
+from sample_images import smooth_image
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
@@ -30,20 +31,18 @@ COUNT = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pictures that differ much, and a model."""
+    """Images that differ much, and a model."""
     folder = tmp_path_factory.mktemp("story")
-    rng = np.random.default_rng(0)
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     for i in range(COUNT):
-        small = Image.fromarray(rng.integers(0, 255, (5, 6, 3), dtype=np.uint8))
-        small.resize((90, 75), Image.Resampling.BICUBIC).save(folder / f"pictures/{i}.png")
+        smooth_image(i, 90, 75).save(folder / f"images/{i}.png")
     veca.save(make_tiny(), folder / "model")
     return folder
 
 
 @pytest.fixture(scope="module")
 def pictures(folder):
-    return folder / "pictures"
+    return folder / "images"
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +391,7 @@ def test_the_command_writes_numbers_and_a_chart(folder, tmp_path, monkeypatch):
     given = [
         "--model",
         str(folder / "model"),
-        str(folder / "pictures"),
+        str(folder / "images"),
         "--cores",
         "16,8",
         "--size",
@@ -422,7 +421,7 @@ def test_command_tells_of_bad_pictures_and_random_weights(folder, tmp_path):
     given = [
         "--model",
         "veca_small",
-        str(folder / "pictures/0.png"),
+        str(folder / "images/0.png"),
         str(bad),
         "--cores",
         "8",
@@ -451,11 +450,11 @@ def test_pictures_in_formats_that_are_not_read_are_told(pictures, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["pictures", "--size", "60"], "size=60: must be a positive multiple of 16. Nearest: 64"),
-        (["pictures", "--cores", "65"], "cores=65; a budget is an integer from 1 to 64"),
-        (["pictures", "--out", "a.txt"], "a.txt: numbers are written as .json"),
-        (["pictures", "--out", "a.json/"], "a.json is a folder"),
-        (["pictures", "--chart", "a.gif"], "a.gif: a figure is written as .png or .svg"),
+        (["images", "--size", "60"], "size=60: must be a positive multiple of 16. Nearest: 64"),
+        (["images", "--cores", "65"], "cores=65; a budget is an integer from 1 to 64"),
+        (["images", "--out", "a.txt"], "a.txt: numbers are written as .json"),
+        (["images", "--out", "a.json/"], "a.json is a folder"),
+        (["images", "--chart", "a.gif"], "a.gif: a figure is written as .png or .svg"),
         (["nowhere"], "'nowhere': no such file or folder"),
         (["model"], "model: no pictures there"),
     ],
@@ -476,7 +475,7 @@ def test_a_chart_needs_no_matplotlib(folder, tmp_path, monkeypatch):
     given = [
         "--model",
         str(folder / "model"),
-        str(folder / "pictures"),
+        str(folder / "images"),
         "--out",
         str(tmp_path / "a.json"),
         "--size",

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_tiny
 from PIL import Image
+from sample_images import noise_image
 from test_inspect import Largest
 from torch import nn
 from typer.testing import CliRunner
@@ -55,9 +56,8 @@ def model():
 def folder(tmp_path_factory):
     """Two pictures, the first wider than high, and a model."""
     folder = tmp_path_factory.mktemp("figures")
-    rng = np.random.default_rng(0)
-    for name, size in (("wide $x_1$.png", (60, 90)), ("b.png", (70, 70))):
-        Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(folder / name)
+    noise_image(0, 90, 60).save(folder / "wide $x_1$.png")
+    noise_image(1, 70, 70).save(folder / "b.png")
     veca.save(make_tiny(), folder / "model")
     return folder
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import make_tiny, relative_error
 from PIL import Image
+from sample_images import fractal_image
 from torch import Tensor
 
 import veca
@@ -150,24 +151,20 @@ def test_a_wrong_device() -> None:
         load_backbone("veca_tiny", "nonsense")
 
 
-def picture(width: int, height: int) -> Image.Image:
-    return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), 50).convert("RGB")
-
-
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (64, 64)])
 def test_the_centre_is_the_evaluation_view(size: tuple[int, int]) -> None:
-    assert torch.equal(centre_crop(picture(*size), 128), to_tensor(fit_image(picture(*size), 128, "crop")))
-    assert centre_crop(picture(*size), 126).shape == (3, 126, 126)
+    assert torch.equal(centre_crop(fractal_image(*size), 128), to_tensor(fit_image(fractal_image(*size), 128, "crop")))
+    assert centre_crop(fractal_image(*size), 126).shape == (3, 126, 126)
 
 
 def test_random_parts_follow_from_their_numbers_alone() -> None:
-    image = picture(120, 80)
+    image = fractal_image(120, 80)
     parts = [random_resized_crop(image, 32, seeded_random(0, turn, 7)) for turn in range(8)]
     assert all(part.shape == (3, 32, 32) for part in parts)
     assert torch.equal(parts[3], random_resized_crop(image, 32, seeded_random(0, 3, 7)))
     assert not torch.equal(parts[3], random_resized_crop(image, 32, seeded_random(1, 3, 7)))
     assert len({part.numpy().tobytes() for part in parts}) == 8
-    assert random_resized_crop(picture(400, 4), 32, seeded_random(1)).shape == (3, 32, 32)
+    assert random_resized_crop(fractal_image(400, 4), 32, seeded_random(1)).shape == (3, 32, 32)
 
 
 def test_random_parts_are_mirrored_in_half_the_cases() -> None:
@@ -177,8 +174,8 @@ def test_random_parts_are_mirrored_in_half_the_cases() -> None:
 
 
 def test_a_whole_picture_and_its_mask() -> None:
-    assert resize_short_side(picture(300, 200), 64, 16).shape == (3, 64, 96)
-    assert resize_short_side(picture(200, 300), 70, 14).shape == (3, 112, 70)  # 105 is halfway, which goes up
+    assert resize_short_side(fractal_image(300, 200), 64, 16).shape == (3, 64, 96)
+    assert resize_short_side(fractal_image(200, 300), 70, 14).shape == (3, 112, 70)  # 105 is halfway, which goes up
     values = np.arange(6, dtype=np.uint8).reshape(2, 3)
     assert np.array_equal(resize_nearest(values, (4, 6)), values.repeat(2, 0).repeat(2, 1))
     assert resize_nearest(values, (2, 3)).dtype == torch.int32

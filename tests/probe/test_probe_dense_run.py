@@ -11,8 +11,7 @@ from conftest import make_tiny
 from PIL import Image
 
 from veca.data.datasets import DatasetError, DepthRules, ProbeData, load_dataset
-from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, shuffled_batches
-from veca.data.datasets.dense_batches import DenseLoader
+from veca.data.datasets.batches import DenseLoader, LabelledBatch, UnreadableImageError, shuffled_batches
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import evaluate, fit_dense, fit_many
 from veca.heads.frozen import FrozenVeca

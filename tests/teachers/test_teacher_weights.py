@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_tiny, relative_error
 from safetensors.torch import save_file
+from sample_images import random_pixels
 from torch import Tensor, nn
 
 from veca import VecaConfig
@@ -30,11 +31,6 @@ from veca.teachers.from_timm import read_weights
 from veca.teachers.wheels import load_in_order, read_dinov2_onnx
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
-
-
-def pictures(height: int = 64, width: int = 96) -> Tensor:
-    torch.manual_seed(1)
-    return torch.rand(2, 3, height, width)
 
 
 def for_student(images: Tensor) -> Tensor:
@@ -178,9 +174,9 @@ def test_patch_embedding_of_a_teacher(name: str) -> None:
     assert teacher.mean != MEAN
     student = make_tiny()
     start_patch_embed(student, Standardized(teacher))
-    images = (pictures() - torch.tensor(teacher.mean).view(3, 1, 1)) / torch.tensor(teacher.std).view(3, 1, 1)
+    images = (random_pixels() - torch.tensor(teacher.mean).view(3, 1, 1)) / torch.tensor(teacher.std).view(3, 1, 1)
     expected = embedded(teacher.model, images).reshape(2, 24, 64)
-    assert relative_error(embedded(student, for_student(pictures())), expected) <= 1e-5
+    assert relative_error(embedded(student, for_student(random_pixels())), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_base_patch32_clip_224"])
@@ -189,15 +185,15 @@ def test_patch_embedding_of_another_size(name: str) -> None:
     student = make_tiny()
     start_patch_embed(student, teacher)
     side = teacher.stride
-    images = (pictures() - torch.tensor(teacher.mean).view(3, 1, 1)) / torch.tensor(teacher.std).view(3, 1, 1)
+    images = (random_pixels() - torch.tensor(teacher.mean).view(3, 1, 1)) / torch.tensor(teacher.std).view(3, 1, 1)
     patches = images.unfold(2, 16, 16).unfold(3, 16, 16).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
     resized = F.interpolate(patches, (side, side), mode="bicubic", antialias=True)
     with torch.no_grad():
         expected = teacher.model.patch_embed.proj(resized).view(2, 24, 64)  # type: ignore[operator, union-attr]
-    found = embedded(student, for_student(pictures()))
+    found = embedded(student, for_student(random_pixels()))
     assert relative_error(found, expected) <= 1e-5
     # The teacher sees the whole picture resized. On one as smooth as pictures are, borders hardly matter.
-    smooth = F.interpolate(pictures(4, 6), (64, 96), mode="bicubic")
+    smooth = F.interpolate(random_pixels(4, 6), (64, 96), mode="bicubic")
     whole = F.interpolate(for_student(smooth), (4 * side, 6 * side), mode="bicubic", antialias=True)
     expected = embedded(teacher.model, whole * teacher.scale + teacher.shift).reshape(2, 24, 64)
     assert relative_error(embedded(student, for_student(smooth)), expected) <= 0.05

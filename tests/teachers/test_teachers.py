@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import relative_error
 from safetensors.torch import save_file
+from sample_images import random_pixels
 from torch import Tensor
 
 from veca.images import MEAN, STD
@@ -35,11 +36,6 @@ def make(name: str, options: dict[str, Any], **more: Any) -> TimmTeacher:
     return timm_teacher(name, pretrained=False, **options, **more)
 
 
-def pictures(height: int = 64, width: int = 96) -> Tensor:
-    torch.manual_seed(1)
-    return torch.rand(2, 3, height, width)
-
-
 def normalized(images: Tensor, mean: Any = MEAN, std: Any = STD) -> Tensor:
     return (images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
 
@@ -49,12 +45,12 @@ def test_targets_lie_on_the_students_grid(name: str, options: dict[str, Any], st
     """And are the model's own tokens, of the same pictures normalised its own way and sized to give that grid."""
     teacher = make(name, options)
     assert teacher.stride == stride
-    cls, patches = teacher(normalized(pictures()), (4, 6))
+    cls, patches = teacher(normalized(random_pixels()), (4, 6))
     assert cls.shape == (2, teacher.width)
     assert patches.shape == (2, 24, teacher.width)
     model: Any = teacher.model
     about = timm.data.resolve_data_config({}, model=model)
-    images = normalized(pictures(), about["mean"], about["std"])
+    images = normalized(random_pixels(), about["mean"], about["std"])
     if stride != 16:
         size = 4 * stride, 6 * stride
         images = torch.nn.functional.interpolate(images, size, mode="bicubic", antialias=True)
@@ -74,11 +70,11 @@ def test_targets_lie_on_the_students_grid(name: str, options: dict[str, Any], st
 def test_registers_without_a_class_token() -> None:
     """The first token is then a register, and says nothing: the model pools its patches."""
     teacher = make("vit_medium_patch16_reg4_gap_256", {"depth": 2, "embed_dim": 64, "num_heads": 2})
-    cls, patches = teacher(normalized(pictures()), (4, 6))
+    cls, patches = teacher(normalized(random_pixels()), (4, 6))
     model: Any = teacher.model
     about = timm.data.resolve_data_config({}, model=model)
     with torch.no_grad():
-        tokens = model.forward_features(normalized(pictures(), about["mean"], about["std"]))
+        tokens = model.forward_features(normalized(random_pixels(), about["mean"], about["std"]))
         expected = model.fc_norm(tokens[:, 4:].mean(1))
     assert relative_error(patches, tokens[:, 4:]) <= 1e-5
     assert relative_error(cls, expected) <= 1e-5
@@ -90,7 +86,7 @@ def test_the_map_can_be_resized_instead() -> None:
     seen = []
     features = teacher.features
     teacher.features = lambda images: (seen.append(tuple(images.shape)), features(images))[1]  # type: ignore[method-assign]
-    _, patches = teacher(normalized(pictures(128, 192)), (8, 12))
+    _, patches = teacher(normalized(random_pixels(128, 192)), (8, 12))
     assert seen == [(2, 3, 128, 192)]
     assert patches.shape == (2, 96, 512)
 
@@ -101,8 +97,8 @@ def test_a_teacher_can_see_every_picture_at_one_size() -> None:
     features = teacher.features
     teacher.features = lambda images: (seen.append(tuple(images.shape[-2:])), features(images))[1]  # type: ignore[method-assign]
     for side in (64, 128):
-        assert teacher(normalized(pictures(side, 2 * side)), (8, 16)).patches.shape == (2, 128, 512)
-    teacher(normalized(pictures(64, 64)), (8, 8), zoom=4 / 3)  # a crop of three quarters is seen with 96
+        assert teacher(normalized(random_pixels(side, 2 * side)), (8, 16)).patches.shape == (2, 128, 512)
+    teacher(normalized(random_pixels(64, 64)), (8, 8), zoom=4 / 3)  # a crop of three quarters is seen with 96
     assert seen == [(96, 192), (96, 192), (128, 128)]
 
 
@@ -110,7 +106,7 @@ def test_the_global_feature_can_come_from_a_second_look() -> None:
     one, two = make("resnet18", {}, meet=128), make("resnet18", {}, meet=128)
     two.load_state_dict(one.state_dict())
     two.glance = 64
-    images = normalized(pictures(128, 192))
+    images = normalized(random_pixels(128, 192))
     first, both = one(images, (8, 12)), two(images, (8, 12))
     one.meet = 64
     second = one(images, (8, 12))
@@ -136,7 +132,7 @@ def test_never_trained() -> None:
     assert not teacher.training
     assert not teacher.model.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
-    assert not teacher(normalized(pictures()).requires_grad_(), (4, 6)).patches.requires_grad
+    assert not teacher(normalized(random_pixels()).requires_grad_(), (4, 6)).patches.requires_grad
 
 
 class Fixed(Teacher):
@@ -209,8 +205,8 @@ def test_transformers_tokens(saved: tuple[Path, Any, int]) -> None:
     folder, model, prefix = saved
     teacher = load_teacher(str(folder))
     stride = teacher.stride
-    cls, patches = teacher(normalized(pictures()), (4, 6))
-    images = normalized(pictures(), [0.1, 0.2, 0.3], [0.9, 0.8, 0.7])
+    cls, patches = teacher(normalized(random_pixels()), (4, 6))
+    images = normalized(random_pixels(), [0.1, 0.2, 0.3], [0.9, 0.8, 0.7])
     if stride != 16:
         images = torch.nn.functional.interpolate(images, (4 * stride, 6 * stride), mode="bicubic", antialias=True)
     options = {} if type(model).__name__.startswith(("DINO", "Dino")) else {"interpolate_pos_encoding": True}
@@ -236,10 +232,10 @@ def test_of_two_towers_the_one_that_sees(family: str, tmp_path: Path) -> None:
     about = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "ViTImageProcessor"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
     teacher = load_teacher(str(tmp_path))
-    images = normalized(pictures(48, 48), [0.5] * 3, [0.5] * 3)
+    images = normalized(random_pixels(48, 48), [0.5] * 3, [0.5] * 3)
     with torch.no_grad():
         expected = model.vision_model(pixel_values=images).pooler_output
-    assert relative_error(teacher(normalized(pictures(48, 48)), (3, 3)).cls, expected) <= 1e-5
+    assert relative_error(teacher(normalized(random_pixels(48, 48)), (3, 3)).cls, expected) <= 1e-5
 
 
 def test_naflex_is_told_apart(tmp_path: Path) -> None:
@@ -313,9 +309,9 @@ def test_radio_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     teacher = load_teacher(str(folder), trust_remote_code=True)
     assert ran.exists()
     assert (teacher.width, teacher.stride, teacher.raw) == (8, 16, True)
-    cls, patches = teacher(normalized(pictures()), (4, 6))
+    cls, patches = teacher(normalized(random_pixels()), (4, 6))
     with torch.no_grad():
-        tokens = conv(normalized(pictures(), norms["mean"].tolist(), norms["std"].tolist())).flatten(2).mT
+        tokens = conv(normalized(random_pixels(), norms["mean"].tolist(), norms["std"].tolist())).flatten(2).mT
     assert relative_error(patches, tokens) <= 1e-5
     assert relative_error(cls, (tokens.mean(1) + tokens.amax(1) + tokens.amin(1)) / 3) <= 1e-5
 
@@ -332,9 +328,9 @@ def test_radio(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     teacher = load_teacher(str(tmp_path))
     assert teacher.raw
-    cls, patches = teacher(normalized(pictures()), (4, 6))
+    cls, patches = teacher(normalized(random_pixels()), (4, 6))
     with torch.no_grad():
-        tokens = model(pictures()).last_hidden_state  # it takes pixels from 0 to 1
+        tokens = model(random_pixels()).last_hidden_state  # it takes pixels from 0 to 1
     assert tokens.shape[1] == 10 + 24
     assert relative_error(patches, tokens[:, 10:]) <= 1e-5
     assert relative_error(cls, (tokens[:, 0] + tokens[:, 2]) / 2) <= 1e-5

@@ -9,7 +9,6 @@ commands `veca info` and `veca convert`, within seconds and little memory; nothi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz_images import _peak_mib
+from fuzzing import damage, peak_mib, run_script
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
@@ -533,25 +532,13 @@ def mutation(index: int, good: dict[str, bytes], dice: random.Random) -> Case:
 
 
 def _mutate(data: bytes, good: dict[str, bytes], dice: random.Random) -> bytes:
-    changed = bytearray(data)
     position = dice.randrange(len(data))
     way = dice.choice(("flips", "bytes", "noise", "hole", "repeat", "splice", "cut"))
-    if way == "flips":
-        for _ in range(dice.choice((1, 3, 30))):
-            changed[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    elif way == "bytes":
-        for _ in range(dice.choice((1, 3, 30))):
-            changed[dice.randrange(len(data))] = dice.choice(b"\0\xff().0QRbtueacX\x85\x86\x87\x8a\x96{}[]9")
-    elif way == "noise":
-        changed[position : position + 16] = dice.randbytes(16)
-    elif way == "hole":
-        del changed[position : position + dice.choice((1, 7, 100))]
-    elif way == "repeat":
-        changed[position:position] = changed[position : position + dice.choice((1, 7, 100))]
-    elif way == "splice":
-        changed[position:] = dice.choice(list(good.values()))[position:]
-    else:
-        del changed[position:]
+    if way != "bytes":
+        return damage(data, way, position, good, dice)
+    changed = bytearray(data)
+    for _ in range(dice.choice((1, 3, 30))):  # bytes that mean something in a pickle or in JSON
+        changed[dice.randrange(len(data))] = dice.choice(b"\0\xff().0QRbtueacX\x85\x86\x87\x8a\x96{}[]9")
     return bytes(changed)
 
 
@@ -592,7 +579,7 @@ def run(count: int, seed: int, folder: Path) -> Report:
     return report
 
 
-def child(folder: Path) -> None:
+def child(folder: Path, **_: int) -> None:
     """Load every file of the manifest, one line of result each."""
     import typer
 
@@ -607,12 +594,12 @@ def child(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + 2**32, size + 2**32))
     for name, expect, commands in json.loads((folder / "manifest.json").read_text()):
         signal.alarm(MAX_SECONDS)  # it ends the child, wherever it hangs
-        before, started = _peak_mib(reset=True), time.perf_counter()
+        before, started = peak_mib(reset=True), time.perf_counter()
         outcome, detail = _load(folder / name, expect)
         problem = _commands(folder, folder / name, int(outcome == REFUSAL)) if commands else ""
         if problem and outcome in (MODEL, REFUSAL):
             outcome, detail = "wrong command", problem
-        seconds, mib = time.perf_counter() - started, _peak_mib() - before
+        seconds, mib = time.perf_counter() - started, peak_mib() - before
         print(json.dumps([name, outcome, detail, seconds, mib]), flush=True)
 
 
@@ -666,23 +653,5 @@ def _commands(folder: Path, path: Path, status: int = 0) -> str:
     return ""
 
 
-def main() -> int:
-    """Run from the command line; the exit status says whether all went well."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments.child)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        report = run(arguments.count, arguments.seed, Path(folder))
-    for problem in report.problems:
-        print(problem)
-    print(report)
-    return bool(report.problems)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, run, child, count=1000, seed=0))

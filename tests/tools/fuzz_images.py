@@ -9,7 +9,6 @@ or an `ImageError`, within five seconds and one gibibyte, and the child must sur
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from fuzzing import damage, peak_mib, run_script
 from PIL import Image, ImageFilter
 
 MAX_SECONDS = 5.0
@@ -529,19 +529,7 @@ def mutation(index: int, good: dict[str, bytes], dice: random.Random) -> Case:
         label = f"{index}-cut-{position}-{name}"
         return Case(label, data[:position] + tail, EITHER, f"good-{name}", slack)
     way = dice.choice(("flips", "noise", "hole", "splice", "cut"))
-    changed = bytearray(data)
-    if way == "flips":
-        for _ in range(dice.choice((1, 3, 30))):
-            changed[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    elif way == "noise":
-        changed[position : position + 16] = dice.randbytes(16)
-    elif way == "hole":
-        del changed[position : position + dice.choice((1, 7, 100))]
-    elif way == "splice":
-        changed[position:] = dice.choice(list(good.values()))[position:]
-    else:
-        del changed[position:]
-    return Case(f"{index}-{way}-{name}", bytes(changed))
+    return Case(f"{index}-{way}-{name}", damage(data, way, position, good, dice))
 
 
 def run(count: int, seed: int, folder: Path) -> Report:
@@ -589,7 +577,7 @@ def _watch(folder: Path) -> tuple[list[tuple[str, str, str, float, float]], str]
     return [tuple(json.loads(line)) for line in lines], crash
 
 
-def child(folder: Path) -> None:
+def child(folder: Path, **_: int) -> None:
     """Open every file of the manifest, one line of result each."""
     for name, expect, like, slack in json.loads((folder / "manifest.json").read_text()):
         seconds, mib, outcome, detail = _measure(folder / name, expect)
@@ -606,7 +594,7 @@ def _measure(path: Path, expect: str) -> tuple[float, float, str, str]:
 
     from veca.images import ImageError, load_image
 
-    before = _peak_mib(reset=True)
+    before = peak_mib(reset=True)
     started = time.perf_counter()
     try:
         x = load_image(path, size=64)
@@ -621,7 +609,7 @@ def _measure(path: Path, expect: str) -> tuple[float, float, str, str]:
     seconds = time.perf_counter() - started
     if expect not in (EITHER, outcome) or not named:
         outcome = f"wrong {outcome}"
-    return seconds, _peak_mib() - before, outcome, detail
+    return seconds, peak_mib() - before, outcome, detail
 
 
 def _compare(path: Path, like: Path, slack: int) -> tuple[str, str]:
@@ -634,36 +622,5 @@ def _compare(path: Path, like: Path, slack: int) -> tuple[str, str]:
     return (PICTURE, "") if changed <= slack else ("filled", f"{changed} pixels are not its own")
 
 
-def _peak_mib(reset: bool = False) -> float:
-    """The most memory held so far, or since the last reset where that can be done."""
-    if sys.platform == "linux":
-        if reset:
-            Path("/proc/self/clear_refs").write_text("5")
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 1024
-    import resource
-
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def main() -> int:
-    """Run from the command line; the exit status says whether all went well."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments.child)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        report = run(arguments.count, arguments.seed, Path(folder))
-    for problem in report.problems:
-        print(problem)
-    print(report)
-    return bool(report.problems)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__doc__, run, child, count=1000, seed=0))

@@ -10,12 +10,10 @@ must stay up within its memory limit.
 
 from __future__ import annotations
 
-import argparse
 import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -23,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fuzz_images
+from fuzzing import run_script
 
 from veca.bench.explorer import ask, peak_mib, serving
 
@@ -135,21 +134,13 @@ def _check_answer(report: Report, port: int, name: str, method: str, path: str, 
         report.problems.append(f"{name}: {status} in {took:.1f} s, {answer[:80]!r}")
 
 
-def main() -> int:
-    """Exit status 1 if anything went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=100, help="of schemathesis, for each operation")
-    parser.add_argument("--uploads", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        cases = fuzz_images.cases(arguments.uploads, arguments.seed)
-        report = run(arguments.examples, cases, arguments.seed, Path(folder))
-    for problem in report.problems:
-        print(problem)
-    print(report)
-    return bool(report.problems)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_script(
+            __doc__,
+            lambda folder, examples, uploads, seed: run(examples, fuzz_images.cases(uploads, seed), seed, folder),
+            examples=100,
+            uploads=500,
+            seed=0,
+        )
+    )

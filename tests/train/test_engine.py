@@ -4,11 +4,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from sample_images import noise_image
 from torch import Tensor, nn
 
 import veca
@@ -111,9 +110,8 @@ def test_the_teacher_takes_fewer_pictures_at_higher_resolutions(size: int, shown
 
 
 def small_recipe(folder: Path, steps: int, **more: Any) -> Recipe:
-    rng = np.random.default_rng(0)
     for i in range(16):
-        Image.fromarray(rng.integers(0, 256, (80, 96, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        noise_image(i, 96, 80).save(folder / f"{i}.png")
     return Recipe.from_dict(
         {
             "model": {"size": "veca_tiny", "overrides": {"depth": 2}},

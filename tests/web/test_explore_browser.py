@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import socket
@@ -16,6 +15,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from PIL import Image
+from sample_images import encode, fractal_image
 
 from veca.web.app import create_app
 from veca.web.connections import create_server
@@ -26,6 +26,7 @@ sync_api = import_module("playwright.sync_api") if REQUIRED else pytest.importor
 LOUD = "NO BROWSER: the tests of the explorer's page did not run. Install one: apt-get install chromium"
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason=LOUD)
 
+PHOTO = encode(fractal_image(), "JPEG")
 DESKTOP = {"width": 1280, "height": 900}
 
 
@@ -128,12 +129,6 @@ def visit(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterato
     assert visit.elsewhere == [], "the page asked another machine"
 
 
-def photo(width: int = 300, height: int = 200) -> bytes:
-    data = io.BytesIO()
-    Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), 50).convert("RGB").save(data, "JPEG")
-    return data.getvalue()
-
-
 FEATURES, SIMILAR, LOOKS, BARS = (f".{name} canvas" for name in ("features", "similar", "looks", "listens"))
 
 
@@ -233,11 +228,11 @@ def test_a_dropped_image_is_shown_and_a_broken_one_refused(visit: Visit) -> None
         document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: carried, bubbles: true, cancelable: true }));
       }
     }"""
-    visit.page.evaluate(drop, [list(photo()), "mine.jpg"])
+    visit.page.evaluate(drop, [list(PHOTO), "mine.jpg"])
     visit.page.wait_for_selector("#samples button[title='mine.jpg'][aria-pressed=true]")
     visit.until("/^[0-9a-f]{32} 64 128/.test(document.querySelector('.pane').dataset.shown)")
     mine = visit.page.get_attribute(".pane", "data-shown")
-    visit.page.set_input_files("#file", {"name": "bad.jpg", "mimeType": "image/jpeg", "buffer": photo()[:900]})
+    visit.page.set_input_files("#file", {"name": "bad.jpg", "mimeType": "image/jpeg", "buffer": PHOTO[:900]})
     visit.page.wait_for_selector("#problem:not([hidden])")
     assert "cannot be used" in visit.page.inner_text("#problem span")
     assert visit.page.get_attribute(".pane", "data-shown") == mine, "what was there stays"
@@ -250,7 +245,7 @@ def test_a_dropped_image_is_shown_and_a_broken_one_refused(visit: Visit) -> None
           carried.items.add(new File([new Uint8Array(bytes)], "pasted.png", { type: "image/png" }));
           dispatchEvent(new ClipboardEvent("paste", { clipboardData: carried }));
         }""",
-        list(photo(200, 200)),
+        list(encode(fractal_image(200, 200), "JPEG")),
     )
     visit.page.wait_for_selector("#samples button[title='pasted.png'][aria-pressed=true]")
     assert visit.page.is_hidden("#problem")

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from conftest import make_tiny
 from PIL import Image
 from safetensors.numpy import load
+from sample_images import encode, fractal_image
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -29,19 +30,14 @@ from veca.cli.main import app as cli
 from veca.flops import dense_model_flops, model_flops
 from veca.images import fit_image, normalize, open_image, to_tensor
 from veca.inspect import core_maps, core_profiles, pca
-from veca.web import costs
+from veca.web import analysis
 from veca.web.app import create_app
 from veca.web.images import MAX_UPLOAD_BYTES, ImageStore
 from veca.web.jobs import BusyError, ByteCache, DroppedError, JobQueue, JobSteps
 from veca.web.security import SecurityMiddleware, names_of
 
+PHOTO = encode(fractal_image(200, 160))
 SETTING = {"model": "tiny", "cores": 16, "size": 128}
-
-
-def photo(width: int = 200, height: int = 160) -> bytes:
-    data = io.BytesIO()
-    Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), 50).convert("RGB").save(data, "PNG")
-    return data.getvalue()
 
 
 def connect(**options: object) -> TestClient:
@@ -56,7 +52,7 @@ def client() -> Iterator[TestClient]:
 
 @pytest.fixture
 def picture(client: TestClient) -> str:
-    answer = client.post("/api/pictures", content=photo())
+    answer = client.post("/api/pictures", content=PHOTO)
     assert answer.status_code == 200
     return str(answer.json()["id"])
 
@@ -69,7 +65,7 @@ def problem(answer: httpx2.Response, status: int) -> str:
 
 def given(client: TestClient) -> tuple[veca.Veca, torch.Tensor]:
     model = client.app.state.explorer.models["tiny"]  # type: ignore[attr-defined]
-    fitted = fit_image(open_image(photo()), 128, "keep")
+    fitted = fit_image(open_image(PHOTO), 128, "keep")
     return model, normalize(to_tensor(fitted))[None]
 
 
@@ -85,7 +81,7 @@ def test_a_view_is_what_the_model_gives(client: TestClient, picture: str) -> Non
     exact = F.cosine_similarity(out.patches[0][:, None], out.patches[0][None], dim=-1)
     assert (F.cosine_similarity(sent[:, None], sent[None], dim=-1) - exact).abs().max() < 0.01
     np.testing.assert_allclose(found["places"], out.coordinates[:, 0], atol=1e-6)
-    fitted = normalize(to_tensor(fit_image(open_image(photo()), 256, "keep")))[None]
+    fitted = normalize(to_tensor(fit_image(open_image(PHOTO), 256, "keep")))[None]
     colours = pca(patches, like=model(fitted).patches[0])
     assert np.abs(found["colours"] / 255 - colours.numpy()).max() < 0.01
     header = json.loads(answer.content[8 : 8 + int.from_bytes(answer.content[:8], "little")])
@@ -139,13 +135,13 @@ def test_memory_counts_what_lives_at_once() -> None:
         c = b * 2
         c.view(-1).add_(1)
 
-    assert costs.peak_tensor_bytes(call) == 2 * 4 * 2**20
+    assert analysis.peak_tensor_bytes(call) == 2 * 4 * 2**20
 
 
 def test_without_timm_the_dense_vit_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "find_spec", lambda name: None)
+    monkeypatch.setattr(analysis, "find_spec", lambda name: None)
     with connect() as client:
-        asked = {"picture": client.post("/api/pictures", content=photo()).json()["id"], **SETTING}
+        asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING}
         measures = client.get("/api/measures", params=asked).json()
         assert measures["veca"]["seconds"] > 0
         assert measures["dense"] is None
@@ -153,7 +149,7 @@ def test_without_timm_the_dense_vit_is_only_counted(monkeypatch: pytest.MonkeyPa
 
 
 def test_pictures_keep_their_shape_and_long_ones_are_cut(client: TestClient) -> None:
-    about = client.post("/api/pictures", content=photo(640, 200)).json()
+    about = client.post("/api/pictures", content=encode(fractal_image(640, 200))).json()
     assert (about["width"], about["height"], about["cut"]) == (400, 200, True)
     shown = Image.open(io.BytesIO(client.get(f"/api/pictures/{about['id']}?side=100").content))
     assert (shown.format, shown.size) == ("JPEG", (100, 50))
@@ -183,7 +179,7 @@ def test_a_model_that_gives_nothing_finite_says_so() -> None:
     torch.nn.init.constant_(overflowing.blocks[1].attn.qkv.weight, 1e38)
     app = create_app({"broken": broken, "overflowing": overflowing}, warm=True)
     with TestClient(app, base_url="http://localhost:8642") as client:
-        asked = {"picture": client.post("/api/pictures", content=photo()).json()["id"], "cores": 16, "size": 128}
+        asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], "cores": 16, "size": 128}
         asks: list[tuple[str, dict[str, str]]] = [
             ("view", {}), ("layer", {"layer": "1"}), ("features", {}), ("features", {"format": "npz"})
         ]  # fmt: skip
@@ -200,7 +196,7 @@ def test_without_samples_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("veca.images.samples.find_spec", lambda name: None)
     with connect() as client:
         assert client.get("/api/about").json()["samples"] == []
-        assert client.post("/api/pictures", content=photo()).status_code == 200
+        assert client.post("/api/pictures", content=PHOTO).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -208,7 +204,7 @@ def test_without_samples_it_still_works(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (b"", 415, "cannot be used"),
         (b"no picture", 415, "not one of JPEG"),
-        (photo()[:500], 415, "cannot be used"),
+        (PHOTO[:500], 415, "cannot be used"),
         (fuzz_images.flat_png(30000, 30000), 413, "pixels"),
         (b"\0" * (MAX_UPLOAD_BYTES + 1), 413, "bytes"),
     ],
@@ -296,12 +292,12 @@ def test_a_server_for_all_addresses_is_asked_by_number_or_by_its_name() -> None:
     "headers", [{"origin": "https://example.org"}, {"sec-fetch-site": "cross-site"}, {"origin": "null"}]
 )
 def test_other_sites_are_refused(client: TestClient, headers: dict[str, str]) -> None:
-    assert "other sites" in problem(client.post("/api/pictures", content=photo(), headers=headers), 403)
+    assert "other sites" in problem(client.post("/api/pictures", content=PHOTO, headers=headers), 403)
 
 
 def test_our_own_page_may_send_requests(client: TestClient) -> None:
     own = {"origin": "http://localhost:8642", "sec-fetch-site": "same-origin"}
-    assert client.post("/api/pictures", content=photo(), headers=own).status_code == 200
+    assert client.post("/api/pictures", content=PHOTO, headers=own).status_code == 200
 
 
 def test_the_token_opens_the_page_and_the_api() -> None:
@@ -334,9 +330,9 @@ def quick(log: list[str], name: str) -> JobSteps[str]:
 
 def test_a_full_server_says_so_and_recovers() -> None:
     with connect(max_jobs=1) as client:
-        id = client.post("/api/pictures", content=photo()).json()["id"]
+        id = client.post("/api/pictures", content=PHOTO).json()["id"]
         release = threading.Event()
-        held = client.app.state.explorer.model_queue.submit("hold", lambda: blocked(release))  # type: ignore[attr-defined]
+        held = client.app.state.explorer.model_queue.submit("hold", blocked(release))  # type: ignore[attr-defined]
         answer = client.get("/api/view", params={"picture": id, **SETTING})
         assert "busy" in problem(answer, 503)
         assert int(answer.headers["retry-after"]) > 0
@@ -347,15 +343,15 @@ def test_a_full_server_says_so_and_recovers() -> None:
 
 def test_a_new_request_of_a_pane_cancels_its_last() -> None:
     with connect() as client, ThreadPoolExecutor() as threads:
-        asked = {"picture": client.post("/api/pictures", content=photo()).json()["id"], **SETTING}
+        asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING}
         worker, release = client.app.state.explorer.model_queue, threading.Event()  # type: ignore[attr-defined]
-        worker.submit("hold", lambda: blocked(release))
+        worker.submit("hold", blocked(release))
 
         def ask(cores: int, pane: str) -> Future[httpx2.Response]:
-            before = worker.waiting
+            before = len(worker.jobs)
             headers = {"x-veca-pane": pane}
             answer = threads.submit(client.get, "/api/view", params={**asked, "cores": cores}, headers=headers)
-            while worker.waiting == before and not answer.done():
+            while len(worker.jobs) == before and not answer.done():
                 threading.Event().wait(0.005)
             return answer
 
@@ -397,8 +393,8 @@ def worker() -> Iterator[JobQueue]:
 
 def test_equal_requests_share_one_job(worker: JobQueue) -> None:
     release, log = threading.Event(), []
-    worker.submit("hold", lambda: blocked(release))
-    both = [worker.submit("same", lambda: quick(log, "same")) for _ in range(2)]
+    worker.submit("hold", blocked(release))
+    both = [worker.submit("same", quick(log, "same")) for _ in range(2)]
     release.set()
     assert [future.result(10) for future in both] == ["same", "same"]
     assert log == ["same"]
@@ -406,9 +402,9 @@ def test_equal_requests_share_one_job(worker: JobQueue) -> None:
 
 def test_what_a_pane_no_longer_wants_is_never_begun(worker: JobQueue) -> None:
     release, log = threading.Event(), []
-    worker.submit("hold", lambda: blocked(release))
-    stale = [worker.submit(i, lambda i=i: quick(log, str(i)), pane="a") for i in range(3)]
-    other = worker.submit("other", lambda: quick(log, "other"), pane="b")
+    worker.submit("hold", blocked(release))
+    stale = [worker.submit(i, quick(log, str(i)), pane="a") for i in range(3)]
+    other = worker.submit("other", quick(log, "other"), pane="b")
     release.set()
     assert stale[2].result(10) == "2"
     assert other.result(10) == "other"
@@ -418,10 +414,10 @@ def test_what_a_pane_no_longer_wants_is_never_begun(worker: JobQueue) -> None:
 
 def test_what_two_wait_for_is_not_dropped_by_one(worker: JobQueue) -> None:
     release, log = threading.Event(), []
-    worker.submit("hold", lambda: blocked(release))
-    worker.submit("shared", lambda: quick(log, "shared"), pane="a")
-    wanted = worker.submit("shared", lambda: quick(log, "shared"), pane="b")
-    worker.submit("next", lambda: quick(log, "next"), pane="a")
+    worker.submit("hold", blocked(release))
+    worker.submit("shared", quick(log, "shared"), pane="a")
+    wanted = worker.submit("shared", quick(log, "shared"), pane="b")
+    worker.submit("next", quick(log, "next"), pane="a")
     release.set()
     assert wanted.result(10) == "shared"
 
@@ -438,12 +434,12 @@ def test_a_client_that_left_ends_its_job_at_the_next_step(worker: JobQueue) -> N
             await asyncio.to_thread(began.wait, 10)
 
         with pytest.raises(DroppedError):
-            await worker.run("job", job, gone)
+            await worker.run("job", job(), gone)
 
     asyncio.run(leaving())
-    assert worker.waiting == 0
+    assert not worker.jobs
     release.set()
-    assert worker.submit("last", lambda: quick(steps, "last")).result(10) == "last"
+    assert worker.submit("last", quick(steps, "last")).result(10) == "last"
     assert steps == ["last"]
 
 
@@ -455,9 +451,9 @@ def test_measuring_makes_way_for_other_jobs(worker: JobQueue) -> None:
         log.append("measured")
         return "measured"
 
-    later = worker.submit("later", measuring, later=True)
+    later = worker.submit("later", measuring(), later=True)
     assert began.wait(10)
-    urgent = worker.submit("urgent", lambda: quick(log, "urgent"))
+    urgent = worker.submit("urgent", quick(log, "urgent"))
     release.set()
     assert (later.result(10), urgent.result(10)) == ("measured", "urgent")
     assert log == ["urgent", "measured"]
@@ -469,17 +465,17 @@ def test_an_error_reaches_the_waiter_and_the_queue_goes_on(worker: JobQueue) -> 
         yield
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        worker.submit("bad", failing).result(10)
-    assert worker.submit("good", lambda: quick([], "good")).result(10) == "good"
+        worker.submit("bad", failing()).result(10)
+    assert worker.submit("good", quick([], "good")).result(10) == "good"
 
 
 def test_the_queue_is_bounded(worker: JobQueue) -> None:
     release = threading.Event()
     for i in range(8):
-        worker.submit(i, lambda: blocked(release))
+        worker.submit(i, blocked(release))
     with pytest.raises(BusyError):
-        worker.submit(9, lambda: blocked(release))
-    assert worker.submit(3, lambda: blocked(release)), "one that is there already takes no place"
+        worker.submit(9, blocked(release))
+    assert worker.submit(3, blocked(release)), "one that is there already takes no place"
     release.set()
 
 
@@ -491,8 +487,8 @@ def test_caches_have_a_limit() -> None:
     assert [i for i in range(5) if kept.get(i)] == [0, 4], "the last used stay"
     assert kept.bytes == 80
     pictures = ImageStore(max_bytes=3 * 200 * 160 + 1)
-    first = pictures.add(photo())
-    pictures.add(photo(190))
+    first = pictures.add(PHOTO)
+    pictures.add(encode(fractal_image(190, 160)))
     assert pictures.get(first.id) is None
 
 

@@ -23,8 +23,8 @@ from typing import Any
 from PIL import Image
 
 from veca.errors import ArgumentError, VecaError, needs_extra
+from veca.utils.device import process_bytes
 from veca.utils.files import atomic_path
-from veca.utils.memory import process_bytes
 
 
 def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str | None = None) -> None:

@@ -25,8 +25,7 @@ from veca.data.sampler import TrainSampler, sample_transforms
 from veca.data.transforms import augment_image
 from veca.images import ImageError, open_image
 from veca.utils.console import PlainConsole
-from veca.utils.device import choose_device
-from veca.utils.memory import peak_device_bytes, process_bytes
+from veca.utils.device import choose_device, peak_device_bytes, process_bytes
 from veca.utils.timing import Call, best_seconds, synchronize
 from veca.version import __version__
 

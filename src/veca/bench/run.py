@@ -31,9 +31,8 @@ from veca.bench.report import BenchRow, Results
 from veca.errors import ArgumentError
 from veca.rope import make_rotary
 from veca.utils.console import progress_bar
-from veca.utils.device import choose_device
+from veca.utils.device import choose_device, peak_device_bytes
 from veca.utils.files import check_writable, locked
-from veca.utils.memory import peak_device_bytes
 from veca.utils.timing import Call, describe, matrix_rate, measure, synchronize
 
 FloatDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]

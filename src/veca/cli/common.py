@@ -1,11 +1,10 @@
-"""Helpers shared by the commands: consoles, usage errors, loading the model, worker count, interruption."""
+"""Helpers shared by the commands: consoles, usage errors, options of settings, models, interruption."""
 
-from __future__ import annotations
-
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +92,31 @@ def make_group(help: str) -> typer.Typer:
     return typer.Typer(cls=Commands, no_args_is_help=True, help=help)
 
 
+def with_settings(
+    run: Callable[..., None], options: Mapping[str, Any], settings: Callable[..., Any] | None = None, **defaults: Any
+) -> Callable[..., None]:
+    """A command of the parameters of `run`, and in place of its `**values` those of `settings` and `defaults`.
+
+    `options` declares them by name: fields of the class `settings` that are not in it have no option.
+    """
+    own = list(inspect.signature(run).parameters.values())[:-1]
+    fields = inspect.signature(settings).parameters if settings else {}
+    values = {name: each.default for name, each in fields.items()} | defaults
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [each.replace(kind=keyword) for each in own]
+    parameters += [
+        inspect.Parameter(name, keyword, default=default, annotation=options[name])
+        for name, default in values.items()
+        if name in options
+    ]
+
+    def command(**given: Any) -> None:
+        run(**given)
+
+    command.__doc__, command.__signature__ = run.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
 def load_model(source: str, device: str) -> Veca:
     """Load the model a user named onto a device; say so where the weights are random or the pretrained ones."""
     model = load_or_random(source, device=choose_device(device))
@@ -154,27 +178,21 @@ def print_path(label: str, path: Path) -> None:
 
 
 @contextmanager
-def resumable_run(folder: Path, log: Callable[[str], None], overwrite: bool = False) -> Iterator[None]:
-    """Around a training run: when it is stopped, the first process says how to continue."""
-    first = os.environ.get("RANK", "0") == "0"  # set by torchrun
-    command = "The same command without --overwrite" if overwrite else "The same command"
+def resumable(message: str, saved: str = "", log: Callable[[str], None] = warn) -> Iterator[None]:
+    """Around work that the same command continues: when it is stopped, say so and set the exit status.
+
+    `saved` is said instead where a run has saved everything first; of several processes, only the first speaks.
+    """
     try:
         yield
-    except Interrupted as stop:
-        if first:
-            log(f"Stopped, and saved in {folder}. {command} continues where this one stopped.")
-        raise typer.Exit(128 + stop.number) from None
-    except KeyboardInterrupt as stop:
-        if first:
-            log(f"Stopped at once. {command} continues from the last checkpoint in {folder}.")
+    except (Interrupted, KeyboardInterrupt) as stop:
+        if os.environ.get("RANK", "0") == "0":  # set by torchrun
+            log(saved if isinstance(stop, Interrupted) else message)
         raise typer.Exit(exit_status(stop)) from None
 
 
-@contextmanager
-def resumable_command(message: str) -> Iterator[None]:
-    """Around work that the same command continues: when it is interrupted, say so and set the exit status."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        warn(message)
-        raise typer.Exit(exit_status(stop)) from None
+def resumable_run(folder: Path, log: Callable[[str], None], overwrite: bool = False) -> AbstractContextManager[None]:
+    """`resumable`, for training."""
+    command = "The same command" + " without --overwrite" * overwrite
+    stopped = f"Stopped at once. {command} continues from the last checkpoint in {folder}."
+    return resumable(stopped, f"Stopped, and saved in {folder}. {command} continues where this one stopped.", log)

@@ -1,82 +1,46 @@
 """`veca embed`: features of many images."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer
 
 from veca.checkpoint.pretrained import pretrained_name
-from veca.cli.common import check_sources, count_workers, err, load_model, out, resumable_command
-from veca.cli.options import (
-    MAX_WORKERS,
-    BatchSize,
-    Cores,
-    Device,
-    FitOption,
-    Model,
-    Overwrite,
-    ShowProgress,
-    Size,
-    Sources,
-)
+from veca.cli import options as opt
+from veca.cli.common import check_sources, count_workers, load_model, out, resumable, warn, with_settings
 from veca.embed import embed
 from veca.embed.partitions import PARTITION
 from veca.embed.ray_engine import Engine, embed_on_ray
 from veca.embed.settings import EmbedSettings, Precision, SaveDtype
 from veca.errors import ArgumentError
-from veca.images import MAX_PIXELS
+
+SETTINGS_OPTIONS = {
+    "cores": opt.Cores,
+    "size": opt.Size,
+    "fit": opt.FitOption,
+    "dense": Annotated[bool, opt.option("embed.dense")],
+    "with_global": Annotated[bool, opt.option("embed.with-global")],
+    "batch": opt.BatchSize,
+    "precision": Annotated[Precision, opt.option("embed.precision")],
+    "save_dtype": Annotated[SaveDtype, opt.option("embed.save-dtype")],
+    "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
+}
 
 
-def embed_command(
-    sources: Sources,
-    to: Annotated[
-        str,
-        typer.Option("--out", "-o", help="File to write: .parquet, .safetensors or .npz. Ray: a folder or address."),
-    ],
-    model: Model = "veca_tiny",
-    cores: Cores = None,
-    size: Size = 512,
-    fit: FitOption = "crop",
-    dense: Annotated[bool, typer.Option("--dense", help="Save all patch features.")] = False,
-    with_global: Annotated[bool, typer.Option("--global/--no-global", help="Save the global feature.")] = True,
-    device: Device = "auto",
-    batch_size: BatchSize = 32,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=MAX_WORKERS, help="Processes that decode images; with Ray, of each model.",
-            show_default="one per CPU, at most 8; with Ray: the CPUs there are for each GPU, 0 without GPUs",
-        ),
-    ] = None,
-    column: Annotated[
-        str | None,
-        typer.Option(help="Column of Parquet files that holds the images.", show_default="image, or the only one"),
-    ] = None,
-    engine: Annotated[
-        Engine, typer.Option(help="plain: this machine, one model; ray: all GPUs or CPUs of a machine or a cluster.")
-    ] = "plain",
-    address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster, HOST:PORT or auto.", show_default="$RAY_ADDRESS, or this machine alone"),
-    ] = None,
-    partition: Annotated[
-        int | None,
-        typer.Option(help="With Ray: image files per file of features.", show_default=str(PARTITION)),
-    ] = None,
-    precision: Annotated[Precision, typer.Option(help="Precision of the computation (autocast).")] = "float32",
-    dtype: Annotated[SaveDtype, typer.Option("--dtype", help="Type of the saved features.")] = "float32",
-    max_pixels: Annotated[int, typer.Option(help="Refuse to open larger images.")] = MAX_PIXELS,
-    overwrite: Overwrite = False,
-    skip_nonfinite: Annotated[
-        bool,
-        typer.Option("--skip-nonfinite", help="List images whose features have NaN or infinity, and go on."),
-    ] = False,
-    ignore_dates: Annotated[
-        bool,
-        typer.Option("--ignore-dates", help="Resume although files have other dates, as copies do."),
-    ] = False,
-    progress: ShowProgress = True,
+def _run_embed(
+    sources: opt.Sources,
+    to: Annotated[str, opt.option("embed.out")],
+    model: opt.Model = "veca_tiny",
+    device: opt.Device = "auto",
+    workers: Annotated[int | None, opt.option("embed.workers")] = None,
+    column: Annotated[str | None, opt.option("embed.column")] = None,
+    engine: Annotated[Engine, opt.option("embed.engine")] = "plain",
+    address: Annotated[str | None, opt.option("embed.address")] = None,
+    partition: Annotated[int | None, opt.option("embed.partition", show_default=str(PARTITION))] = None,
+    overwrite: opt.Overwrite = False,
+    skip_nonfinite: Annotated[bool, opt.option("embed.skip-nonfinite")] = False,
+    ignore_dates: Annotated[bool, opt.option("embed.ignore-dates")] = False,
+    progress: opt.ShowProgress = True,
+    **values: Any,
 ) -> None:  # fmt: skip
     """Write features of many images to one file, or with Ray to a folder of files.
 
@@ -87,17 +51,13 @@ def embed_command(
     Interrupted? Run the same command again: it continues, and the result is the same.
     """
     check_sources(sources)
-    settings = EmbedSettings(
-        cores=cores, size=size, fit=fit, dense=dense, with_global=with_global, batch=batch_size,
-        precision=precision, save_dtype=dtype, max_pixels=max_pixels,
-    )  # fmt: skip
     if engine == "plain" and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
     options: dict[str, Any] = {
-        "settings": settings, "model_name": pretrained_name(model) or model, "column": column, "overwrite": overwrite,
-        "progress": progress, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates,
+        "settings": EmbedSettings(**values), "model_name": pretrained_name(model) or model, "column": column,
+        "overwrite": overwrite, "progress": progress, "skip_nonfinite": skip_nonfinite, "ignore_dates": ignore_dates,
     }  # fmt: skip
-    with resumable_command("Interrupted. The same command continues where this one stopped."):
+    with resumable("Interrupted. The same command continues where this one stopped."):
         if engine == "ray":
             report = embed_on_ray(
                 sources, to, model=load_model(model, "cpu"), address=address, workers=workers,
@@ -110,5 +70,8 @@ def embed_command(
     count = f"{report.pictures:,} image{'s' * (report.pictures != 1)}"
     out.print(f"{report.out}: {count}{earlier}, {report.seconds:.1f} s", soft_wrap=True)
     if report.failures:
-        err.print(f"{report.failures:,} failed: see {report.out}.failures.csv", style="yellow", soft_wrap=True)
+        warn(f"{report.failures:,} failed: see {report.out}.failures.csv")
         raise typer.Exit(3)
+
+
+embed_command = with_settings(_run_embed, SETTINGS_OPTIONS, EmbedSettings)

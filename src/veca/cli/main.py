@@ -1,7 +1,5 @@
 """The `veca` command: its verbs, and how errors are shown."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys
@@ -16,18 +14,12 @@ import typer
 import veca
 from veca.cli.bench import bench_app
 from veca.cli.common import Command, Commands, err, out, warn
-from veca.cli.convert import convert_command
-from veca.cli.cores import cores_command
-from veca.cli.demo import demo_command
-from veca.cli.distill import distill_command
 from veca.cli.embed import embed_command
 from veca.cli.explore import explore_command
-from veca.cli.export import export_command
-from veca.cli.figure import figure_app
-from veca.cli.finetune import finetune_app
-from veca.cli.info import info_command
+from veca.cli.inspect import cores_command, demo_command, figure_app
+from veca.cli.models import convert_command, export_command, info_command
 from veca.cli.probe import probe_app
-from veca.cli.report import report_command
+from veca.cli.train import distill_command, finetune_app, report_command
 from veca.errors import VecaError
 from veca.utils.console import as_message
 from veca.utils.signals import terminable
@@ -41,28 +33,19 @@ app = typer.Typer(
     epilog="Start with `veca demo`. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done but some images failed, "
     "130 interrupted (Ctrl-C), 143 or 129 stopped by SIGTERM or SIGHUP.",
 )
-# The panels of `veca --help`.
-LOOK, USE, TRAIN, MEASURE = "Look", "Use", "Train", "Measure"
-COMMANDS: dict[str, tuple[Callable[..., None] | typer.Typer, str]] = {
-    "demo": (demo_command, LOOK),
-    "explore": (explore_command, LOOK),
-    "figure": (figure_app, LOOK),
-    "cores": (cores_command, LOOK),
-    "embed": (embed_command, USE),
-    "info": (info_command, USE),
-    "convert": (convert_command, USE),
-    "export": (export_command, USE),
-    "distill": (distill_command, TRAIN),
-    "finetune": (finetune_app, TRAIN),
-    "probe": (probe_app, MEASURE),
-    "report": (report_command, MEASURE),
-    "bench": (bench_app, MEASURE),
+# By the panels of `veca --help`.
+COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Look": {"demo": demo_command, "explore": explore_command, "figure": figure_app, "cores": cores_command},
+    "Use": {"embed": embed_command, "info": info_command, "convert": convert_command, "export": export_command},
+    "Train": {"distill": distill_command, "finetune": finetune_app},
+    "Measure": {"probe": probe_app, "report": report_command, "bench": bench_app},
 }
-for _name, (_command, _panel) in COMMANDS.items():
-    if isinstance(_command, typer.Typer):
-        app.add_typer(_command, name=_name, rich_help_panel=_panel)
-    else:
-        app.command(_name, cls=Command, rich_help_panel=_panel)(_command)
+for _panel, _commands in COMMANDS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, cls=Command, rich_help_panel=_panel)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,40 +6,26 @@ and operations of `train_loader`; pixels may differ by rounding, and the ends of
 Shapes: N images, B of them in a batch, S side of the squares, R rows and columns of a batch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from torch import Tensor
 
 from veca.data.index import DataError, ImageIndex
 from veca.data.loader import Batch, too_many_failures, validation_loader
-from veca.data.sampler import BatchPlan, TrainSampler, TransformParams, crop_offset
+from veca.data.sampler import BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
+from veca.data.transforms import copy_to_device
 from veca.images.resize import Mode, resize_matrix
-from veca.utils.console import progress_bar
+from veca.utils.console import bar
 
 _DECODE_BATCH = 256
 # Start and end of crops along one side
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-
-
-class CachedTargets(Protocol):
-    """Targets of whole images, cut to the crops of a batch: see `veca.train.teacher_maps`."""
-
-    # Of a map, along each side of the square
-    cells: int
-    # Pixels of a cell along each side
-    patch: int
-
-    def crop(self, index: Tensor, rows: Tensor, columns: Tensor) -> Any:
-        """Return the targets of crops of the images `index` (B), by matrices (B, G, cells) that resize each side."""
 
 
 class DeviceImageCache:
@@ -50,34 +36,29 @@ class DeviceImageCache:
     ) -> None:
         self.side, needed = side, len(index) * 3 * side**2
         if device.type == "cuda" and needed > 0.5 * (free := torch.cuda.mem_get_info(device)[0]):
-            taken = (
-                f"{len(index):,} pictures take {needed / 2**30:.1f} GiB, more than half of the {free / 2**30:.1f} GiB"
-            )
-            way_out = "Keep smaller ones, or leave data.resident out"
-            raise DataError(f"data.resident={side}: {taken} that {device} has free. {way_out}")
+            room = f"more than half of the {free / 2**30:.1f} GiB that {device} has free"
+            taken = f"{len(index):,} pictures take {needed / 2**30:.1f} GiB, {room}"
+            raise DataError(f"data.resident={side}: {taken}. Keep smaller ones, or leave data.resident out")
         self.images = torch.zeros(len(index), 3, side, side, dtype=torch.uint8, device=device)
-        loaded = torch.zeros(len(index), dtype=torch.bool)
-        reasons: dict[str, str] = {}
-        columns = "decoding pictures", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        unread, reasons = set(range(len(index))), dict[str, str]()
         loader = validation_loader(index, side, _DECODE_BATCH, 0, 1, workers, short_side=1.0, max_pixels=max_pixels)
-        with loader as batches, progress_bar(*columns, shown=progress) as bar:
-            task = bar.add_task("", total=len(index))
+        with loader as batches, bar("decoding pictures", len(index), "images", progress) as advance:
             for batch in batches:
                 reasons |= dict(batch.skipped)
                 self.images[batch.indices.to(device)] = batch.images.to(device, non_blocking=True)
-                loaded[batch.indices] = True
-                bar.update(task, completed=int(loaded.sum()) + len(reasons))
-        names = {i: index.name(i) for i in (~loaded).nonzero().flatten().tolist()}
-        self.unreadable = {i: (name, reasons[name]) for i, name in names.items()}
+                unread.difference_update(batch.indices.tolist())
+                advance(len(batch.indices) + len(batch.skipped))
+        self.unreadable = {i: (name := index.name(i), reasons[name]) for i in unread}
 
 
 class DeviceLoader(AbstractContextManager["DeviceLoader"]):
     """The batches of `train_loader`, made from cached images.
 
-    With cached `targets`, crops start and end at cells of the maps, and batches bring their targets.
+    With `targets`, a `veca.train.teacher_maps.TeacherMaps`, crops start and end at cells of its maps, and batches bring
+    their targets.
     """
 
-    def __init__(self, cache: DeviceImageCache, sampler: TrainSampler, targets: CachedTargets | None = None) -> None:
+    def __init__(self, cache: DeviceImageCache, sampler: TrainSampler, targets: Any = None) -> None:
         self.cache, self.sampler, self.targets = cache, sampler, targets
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +72,7 @@ class DeviceLoader(AbstractContextManager["DeviceLoader"]):
         resolution, device, side = plan.resolution, self.cache.images.device, self.cache.side
         skipped: list[tuple[str, str]] = []
         numbers = [self._readable(*pair, skipped) for pair in zip(plan.images, plan.variants, strict=True)]
-        params = self.sampler.sample(numbers, plan.variants)
+        params = sample_transforms(self.sampler.seed, numbers, plan.variants, self.sampler.augment)
         # Tensor cores need half precision: pixel values are exact in it, weights to 1/2048, less than a level in all
         dtype = torch.float16 if device.type == "cuda" else torch.float32
         if self.targets is None:
@@ -103,10 +84,7 @@ class DeviceLoader(AbstractContextManager["DeviceLoader"]):
             patch = self.targets.patch
             pixels = tuple((start * patch, end * patch) for start, end in spans)
             matrices = crop_matrices(side, pixels, resolution, "bicubic", dtype, device)
-        drawn = torch.from_numpy(np.stack([numbers, x, y, params.flip]))
-        if device.type == "cuda":
-            drawn = drawn.pin_memory()
-        index, x_crop, y_crop, flip = drawn.to(device, non_blocking=True)
+        index, x_crop, y_crop, flip = copy_to_device(device, np.stack([numbers, x, y, params.flip]))
         images = resize_crops(self.cache.images[index], matrices[y_crop], _flip_rows(matrices[x_crop], flip))
         targets = None
         if self.targets is not None:
@@ -155,7 +133,7 @@ def _flip_rows(matrices: Tensor, flip: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def shifted_crop_matrices(side: int, short: int, resolution: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Matrices (P, R, S) that resize a side to `short` pixels and crop `resolution` of them, for each of P offsets."""
-    resizing = resize_matrix(side, short, torch.empty(0, dtype=dtype, device=device), "bicubic", antialias=True)
+    resizing = resize_matrix(side, short, device, dtype, "bicubic", antialias=True)
     return resizing.unfold(0, resolution, 1).mT.contiguous()
 
 
@@ -164,5 +142,5 @@ def crop_matrices(side: int, spans: Spans, out: int, mode: Mode, dtype: torch.dt
     """Matrices (P, out, side) that cut each of P spans out of a side and resize it to `out`."""
     matrices = torch.zeros(len(spans), out, side)
     for matrix, (start, end) in zip(matrices, spans, strict=True):
-        matrix[:, start:end] = resize_matrix(end - start, out, matrix, mode, antialias=True)
+        matrix[:, start:end] = resize_matrix(end - start, out, matrix.device, matrix.dtype, mode, antialias=True)
     return matrices.to(device, dtype)

@@ -10,24 +10,24 @@ Folders are listed anew each time; the headers of a shard are read once and kept
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from rich.progress import TimeElapsedColumn
 
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span
-from veca.data.sources import SHARDS, add_stamp, list_files, shard_items
+from veca.data.sources import SHARDS, Item, add_stamp, list_files, shard_items
 from veca.errors import VecaError
 from veca.images import ImageError
 from veca.images.formats import UnsupportedFiles, collect_unsupported
@@ -35,9 +35,8 @@ from veca.utils.console import progress_bar
 from veca.utils.files import atomic_path
 
 _FORMAT = 1
-_FLUSH_ROWS = 1 << 16
-_FIELDS = pa.field("name", pa.large_binary()), pa.field("offset", pa.int64()), pa.field("bytes", pa.int64())
-_INDEX_SCHEMA = pa.schema(_FIELDS)
+# Arrays of an index that are saved
+_COLUMNS = ("_names", "_ends", "_offsets", "_bytes")
 
 
 class DataError(VecaError, ValueError):
@@ -46,32 +45,26 @@ class DataError(VecaError, ValueError):
 
 @dataclass
 class _Container:
-    """A folder, shard or dataset with `rows` images; `stamp` changes when it does."""
+    """A folder, shard or dataset with `rows` images from number `first` on; `stamp` changes when it does."""
 
     kind: Literal["files", "shard", "dataset"]
     address: str
+    first: int
     stamp: str = ""
     rows: int = 0
     problems: list[tuple[str, str]] = field(default_factory=list)
 
 
 class ImageIndex:
-    """All images of some sources, by number; made by `build`.
+    """All images of some sources, by number; made by `build`."""
 
-    `problems` lists what cannot be used, by name and reason: damaged shards, folders that cannot be listed.
-    """
-
-    def __init__(self, containers: Sequence[_Container], table: pa.Table) -> None:
-        self._containers = list(containers)
-        # Plain arrays: they take no more memory than their bytes, and forked processes share them.
-        names = pa.concat_arrays([pa.array([], pa.large_binary()), *table["name"].chunks])
-        _, ends, data = (memoryview(buffer) if buffer else memoryview(bytes(8)) for buffer in names.buffers())
-        self._ends = np.frombuffer(ends, np.int64)[names.offset : names.offset + len(names) + 1]
-        self._names = np.frombuffer(data, np.uint8)
-        self._offsets: NDArray[np.int64] = table["offset"].to_numpy()
-        self._bytes: NDArray[np.int64] = table["bytes"].to_numpy()
-        self._starts = np.cumsum([0, *(container.rows for container in self._containers)])
-        self.problems = [problem for container in self._containers for problem in container.problems]
+    def __init__(self) -> None:
+        self._containers: list[_Container] = []
+        # Of each image: its name in the container, its offset in the shard (-1: a file of its own) or its row in the
+        # dataset, and its bytes or -1. Plain arrays: they take no more memory than their bytes, and forked processes
+        # share them. Names are concatenated; name i ends where name i + 1 starts.
+        self._names, self._ends = array("B"), array("q", [0])
+        self._offsets, self._bytes = array("q"), array("q")
         self._datasets: dict[str, Any] = {}
 
     @classmethod
@@ -83,35 +76,59 @@ class ImageIndex:
         sources = [sources] if isinstance(sources, str) else list(sources)
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
-        unsupported = UnsupportedFiles()
-        saved, table = _load_index(cache) if cache is not None else ([], _INDEX_SCHEMA.empty_table())
-        columns = "{task.description}", "{task.fields[count]}", TimeElapsedColumn()
-        with progress_bar(*columns, shown=progress) as bar:
-            task = bar.add_task("finding pictures", total=None, count="")
-
-            def show(count: int) -> None:
-                seconds = bar.tasks[0].elapsed or 0
-                rate = f", {count / seconds:,.0f}/s" if seconds > 1 else ""
-                bar.update(task, count=f"{count:,}{rate}")
-
-            builder = _IndexBuilder(saved, table, show)
+        index, saved, unsupported = cls(), cls._load(cache) if cache else cls(), UnsupportedFiles()
+        shards = {(container.address, container.stamp): container for container in saved._containers}
+        with progress_bar("finding pictures", "{task.completed:,}", TimeElapsedColumn(), shown=progress) as bar:
+            task = bar.add_task("", total=None)
             for source in sources:
-                before = builder.count
+                before = len(index)
                 with collect_unsupported() as of_source:
-                    builder.add(source)
-                show(builder.count)
-                if builder.count == before:
-                    raise DataError(of_source.append_to(builder.describe_empty(source)))
+                    for count in index._add_source(source, saved, shards):
+                        if count % 1000 == 0:
+                            bar.update(task, completed=count)
+                bar.update(task, completed=len(index))
+                if len(index) == before:
+                    reasons = "".join(f"; {name}: {reason}" for name, reason in index.problems[-3:])
+                    hint = "" if reasons else ". Shards in a folder are named by a glob: FOLDER/*.tar"
+                    raise DataError(of_source.append_to(f"{as_text(source)}: no pictures found{reasons}{hint}"))
                 unsupported |= of_source
         if progress:
             unsupported.warn()
-        table = builder.table()
-        if cache is not None and builder.containers != saved:
-            _save_index(cache, builder.containers, table)
-        return cls(builder.containers, table)
+        if cache is not None and index._describe_containers() != saved._describe_containers():
+            index._save(cache)
+        return index
+
+    @classmethod
+    def of_files(
+        cls, root: str | os.PathLike[str], names: Sequence[str], spans: NDArray[np.int64] | None = None
+    ) -> ImageIndex:
+        """Index files under `root` by name, or parts of files, named `file\\0part`, with (offset, size) in `spans`.
+
+        Nothing is opened or checked to exist.
+        """
+        # Names come from lists in downloaded archives: they must not lead out of the folder.
+        if outside := next((name for name in names if ".." in name and ".." in name.split("/")), None):
+            raise DataError(f"the lists name {outside!r}, which is outside the dataset's folder")
+        spans = np.full((len(names), 2), -1) if spans is None else spans
+        index = cls()
+        index._containers.append(_Container("files", os.fspath(root), 0))
+        for name, (offset, size) in zip(names, spans.tolist(), strict=True):
+            index._add_image(os.fsencode(name), offset, size)  # fsencode: a file name need not be valid UTF-8
+        return index
+
+    def take(self, indices: Sequence[int]) -> ImageIndex:
+        """Return the index of some images, of one made by `of_files`."""
+        (container,) = self._containers
+        spans = np.stack([np.asarray(self._offsets), np.asarray(self._bytes)], 1)[indices]
+        return self.of_files(container.address, [self._name(i) for i in indices], spans)
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    @property
+    def problems(self) -> list[tuple[str, str]]:
+        """What cannot be used, by name and reason: damaged shards, folders that cannot be listed."""
+        return [(name, reason) for container in self._containers for name, reason in container.problems]
 
     def describe_problems(self, limit: int = 20) -> list[str]:
         """Return a line for each problem, at most `limit` and one more."""
@@ -121,19 +138,45 @@ class ImageIndex:
 
     def name(self, i: int) -> str:
         """Return the name of image `i`: its path or address, then the member of the shard or the row of the dataset."""
-        container, path, offset, _ = self._locate(i)
-        return f"{container.address}/{offset}" if container.kind == "dataset" else as_text(path)
+        container, path = self._locate(i)
+        return f"{container.address}/{self._offsets[i]}" if container.kind == "dataset" else as_text(path)
+
+    def relative_name(self, i: int) -> str:
+        """Return the name of image `i` in its folder or shard: the same wherever that lies."""
+        return as_text(self._name(i).replace("\0", "/"))
+
+    def path(self, i: int) -> str:
+        """Return the path or address of the file that holds image `i`."""
+        container, path = self._locate(i)
+        return container.address if container.kind == "shard" else path.partition("\0")[0]
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the size of each local image in bytes; -1 where its file is missing."""
+        sizes = np.array(self._bytes)
+        for i in np.flatnonzero(sizes < 0).tolist():
+            with suppress(OSError):
+                sizes[i] = os.stat(self.path(i)).st_size
+        return sizes
+
+    def digest(self) -> bytes:
+        """Return a hash of the names and their order, but not of the folder's path; part of users' result rows."""
+        return hashlib.sha256(np.asarray(self._ends, "<i8").tobytes() + self._names.tobytes()).digest()
 
     def read(self, i: int) -> str | bytes:
         """Return image `i` as `veca.images.open_image` takes it: the path of a local file, or encoded bytes."""
-        container, path, offset, size = self._locate(i)
-        if container.kind == "dataset":
-            if container.address not in self._datasets:
-                self._datasets[container.address] = _open_dataset(container.address)
-            return _dataset_bytes(self._datasets[container.address][offset])
-        if container.kind == "files":
-            return read_remote(path, None, size) if is_remote(path) else path
-        return (read_remote if is_remote(container.address) else read_span)(container.address, offset, size)
+        container, file, offset, size = self._locate(i)[0], self.path(i), self._offsets[i], self._bytes[i]
+        if container.kind != "dataset":
+            if offset >= 0:
+                return read_span(file, offset, size)
+            return read_remote(file, size) if is_remote(file) else file
+        if container.address not in self._datasets:
+            self._datasets[container.address] = _open_dataset(container.address)
+        row: dict[str, Any] = self._datasets[container.address][offset]
+        image = next(iter(row.values())) or {}
+        source: str | bytes = image.get("bytes") or image.get("path") or b""
+        if not source:
+            raise ImageError("the row has no picture")
+        return source
 
     @property
     def fingerprint(self) -> str:
@@ -142,67 +185,33 @@ class ImageIndex:
         for container in self._containers:
             shard = os.path.basename(container.address) if container.kind == "shard" else ""
             digest.update(f"\n{container.kind} {as_text(shard)} {container.rows}".encode())
-        for array in (self._ends - self._ends[0], self._offsets, self._bytes):
-            digest.update(np.ascontiguousarray(array, "<i8").data)
-        digest.update(self._names[self._ends[0] : self._ends[-1]].data)
+        for numbers in (self._ends, self._offsets, self._bytes):
+            digest.update(np.asarray(numbers, "<i8").data)
+        digest.update(self._names)
         return digest.hexdigest()
 
-    def _locate(self, i: int) -> tuple[_Container, str, int, int]:
-        """Return the container of image `i`, its path, its offset and its size in bytes."""
+    def _locate(self, i: int) -> tuple[_Container, str]:
+        """Return the container of image `i`, and its path."""
+        name = self._name(i)
+        container = self._containers[bisect_right(self._containers, i, key=lambda container: container.first) - 1]
+        return container, f"{container.address}/{name}" if container.address else name
+
+    def _name(self, i: int) -> str:
         if not 0 <= i < len(self):
             raise IndexError(f"picture {i}; there are {len(self):,}")
-        container = self._containers[int(np.searchsorted(self._starts, i, side="right")) - 1]
-        name = os.fsdecode(self._names[self._ends[i] : self._ends[i + 1]].tobytes())
-        path = f"{container.address}/{name}" if container.address else name
-        return container, path, int(self._offsets[i]), int(self._bytes[i])
+        return os.fsdecode(bytes(self._names[self._ends[i] : self._ends[i + 1]]))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_datasets": {}}  # worker processes open their own
 
-
-def _load_index(path: Path) -> tuple[list[_Container], pa.Table]:
-    """Read a saved index; an empty one if there is no such file or it is not one of ours."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # pyarrow's own errors are among these
-        table = pq.read_table(path)
-        saved = json.loads((table.schema.metadata or {})[b"veca"])
-        containers = [_Container(**{**c, "problems": [tuple(p) for p in c["problems"]]}) for c in saved["places"]]
-        table = table.replace_schema_metadata()
-        complete = sum(container.rows for container in containers) == len(table) and table.schema == _INDEX_SCHEMA
-        if saved["format"] == _FORMAT and complete:
-            return containers, table
-    return [], _INDEX_SCHEMA.empty_table()
-
-
-def _save_index(path: Path, containers: Sequence[_Container], table: pa.Table) -> None:
-    metadata = {"format": _FORMAT, "places": [asdict(container) for container in containers]}
-    with atomic_path(path) as part:
-        pq.write_table(table.replace_schema_metadata({"veca": json.dumps(metadata)}), part, compression="zstd")
-
-
-class _IndexBuilder:
-    """An index being built: containers, and their rows one after the other.
-
-    Rows of shards that are unchanged are taken from the saved index. `show` is called with the number of images.
-    """
-
-    def __init__(self, saved: Sequence[_Container], table: pa.Table, show: Callable[[int], None]) -> None:
-        self.containers, self.count, self._show = list[_Container](), 0, show
-        # Each row: name relative to the container, offset (-1 if it is a file of its own), size or -1
-        self._parts, self._rows = [_INDEX_SCHEMA.empty_table()], list[tuple[bytes, int, int]]()
-        starts = itertools.accumulate((container.rows for container in saved), initial=0)
-        self._saved = {(c.address, c.stamp): (c, table.slice(i, c.rows)) for c, i in zip(saved, starts, strict=False)}
-
-    def table(self) -> pa.Table:
-        self._flush()
-        return pa.concat_tables(self._parts)
-
-    def add(self, source: str) -> None:
-        """Add the images of one source."""
+    def _add_source(self, source: str, saved: ImageIndex, shards: dict[tuple[str, str], _Container]) -> Iterator[int]:
+        """Add the images of one source, yielding the count after each; `shards` of `saved` are not read again."""
         if source.startswith("hf:"):
             dataset = _open_dataset(source)
-            self.containers.append(_Container("dataset", source, dataset._fingerprint))
-            for row, size in enumerate(_dataset_sizes(dataset)):
-                self._add_row(b"", row, int(size))
+            self._containers.append(_Container("dataset", source, len(self), dataset._fingerprint))
+            sizes = pc.binary_length(pc.struct_field(dataset.data.column(dataset.column_names[0]), "bytes"))
+            for row, size in enumerate(sizes.fill_null(-1).to_pylist()):  # -1: the row names a file
+                yield self._add_image(b"", row, size)
             return
         try:
             root, files = list_files(source, SHARDS)
@@ -211,62 +220,67 @@ class _IndexBuilder:
             raise DataError(f"{error}{hint}") from error
         for file in map(add_stamp, files):
             if file.path.lower().endswith(SHARDS) and not file.error:
-                self._add_shard(file.path, file.stamp)
+                yield from self._add_shard(file, saved, shards)
                 continue
             base = root if file.path.startswith(f"{root}/") else ""
-            if not self.containers or (self.containers[-1].kind, self.containers[-1].address) != ("files", base):
-                self.containers.append(_Container("files", base))
-            container = self.containers[-1]
+            if not self._containers or (self._containers[-1].kind, self._containers[-1].address) != ("files", base):
+                self._containers.append(_Container("files", base, len(self)))
+            container = self._containers[-1]
             if file.error:
                 container.problems.append((file.name, file.error))
                 continue
-            name = os.fsencode(file.path[len(base) + 1 :] if base else file.path)
-            self._add_row(name, -1, file.file_size)
+            yield self._add_image(os.fsencode(file.path[len(base) + 1 :] if base else file.path), -1, file.file_size)
             # A hash of the stamps of all, so that the saved index is updated when a file changes.
             container.stamp = hashlib.blake2b(f"{container.stamp} {file.stamp}".encode(), digest_size=8).hexdigest()
 
-    def _add_shard(self, address: str, stamp: str) -> None:
-        if address.lower().endswith("gz"):
+    def _add_shard(self, shard: Item, saved: ImageIndex, shards: dict[tuple[str, str], _Container]) -> Iterator[int]:
+        if shard.path.lower().endswith("gz"):
             reason = "pictures in a packed archive cannot be read one by one, in any order"
-            raise DataError(f"{as_text(address)}: {reason}. Unpack it to .tar with gunzip")
-        if (address, stamp) in self._saved:
-            container, rows = self._saved[address, stamp]
-            self._flush()
-            self.containers.append(container)
-            self._parts.append(rows)
-            self.count += container.rows
-            self._show(self.count)
+            raise DataError(f"{shard.name}: {reason}. Unpack it to .tar with gunzip")
+        if (known := shards.get((shard.path, shard.stamp))) is not None:
+            self._containers.append(replace(known, first=len(self)))
+            images = slice(known.first, known.first + known.rows)
+            ends = np.asarray(saved._ends[images.start : images.stop + 1])
+            self._ends.frombytes((ends[1:] - ends[0] + len(self._names)).tobytes())
+            self._names += saved._names[ends[0] : ends[-1]]
+            self._offsets += saved._offsets[images]
+            self._bytes += saved._bytes[images]
             return
-        container = _Container("shard", address, stamp)
-        self.containers.append(container)
-        prefix = len(as_text(address)) + 1
-        for item in shard_items(address):
+        container = _Container("shard", shard.path, len(self), shard.stamp)
+        self._containers.append(container)
+        for item in shard_items(shard.path):
             if item.span is None:
                 container.problems.append((item.name, item.error))
             else:
-                self._add_row(item.name[prefix:].encode(), *item.span)
+                yield self._add_image(item.name[len(shard.name) + 1 :].encode(), *item.span)
 
-    def _add_row(self, name: bytes, offset: int, size: int) -> None:
-        """Add an image to the last container."""
-        self._rows.append((name, offset, size))
-        self.containers[-1].rows += 1
-        self.count += 1
-        if self.count % 1000 == 0:
-            self._show(self.count)
-        if len(self._rows) >= _FLUSH_ROWS:
-            self._flush()
+    def _add_image(self, name: bytes, offset: int, size: int) -> int:
+        """Add an image to the last container; return how many there are."""
+        self._names.frombytes(name)
+        self._ends.append(len(self._names))
+        self._offsets.append(offset)
+        self._bytes.append(size)
+        self._containers[-1].rows += 1
+        return len(self)
 
-    def _flush(self) -> None:
-        if self._rows:
-            self._parts.append(pa.table(list(zip(*self._rows, strict=True)), schema=_INDEX_SCHEMA))
-            self._rows = []
+    @classmethod
+    def _load(cls, path: Path) -> ImageIndex:
+        """Read a saved index; an empty one if there is no such file or it is not one of ours."""
+        index = cls()
+        with suppress(OSError, ValueError, KeyError, TypeError, BadZipFile), np.load(path) as saved:
+            index._containers = [_Container(**container) for container in json.loads(str(saved["containers"]))]
+            for key in _COLUMNS:
+                setattr(index, key, array(getattr(index, key).typecode, saved[key].tobytes()))
+            return index
+        return cls()
 
-    def describe_empty(self, source: str) -> str:
-        """Return the message for a source without images."""
-        problems = [problem for container in self.containers for problem in container.problems]
-        reasons = "".join(f"; {name}: {reason}" for name, reason in problems[-3:])
-        hint = "" if reasons else ". Shards in a folder are named by a glob: FOLDER/*.tar"
-        return f"{as_text(source)}: no pictures found{reasons}{hint}"
+    def _save(self, path: Path) -> None:
+        columns: dict[str, Any] = {key: np.asarray(getattr(self, key)) for key in _COLUMNS}
+        with atomic_path(path) as part, open(part, "wb") as file:
+            np.savez_compressed(file, containers=self._describe_containers(), **columns)
+
+    def _describe_containers(self) -> str:
+        return json.dumps([asdict(container) for container in self._containers])
 
 
 def _open_dataset(source: str) -> Any:
@@ -293,20 +307,3 @@ def _open_dataset(source: str) -> Any:
         raise DataError(f"{source}: no column of pictures {column!r}; there are {', '.join(columns) or 'none'}")
     column = column or columns[0]
     return dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-
-
-def _dataset_sizes(dataset: Any) -> NDArray[np.int64]:
-    """Return the sizes of the encoded images; -1 where only reading them would tell."""
-    if dataset._indices is not None:  # a selection of rows
-        return np.full(len(dataset), -1)
-    column = dataset.data.column(dataset.column_names[0])
-    sizes: NDArray[np.int64] = pc.binary_length(pc.struct_field(column, "bytes")).fill_null(-1).to_numpy()
-    return sizes
-
-
-def _dataset_bytes(row: dict[str, Any]) -> str | bytes:
-    image = next(iter(row.values())) or {}
-    source: str | bytes | None = image["bytes"] if image.get("bytes") is not None else image.get("path")
-    if source is None:
-        raise ImageError("the row has no picture")
-    return source

@@ -3,8 +3,6 @@
 Shapes: B images, R rows and columns.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import queue
@@ -15,8 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import tee
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from itertools import chain, count, tee
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from veca.data.index import DataError, ImageIndex
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
-from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset
+from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
 from veca.data.sources import Item
 from veca.data.transforms import Augmentation, augment_batch, augment_image
 from veca.data.workers import WorkerDiedError, WorkerPool
@@ -38,20 +37,12 @@ _SENT_BYTES = 1 << 27
 _TASK_IMAGES = 16
 # Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory.
 _SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
-# How long to wait for a thread that waits for a worker, which may hang and is killed after this
-_JOIN_SECONDS = 10.0
-# A JPEG is decoded at reduced size as long as this many pixels are left for each one of the result
-_DRAFT_FACTOR = 2
 
 
 def describe_error(error: Exception, name: str) -> str:
     """Return why an image cannot be read, without its name, fit for a table."""
     reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
     return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
-
-
-# Where TrivialAugmentWide is applied
-Where = Literal["cpu", "gpu"]
 
 
 # Embedding: a stream of items to a stream of records
@@ -68,66 +59,26 @@ class Record(NamedTuple):
     number: int = 0
 
 
-# A task without work; see `_ByteWindow`
-_PADDING = Item("", number=-1)
-
-
-@dataclass(frozen=True)
-class _ItemDecoder:
-    size: int
-    fit: Fit
-    max_pixels: int
-
-    def __call__(self, item: Item) -> Record:
-        if item.number == _PADDING.number:
-            return Record("", number=item.number)
-        try:
-            with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
-                image = open_image(_read_item(item), max_pixels=self.max_pixels)
-            # An array, not a tensor: tensors travel in shared memory, of which containers have little.
-            pixels = to_tensor(fit_image(image, self.size, self.fit, self.max_pixels)).numpy()
-            return Record(item.name, image.size, pixels, stamp=item.stamp, number=item.number)
-        except SourceError:
-            raise
-        except Exception as error:  # no image may end the run
-            return Record(item.name, error=describe_error(error, item.path), stamp=item.stamp, number=item.number)
-
-
-def _read_item(item: Item) -> str | bytes:
-    if item.error:
-        raise ImageError(item.error)
-    if item.data is not None:
-        return item.data
-    if is_remote(item.path):
-        return retry(item.path, lambda: read_remote(item.path, None, item.file_size))
-    return item.path if item.span is None else read_span(item.path, *item.span)
-
-
-class _ByteWindow:
-    """Limits the bytes on their way to workers, of which `WorkerPool` limits only the number of items.
-
-    The pool asks for an item whenever a record comes back, and cannot be made to wait. So while too many bytes are on
-    their way it is given padding, whose records are dropped.
-    """
-
-    def __init__(self, items: Iterator[Item]) -> None:
-        self.items, self.bytes = items, 0
-        self.sizes = deque[int]()
-
-    def __iter__(self) -> Iterator[Item]:
-        for item in self.items:
-            size = len(item.data or b"")
-            while self.bytes and self.bytes + size > _SENT_BYTES:
-                yield _PADDING
-            self.bytes += size
-            self.sizes.append(size)
-            yield item
-
-    def receive(self, records: Iterator[Record]) -> Iterator[Record]:
-        for record in records:
-            if record.number != _PADDING.number:
-                self.bytes -= self.sizes.popleft()
-                yield record
+def _decode_item(size: int, fit: Fit, max_pixels: int, item: Item | None) -> Record | None:
+    if item is None:
+        return None
+    try:
+        if item.error:
+            raise ImageError(item.error)
+        source: str | bytes = item.path if item.data is None else item.data
+        if item.span is not None:
+            source = read_span(item.path, *item.span)
+        elif is_remote(item.path):
+            source = retry(item.path, lambda: read_remote(item.path, item.file_size))
+        with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
+            image = open_image(source, max_pixels=max_pixels)
+        # An array, not a tensor: tensors travel in shared memory, of which containers have little.
+        pixels = to_tensor(fit_image(image, size, fit, max_pixels)).numpy()
+        return Record(item.name, image.size, pixels, stamp=item.stamp, number=item.number)
+    except SourceError:
+        raise
+    except Exception as error:  # no image may end the run
+        return Record(item.name, error=describe_error(error, item.path), stamp=item.stamp, number=item.number)
 
 
 @contextmanager
@@ -135,9 +86,26 @@ def decode_items(
     items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers: int
 ) -> Iterator[Iterator[Record]]:
     """Decode and fit `items` in `workers` processes (0: in this one) while the block runs; records keep their order."""
-    window = _ByteWindow(items)
-    with WorkerPool(_ItemDecoder(size, fit, max_pixels), window, workers, prefetch=4) as records:
-        yield window.receive(records)
+    sizes = deque[int]()  # of the items on their way
+
+    def limit_bytes() -> Iterator[Item | None]:
+        for item in items:
+            size = len(item.data or b"")
+            # `WorkerPool` limits only the number of tasks. It asks for one whenever a record comes back, and cannot be
+            # made to wait: while too many bytes are on their way it is given tasks without work.
+            while any(sizes) and sum(sizes) + size > _SENT_BYTES:
+                yield None
+            sizes.append(size)
+            yield item
+
+    def receive(records: Iterable[Record | None]) -> Iterator[Record]:
+        for record in records:
+            if record is not None:
+                sizes.popleft()
+                yield record
+
+    with WorkerPool(partial(_decode_item, size, fit, max_pixels), limit_bytes(), workers, prefetch=4) as records:
+        yield receive(records)
 
 
 # Training: an index of images to batches
@@ -152,7 +120,8 @@ def load_crop(
     TrivialAugmentWide is left to the caller.
     """
     short = round(short_side * resolution)
-    image = open_image(source, max_pixels=max_pixels, at_least=_DRAFT_FACTOR * short)
+    # A JPEG is decoded at reduced size as long as two pixels are left for each one of the result.
+    image = open_image(source, max_pixels=max_pixels, at_least=2 * short)
     width, height = image.info.get("extent", image.size)
     # Sizes as torchvision's Resize rounds them
     columns = short if width <= height else int(short * width / height)
@@ -192,100 +161,40 @@ def to_model_input(batch: Batch, device: torch.device | str) -> Tensor:
     return normalize(images.contiguous())
 
 
-class _CropTask(NamedTuple):
-    """A part of a batch for a worker, whose pixels go to slot `number` modulo the slots of the shared memory."""
-
-    number: int
-    plan: BatchPlan
-
-
-class _CropResult(NamedTuple):
-    """The images of a task that were read; `pixels` only if they are not in shared memory."""
-
-    images: list[int]
-    skipped: list[tuple[str, str]]
-    pixels: NDArray[np.uint8] | None
-    error: str = ""
-
-
-@dataclass
-class _CropDecoder:
-    """Decodes the images of a task, in a worker process.
-
-    Unreadable images are skipped, or replaced by others if `replace`. Without `apply_op` the operation of
-    TrivialAugmentWide is left to `to_model_input`, with the same pixels.
-    """
-
-    index: ImageIndex
-    sampler: TrainSampler
-    max_pixels: int
-    replace: bool
-    apply_op: bool = True
-    # Slots for the pixels of tasks under way, shared by forked processes
-    shared: mmap.mmap | None = None
-
-    def slot(self, task: _CropTask) -> NDArray[np.uint8] | None:
-        """Return the shared memory for a task's pixels, None where there is none or not enough."""
-        shape = _pixel_shape(task.plan)
-        if self.shared is None or math.prod(shape) > _SLOT_BYTES:
-            return None
-        offset = task.number * _SLOT_BYTES % len(self.shared)
-        return np.frombuffer(self.shared, np.uint8, math.prod(shape), offset).reshape(shape)
-
-    def __call__(self, task: _CropTask) -> _CropResult:
-        slot = self.slot(task)
-        pixels = np.empty(_pixel_shape(task.plan), np.uint8) if slot is None else slot
-        result = _CropResult([], [], pixels if slot is None else None)
-        for first, variant in zip(task.plan.images, task.plan.variants, strict=True):
-            for image in self.sampler.candidates(first, variant):
-                try:
-                    pixels[len(result.images)] = self.load(image, variant, task.plan.resolution)
-                except Exception as error:  # no image may end the run
-                    name = self.index.name(image)
-                    result.skipped.append((name, describe_error(error, name)))
-                    if not self.replace:
-                        break
-                else:
-                    result.images.append(image)
-                    break
-            else:
-                return result._replace(error=too_many_failures(*result.skipped[-1]), pixels=None)
-        return result
-
-    def load(self, image: int, variant: int, resolution: int) -> NDArray[np.uint8]:
-        sampler = self.sampler
-        params = sampler.sample([image], [variant]).item()
-        short_side = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
-        crop = load_crop(self.index.read(image), params, resolution, float(short_side), self.max_pixels)
-        return np.asarray(augment_image(crop, params.op, params.strength) if self.apply_op else crop)
-
-
-def _pixel_shape(plan: BatchPlan) -> tuple[int, int, int, int]:
-    return len(plan.images), plan.resolution, plan.resolution, 3
-
-
 def too_many_failures(name: str, reason: str) -> str:
     """Return the message of a run that is aborted because of unreadable images."""
     return f"{MAX_FAILURES} pictures in a row cannot be used. The last is {name}: {reason}"
 
 
+@dataclass(eq=False)
 class ImageLoader(AbstractContextManager["ImageLoader"]):
     """Batches of an index, decoded ahead by `workers` processes (0: by this one), which end with the `with` block.
 
-    Made by `train_loader` and `validation_loader`. Iterating again starts over.
+    Made by `train_loader` and `validation_loader`. Iterating again starts over. Unreadable images are skipped, or
+    replaced by others if `replace`. Without `apply_op` the operation of TrivialAugmentWide is left to `to_model_input`,
+    with the same pixels.
     """
 
-    def __init__(self, decoder: _CropDecoder, plans: Iterable[BatchPlan], workers: int) -> None:
-        self._decoder, self._plans, self._workers, self._fork = decoder, plans, workers, sys.platform == "linux"
-        batch_size = decoder.sampler.batch_size
-        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(batch_size / max(1, workers))))
+    index: ImageIndex
+    sampler: TrainSampler
+    plans: Iterable[BatchPlan]
+    workers: int
+    max_pixels: int
+    replace: bool
+    apply_op: bool = True
+    _pool: WorkerPool[Any] | None = None
+    # Slots for the pixels of tasks under way, shared by forked processes
+    _shared: mmap.mmap | None = None
+
+    def __post_init__(self) -> None:
+        batch_size, workers = self.sampler.batch_size, max(1, self.workers)
+        self._task_images = max(1, min(_TASK_IMAGES, math.ceil(batch_size / workers)))
         # Two batches ahead, shared by the workers
-        self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * max(1, workers))))
-        if workers and self._fork:
+        self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * workers)))
+        if self.workers and sys.platform == "linux":
             # Anonymous memory: it is not taken from /dev/shm, of which containers have little. One slot more than tasks
             # under way: a slot is read before the task after those is begun.
-            decoder.shared = mmap.mmap(-1, (workers * self._prefetch + 1) * _SLOT_BYTES)
-        self._pool: WorkerPool[_CropTask, _CropResult] | None = None
+            self._shared = mmap.mmap(-1, (workers * self._prefetch + 1) * _SLOT_BYTES)
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
@@ -294,50 +203,76 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
 
     def __iter__(self) -> Iterator[Batch]:
         self.__exit__()
-        sent, pending = tee(self._tasks())
-        tasks = (task for _, task in sent)
-        self._pool = pool = WorkerPool(self._decoder, tasks, self._workers, self._prefetch, self._fork)
+        sent, pending = tee(self.plans)
+        tasks = enumerate(part for plan in sent for part in self._split(plan))
+        self._pool = pool = WorkerPool(self._decode, tasks, self.workers, self._prefetch, fork=self._shared is not None)
         batches = self._collect(pool, pending)
         try:
-            yield from _prefetch_batches(batches) if self._workers else batches
+            yield from _prefetch_batches(batches) if self.workers else batches
         finally:
             if self._pool is pool:  # and not that of a later loop
                 self.__exit__()
 
-    def _tasks(self) -> Iterator[tuple[BatchPlan, _CropTask]]:
-        """Split batches into tasks that fit in a slot, numbered through."""
-        number = 0
-        for plan in self._plans:
-            size = max(1, min(self._task_images, _SLOT_BYTES // (3 * plan.resolution**2)))
-            for start in range(0, len(plan.images), size):
-                part = slice(start, start + size)
-                yield plan, _CropTask(number, BatchPlan(plan.resolution, plan.images[part], plan.variants[part]))
-                number += 1
+    def _split(self, plan: BatchPlan) -> Iterator[BatchPlan]:
+        """Split a batch into tasks, the pixels of which fit in a slot."""
+        size = max(1, min(self._task_images, _SLOT_BYTES // (3 * plan.resolution**2)))
+        for start in range(0, len(plan.images), size):
+            part = slice(start, start + size)
+            yield BatchPlan(plan.resolution, plan.images[part], plan.variants[part])
 
-    def _collect(self, results: Iterator[_CropResult], tasks: Iterator[tuple[BatchPlan, _CropTask]]) -> Iterator[Batch]:
+    def _slot(self, number: int, plan: BatchPlan) -> NDArray[np.uint8] | None:
+        """Return the shared memory for the pixels of task `number`, None where there is none or not enough."""
+        if self._shared is None or math.prod(plan.shape) > _SLOT_BYTES:
+            return None
+        return np.ndarray(plan.shape, np.uint8, self._shared, number * _SLOT_BYTES % len(self._shared))
+
+    def _decode(self, task: tuple[int, BatchPlan]) -> tuple[list[int], list[tuple[str, str]], NDArray[np.uint8] | None]:
+        """Decode a task, in a worker: images that were read, those skipped, and pixels unless they are in its slot."""
+        number, plan = task
+        slot = self._slot(number, plan)
+        pixels = np.empty(plan.shape, np.uint8) if slot is None else slot
+        images, skipped, sampler = list[int](), list[tuple[str, str]](), self.sampler
+        for first, variant in zip(plan.images, plan.variants, strict=True):
+            for image in sampler.candidates(first, variant) if self.replace else (first,):
+                params = sample_transforms(sampler.seed, [image], [variant], sampler.augment).item()
+                short = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
+                try:
+                    crop = load_crop(self.index.read(image), params, plan.resolution, float(short), self.max_pixels)
+                    crop = augment_image(crop, params.op, params.strength) if self.apply_op else crop
+                    pixels[len(images)] = np.asarray(crop)
+                    images.append(image)
+                    break
+                except Exception as error:  # no image may end the run
+                    name = self.index.name(image)
+                    skipped.append((name, describe_error(error, name)))
+            else:
+                if self.replace:  # `_collect` will abort the run
+                    break
+        return images, skipped, pixels if slot is None else None
+
+    def _collect(self, results: Iterator[Any], plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
-        pixels, images, skipped, handled = torch.empty(0), list[int](), list[tuple[str, str]](), 0
+        numbers = count()
         try:
-            for result, (plan, task) in zip(results, tasks, strict=True):
-                if result.error:
-                    raise DataError(f"{result.error}. Check the sources and data.max_pixels")
-                if not handled:
-                    pixels = torch.empty(_pixel_shape(plan), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-                    images, skipped = [], []
-                part = result.pixels if result.pixels is not None else self._decoder.slot(task)
-                assert part is not None
-                # Copied by numpy: torch would use a thread per core, which the workers need.
-                pixels.numpy()[len(images) : len(images) + len(result.images)] = part[: len(result.images)]
-                images += result.images
-                skipped += result.skipped
-                handled += len(task.plan.images)
-                if handled == len(plan.images):
-                    variants, handled = plan.variants[: len(images)], 0
-                    augmentation = None
-                    if not self._decoder.apply_op:
-                        augmentation = self._decoder.sampler.sample(images, variants).augmentation()
-                    numbers, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
-                    yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, numbers, which, skipped)
+            for plan in plans:
+                pixels = torch.empty(plan.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                images, skipped = list[int](), list[tuple[str, str]]()
+                for part in self._split(plan):
+                    slot: Any = self._slot(next(numbers), part)
+                    found, failed, data = next(results)
+                    # Copied by numpy: torch would use a thread per core, which the workers need.
+                    target = pixels.numpy()[len(images) : len(images) + len(found)]
+                    target[:] = (slot if data is None else data)[: len(found)]
+                    images += found
+                    skipped += failed
+                    if self.replace and len(found) < len(part.images):
+                        raise DataError(f"{too_many_failures(*skipped[-1])}. Check the sources and data.max_pixels")
+                variants, augmentation = plan.variants[: len(images)], None
+                if not self.apply_op:
+                    params = sample_transforms(self.sampler.seed, images, variants, self.sampler.augment)
+                    augmentation = params.augmentation()
+                indices, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
+                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, indices, which, skipped)
         except RuntimeError as error:  # a builtin: an open loop may end with the interpreter, after this module is gone
             if not isinstance(error, WorkerDiedError):
                 raise
@@ -352,11 +287,10 @@ def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
 
     def assemble() -> None:
         try:
-            for batch in batches:
+            for batch in chain(batches, (None,)):
                 ready.put(batch)
                 if stop.is_set():
                     return
-            ready.put(None)
         except BaseException as error:
             ready.put(error)
 
@@ -372,15 +306,15 @@ def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
         stop.set()
         with suppress(queue.Empty):
             ready.get_nowait()  # room for the batch that the thread is about to put
-        thread.join(_JOIN_SECONDS)
+        thread.join(10.0)  # it may wait for a worker that hangs, which is killed after this
 
 
 def train_loader(
-    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: Where = "cpu"
+    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: str = "cpu"
 ) -> ImageLoader:
     """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
     apply_op = where == "cpu" or sampler.augment in ("flip", "none")
-    return ImageLoader(_CropDecoder(index, sampler, max_pixels, replace=True, apply_op=apply_op), sampler, workers)
+    return ImageLoader(index, sampler, sampler, workers, max_pixels, replace=True, apply_op=apply_op)
 
 
 def validation_loader(
@@ -401,4 +335,4 @@ def validation_loader(
     starts = range(rank * batch_size, len(index), world_size * batch_size)
     images = [range(start, min(start + batch_size, len(index))) for start in starts]
     plans = [BatchPlan(resolution, part, [0] * len(part)) for part in images]
-    return ImageLoader(_CropDecoder(index, sampler, max_pixels, replace=False), plans, workers)
+    return ImageLoader(index, sampler, plans, workers, max_pixels, replace=False)

@@ -1,21 +1,17 @@
 """Remote files through fsspec: list, open and read them, with retries and size limits."""
 
-from __future__ import annotations
-
 import glob
 import io
-import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import fsspec
 
 from veca.errors import VecaError
-from veca.images import EXTENSIONS, ImageError
-from veca.images.formats import UNSUPPORTED, report_unsupported
+from veca.images import ImageError
+from veca.images.formats import select_images
 
 # Largest encoded image in an archive, a table or a remote file, whatever `max_pixels` allows
 MAX_IMAGE_BYTES = 1 << 30
@@ -49,41 +45,23 @@ def list_remote(source: str, containers: tuple[str, ...]) -> tuple[str, Iterator
     """
     try:
         fs, path = fsspec.url_to_fs(source)
-        if glob.has_magic(path):
-            infos, root = fs.glob(path, detail=True), fixed_part(path)
-        elif fs.isfile(path):
-            infos, root = {path: fs.info(path)}, path.rpartition("/")[0]
-        else:
-            infos, root = fs.find(path, detail=True), path.rstrip("/")
+        has_magic = glob.has_magic(path)
+        if not has_magic and fs.isfile(path):  # one file keeps the address it was given by, query and all
+            return source.rpartition("/")[0], iter([(source, _stamp(fs.info(path)))])
+        infos = fs.glob(path, detail=True) if has_magic else fs.find(path, detail=True)
     except Exception as error:  # every file system has its own exceptions; ImportError names the missing package
         reason = error if isinstance(error, ImportError) else f"cannot be listed ({type(error).__name__}: {error})"
         raise SourceError(f"{source}: {reason}") from error
-    if path in infos and not glob.has_magic(path):  # one file keeps the address it was given by, query and all
-        return source.rpartition("/")[0], iter([(source, _stamp(infos[path]))])
-    suffixes = tuple(EXTENSIONS) + (containers if glob.has_magic(path) else ())
-
-    def files() -> Iterator[tuple[str, str]]:
-        unsupported = Counter[str]()
-        for name, info in sorted(infos.items()):
-            if any(part.startswith(".") for part in name[len(root) :].split("/")):
-                continue
-            if info.get("type") == "file" and name.lower().endswith(suffixes):
-                yield fs.unstrip_protocol(name), _stamp(info)
-            elif (suffix := os.path.splitext(name)[1].lower()) in UNSUPPORTED:
-                unsupported[suffix] += 1
-        report_unsupported((source,), unsupported)
-
-    return fs.unstrip_protocol(root), files()
+    root = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0] if has_magic else path.rstrip("/")
+    files = (name for name, info in sorted(infos.items()) if info.get("type") == "file")
+    shown = (name for name in files if not any(part.startswith(".") for part in name[len(root) :].split("/")))
+    images = select_images(shown, source, containers if has_magic else ())
+    return fs.unstrip_protocol(root), ((fs.unstrip_protocol(name), _stamp(infos[name])) for name in images)
 
 
 def _stamp(info: dict[str, Any]) -> str:
     size, version = info.get("size"), next((info[key] for key in _VERSION_KEYS if info.get(key)), "")
     return f"{'' if size is None else size} {version}"
-
-
-def fixed_part(path: str) -> str:
-    """Return the folders of a path before its first glob pattern."""
-    return re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
 
 
 def open_source(path: str) -> IO[bytes]:
@@ -106,14 +84,10 @@ class _RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         return int(self.file.seek(offset, whence))
 
-    def tell(self) -> int:
-        return int(self.file.tell())
-
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def close(self) -> None:
         self.file.close()
@@ -125,7 +99,7 @@ def retry(address: str, read: Callable[[], bytes]) -> bytes:
     for pause in (*_RETRY_PAUSES, None):
         try:
             return read()
-        except FileNotFoundError:
+        except (FileNotFoundError, ImageError):
             raise
         except Exception as error:  # every file system has its own exceptions
             if pause is None:
@@ -134,38 +108,35 @@ def retry(address: str, read: Callable[[], bytes]) -> bytes:
     raise AssertionError
 
 
-def read_remote(address: str, offset: int | None, size: int) -> bytes:
-    """Read a remote file, or `size` bytes of it from `offset`; a size of -1 is unknown."""
-    if size > MAX_IMAGE_BYTES:
-        raise ImageError(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are read")
+def read_remote(address: str, size: int) -> bytes:
+    """Read a remote file of `size` bytes, -1 where unknown."""
+    _check_size(size)
     fs, path = fsspec.url_to_fs(address)  # looked up here, so that a forked process has its own connection
-    if offset is None and size < 0:
-        return _read_stream(fs.open(path, "rb"))
-    if offset is None:
+    if size >= 0:
         return fs.cat_file(path)
-    return check_length(fs.cat_file(path, start=offset, end=offset + size), size)
+    data = bytearray()
+    with fs.open(path, "rb") as stream:
+        while piece := stream.read(_BLOCK_BYTES):  # it might never end
+            data += piece
+            _check_size(len(data))
+    return bytes(data)
 
 
 def read_span(path: str, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a local file from `offset`: a member of an archive."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return check_length(file.read(size), size)
-
-
-def check_length(data: bytes, size: int) -> bytes:
-    """Return the bytes of an archive's member, or raise `ImageError` where there are fewer than `size`."""
+    """Read `size` bytes of a local or remote file from `offset`: a member of an archive."""
+    _check_size(size)
+    if is_remote(path):
+        fs, path = fsspec.url_to_fs(path)
+        data: bytes = fs.cat_file(path, start=offset, end=offset + size)
+    else:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(size)
     if len(data) < size:
         raise ImageError("the archive ends within this picture")
     return data
 
 
-def _read_stream(stream: IO[bytes]) -> bytes:
-    """Read a stream of unknown length, which might never end, up to the limit."""
-    data = bytearray()
-    with stream:
-        while piece := stream.read(_BLOCK_BYTES):
-            data += piece
-            if len(data) > MAX_IMAGE_BYTES:
-                raise ImageError(f"more than {MAX_IMAGE_BYTES:,} bytes; so many are read")
-    return bytes(data)
+def _check_size(size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise ImageError(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are read")

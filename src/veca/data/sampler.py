@@ -6,8 +6,6 @@ depends only on the seed, the image and the epoch. So a run can start at any for
 with the same G, and sees the same pixels, bit for bit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +39,11 @@ class BatchPlan(NamedTuple):
     images: Sequence[int]
     variants: Sequence[int]
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of its pixels."""
+        return len(self.images), self.resolution, self.resolution, 3
+
 
 class TransformParams(NamedTuple):
     """Random parameters of the transform of one image, or arrays of them for several images."""
@@ -55,7 +58,7 @@ class TransformParams(NamedTuple):
     op: Any
     strength: Any
 
-    def item(self) -> TransformParams:
+    def item(self) -> "TransformParams":
         """Return the parameters of the first of several images, as plain numbers."""
         return TransformParams(*(values[0].item() for values in self))
 
@@ -102,10 +105,6 @@ class TrainSampler:
         variants = epochs % self.num_variants if self.num_variants else epochs
         return BatchPlan(self.resolution_of(forward), images.tolist(), variants.tolist())
 
-    def sample(self, images: Sequence[int], variants: Sequence[int]) -> TransformParams:
-        """Draw the transforms of images; each depends only on the seed, the image and its variant."""
-        return sample_transforms(self.seed, images, variants, self.augment)
-
     def candidates(self, image: int, variant: int) -> Iterator[int]:
         """Yield an image and its random replacements, to be tried until one can be read."""
         yield image
@@ -120,7 +119,7 @@ class TrainSampler:
 def sample_transforms(
     seed: int, images: Sequence[int], variants: Sequence[int], augment: AugmentMode = "trivial"
 ) -> TransformParams:
-    """Draw the parameters of several images as arrays; see `TrainSampler.sample`."""
+    """Draw the parameters of several images as arrays; each depends only on the seed, the image and its variant."""
     count = len(images)
     if augment == "none":
         centre, zeros = np.full(count, 0.5), np.zeros(count)

@@ -4,12 +4,9 @@ Sources are walked once, in a fixed order. At most one folder's names, or the li
 so any number of images can be streamed.
 """
 
-from __future__ import annotations
-
 import glob
 import gzip
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
@@ -21,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from veca.data import parquet
-from veca.data.remote import MAX_IMAGE_BYTES, SourceError, as_text, fixed_part, is_remote, list_remote, open_source
-from veca.data.tar import Member, TarError, TarReader, iter_members
+from veca.data.remote import MAX_IMAGE_BYTES, SourceError, as_text, is_remote, list_remote, open_source
+from veca.data.tar import TarError, TarReader, iter_members
 from veca.images import EXTENSIONS, MAX_PIXELS
 from veca.images.decode import max_bytes
-from veca.images.formats import UNSUPPORTED, report_unsupported
+from veca.images.formats import select_images
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
 TABLES = (".parquet",)
@@ -120,7 +117,7 @@ def count_images(sources: Sequence[str], unpack: bool = True, on_read: OnRead | 
                 total += pq.read_metadata(raw).num_rows
         elif not is_container(file):
             total += 1
-        elif is_remote(file.path) or (_is_compressed(file.path) and not unpack):
+        elif is_remote(file.path) or (file.path.lower().endswith("gz") and not unpack):
             return None
         else:  # with this limit no image is read, only headers
             total += sum(1 for _ in shard_items(file.path, limit=-1, on_read=on_read))
@@ -139,83 +136,62 @@ def list_files(source: str, containers: tuple[str, ...] = SHARDS + TABLES) -> tu
     if is_remote(source):
         root, files = list_remote(source, containers)
         return root, (Item(as_text(address), address, stamp=stamp) for address, stamp in files)
+    pattern: tuple[str, ...] = ("**", "*")
     if os.path.isdir(source):
-        return str(Path(fixed_part(f"{source}/"))), _walk(source, ("**", "*"), ())
-    if os.path.lexists(source):
+        root, containers = str(Path(source)), ()
+    elif os.path.lexists(source):
         return os.path.dirname(source), iter([Item(as_text(source), source)])
-    if not glob.has_magic(source):
+    elif glob.has_magic(source):
+        parts = Path(source).parts
+        fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+        root, pattern = str(Path(*parts[:fixed])), (*parts[fixed:], "*") if parts[-1] == "**" else parts[fixed:]
+    else:
         raise SourceError(f"{source!r}: no such file or folder")
-    parts = Path(source).parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root, pattern = str(Path(*parts[:fixed])), parts[fixed:]
-    if not os.path.isdir(root):
-        return root, iter(())
-    return root, _walk(root, (*pattern, "*") if pattern[-1] == "**" else pattern, containers)
-
-
-def _walk(root: str, pattern: Sequence[str], containers: tuple[str, ...]) -> Iterator[Item]:
-    """Yield images whose path from `root` matches, sorted, without hidden ones. Holds one folder's names at a time."""
     problems: list[OSError] = []
-    unsupported = Counter[str]()
-    complete = 1 << len(pattern)
+    paths = select_images(_walk(root, pattern, problems), source, containers) if os.path.isdir(root) else ()
+    reasons = ((str(p.filename), f"folder cannot be listed: {p.strerror}") for p in problems)
+    errors = (Item(as_text(folder), error=reason) for folder, reason in reasons)
+    return root, chain((Item(as_text(path), path) for path in paths), errors)
+
+
+def _walk(root: str, pattern: Sequence[str], problems: list[OSError]) -> Iterator[str]:
+    """Yield the files whose path from `root` matches, sorted, without hidden ones and links to folders.
+
+    Holds one folder's names at a time. Folders that cannot be listed are added to `problems`.
+    """
+    # Bit i of a state: pattern[:i] matches the path so far. `**` may match no folder at all.
+    state = (2 << next(i for i, part in enumerate(pattern) if part != "**")) - 1
     # A stack, because folders may be nested deeper than Python can recurse.
-    folders = [("" if Path(root) == Path() else str(Path(root)), _skip_stars(1, pattern))]
+    folders = [("" if root == "." else root, state)]
     while folders:
         folder, state = folders.pop()
+        names, subfolders = list[str](), list[str]()
         try:
-            subfolders, names = _scan_folder(folder or ".")
+            with os.scandir(folder or ".") as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        subfolders.append(entry.name)
+                    elif not (entry.is_symlink() and os.path.isdir(entry.path)):
+                        names.append(entry.name)
         except OSError as error:
             problems.append(error)
             continue
-        for name in names:
-            if not _match_part(name, state, pattern) & complete:
-                continue
-            path = os.path.join(folder, name)  # creating a Path for each of millions would dominate the walk
-            suffix = os.path.splitext(name)[1].lower()
-            if suffix in EXTENSIONS or name.lower().endswith(containers):
-                yield Item(as_text(path), path)
-            elif suffix in UNSUPPORTED:
-                unsupported[suffix] += 1
-        for name in reversed(subfolders):
-            if (below := _match_part(name, state, pattern)) & ~complete:
-                folders.append((os.path.join(folder, name), below))
-    report_unsupported((root, *pattern), unsupported)
-    yield from (Item(as_text(str(p.filename)), error=f"folder cannot be listed: {p.strerror}") for p in problems)
-
-
-def _scan_folder(folder: str) -> tuple[list[str], list[str]]:
-    """List subfolders and files, sorted, without hidden ones and links to folders."""
-    subfolders, names = [], []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            try:
-                is_folder = entry.is_dir()
-            except OSError:
-                is_folder = False
-            if not is_folder:
-                names.append(entry.name)
-            elif not entry.is_symlink():
-                subfolders.append(entry.name)
-    return sorted(subfolders), sorted(names)
+        # Paths are strings: creating a Path for each of millions would dominate the walk.
+        matching = (name for name in sorted(names) if _match_part(name, state, pattern) >> len(pattern))
+        yield from (os.path.join(folder, name) for name in matching)
+        below = ((name, _match_part(name, state, pattern)) for name in sorted(subfolders, reverse=True))
+        folders += [(os.path.join(folder, name), state) for name, state in below if state % (1 << len(pattern))]
 
 
 def _match_part(name: str, state: int, pattern: Sequence[str]) -> int:
-    """Advance a glob match by one part of a path. Bit i of a state: pattern[:i] matches; the last bit: all of it."""
+    """Return the state of `_walk` after one more part of a path; hidden names match nothing."""
     after = 0
     for i, part in enumerate(pattern):
-        if state >> i & 1 and (part == "**" or fnmatchcase(name, part)):
+        if state >> i & 1 and name[0] != "." and (part == "**" or fnmatchcase(name, part)):
             after |= 1 << (i if part == "**" else i + 1)
-    return _skip_stars(after, pattern)
-
-
-def _skip_stars(state: int, pattern: Sequence[str]) -> int:
-    """`**` may match no folder at all, so the part after it may match at once."""
-    for i, part in enumerate(pattern):
-        if part == "**" and state >> i & 1:
-            state |= 1 << i + 1
-    return state
+        if part == "**" and after >> i & 1:
+            after |= 1 << i + 1
+    return after
 
 
 def is_image_name(member: str) -> bool:
@@ -235,36 +211,29 @@ def shard_items(
 
     Members of a compressed archive always come as bytes; those of more than `limit` bytes as errors.
     """
-    compressed, last = _is_compressed(path), "its start"
+    compressed, last = path.lower().endswith("gz"), "its start"
     try:
         with open_source(path) as raw, gzip.open(raw) if compressed else nullcontext(raw) as file:
             reader = TarReader(file, None if on_read is None else lambda size: on_read(path, size))
             for member in iter_members(reader):
                 if member.kind != "folder" and (member.error or wanted(member.name)):
-                    yield _member_item(path, reader, member, compressed or read, limit)
+                    name, data = as_text(f"{path}/{member.name}"), b""  # releases the data of the member before
+                    error = member.error or _REFUSED_KINDS.get(member.kind, "")
+                    if not error and member.size > limit:
+                        error = f"{member.size:,} bytes in an archive; at most {limit:,} are read"
+                    if error:
+                        yield Item(name, error=error)
+                    elif not (compressed or read):
+                        yield Item(name, path, (member.offset, member.size))
+                    elif len(data := reader.read(member.size)) == member.size:
+                        yield Item(name, data=data)
+                    else:
+                        raise TarError(f"it ends within {member.name}")
                 last = member.name
     except SourceError:
         raise
     except Exception as error:  # a damaged archive may raise almost anything
         yield Item(as_text(path), error=as_text(f"damaged archive, nothing was read after {last}: {error}"))
-
-
-def _member_item(path: str, reader: TarReader, member: Member, read: bool, limit: int) -> Item:
-    name, error = as_text(f"{path}/{member.name}"), member.error or _REFUSED_KINDS.get(member.kind, "")
-    if not error and member.size > limit:
-        error = f"{member.size:,} bytes in an archive; at most {limit:,} are read"
-    if error:
-        return Item(name, error=error)
-    if not read:
-        return Item(name, path, span=(member.offset, member.size))
-    data = reader.read(member.size)
-    if len(data) < member.size:
-        raise TarError(f"it ends within {member.name}")
-    return Item(name, data=data)
-
-
-def _is_compressed(path: str) -> bool:
-    return path.lower().endswith("gz")
 
 
 def table_items(path: str, column: str | None = None, limit: int = MAX_IMAGE_BYTES) -> Iterator[Item]:
@@ -276,11 +245,10 @@ def table_items(path: str, column: str | None = None, limit: int = MAX_IMAGE_BYT
     try:
         with open_source(path) as raw, pq.ParquetFile(raw) as table:
             column = _image_column(path, table.schema_arrow, column)
-            for value in parquet.iter_values(raw, table, column, limit):
-                rows = f"rows {row} to {row + value.rows - 1} are not read: " if value.rows > 1 else ""
-                error = f"{rows}{value.error}" if value.error else ""
-                yield Item(as_text(f"{path}/{row}"), data=value.data, error=error)
-                row += value.rows
+            for data, error, rows in parquet.iter_values(raw, table, column, limit):
+                which = f"rows {row} to {row + rows - 1} are not read: " if rows > 1 else ""
+                yield Item(as_text(f"{path}/{row}"), data=data, error=f"{which}{error}")
+                row += rows
     except SourceError:
         raise
     except Exception as error:  # a damaged table may raise almost anything

@@ -8,8 +8,6 @@ change what it learns. torchvision itself has no batched version, and is not a d
 Shapes: B images of H × W pixels, R rows and columns; `...` is any leading shape.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -24,7 +22,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images import MAX_PIXELS, ImageTooLargeError, fit, nearest_sizes, resample, to_tensor
+from veca.images import MAX_PIXELS, ImageTooLargeError, nearest_sizes, resample, to_tensor
+from veca.images.load import crop_centre
 
 # Of a random resized crop: its share of the image's area, and its width over its height
 CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -40,7 +39,7 @@ def centre_crop(image: Image.Image, side: int) -> Tensor:
 
     This is "crop" of `fit_image`, for any side.
     """
-    return to_tensor(fit.crop_centre(image, side, side))
+    return to_tensor(crop_centre(image, side, side))
 
 
 def random_resized_crop(
@@ -152,8 +151,6 @@ _STRENGTHS[OPS.index("Solarize")] = torch.linspace(255.0, 0.0, BINS)  # threshol
 _GEOMETRIC = frozenset({"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"})
 # Operations that move no pixel
 COLOUR_OPS = tuple(number for number, name in enumerate(OPS) if name not in _GEOMETRIC)
-_BY_VALUE = frozenset({"Brightness", "Contrast", "Posterize", "Solarize"})
-_BY_HISTOGRAM = frozenset({"AutoContrast", "Equalize"})
 
 
 class Augmentation(NamedTuple):
@@ -177,16 +174,15 @@ def augment_image(image: Image.Image, op: int, strength: float) -> Image.Image:
     name = OPS[op]
     if name in _GEOMETRIC:
         return image.transform(image.size, Image.Transform.AFFINE, _affine(name, strength, image.width, image.height))
-    if name in _MAX_STRENGTH:
-        enhanced: Image.Image = getattr(ImageEnhance, name)(image).enhance(1.0 + strength)
-        return enhanced
-    if name == "Posterize":
-        return ImageOps.posterize(image, int(strength))
     if name == "Solarize":
         return image.point([i if i < strength else 255 - i for i in range(256)] * 3)
-    if name == "AutoContrast":
-        return ImageOps.autocontrast(image)
-    return ImageOps.equalize(image) if name == "Equalize" else image
+    changed: Image.Image = image
+    if name in _MAX_STRENGTH:
+        changed = getattr(ImageEnhance, name)(image).enhance(1.0 + strength)
+    elif name != "Identity":
+        bits = [int(strength)] if name == "Posterize" else []
+        changed = getattr(ImageOps, name.lower())(image, *bits)
+    return changed
 
 
 def _affine(name: str, strength: float, width: int, height: int) -> tuple[float, ...]:
@@ -204,41 +200,52 @@ def _affine(name: str, strength: float, width: int, height: int) -> tuple[float,
 def augment_batch(images: Tensor, augmentation: Augmentation) -> Tensor:
     """Apply to each of the images (B, 3, R, R), uint8 on any device, its own operation; the input is not changed.
 
-    `augmentation` stays on the CPU: images are grouped by operation there, so that the device gets a few large
-    operations of each kind and is never waited for.
+    `augmentation` stays on the CPU: images are grouped by operation there, so that the device is never waited for.
     """
     images = images.clone(memory_format=torch.contiguous_format)
     names = [OPS[op] for op in augmentation.ops.tolist()]
-    strengths = augmentation.strengths.tolist()
-
-    def apply(ops: frozenset[str], function: Callable[[Tensor, Sequence[str], Sequence[float]], Tensor]) -> None:
-        if chosen := [i for i, name in enumerate(names) if name in ops]:
-            index = _to_device(images.device, np.array(chosen))
-            changed = function(images[index], [names[i] for i in chosen], [strengths[i] for i in chosen])
-            images.index_copy_(0, index, changed)
-
-    apply(_GEOMETRIC, _transform_affine)
-    apply(_BY_VALUE, _map_values)
-    apply(_BY_HISTOGRAM, _map_values)
-    apply(frozenset({"Color"}), lambda x, _, strength: _blend_batch(_grey(x)[:, None], x, strength))
-    if min(images.shape[-2:]) > 2:  # Pillow's filter leaves smaller images as they are
-        apply(frozenset({"Sharpness"}), lambda x, _, strength: _blend_batch(_smooth(x), x, strength))
+    for name in sorted({*names} - {"Identity"}):
+        numbers = [i for i, other in enumerate(names) if other == name]
+        index = copy_to_device(images.device, np.array(numbers))
+        images.index_copy_(0, index, _augment_group(images[index], name, augmentation.strengths[numbers].numpy()))
     return images
 
 
-def _to_device(device: torch.device, values: NDArray[Any]) -> Tensor:
+def copy_to_device(device: torch.device, values: NDArray[Any]) -> Tensor:
     """Copy an array to the device without waiting for it."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _transform_affine(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor:
+def _augment_group(x: Tensor, name: str, strengths: NDArray[np.float64]) -> Tensor:
+    """Apply one operation to all images."""
+    if name in _GEOMETRIC:
+        return _transform_affine(x, name, strengths)
+    strength = copy_to_device(x.device, strengths)[:, None, None]
+    if name in ("Color", "Sharpness"):
+        plain = _grey(x)[:, None] if name == "Color" else _smooth(x)
+        return _blend(plain, x, 1 + strength[..., None]).to(torch.uint8)
+    # The others map each value of a channel to another, by a table.
+    levels = torch.arange(256, device=x.device)
+    tables = {
+        "Brightness": lambda: _blend(torch.zeros_like(strength), levels, 1 + strength),
+        "Contrast": lambda: _blend(_mean_grey(x), levels, 1 + strength),
+        "Posterize": lambda: levels & ~((1 << (8 - strength.long())) - 1),
+        "Solarize": lambda: torch.where(levels < strength, levels, 255 - levels),
+        "AutoContrast": lambda: _autocontrast_table(_histogram(x), levels),
+        "Equalize": lambda: _equalize_table(_histogram(x), levels),
+    }
+    table = tables[name]().to(torch.uint8).expand(len(x), 3, 256)
+    return table.gather(2, x.flatten(2).long()).view_as(x)
+
+
+def _transform_affine(x: Tensor, name: str, strengths: NDArray[np.float64]) -> Tensor:
     """Pillow's affine transform. It computes source positions in fixed point, 1/65536, so it is exact on any device."""
     rows, columns = x.shape[-2:]
-    matrices = np.array([_affine(name, s, columns, rows) for name, s in zip(names, strengths, strict=True)])
+    matrices = np.array([_affine(name, strength, columns, rows) for strength in strengths.tolist()])
     matrices[:, 2] += matrices[:, :2].sum(1) / 2  # centres of pixels are at halves
     matrices[:, 5] += matrices[:, 3:5].sum(1) / 2
-    fixed = _to_device(x.device, np.floor(matrices * 65536 + 0.5).astype(np.int32))
+    fixed = copy_to_device(x.device, np.floor(matrices * 65536 + 0.5).astype(np.int32))
     a, b, c, d, e, f = fixed[:, :, None, None].unbind(1)
     to_y = torch.arange(rows, dtype=torch.int32, device=x.device)[:, None]
     to_x = torch.arange(columns, dtype=torch.int32, device=x.device)
@@ -248,27 +255,6 @@ def _transform_affine(x: Tensor, names: Sequence[str], strengths: Sequence[float
     source = (from_y * columns + from_x).masked_fill(~inside, 0).flatten(1).long()
     moved = x.flatten(2).gather(2, source[:, None].expand(-1, 3, -1)).view_as(x)
     return moved * inside[:, None]
-
-
-def _map_values(x: Tensor, names: Sequence[str], strengths: Sequence[float]) -> Tensor:
-    """Operations that map each value of a channel to another: one table of 256 values each, then one gather for all."""
-    levels = torch.arange(256, device=x.device)
-    strength = _to_device(x.device, np.array(strengths))[:, None, None]
-    mean = (_grey(x).flatten(1).sum(1, dtype=torch.int64).double() / x[0, 0].numel() + 0.5).floor()[:, None, None]
-    counts = _histogram(x) if _BY_HISTOGRAM.intersection(names) else levels
-    tables = {
-        "Brightness": lambda: _blend_float(torch.zeros_like(mean), levels, 1 + strength),
-        "Contrast": lambda: _blend_float(mean, levels, 1 + strength),
-        "Posterize": lambda: levels & ~((1 << (8 - strength.long())) - 1),
-        "Solarize": lambda: torch.where(levels < strength, levels, 255 - levels),
-        "AutoContrast": lambda: _autocontrast_table(counts, levels),
-        "Equalize": lambda: _equalize_table(counts, levels),
-    }
-    present = sorted(set(names))
-    which = _to_device(x.device, np.array([present.index(name) for name in names]))
-    stacked = torch.stack([tables[name]().to(torch.uint8).expand(len(x), 3, 256) for name in present])
-    table = stacked[which, torch.arange(len(x), device=x.device)]
-    return table.gather(2, x.flatten(2).long()).view_as(x)
 
 
 def _histogram(x: Tensor) -> Tensor:
@@ -314,13 +300,12 @@ def _smooth(x: Tensor) -> Tensor:
     return wide
 
 
-def _blend_batch(plain: Tensor, x: Tensor, strengths: Sequence[float]) -> Tensor:
-    factors = _to_device(x.device, 1.0 + np.array(strengths))[:, None, None, None]
-    return _blend_float(plain, x, factors).to(torch.uint8)
+def _mean_grey(x: Tensor) -> Tensor:
+    """The mean of each image in grey, rounded: (B, 1, 1)."""
+    return (_grey(x).flatten(1).sum(1, dtype=torch.int64).double() / x[0, 0].numel() + 0.5).floor()[:, None, None]
 
 
-def _blend_float(plain: Tensor, x: Tensor, share: Tensor) -> Tensor:
+def _blend(plain: Tensor, x: Tensor, share: Tensor) -> Tensor:
     """Blend from `plain` towards `x` and beyond, in float32 and truncated, as `Image.blend` does."""
-    plain, x = plain.float(), x.float()
-    step = (x - plain) * share.float()
-    return (plain + step).trunc().clamp(0, 255)
+    plain = plain.float()
+    return (plain + (x.float() - plain) * share.float()).trunc().clamp(0, 255)

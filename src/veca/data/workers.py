@@ -1,15 +1,13 @@
 """Worker processes that apply a function to a stream of tasks and return the results in order."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from PIL import AvifImagePlugin, Image
@@ -19,7 +17,6 @@ from torch.utils.data._utils import signal_handling
 from veca.errors import VecaError
 from veca.utils.signals import init_signals_of_worker, starting_workers
 
-TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 
 
@@ -27,8 +24,15 @@ class WorkerDiedError(VecaError, RuntimeError):
     """A worker process was killed or crashed."""
 
 
-class WorkerPool(Generic[TaskT, ResultT]):
-    """Applies `function` to each of `tasks` in `workers` processes (0: in this one); iterates over results in order.
+class _Tasks(Dataset[Any]):
+    """A dataset whose item at a task is the task itself."""
+
+    def __getitem__(self, task: Any) -> Any:
+        return task
+
+
+class WorkerPool(Iterator[ResultT], AbstractContextManager["WorkerPool[ResultT]"]):
+    """Applies `work` to each of `tasks` in `workers` processes (0: in this one); iterates over results in order.
 
     Tasks are taken as results are asked for, up to `prefetch` of them for each worker in advance. With `fork` the
     processes are forks of this one on any platform, and share what it has, such as memory or a compiled model. They
@@ -36,38 +40,34 @@ class WorkerPool(Generic[TaskT, ResultT]):
     """
 
     def __init__(
-        self,
-        function: Callable[[TaskT], ResultT],
-        tasks: Iterable[TaskT],
-        workers: int,
-        prefetch: int = 2,
-        fork: bool = False,
+        self, work: Callable[[Any], ResultT], tasks: Iterable[Any], workers: int, prefetch: int = 2, fork: bool = False
     ) -> None:
         # Built on DataLoader for its ordering, prefetching and watching over processes; its sampler gives the tasks.
         loader = DataLoader(
-            _MappedTasks(function),
+            _Tasks(),
             batch_size=None,
             sampler=tasks,
             num_workers=workers,
-            collate_fn=_identity,
+            collate_fn=work,
             worker_init_fn=_init_worker,
             prefetch_factor=prefetch if workers else None,
             multiprocessing_context="fork" if workers and fork else None,
             generator=torch.Generator(),  # else it would draw from the caller's random numbers
         )
         method = (loader.multiprocessing_context or multiprocessing).get_start_method() if workers else ""
-        with _keep_sigchld_handler(), starting_workers(forked=method == "fork"):
+        sigchld = getattr(signal, "SIGCHLD", None)  # None on Windows
+        handler = signal.getsignal(sigchld) if sigchld else None
+        with starting_workers(forked=method == "fork"):
             self._results: Any = iter(loader)
             _open_pools.add(self)
-
-    def __enter__(self) -> WorkerPool[TaskT, ResultT]:
-        return self
+        # Undo torch's handler, set just now or by an earlier loader. It would raise a worker's death at an arbitrary
+        # point of the main process; `next` reports it anyway.
+        if sigchld and threading.current_thread() is threading.main_thread():
+            of_torch = getattr(handler, "__module__", "") == signal_handling.__name__
+            signal.signal(sigchld, signal.SIG_DFL if of_torch else handler)
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __iter__(self) -> Iterator[ResultT]:
-        return self
 
     def __next__(self) -> ResultT:
         try:
@@ -91,7 +91,7 @@ class WorkerPool(Generic[TaskT, ResultT]):
                 process.join()
 
 
-_open_pools: weakref.WeakSet[WorkerPool[Any, Any]] = weakref.WeakSet()
+_open_pools: weakref.WeakSet[WorkerPool[Any]] = weakref.WeakSet()
 
 
 @atexit.register
@@ -100,39 +100,8 @@ def _close_all() -> None:
         pool.close()
 
 
-class _MappedTasks(Dataset[ResultT]):
-    """A dataset indexed by tasks instead of numbers."""
-
-    def __init__(self, function: Callable[[Any], ResultT]) -> None:
-        self.function = function
-
-    def __getitem__(self, task: Any) -> ResultT:
-        return self.function(task)
-
-
-def _identity(result: Any) -> Any:
-    return result
-
-
 def _init_worker(_: int) -> None:
     init_signals_of_worker()
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     # Pillow keeps freed memory for the next image; allocating anew is a quarter of the time a JPEG takes.
     Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _keep_sigchld_handler() -> Iterator[None]:
-    """Undo torch's SIGCHLD handler, set in the block or by an earlier loader.
-
-    It would raise a worker's death at an arbitrary point of the main process; `next` reports it anyway.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        of_torch = getattr(before, "__module__", "") == signal_handling.__name__
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL if of_torch else before)

@@ -31,8 +31,8 @@ from veca.embed.formats import WRITERS
 from veca.embed.partitions import Partition, PartitionState, SliceState
 from veca.embed.settings import ANEW, EmbedError, EmbedSettings, check_sources_hold_images
 from veca.model import Veca
+from veca.utils.console import reading_line
 from veca.utils.files import InUseError, atomic_path, list_paths, locked, publish, temporary_path
-from veca.utils.progress import reading_line
 
 _JOB, _DONE, _LOCK = "_job.json", "_done.json", "_lock"
 _OURS = re.compile(r"\d{8}\.parquet|_\d{8}-\d{4}\.parquet|_done\.json|\..*\.part")

@@ -38,7 +38,7 @@ from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings, describe
 from veca.embed.writer import PartitionWriter
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
-from veca.utils.progress import bar
+from veca.utils.console import bar
 from veca.version import __version__
 
 Engine = Literal["plain", "ray"]

@@ -32,8 +32,8 @@ from veca.embed.writer import PartitionWriter
 from veca.errors import NonFiniteError
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
+from veca.utils.console import ProgressTask, ReadingLine, bar
 from veca.utils.files import check_utf8, check_writable
-from veca.utils.progress import ProgressTask, ReadingLine, bar
 
 _SAVE_SECONDS = 60.0
 """How often the finished images of a partition in progress are saved: what a killed run loses at most."""

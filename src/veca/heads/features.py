@@ -31,8 +31,8 @@ from veca.data.datasets import batches
 from veca.data.datasets.base import Split
 from veca.errors import ArgumentError
 from veca.heads.frozen import FeatureKind, FrozenBackbone
+from veca.utils.console import bar
 from veca.utils.files import atomic_path
-from veca.utils.progress import bar
 
 FEATURES_VERSION = 1
 """Part of cache keys: raise it when the same settings give other numbers."""

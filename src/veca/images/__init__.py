@@ -10,13 +10,10 @@ truncated file is refused instead of being filled up with grey.
 Colour profiles (ICC) are ignored: the values in the file are taken to be sRGB.
 """
 
-from __future__ import annotations
-
 from veca.images.decode import MAX_PIXELS, ImageError, ImageTooLargeError, Source
-from veca.images.fit import PATCH, Fit, fit_image, resample
 from veca.images.formats import EXTENSIONS
-from veca.images.load import load_image, open_image, open_values
-from veca.images.tensors import MEAN, STD, normalize, pad_to_multiple, resize_to_multiple, to_tensor
+from veca.images.load import MEAN, STD, Fit, fit_image, load_image, normalize, open_image, open_values, to_tensor
+from veca.images.resize import PATCH, pad_to_multiple, resample, resize_to_multiple
 from veca.inputs import nearest_sizes
 
 __all__ = ["EXTENSIONS", "MAX_PIXELS", "MEAN", "PATCH", "STD", "Fit", "ImageError", "ImageTooLargeError", "Source"]

@@ -5,15 +5,13 @@ hostile files, and obey global switches that other libraries may have set. `deco
 where possible.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import BinaryIO
 
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
@@ -72,9 +70,7 @@ def _strict_pillow(limit: int) -> Iterator[None]:
     finally:
         with _pillow_lock:
             _limits.remove(limit)
-            if _limits:
-                Image.MAX_IMAGE_PIXELS = _HardLimit(max(_limits))
-            else:
+            if not _limits:
                 Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _saved
 
 
@@ -101,16 +97,15 @@ def image_errors(source: Source, max_pixels: int) -> Iterator[None]:
 def _source_name(source: object) -> str:
     if isinstance(source, bytes | bytearray | memoryview):
         return "<bytes>"
-    if isinstance(source, Image.Image):
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+    elif isinstance(source, Image.Image):
         name = getattr(source, "filename", "") or "<image>"
     elif hasattr(source, "read"):
         name = getattr(source, "name", "<stream>")
-    elif isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
     else:
         raise TypeError(f"source is {type(source).__name__}; pass a path, bytes, a binary stream or a Pillow image")
-    text = str(name)
-    return text if text and text.isprintable() else repr(name)
+    return name if isinstance(name, str) and name and name.isprintable() else repr(name)
 
 
 def max_bytes(max_pixels: int) -> int:
@@ -152,8 +147,6 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
             # Many camera raw files are TIFF inside, and their first page is a thumbnail.
             if image.format == "TIFF" and unsupported_suffix(source):
                 raise UnidentifiedImageError
-            if isinstance(image, TiffImagePlugin.TiffImageFile) and _is_preview(image):
-                raise ImageError("its first page is a small preview, as in raws of cameras; save the picture as PNG")
             _check_header(image, size, passes, max_pixels)
             extent: tuple[float, float] = image.size
             # A rotated image would begin with its partly covered pixels, which an extent cannot describe.
@@ -176,15 +169,12 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-@contextmanager
-def _open_stream(source: str | os.PathLike[str] | bytes | BinaryIO, limit: int) -> Iterator[BinaryIO]:
+def _open_stream(source: str | os.PathLike[str] | bytes | BinaryIO, limit: int) -> AbstractContextManager[BinaryIO]:
     if isinstance(source, str | os.PathLike):
-        with open(source, "rb", opener=_open_regular) as stream:
-            yield stream
-    elif isinstance(source, bytes | bytearray | memoryview):
-        yield io.BytesIO(source)
-    else:
-        yield source if source.seekable() else io.BytesIO(source.read(limit + 1))
+        return open(source, "rb", opener=_open_regular)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return io.BytesIO(source)
+    return nullcontext(source if source.seekable() else io.BytesIO(source.read(limit + 1)))
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -246,8 +236,8 @@ def _check_jpeg(data: bytes) -> tuple[bytes, int]:
     return bytes(view[: end + 2]), passes
 
 
-# Pillow parses these one by one, in Python.
-_MAX_PNG_CHUNKS, _MAX_GIF_BLOCKS, _MAX_PPM_HEADER = 2**16, 2**16, 2**16
+# Largest number of PNG chunks or GIF blocks, and of bytes in a PPM header: Pillow parses them one by one, in Python.
+_MAX_BLOCKS = 2**16
 
 
 def _check_png_chunks(stream: BinaryIO, size: int) -> None:
@@ -260,7 +250,7 @@ def _check_png_chunks(stream: BinaryIO, size: int) -> None:
             return
         position += 12 + length
         pixels, others = (pixels + 1, others) if kind in (b"IDAT", b"fdAT") else (pixels, others + 1)
-        if others > _MAX_PNG_CHUNKS or pixels > _MAX_PNG_CHUNKS + size // 1024:
+        if others > _MAX_BLOCKS or pixels > _MAX_BLOCKS + size // 1024:
             raise ImageError("PNG in very many chunks; save it again")
 
 
@@ -272,20 +262,20 @@ def _check_gif_blocks(stream: BinaryIO, size: int) -> None:
     while (mark := stream.read(1)) and mark not in (b",", b";"):
         length = stream.read(2)[1:] if mark == b"!" else b""
         blocks += 1
-        while length and length[0] and blocks <= _MAX_GIF_BLOCKS:
+        while length and length[0] and blocks <= _MAX_BLOCKS:
             stream.seek(length[0], os.SEEK_CUR)
             length = stream.read(1)
             blocks += 1
-        if blocks > _MAX_GIF_BLOCKS:
+        if blocks > _MAX_BLOCKS:
             raise ImageError("GIF with very many blocks before its first frame; save it again")
 
 
 def _check_ppm_header(stream: BinaryIO, size: int) -> None:
     """Refuse a PPM with very long comments before its sizes."""
-    head = stream.read(_MAX_PPM_HEADER)
+    head = stream.read(_MAX_BLOCKS)
     words = 3 if head[1:2] in (b"1", b"4") else 4  # a bitmap has no largest value
     if size > len(head) and len(re.sub(rb"#[^\r\n]*", b"", head).split(maxsplit=words)) < words:
-        raise ImageError(f"PPM with a header of over {_MAX_PPM_HEADER:,} bytes; save it again")
+        raise ImageError(f"PPM with a header of over {_MAX_BLOCKS:,} bytes; save it again")
 
 
 # Checks by the first bytes of a file
@@ -305,12 +295,6 @@ def _check_pixels(image: Image.Image, max_pixels: int) -> None:
         raise ImageTooLargeError(f"{height}×{width}; a side may have {_MAX_SIDE:,}. Cut it up")
 
 
-def _is_preview(image: TiffImagePlugin.TiffImageFile) -> bool:
-    """Tell whether the page is marked as a reduced copy of another, or the file as a digital negative (DNG)."""
-    kind = image.tag_v2.get(254, 0)
-    return (isinstance(kind, int) and kind & 1 == 1) or 50706 in image.tag_v2
-
-
 def _check_header(image: ImageFile.ImageFile, size: int, passes: int, max_pixels: int) -> None:
     """Refuse, before decoding, an image that would take too much memory or time or is known to be truncated."""
     _check_pixels(image, max_pixels)
@@ -321,8 +305,11 @@ def _check_header(image: ImageFile.ImageFile, size: int, passes: int, max_pixels
     if size > (limit := _SLOW_CODECS.get(codec, size)):
         raise ImageError(f"{size:,} bytes of {codec} data; at most {limit:,} are read. Use PNG")
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        tile_width, tile_height = image.tag_v2.get(322, 1), image.tag_v2.get(323, 1)
-        if tile_width * tile_height > max_pixels:
+        tags = image.tag_v2
+        # Tag 254 marks a page as a reduced copy of another, 50706 the file as a digital negative (DNG).
+        if (isinstance(tags.get(254), int) and tags[254] & 1) or 50706 in tags:
+            raise ImageError("its first page is a small preview, as in raws of cameras; save the picture as PNG")
+        if tags.get(322, 1) * tags.get(323, 1) > max_pixels:  # width and height of a tile
             raise ImageTooLargeError(f"TIFF in tiles of over {max_pixels:,} pixels; save it again")
         boxes = [tile.extents or (0, 0, 0, 0) for tile in image.tile]
         if sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) < pixels:

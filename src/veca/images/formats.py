@@ -1,10 +1,8 @@
 """Suffixes of image files: those that are decoded, and those that are reported as not supported."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -30,8 +28,8 @@ def unsupported_suffix(source: object) -> str:
     return suffix if suffix in UNSUPPORTED else ""
 
 
-class UnsupportedFiles(dict[tuple[str, ...], Counter[str]]):
-    """Files of unsupported formats that directory walks found: the count of each suffix, by walk.
+class UnsupportedFiles(dict[str, Counter[str]]):
+    """Files of unsupported formats that directory walks found: the count of each suffix, by source.
 
     `str()` gives a sentence for the user, or an empty string.
     """
@@ -68,7 +66,17 @@ def collect_unsupported() -> Iterator[UnsupportedFiles]:
         _current.reset(token)
 
 
-def report_unsupported(walk: tuple[str, ...], suffixes: Counter[str]) -> None:
-    """Report the unsupported files of a finished walk to the innermost `collect_unsupported` block."""
+def select_images(paths: Iterable[str], source: str, also: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the paths of images and of files with suffixes in `also`.
+
+    Those in unsupported formats are at the end reported to the innermost `collect_unsupported` block.
+    """
+    unsupported = Counter[str]()
+    for path in paths:
+        suffix = os.path.splitext(path)[1].lower()
+        if suffix in EXTENSIONS or path.lower().endswith(also):
+            yield path
+        elif suffix in UNSUPPORTED:
+            unsupported[suffix] += 1
     if (collected := _current.get()) is not None:
-        collected[walk] = suffixes
+        collected[source] = unsupported

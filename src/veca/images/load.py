@@ -1,25 +1,33 @@
-"""Open image files as upright RGB images or as arrays of labels, or load them as model input."""
+"""Load images as model input: open as upright RGB or as labels, fit to a size, convert to tensors, normalise."""
 
-from __future__ import annotations
-
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images.decode import MAX_PIXELS, ImageError, Source, decode, image_errors, orientation
-from veca.images.fit import Fit, FitSize, check_fit, fit_image
-from veca.images.tensors import normalize, to_tensor
+from veca.images.decode import MAX_PIXELS, ImageError, ImageTooLargeError, Source, decode, image_errors, orientation
+from veca.images.resize import PATCH, cached_tensors, check_tensor, resample
+from veca.inputs import nearest_sizes
 
+Fit = Literal["crop", "stretch", "keep", "pad"]
+# One side, or (height, width)
+FitSize = int | tuple[int, int] | None
+Colour = tuple[int, int, int]
+
+# Short side of the resized image over the side of its centre crop: 288 for 256
+CROP_RATIO = 1.125
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+WHITE: Colour = (255, 255, 255)
 # What makes an image upright, by its EXIF orientation from 2 on; 1 is upright
 _TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
 _TRANSPOSE = {code: Image.Transpose[name] for code, name in enumerate(_TURNS, start=2)}
 _BAND_PIXELS = 2**22
-Colour = tuple[int, int, int]
-WHITE: Colour = (255, 255, 255)
 
 
 def load_image(
@@ -30,7 +38,7 @@ def load_image(
     >>> load_image(Image.new("RGB", (640, 400)), size=64).shape
     torch.Size([3, 64, 64])
     """
-    check_fit(size, fit)
+    _check_fit(size, fit)
     image = open_image(source, max_pixels=max_pixels, background=background)
     with image_errors(source, max_pixels):  # it may get too large
         image = fit_image(image, size, fit, max_pixels)
@@ -124,3 +132,104 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     if isinstance(transparent, int):
         grey.putalpha(Image.fromarray((values != transparent).astype(np.uint8) * 255))
     return grey
+
+
+def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Resize an RGB image (bicubic, antialiased) so that both sides are multiples of 16.
+
+    - "crop": the evaluation transform. The short side becomes 1.125 × `size` and the centre is kept.
+    - "stretch": exactly `size`; the aspect ratio is not kept.
+    - "keep": the short side becomes `size`, the long one the multiple of 16 nearest to keeping
+      the aspect ratio; nothing is cropped. Without `size`: the multiples nearest to the sides.
+    - "pad": the short side becomes `size`; without it, nothing is resized. Then the last column
+      and row are repeated to the right and downwards up to the next multiples of 16.
+
+    `size` is one number or, for "crop" and "stretch", also (height, width).
+
+    Padding adds at most 15 pixels to a side, so every patch holds real pixels. Patches that lie
+    fully inside the image keep exactly their pixels. Coordinates span the padded canvas, so
+    those of a real patch move by at most 2 · 15 / side; the cores see at most one more row and
+    one more column of patches, partly padded.
+
+    >>> fit_image(Image.new("RGB", (640, 400)), 64, "keep").size
+    (96, 64)
+    """
+    _check_fit(size, fit)
+    _check_rgb(image)
+    width, height = image.size
+    if isinstance(size, tuple):
+        rows, columns = size
+    elif size is not None and fit in ("crop", "stretch"):
+        rows = columns = size
+    else:
+        scale = size / min(height, width) if size else 1
+        rows, columns = round(height * scale), round(width * scale)
+        if fit == "keep":
+            rows, columns = nearest_sizes(height * scale, width * scale)
+    pad_rows, pad_columns = -rows % PATCH, -columns % PATCH
+    total = (rows + pad_rows) * (columns + pad_columns)
+    if total > max_pixels:
+        made = f"{rows + pad_rows}×{columns + pad_columns} = {total:,} pixels"
+        rule = f"at most {max_pixels:,} are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
+        raise ImageTooLargeError(f"{height}×{width}; fit={fit!r} with size={size} would make it {made}, and {rule}")
+    if fit == "crop":
+        return crop_centre(image, columns, rows)
+    image = resample(image, (columns, rows), (0, 0, width, height))
+    if pad_rows or pad_columns:
+        image = Image.fromarray(np.pad(np.asarray(image), ((0, pad_rows), (0, pad_columns), (0, 0)), mode="edge"))
+    return image
+
+
+def crop_centre(image: Image.Image, columns: int, rows: int) -> Image.Image:
+    """Resize the short side to 1.125 × that of the crop and keep the centre, `columns` × `rows`, of an RGB image."""
+    width, height = image.size
+    scale = min(height / rows, width / columns) / CROP_RATIO
+    left, top = (width - columns * scale) / 2, (height - rows * scale) / 2
+    return resample(image, (columns, rows), (left, top, width - left, height - top))
+
+
+def _check_fit(size: FitSize, fit: str) -> None:
+    """Raise `ArgumentError` unless `fit_image` can use both."""
+    if fit not in get_args(Fit):
+        raise ArgumentError(f"fit is {fit!r}; it must be one of {', '.join(get_args(Fit))}")
+    if size is None and fit in ("crop", "stretch"):
+        raise ArgumentError(f"size is None; fit={fit!r} needs one. Or use fit='keep' or 'pad'")
+    if isinstance(size, tuple) and fit in ("keep", "pad"):
+        raise ArgumentError(f"size is {size}; fit={fit!r} takes one number, the short side")
+    for side in size if isinstance(size, tuple) else (size,):
+        if side is not None and (operator.index(side) < PATCH or side % PATCH):
+            low = max(side // PATCH, 1) * PATCH
+            nearest = f"{low} or {low + PATCH}" if side > PATCH else str(PATCH)
+            raise ArgumentError(f"size is {side}; it must be a positive multiple of {PATCH}. Nearest: {nearest}")
+
+
+def _check_rgb(image: Image.Image) -> None:
+    """Raise `ArgumentError` for an image of another mode."""
+    if image.mode != "RGB":
+        raise ArgumentError(f"image has mode {image.mode}; it must be RGB. open_image converts it")
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Convert an RGB image to a uint8 tensor (3, H, W)."""
+    _check_rgb(image)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def normalize(x: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
+    """Normalise a tensor (..., 3, H, W), uint8 or float in [0, 1], to float32, by default as ImageNet models expect.
+
+    >>> normalize(torch.full((3, 16, 16), 0.485))[0, 0, 0]
+    tensor(0.)
+    """
+    check_tensor(x, x.is_floating_point() or x.dtype == torch.uint8, "uint8 or float in [0, 1]")
+    # Only on the CPU, where reading the maximum costs no synchronisation. Resizing may overshoot 1 a little.
+    readable = x.is_floating_point() and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and x.numel() and (top := float(x.detach().max())) > 2:
+        raise ArgumentError(f"tensor has values up to {top:g}; floats must lie in [0, 1]. Divide by 255, or pass uint8")
+    unit = x.float() if x.is_floating_point() else x.float() / 255
+    return (unit - _channel_constants(tuple(mean), x.device)) / _channel_constants(tuple(std), x.device)
+
+
+@cached_tensors  # copying constants to a GPU would wait for it at every batch
+def _channel_constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(3, 1, 1)

@@ -1,42 +1,97 @@
-"""Resize feature maps and images by matrix products: fast on GPUs, with deterministic gradients."""
-
-from __future__ import annotations
+"""Resize Pillow images, image tensors and feature maps."""
 
 import functools
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
+from veca.errors import ArgumentError
+from veca.inputs import nearest_sizes
+
+PATCH = 16
 Mode: TypeAlias = Literal["bilinear", "bicubic"]
 
 
+def cached_tensors(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cache the tensors that a function makes from constants; they must not be written to."""
+    # A tensor made in inference mode could not be used by a later training step.
+    build = torch.inference_mode(False)(build)
+    cached = functools.lru_cache(maxsize=16)(build)
+
+    @functools.wraps(build)
+    def get(*args: Any, **options: Any) -> Tensor:
+        # A tensor made while tracing must not outlive the trace (`torch.empty` shows fake tensors), so no cache there.
+        tracing = torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor
+        return build(*args, **options) if tracing else cached(*args, **options)
+
+    return get
+
+
 def resize_maps(maps: Tensor, size: tuple[int, int], mode: Mode = "bilinear", antialias: bool = False) -> Tensor:
-    """Compute `F.interpolate(maps, size, mode=mode, antialias=antialias)` for maps (..., h, w)."""
+    """Compute `F.interpolate(maps, size, mode=mode, antialias=antialias)` for maps (..., h, w).
+
+    By matrix products: fast on GPUs, with deterministic gradients.
+    """
     (height, width), (rows, columns) = maps.shape[-2:], size
     if rows != height:
-        maps = resize_matrix(height, rows, maps, mode, antialias) @ maps
+        maps = resize_matrix(height, rows, maps.device, maps.dtype, mode, antialias) @ maps
     if columns != width:
-        maps = maps @ resize_matrix(width, columns, maps, mode, antialias).mT
+        maps = maps @ resize_matrix(width, columns, maps.device, maps.dtype, mode, antialias).mT
     return maps
 
 
-def resize_matrix(before: int, after: int, like: Tensor, mode: Mode = "bilinear", antialias: bool = False) -> Tensor:
-    """Return the matrix (after, before) that resizes one side, on the device and in the dtype of `like`.
-
-    It is cached between calls, so it must not be written to.
-    """
-    # A tensor made while tracing must not outlive the trace (`torch.empty` shows fake tensors), so no cache there.
-    tracing = torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor
-    build = _resize_matrix.__wrapped__ if tracing else _resize_matrix
-    return build(before, after, like.device, like.dtype, mode, antialias)
-
-
-@functools.lru_cache(maxsize=16)
-@torch.inference_mode(False)  # a matrix made in inference mode could not be used by a later training step
-def _resize_matrix(
-    before: int, after: int, device: torch.device, dtype: torch.dtype, mode: Mode, antialias: bool
+@cached_tensors
+def resize_matrix(
+    before: int, after: int, device: torch.device, dtype: torch.dtype, mode: Mode = "bilinear", antialias: bool = False
 ) -> Tensor:
+    """Return the matrix (after, before) that resizes one side."""
     unit = torch.eye(before, device=device, dtype=torch.promote_types(dtype, torch.float32))
     return F.interpolate(unit[None, None], (after, before), mode=mode, antialias=antialias)[0, 0].to(dtype)
+
+
+def resample(image: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+    """Resize the part of an RGB image in `box` = (left, top, right, bottom) to `size` = (width, height).
+
+    Bicubic and antialiased. Pixels around the box contribute at its edges: the result is a crop of the resized image.
+    """
+    left, top, right, bottom = box
+    # Pillow resizes horizontally first: an image 1 wide and millions high would grow before it shrinks.
+    if size[0] > right - left and size[1] < bottom - top:
+        image = image.resize((image.width, size[1]), Image.Resampling.BICUBIC, (0, top, image.width, bottom))
+        top, bottom = 0, size[1]
+    return image.resize(size, Image.Resampling.BICUBIC, (left, top, right, bottom))
+
+
+def resize_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
+    """Resize a float tensor (..., 3, H, W) to the nearest multiples (bicubic, antialiased).
+
+    As with any bicubic resize, values may overshoot a little at hard edges.
+    """
+    check_tensor(x, x.is_floating_point(), "floating point")
+    rows, columns = nearest_sizes(x.shape[-2], x.shape[-1], patch)
+    if (rows, columns) == x.shape[-2:]:
+        return x
+    resized = F.interpolate(x.reshape(-1, *x.shape[-3:]), (rows, columns), mode="bicubic", antialias=True)
+    return resized.reshape(*x.shape[:-2], rows, columns)
+
+
+def pad_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
+    """Repeat the last column and row of a float tensor (..., 3, H, W) up to the next multiples.
+
+    What this changes for the model is described under "pad" in `fit_image`.
+    """
+    check_tensor(x, x.is_floating_point(), "floating point")
+    for dim, side in ((-2, x.shape[-2]), (-1, x.shape[-1])):
+        x = x.index_select(dim, torch.arange(side + -side % patch, device=x.device).clamp(max=side - 1))
+    return x
+
+
+def check_tensor(x: Tensor, dtype_fits: bool, dtypes: str) -> None:
+    if x.ndim < 3 or x.shape[-3] != 3:
+        raise ArgumentError(f"tensor has shape {tuple(x.shape)}; it must be (..., 3, H, W)")
+    if not dtype_fits:
+        raise ArgumentError(f"tensor is {x.dtype}; it must be {dtypes}")

@@ -1,7 +1,5 @@
 """Sample photographs that need no download: those that scikit-image ships."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -39,9 +39,9 @@ from veca.inspect.map_measures import Alignment, Moments
 from veca.inspect.maps import CHUNK_SIZE, attention_and_profiles, capture_attention
 from veca.model import Veca, VecaOutput
 from veca.rope import Rotary
+from veca.utils.console import bar, reading_line
 from veca.utils.device import describe_versions
 from veca.utils.files import list_paths
-from veca.utils.progress import bar, reading_line
 
 BATCH_PIXELS, BATCH_PIXELS_ON_CPU = 64 * 256 * 256, 16 * 256 * 256
 """Default batch size, in pixels."""

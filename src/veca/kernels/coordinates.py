@@ -1,16 +1,87 @@
-"""Triton kernel: the coordinate update of the cores between two blocks, for inference.
+"""Triton kernels of the coordinate heads, linear layers with two outputs: forward and backward, and the update.
 
-Shapes: B images, C cores, D width; state and coordinates (B, C, 2).
+A matrix product with so narrow a side leaves most of a GPU idle, and so do the reductions that a compiler makes of it.
+Here each row is read once in either pass, and the weight's gradient is accumulated on the way. For inference the whole
+update of the cores between two blocks is one kernel.
+
+Shapes: B images, C cores, D width; M = B·C rows. x is (M, D), weight (2, D), bias (2), out (M, 2); state and
+coordinates are (B, C, 2).
 """
-
-from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.launch import program_pair
+from veca.kernels.launch import launchable, multiprocessors, program_pair
+from veca.kernels.norm_swiglu import column_sums
+
+NARROW_ROWS = 8
+"""Rows per program, or per step of one."""
+
+
+@triton.jit(do_not_specialize=["M"])
+def _narrow_linear_kernel(x, weight, bias, out, M, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    m, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    a = tl.load(x + m.to(tl.int64)[:, None] * D + k, (m[:, None] < M) & (k < D), 0.0).to(tl.float32)
+    for side in tl.static_range(2):
+        w = tl.load(weight + side * D + k, k < D, 0.0).to(tl.float32)
+        tl.store(out + 2 * m + side, tl.sum(a * w, 1) + tl.load(bias + side).to(tl.float32), m < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _narrow_linear_backward_kernel(
+    d_out, x, weight, d_x, partials, M, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    k = tl.arange(0, WIDTH)[None, :]
+    w0 = tl.load(weight + k, k < D, 0.0).to(tl.float32)
+    w1 = tl.load(weight + D + k, k < D, 0.0).to(tl.float32)
+    dw0 = tl.zeros([ROWS, WIDTH], tl.float32)
+    dw1 = tl.zeros([ROWS, WIDTH], tl.float32)
+    db0 = tl.zeros([ROWS], tl.float32)
+    db1 = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+        m = first + tl.arange(0, ROWS)
+        inside = (m[:, None] < M) & (k < D)
+        at = m.to(tl.int64)[:, None] * D + k
+        a = tl.load(x + at, inside, 0.0).to(tl.float32)
+        d0 = tl.load(d_out + 2 * m, m < M, 0.0).to(tl.float32)
+        d1 = tl.load(d_out + 2 * m + 1, m < M, 0.0).to(tl.float32)
+        dw0 += d0[:, None] * a
+        dw1 += d1[:, None] * a
+        db0 += d0
+        db1 += d1
+        tl.store(d_x + at, (d0[:, None] * w0 + d1[:, None] * w1).to(d_x.dtype.element_ty), inside)
+    # A partial sum is the gradient of the weight (2, D), then that of the bias (2).
+    to = partials + tl.program_id(0) * (2 * D + 2)
+    tl.store(to + k, tl.sum(dw0, 0)[None, :], k < D)
+    tl.store(to + D + k, tl.sum(dw1, 0)[None, :], k < D)
+    tl.store(to + 2 * D, tl.sum(db0, 0))
+    tl.store(to + 2 * D + 1, tl.sum(db1, 0))
+
+
+def launch_narrow_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`x Wᵀ + bias` in float32: (..., D) → (..., 2)."""
+    x = x.contiguous()
+    rows, dim = x.numel() // x.shape[-1], x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
+    launchable(_narrow_linear_kernel, x)[triton.cdiv(rows, NARROW_ROWS),](
+        x, weight, bias, out, rows, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=NARROW_ROWS
+    )
+    return out
+
+
+def launch_narrow_linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of weight and bias in one row (2·D + 2)."""
+    x, d_out = x.contiguous(), d_out.contiguous()
+    rows, dim = x.numel() // x.shape[-1], x.shape[-1]
+    d_x = torch.empty_like(x)
+    programs = torch.sym_min(triton.cdiv(rows, NARROW_ROWS), 4 * multiprocessors(x))
+    partials = x.new_empty(programs, 2 * dim + 2, dtype=torch.float32)
+    launchable(_narrow_linear_backward_kernel, x)[programs,](
+        d_out, x, weight, d_x, partials, rows, D=dim, WIDTH=triton.next_power_of_2(dim), ROWS=NARROW_ROWS, num_warps=8
+    )
+    return d_x, column_sums(partials, weight.dtype)
 
 
 @triton.jit

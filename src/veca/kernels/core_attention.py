@@ -15,8 +15,6 @@ with any strides but the last; the cores' coordinates (B, C, 2), the patches' (N
 float32. Softmax works in base 2: `lse` (B, H, S) is the log2 of each row's sum of exponentials.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

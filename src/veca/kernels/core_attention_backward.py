@@ -4,8 +4,6 @@ The first role reads q and the output's gradient, writes dq of the patches, and 
 second reads k and v, writes dk and dv of the patches, and accumulates dq of the cores.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d
 columns of probabilities are head-major: h·C + c.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Of the three dimensions of a CUDA grid only the first may exceed 65,535. Whateve
 there, and `program_pair` takes it apart. Offsets beyond 2³¹ elements are computed in 64 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -15,8 +15,6 @@ The small steps between such products are here too.
 Shapes: M rows (tokens), K inputs, N outputs; x (M, K), W (N, K), out (M, N), or (M, N/2) after SwiGLU.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

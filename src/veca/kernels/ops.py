@@ -6,8 +6,6 @@ Triton. torch's compiler is not loaded either, which takes nearly as long as tor
 Shapes are those of `veca.kernels.core_attention`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -15,14 +13,12 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
-
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -149,7 +145,7 @@ def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...]
 @register_operator("veca::swiglu")
 def swiglu_op(h: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`silu(u) * v` of [u, v] = h + bias: (..., 2W) → (..., W)."""
-    from veca.kernels.swiglu import launch_swiglu
+    from veca.kernels.norm_swiglu import launch_swiglu
 
     return launch_swiglu(h, bias)
 
@@ -162,7 +158,7 @@ def _(h: Tensor, *_: Any) -> Tensor:
 @register_operator("veca::swiglu_backward")
 def swiglu_backward_op(d_out: Tensor, h: Tensor, bias: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
     """Gradients of h and bias."""
-    from veca.kernels.swiglu import launch_swiglu_backward
+    from veca.kernels.norm_swiglu import launch_swiglu_backward
 
     return launch_swiglu_backward(d_out, h, bias)
 
@@ -186,7 +182,7 @@ swiglu_op.register_autograd(_swiglu_gradients, setup_context=_save_first_two)
 @register_operator("veca::narrow_linear")
 def narrow_linear_op(x: Tensor, weight: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`x Wᵀ + bias` in float32 with a weight (2, D): (..., D) → (..., 2)."""
-    from veca.kernels.narrow_linear import launch_narrow_linear
+    from veca.kernels.coordinates import launch_narrow_linear
 
     return launch_narrow_linear(x, weight, bias)
 
@@ -199,7 +195,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 @register_operator("veca::narrow_linear_backward")
 def narrow_linear_backward_op(d_out: Tensor, x: Tensor, weight: Tensor, kernels: str = "") -> tuple[Tensor, Tensor]:
     """Gradients of x, and of weight and bias in one row (2·D + 2)."""
-    from veca.kernels.narrow_linear import launch_narrow_linear_backward
+    from veca.kernels.coordinates import launch_narrow_linear_backward
 
     return launch_narrow_linear_backward(d_out, x, weight)
 
@@ -236,7 +232,7 @@ def add_norm_op(
 
     Without an update both sums are empty tensors: they would equal x.
     """
-    from veca.kernels.add_norm import launch_add_norm
+    from veca.kernels.norm_swiglu import launch_add_norm
 
     return launch_add_norm(x, update, weight, bias, eps, dtype, cores)
 
@@ -257,7 +253,7 @@ def add_norm_backward_op(
     update: torch.dtype | None, kernels: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, of the update (empty where there was none), and of weight and bias (2, D)."""
-    from veca.kernels.add_norm import launch_add_norm_backward
+    from veca.kernels.norm_swiglu import launch_add_norm_backward
 
     return launch_add_norm_backward(d_total, d_normed, d_cores, total, weight, eps, update)
 

@@ -3,8 +3,6 @@
 Shapes: d width of a head, HALF = d/2. Channel j of a query or key is rotated with channel j + d/2.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.datasets.base import ProbeData
-from veca.data.datasets.dense_batches import DenseLoader, open_pair
+from veca.data.datasets.batches import DenseLoader, open_pair
 from veca.data.transforms import slide_windows
 from veca.heads.dense import DenseBatch, DenseHead, DenseMetrics, DepthHead, Norm, SegmentationHead
 from veca.heads.dense_fit import DenseSweep, fit_many
@@ -28,7 +28,7 @@ from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
 from veca.probe.run import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
-from veca.utils.progress import bar
+from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
 
 NormName: TypeAlias = Literal["none", "batch", "standard"]

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.data.datasets.base import DatasetError, ProbeData
+from veca.data.datasets import DatasetError, ProbeData
 from veca.data.datasets.batches import CropTransform, join_some
 from veca.errors import ArgumentError
 from veca.heads.features import Extraction, digest_of, drop_unreadable
@@ -33,9 +33,9 @@ from veca.heads.frozen import FeatureKind, FrozenBackbone
 from veca.heads.linear import DECAYS, RATES, LinearHead, score, score_valid_labels, train_linear
 from veca.heads.metrics import average_precision, percent_by_class, top_k_accuracy, top_k_hits
 from veca.probe.results import SCHEMA, SPLITS
+from veca.utils.console import bar
 from veca.utils.device import describe_versions
 from veca.utils.files import atomic_path, check_utf8, check_writable
-from veca.utils.progress import bar
 from veca.utils.settings import Bounds, Positive, Settings
 
 ROWS_VERSION = 1  # of the code that computes rows: raise it when equal settings give other numbers

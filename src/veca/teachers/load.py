@@ -96,7 +96,7 @@ def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
     if side != size:
         # Resizing is linear, so its matrix is folded into the kernel. No pseudo-inverse, as for a model that changes
         # its patch size: only the teacher's input would be resized, not the student's.
-        resizing = resize_matrix(side, size, kernel, "bicubic", antialias=True)
+        resizing = resize_matrix(side, size, kernel.device, kernel.dtype, "bicubic", antialias=True)
         kernel = resizing.mT @ kernel @ resizing
     own.weight.copy_(kernel)
     own.bias.copy_(bias)  # type: ignore[union-attr]  # a patch embedding of ours always has one

@@ -13,7 +13,7 @@ from veca.data.index import DataError
 from veca.images import normalize
 from veca.teachers import Standardized, Targets
 from veca.train.validation import TeacherRunner
-from veca.utils.progress import bar
+from veca.utils.console import bar
 
 
 class TeacherMaps:

@@ -1,7 +1,5 @@
 """Atomic writes, checks before writing, and locks on folders."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -12,8 +12,6 @@ A settings class derives from `Settings`. Types come from its annotations, bound
 Lists become tuples, keys that are numbers as text become numbers; everything else must have its type already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -156,7 +154,7 @@ def _apply_change(values: dict[str, Any], change: str, error: type[VecaError]) -
         raise error(f"--set {change}: the value is not YAML") from cause
 
 
-class _MisfitError(Exception):
+class _MisfitError(VecaError):
     """A value that does not fit its type: the key, the value and the rule."""
 
 
@@ -172,7 +170,18 @@ def _fit(kind: Any, value: Any, key: str) -> Any:
         value = _fit(arguments[0], value, key)
         require(arguments[1].allow(value), str(arguments[1]))
     elif origin in (Union, types.UnionType):
-        return _fit_any(arguments, value, key)
+        rules = ["null"] * (type(None) in arguments)
+        if value is None and rules:
+            return None
+        for choice in (choice for choice in arguments if choice is not type(None)):
+            try:
+                return _fit(choice, value, key)
+            except _MisfitError as misfit:
+                where, _, rule = misfit.args
+                if where != key:  # within the value, which has this kind otherwise
+                    raise
+                rules.append(rule)
+        require(False, ", or ".join(rules))
     elif origin is Literal:
         require(value in arguments, " or ".join(map(repr, arguments)))
     elif origin is tuple:
@@ -196,18 +205,3 @@ def _fit(kind: Any, value: Any, key: str) -> Any:
         require(type(value) is kind, _TYPE_NAMES[kind])
         require(kind is not int or -(2**63) <= value < 2**63, "an integer of 64 bits")
     return value
-
-
-def _fit_any(kinds: Sequence[Any], value: Any, key: str) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    rules = ["null"] * (type(None) in kinds)
-    for kind in (kind for kind in kinds if kind is not type(None)):
-        try:
-            return _fit(kind, value, key)
-        except _MisfitError as misfit:
-            where, _, rule = misfit.args
-            if where != key:  # within the value, which has this kind otherwise
-                raise
-            rules.append(rule)
-    raise _MisfitError(key, value, ", or ".join(rules))

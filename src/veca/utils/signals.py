@@ -1,8 +1,5 @@
 """Signal handling: commands that stop cleanly, and worker processes that end with their parent."""
 
-from __future__ import annotations
-
-import ctypes
 import math
 import multiprocessing
 import os
@@ -20,11 +17,7 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 # A second signal within this many seconds is a duplicate: `timeout` and torchrun signal a process and its group, a
 # terminal that closes signals directly and through its shell.
 IMPATIENT = 1.0
-_PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
-# Main thread of the process that imported this. A forked process inherits the value, and its only thread has the
-# identifier of the thread that forked: the two are equal if the main thread did.
-_MAIN_THREAD = threading.main_thread().ident
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
@@ -46,7 +39,7 @@ class Terminated(_StoppedBySignal, KeyboardInterrupt):
 
 
 @contextmanager
-def _handled_by(handler: _Handler, applies: Callable[[int, Any], bool]) -> Iterator[dict[int, Any]]:
+def handled_by(handler: _Handler, applies: Callable[[int, Any], bool]) -> Iterator[dict[int, Any]]:
     """While the block runs, have `handler` handle the signals whose number and present handler `applies` accepts.
 
     Yields their previous handlers; none outside the main thread, the only one that may set handlers.
@@ -82,7 +75,7 @@ def terminable() -> Iterator[None]:
         raise Terminated(number)
 
     try:
-        with _handled_by(handle, lambda number, old: number != signal.SIGINT and old is signal.SIG_DFL):
+        with handled_by(handle, lambda number, old: number != signal.SIGINT and old is signal.SIG_DFL):
             yield
     except Terminated as error:
         sys.exit(exit_status(error))
@@ -108,7 +101,7 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
         first = min(first, time.monotonic())
         on_signal(number)
 
-    with _handled_by(handle, lambda _, old: old is not signal.SIG_IGN):
+    with handled_by(handle, lambda _, old: old is not signal.SIG_IGN):
         yield
 
 
@@ -136,7 +129,7 @@ def starting_workers(forked: bool) -> Iterator[None]:
     block = forked and hasattr(signal, "pthread_sigmask")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING) if block else set()
     deferred: list[tuple[int, FrameType | None]] = []
-    with _handled_by(lambda *args: deferred.append(args), lambda _, old: callable(old)) as previous:
+    with handled_by(lambda *args: deferred.append(args), lambda _, old: callable(old)) as previous:
         try:
             yield
         finally:
@@ -159,32 +152,20 @@ def init_signals_of_worker() -> None:
 
 
 def end_with_parent() -> None:
-    """End this worker process when its parent has ended, for whatever reason. Called in the worker.
+    """End this worker process within a second when its parent has ended, for whatever reason. Called in the worker.
 
-    On Linux the kernel kills it, even if its decoder hangs. Elsewhere, or if another thread than the main one forked
-    it, a thread polls.
+    A thread polls, which goes on while a decoder hangs.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or (pid := parent.pid) is None:
+    if parent is None:
         return
     method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
     # The direct parent may be a fork server; Windows keeps the number of a parent that is gone.
     by_number = method != "forkserver" and sys.platform != "win32"
 
-    def parent_lives() -> bool:
-        return os.getppid() == pid if by_number else parent.is_alive()
-
     def watch() -> None:
-        while parent_lives():
+        while os.getppid() == parent.pid if by_number else parent.is_alive():
             time.sleep(_POLL_SECONDS)
         os._exit(1)
 
-    # The kernel signals at the end of the *thread* that forked, so this must be the main thread.
-    requested = False
-    if method == "fork" and threading.get_ident() == _MAIN_THREAD and sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            requested = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-    if not requested:
-        threading.Thread(target=watch, name="veca-parent", daemon=True).start()
-    elif not parent_lives():  # it ended before the request
-        os._exit(1)
+    threading.Thread(target=watch, name="veca-parent", daemon=True).start()

@@ -1,7 +1,5 @@
 """Text for people: escaped, shortened, formatted."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import reprlib

@@ -3,8 +3,7 @@
 On CUDA a sample is the time between two events on the stream; elsewhere it is wall-clock time.
 """
 
-from __future__ import annotations
-
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -49,7 +48,9 @@ def measure(
             if round_ >= warmup:
                 seconds[name].append(sample)
             elif repeat_short:
-                count[name] = calls_per_sample(sample)
+                # As often as fills a sample: 1 for 20 ms, 10 for 0.5 ms.
+                enough = min(_MAX_CALLS, math.ceil(_SAMPLE_SECONDS / max(sample, 1e-9)))
+                count[name] = 1 if sample >= _SHORT_CALL else enough
     return seconds
 
 
@@ -71,15 +72,6 @@ def timed(call: Call, device: torch.device, count: int = 1) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def calls_per_sample(seconds: float) -> int:
-    """How often a call that takes `seconds` is repeated in one sample.
-
-    >>> calls_per_sample(0.02), calls_per_sample(0.0005), calls_per_sample(0.0)
-    (1, 10, 100)
-    """
-    return 1 if seconds >= _SHORT_CALL else min(_MAX_CALLS, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9)))
-
-
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -94,15 +86,13 @@ def describe(error: Exception) -> str:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product, the best of a few: nothing made of such products runs faster."""
     side = 8192 if device.type == "cuda" else 256
-    # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
-    while side < 2048 and timed(_matrix_product(side, device, dtype), device) < 0.02:
+    while True:
+        a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
+        product = functools.partial(torch.mm, a, b, out=out)
+        # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
+        if side >= 2048 or timed(product, device) >= 0.02:
+            return 2 * side**3 / best_seconds(product, device)
         side *= 2
-    return 2 * side**3 / best_seconds(_matrix_product(side, device, dtype), device)
-
-
-def _matrix_product(side: int, device: torch.device, dtype: torch.dtype) -> Call:
-    a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
-    return lambda: torch.mm(a, b, out=out)
 
 
 def best_seconds(call: Call, device: torch.device, samples: int = 10) -> float:

@@ -1,19 +1,19 @@
-"""The HTTP API under the page, described at /openapi.json and as useful to a script."""
+"""The explorer's HTTP API, described at /openapi.json, and its state: models, images, cached results."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from torch import Tensor
 
 import veca
 from veca.errors import NonFiniteError
@@ -21,15 +21,13 @@ from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_size
 from veca.inspect.projections import heat_hex
 from veca.model import Veca
 from veca.utils.text import origin
-from veca.web import schemas
-from veca.web.analysis import pack_features, pack_layer, pack_view
+from veca.web import analysis, schemas
+from veca.web.analysis import REFERENCE_SIZE, Analysis
 from veca.web.connections import LIMITS, Limits
-from veca.web.costs import count_costs
-from veca.web.explorer import MAX_JOBS, MAX_RESULT_BYTES, Explorer
-from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES
-from veca.web.jobs import RequestError
+from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES, ImageStore, StoredImage, UploadReceiver
+from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError, T
 from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
-from veca.web.security import LOOPBACK, SecurityMiddleware
+from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Of the page's files, by suffix."""
@@ -42,20 +40,20 @@ def create_app(
     *,
     hosts: set[str] | None = None,
     token: str | None = None,
-    max_result_bytes: int = MAX_RESULT_BYTES,
-    max_jobs: int = MAX_JOBS,
+    max_jobs: int = 32,
     warm: bool = True,
     limits: Limits = LIMITS,
 ) -> FastAPI:
     """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it."""
-    explorer = Explorer(models, max_result_bytes, max_jobs, limits)
+    explorer = Explorer(models, max_jobs, limits)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if warm:
             explorer.warm_up()
         yield
-        explorer.close()
+        for queue in (explorer.model_queue, explorer.decode_queue):
+            queue.close()
 
     app = FastAPI(
         title="veca explorer",
@@ -70,19 +68,144 @@ def create_app(
     # Runs before everything else, also for the page's files and /openapi.json.
     app.add_middleware(SecurityMiddleware, hosts=hosts or LOOPBACK, token=token)
     app.include_router(router)
-    _add_page_routes(app)
+    # The page's files are read once, here: no request names a file.
+    for file in (files("veca.web") / "static").iterdir():
+        if media_type := MEDIA_TYPES.get(file.name.rpartition(".")[2]):
+            path = "/" if file.name == "index.html" else f"/{file.name}"
+            app.router.routes.append(Route(path, Response(file.read_bytes(), media_type=media_type), methods=["GET"]))
     app.openapi_schema = _describe_values(app.openapi(), explorer)
     return app
 
 
-def _explorer(request: Request) -> Explorer:
-    return request.app.state.explorer
+class Explorer:
+    """Models, images, cached results, and the queues that compute them: one thread runs models, another decodes."""
+
+    def __init__(self, models: Mapping[str, Veca], max_jobs: int, limits: Limits) -> None:
+        self.models = dict(models)
+        self.images = ImageStore()
+        self.uploads = UploadReceiver(limits)
+        self.model_queue = JobQueue("veca-model", max_jobs)
+        self.decode_queue = JobQueue("veca-decode", 36)
+        # Responses built at once: each takes tens of megabytes, and built faster than sent they would pile up.
+        self.response_slots = asyncio.Semaphore(2)
+        self.analyses: ByteCache[Analysis] = ByteCache(
+            2**29, lambda result: sum(array.nbytes for array in result.arrays.values())
+        )
+        self._references: ByteCache[Tensor] = ByteCache(2**26, lambda features: features.nbytes)
+        # Wrapped in a tuple, since None is a result too: the dense ViT without timm.
+        self._measured: ByteCache[tuple[Any]] = ByteCache(4096, lambda _: 1)
+
+    def warm_up(self) -> None:
+        """Run the model once, so that no client waits for the slow first pass of a process."""
+        for id in list(self.images.samples)[:1]:
+            (name, model), image = next(iter(self.models.items())), self.images.get(id)
+            assert image is not None
+            setting = schemas.ViewSetting(id, name, max(model.config.budgets), REFERENCE_SIZE)
+            self.model_queue.submit("warm-up", self.analyse(setting, image))
+
+    def check(self, setting: schemas.ViewSetting) -> Veca:
+        """The model of a valid setting; `RequestError` for what this server does not offer."""
+        if setting.model not in self.models:
+            raise RequestError(422, f"No model is called {setting.model!r}; there are {', '.join(self.models)}.")
+        model = self.models[setting.model]
+        for name, offered in (("cores", model.config.budgets), ("size", SHORT_SIDES)):
+            if (value := getattr(setting, name)) not in offered:
+                raise RequestError(422, f"{name}={value}: choose one of {', '.join(map(str, offered))}.")
+        return model
+
+    def analyse(self, setting: schemas.ViewSetting, image: StoredImage) -> JobSteps[Analysis]:
+        if result := self.analyses.get(setting):
+            return result
+        model, reference_key = self.models[setting.model], (setting.picture, setting.model)
+        reference = self._references.get(reference_key)
+        if reference is None:
+            reference = analysis.reference_features(model, image)
+            self._references.put(reference_key, reference)
+            yield  # a good moment to stop if the client is gone
+        result = analysis.analyse(model, image, setting.cores, setting.size, reference, asdict(setting))
+        self.analyses.put(setting, result)
+        return result
+
+    def measure(self, setting: schemas.ViewSetting, image: StoredImage) -> JobSteps[schemas.MeasuredCosts]:
+        model = self.models[setting.model]
+        images = analysis.model_input(model, image, setting.size)
+        measurements: dict[str, tuple[Any, JobSteps[Any]]] = {
+            "veca": (
+                setting.cores,
+                analysis.measure_calls([lambda: model(images, cores=setting.cores)], images.device),
+            ),
+            "dense": (None, analysis.measure_dense(model.config, images)),
+        }
+        costs = {}
+        for name, (cores, steps) in measurements.items():
+            key = (setting.model, images.shape, name, cores)
+            if (cached := self._measured.get(key)) is None:
+                cached = ((yield from steps),)
+                self._measured.put(key, cached)
+            costs[name] = cached[0]
+        return schemas.MeasuredCosts(**costs)
+
+
+class Client:
+    """One request to the explorer; jobs for it are dropped once its client has disconnected."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.explorer = request, request.app.state.explorer
+        host = request.client.host if request.client else ""
+        self.host, self.address = host, address_of(host)
+
+    async def run(self, queue: JobQueue, key: Any, steps: JobSteps[T], pane: str | None = None, **options: Any) -> T:
+        async def disconnected() -> None:
+            while (await self.request.receive())["type"] != "http.disconnect":
+                pass
+
+        # Pages choose names for their panes: those of two machines may be equal.
+        pane = f"{self.host} {pane}" if pane else ""
+        return await queue.run(key, steps, disconnected, client=self.address, pane=pane, **options)
+
+    async def decode(self, key: Any, decode: Callable[..., T], *args: Any) -> T:
+        def steps() -> JobSteps[T]:
+            return decode(*args)
+            yield
+
+        return await self.run(self.explorer.decode_queue, key, steps())
+
+    async def image(self, id: str) -> StoredImage:
+        images = self.explorer.images
+        stored = images.cache.get(id) or await self.decode(id, images.get, id)
+        if stored is None:
+            raise RequestError(404, "There is no such picture here any more: upload it again.")
+        return stored
+
+    async def respond(self, media_type: str, build: Callable[..., bytes], *args: Any, **headers: str) -> Response:
+        """A large response, built in a thread when it is its turn."""
+        async with self.explorer.response_slots:
+            content = await asyncio.to_thread(build, *args)
+        return Response(content, media_type=media_type, headers=headers)
+
+
+async def _client(request: Request) -> Client:  # async: FastAPI calls others in a thread, where requests would queue
+    return Client(request)
+
+
+ClientDep = Annotated[Client, Depends(_client)]
+
+
+async def _analyse(client: ClientDep, setting: SettingQuery, pane: schemas.PaneId = None) -> Analysis:
+    explorer = client.explorer
+    explorer.check(setting)
+    if result := explorer.analyses.get(setting):
+        return result
+    image = await client.image(setting.picture)
+    return await client.run(explorer.model_queue, setting, explorer.analyse(setting, image), pane)
+
+
+AnalysisDep = Annotated[Analysis, Depends(_analyse)]
 
 
 @router.get("/about", responses=error_responses())
-async def get_about(request: Request) -> schemas.About:
+async def get_about(client: ClientDep) -> schemas.About:
     """Models, sizes, samples and limits."""
-    explorer = _explorer(request)
     models = [
         schemas.ModelInfo(
             name=name,
@@ -93,14 +216,14 @@ async def get_about(request: Request) -> schemas.About:
             budgets=sorted(model.config.budgets),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
-        for name, model in explorer.models.items()
+        for name, model in client.explorer.models.items()
     ]
     return schemas.About(
         version=veca.__version__,
-        device=str(next(iter(explorer.models.values())).norm.weight.device),
+        device=str(next(iter(client.explorer.models.values())).norm.weight.device),
         models=models,
         sizes=list(SHORT_SIDES),
-        samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in explorer.images.samples],
+        samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in client.explorer.images.samples],
         heat=heat_hex(torch.linspace(0, 1, 11)),
         most_bytes=MAX_UPLOAD_BYTES,
         most_pixels=MAX_PIXELS,
@@ -111,82 +234,76 @@ BODY = {"required": True, "content": {OCTET_STREAM: {"schema": {"type": "string"
 
 
 @router.post("/pictures", responses=error_responses(408, 409, 413, 415), openapi_extra={"requestBody": BODY})
-async def upload_image(request: Request) -> schemas.ImageInfo:
+async def upload_image(client: ClientDep) -> schemas.ImageInfo:
     """Upload an image as the body: JPEG, PNG, WebP, AVIF, TIFF, GIF, BMP or PPM. The same bytes get the same id."""
-    return (await _explorer(request).upload(request)).info
+    async with client.explorer.uploads.receive(client.request, client.address) as data:
+        # A key of its own: every upload is decoded, and `add` finds bytes that are already there.
+        return (await client.decode(object(), client.explorer.images.add, data)).info
 
 
 @router.get("/pictures/{id}", responses=binary_responses("image/jpeg", "The image as analysed.", 404, 409, 422))
-async def get_image(request: Request, id: schemas.ImageId, side: schemas.MaxSide = DISPLAY_SIZE) -> Response:
+async def get_image(client: ClientDep, id: schemas.ImageId, side: schemas.MaxSide = DISPLAY_SIZE) -> Response:
     """An image, for display."""
-    explorer = _explorer(request)
-    image = await explorer.image(request, id)
-    return Response(await explorer.build_response(partial(image.jpeg, side)), media_type="image/jpeg")
+    return await client.respond("image/jpeg", (await client.image(id)).jpeg, side)
 
 
 @router.get("/pictures/{id}/about", responses=error_responses(404, 409, 422))
-async def get_image_info(request: Request, id: schemas.ImageId) -> schemas.ImageInfo:
+async def get_image_info(client: ClientDep, id: schemas.ImageId) -> schemas.ImageInfo:
     """Whether an image is still held, and its size."""
-    return (await _explorer(request).image(request, id)).info
+    return (await client.image(id)).info
 
 
 @router.get("/view", responses=binary_responses(SAFETENSORS, "colours, features, places.", 404, 409, 422))
-async def get_view(request: Request, setting: SettingQuery, pane: schemas.PaneId = None) -> Response:
+async def get_view(client: ClientDep, result: AnalysisDep) -> Response:
     """Features of an image.
 
     Safetensors: `colours` (rows, columns, 3) of bytes, the first principal components, fitted to the same image
     at 256 px with all cores; `features` (rows, columns, D) of int8, each patch scaled by its maximum; `places` (layers,
     cores, 2), the (x, y) of the cores in [-1, 1].
     """
-    explorer = _explorer(request)
-    analysis = await explorer.analyse(request, setting, pane)
-    return Response(await explorer.build_response(partial(pack_view, analysis)), media_type=SAFETENSORS)
+    return await client.respond(SAFETENSORS, analysis.pack_view, result)
 
 
 @router.get("/layer", responses=binary_responses(SAFETENSORS, "maps, ranges, profiles, shares.", 404, 409, 422))
-async def get_layer(
-    request: Request, setting: SettingQuery, layer: schemas.LayerNumber, pane: schemas.PaneId = None
-) -> Response:
+async def get_layer(layer: schemas.LayerNumber, result: AnalysisDep) -> Response:
     """Where cores look in one layer, and which cores each patch listens to.
 
     Safetensors: `maps` (cores, rows, columns) of bytes, `ranges` (cores, 3): the attention at 0 and at 255, and its
     peak over its mean; `profiles` (rows, columns, cores) of bytes, the share of each core in the update of a patch,
     relative to `shares` (rows, columns), the largest.
     """
-    explorer = _explorer(request)
-    layers = len(explorer.check(setting).blocks)
-    if layer > layers:
-        raise RequestError(422, f"layer={layer}: {setting.model} has layers 1 to {layers}.")
-    analysis = await explorer.analyse(request, setting, pane)
-    return Response(pack_layer(analysis, layer), media_type=SAFETENSORS)  # small: needs no thread
+    if layer > (layers := len(result.arrays["maps"])):
+        raise RequestError(422, f"layer={layer}: {result.about['model']} has layers 1 to {layers}.")
+    return Response(analysis.pack_layer(result, layer), media_type=SAFETENSORS)  # small: needs no thread
 
 
 @router.get("/features", responses=binary_responses(OCTET_STREAM, "A file of features.", 404, 409, 422))
 async def get_features(
-    request: Request, setting: SettingQuery, file_format: schemas.FileFormat = "safetensors"
+    client: ClientDep, setting: SettingQuery, result: AnalysisDep, file_format: schemas.FileFormat = "safetensors"
 ) -> Response:
     """The features as a file, float32: `cls` (D), `cores` (C, D), `patches` (rows, columns, D), `coordinates`."""
-    explorer = _explorer(request)
-    analysis = await explorer.analyse(request, setting)
-    data = await explorer.build_response(partial(pack_features, analysis, file_format))
     name = f"veca-{setting.picture[:12]}-{setting.cores}-{setting.size}.{file_format}"
-    return Response(data, media_type=OCTET_STREAM, headers={"content-disposition": f'attachment; filename="{name}"'})
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    return await client.respond(OCTET_STREAM, analysis.pack_features, result, file_format, **headers)
 
 
 @router.get("/counts", responses=error_responses(404, 409, 422))
-async def get_counts(request: Request, setting: SettingQuery) -> schemas.CountedCosts:
+async def get_counts(client: ClientDep, setting: SettingQuery) -> schemas.CountedCosts:
     """Tokens and GFLOPs of one image, counted: of VECA and of the dense ViT of the same size."""
-    explorer = _explorer(request)
-    config = explorer.check(setting).config
-    image = (await explorer.image(request, setting.picture)).image
+    config = client.explorer.check(setting).config
+    image = (await client.image(setting.picture)).image
     scale = setting.size / min(image.size)  # the short side becomes `size`, both sides whole patches
-    return count_costs(config, *nearest_sizes(image.height * scale, image.width * scale), setting.cores)
+    return analysis.count_costs(config, *nearest_sizes(image.height * scale, image.width * scale), setting.cores)
 
 
 @router.get("/measures", responses=error_responses(404, 409, 422))
-async def get_measures(request: Request, setting: SettingQuery, pane: schemas.PaneId = None) -> schemas.MeasuredCosts:
+async def get_measures(client: ClientDep, setting: SettingQuery, pane: schemas.PaneId = None) -> schemas.MeasuredCosts:
     """Time and memory of one image, measured on this machine once it is idle: of VECA and of the dense ViT."""
-    return await _explorer(request).measure(request, setting, pane)
+    explorer = client.explorer
+    explorer.check(setting)
+    steps = explorer.measure(setting, await client.image(setting.picture))
+    pane = pane and f"{pane} measures"  # a view does not cancel a measurement of the same pane
+    return await client.run(explorer.model_queue, ("measure", setting), steps, pane, later=True)
 
 
 async def _answer_error(request: Request, error: Any) -> Response:
@@ -226,11 +343,3 @@ def _describe_values(schema: dict[str, Any], explorer: Explorer) -> dict[str, An
         for parameter in path.get("get", {}).get("parameters", ()):
             parameter["schema"] |= values.get(parameter["name"], {}) if parameter["in"] == "query" else {}
     return schema
-
-
-def _add_page_routes(app: FastAPI) -> None:
-    """Serve the page's files, read once at the start: no request names a file."""
-    for file in (files("veca.web") / "static").iterdir():
-        if media_type := MEDIA_TYPES.get(file.name.rpartition(".")[2]):
-            path = "/" if file.name == "index.html" else f"/{file.name}"
-            app.router.routes.append(Route(path, Response(file.read_bytes(), media_type=media_type), methods=["GET"]))

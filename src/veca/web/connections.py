@@ -1,4 +1,4 @@
-"""The HTTP server with limits on connections: duration of each phase, number per address, unsent bytes.
+"""The HTTP server with limits on connections: time of each phase, number per address, unsent bytes.
 
 uvicorn closes a connection only when it is idle after a response. A client that sends nothing, sends a byte now and
 then, or never reads its response could hold a connection forever.
@@ -7,23 +7,28 @@ then, or never reads its response could hold a connection forever.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from veca.utils.signals import handled_by
 from veca.web.security import address_of
 
-BACKLOG = 128
-"""Connections that wait to be accepted: so many can exceed the limit before the first is closed."""
 INITIAL_CREDIT = 2**16
 """Bytes credited to every transfer when the slowest is determined, so that it is not the newest."""
 _MAX_PARSED = 2**14
 """Bytes passed to h11 at a time: it checks the length of headers only between two calls."""
-_REFUSAL = b'{"problem": "Too many connections at once; try again in a moment."}'
+_PROBLEM = b'{"problem": "Too many connections at once; try again in a moment."}'
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(_PROBLEM), _PROBLEM)
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,25 @@ def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
     # The log has errors only: otherwise clients could fill it with invalid requests.
     quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "ws": "none"}
     timeouts: dict[str, Any] = {"timeout_keep_alive": limits.idle_seconds, "timeout_graceful_shutdown": 3}
-    return uvicorn.Server(uvicorn.Config(app, http=protocol, backlog=BACKLOG, **quiet, **timeouts))
+    # The backlog waits to be accepted: so many connections can exceed the limit before the first is closed.
+    return _LimitedServer(uvicorn.Config(app, http=protocol, backlog=128, **quiet, **timeouts))
+
+
+class _LimitedServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Shut down on SIGHUP too, where it ends a command. uvicorn raises what it captured again in the end."""
+        hangup = getattr(signal, "SIGHUP", None)  # not on Windows; not callable where it is ignored, as under nohup
+        applies = lambda number, handler: number == hangup and callable(handler)  # noqa: E731
+        with super().capture_signals(), handled_by(self.handle_exit, applies):
+            yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        pool: ConnectionPool = self.config.http.pool  # type: ignore[union-attr]
+        for connection in [connection for connection in pool.open if connection.is_overdue()]:
+            pool.close(connection)
+        return await super().on_tick(counter)
 
 
 class ConnectionPool:
@@ -77,14 +100,10 @@ class ConnectionPool:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.open: set[LimitedProtocol] = set()
-        shortest = min(limits.header_seconds, limits.idle_seconds, limits.body_seconds, limits.grace_seconds)
-        self._interval = min(1.0, shortest / 4)
-        self._sweep_scheduled = False
 
     def add(self, new: LimitedProtocol) -> None:
         """Admit a connection; at the limit the slowest of a crowded address makes room, or the new one is refused."""
         self.open.add(new)
-        self._schedule_sweep(new.loop)
         per_address = Counter(connection.address for connection in self.open)
         own_crowded = per_address[new.address] > self.limits.per_address
         if not own_crowded and len(self.open) <= self.limits.connections:
@@ -95,7 +114,8 @@ class ConnectionPool:
             self.close(min(candidates, key=lambda connection: connection.pace))
         else:
             self.open.discard(new)
-            new.refuse()
+            new.transport.write(_REFUSAL)
+            new.transport.close()
 
     def limit_unsent(self) -> None:
         """Close connections that do not read, until the responses of all others fit into memory."""
@@ -108,17 +128,6 @@ class ConnectionPool:
     def close(self, connection: LimitedProtocol) -> None:
         self.open.discard(connection)
         connection.transport.abort()  # `close` would wait until the client has read everything
-
-    def _schedule_sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.open and not self._sweep_scheduled:
-            self._sweep_scheduled = True
-            loop.call_later(self._interval, self._sweep, loop)
-
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._sweep_scheduled = False
-        for connection in [connection for connection in self.open if connection.is_overdue()]:
-            self.close(connection)
-        self._schedule_sweep(loop)
 
 
 class LimitedProtocol(H11Protocol):
@@ -178,13 +187,6 @@ class LimitedProtocol(H11Protocol):
             self._begin_phase()
             super().on_response_complete()
 
-    def refuse(self) -> None:
-        self.transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-            b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)
-        )
-        self.transport.close()
-
     @property
     def unsent(self) -> int:
         """Bytes of the response that the client has not read yet."""
@@ -230,11 +232,10 @@ class LimitedProtocol(H11Protocol):
 
 def _within_file_limit(limits: Limits) -> Limits:
     """Let connections take at most half of the files that this process may open."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return limits
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY or files // 2 >= limits.connections:
-        return limits
-    return replace(limits, connections=files // 2, per_address=min(limits.per_address, files // 4))
+    with suppress(ImportError):
+        import resource  # not on Windows
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY and files // 2 < limits.connections:
+            return replace(limits, connections=files // 2, per_address=min(limits.per_address, files // 4))
+    return limits

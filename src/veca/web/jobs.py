@@ -3,8 +3,6 @@
 A job is a generator. At each `yield` it may be paused for more urgent jobs, or ended if nobody waits for it any more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading
@@ -45,20 +43,15 @@ class DroppedError(RequestError):
 @dataclass
 class QueuedJob:
     key: Hashable
-    make: Callable[[], JobSteps[Any]]
+    steps: JobSteps[Any]
     later: bool
     client: str
     turn: int
     """How many jobs the same client had queued before: clients take turns, however many jobs each has."""
     order: int
+    started: bool = False
     waiters: dict[Future[Any], str] = field(default_factory=dict)
     """Futures of those who wait for the result, and the pane of each."""
-    steps: JobSteps[Any] | None = None
-
-    @property
-    def priority(self) -> tuple[Any, ...]:
-        """The smallest runs next: a started job goes on until it ends, except for those that run `later`."""
-        return self.later, self.steps is None, self.turn, self.order
 
 
 class JobQueue:
@@ -69,19 +62,15 @@ class JobQueue:
 
     def __init__(self, name: str, max_jobs: int) -> None:
         self.max_jobs, self.max_per_client = max_jobs, max_jobs - max_jobs // 4
+        self.jobs: dict[Hashable, QueuedJob] = {}
         self._condition = threading.Condition()
-        self._jobs: dict[Hashable, QueuedJob] = {}
         self._order = itertools.count()
         self._open = True
         self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def waiting(self) -> int:
-        return len(self._jobs)
-
     def submit(
-        self, key: Hashable, make: Callable[[], JobSteps[T]], *, client: str = "", pane: str = "", later: bool = False
+        self, key: Hashable, steps: JobSteps[T], *, client: str = "", pane: str = "", later: bool = False
     ) -> Future[T]:
         """The result of the job `key`, queued unless it is already; `BusyError` if there is no room.
 
@@ -89,27 +78,26 @@ class JobQueue:
         """
         with self._condition:
             # At most `max_jobs` jobs: scanning them all is cheap.
-            for job in [job for job in self._jobs.values() if pane and job.key != key]:
-                for future in [future for future, waiting_pane in job.waiters.items() if waiting_pane == pane]:
-                    self._leave(job, future)
-                    future.set_exception(DroppedError())
-            if key not in self._jobs:
-                turn = sum(job.client == client for job in self._jobs.values()) if client else 0
-                if len(self._jobs) >= self.max_jobs or turn >= self.max_per_client or not self._open:
+            others = [job for job in self.jobs.values() if pane and job.key != key]
+            for stale in [future for job in others for future, waiting in job.waiters.items() if waiting == pane]:
+                self._leave(stale)
+                stale.set_exception(DroppedError())
+            if key not in self.jobs:
+                turn = sum(job.client == client for job in self.jobs.values()) if client else 0
+                if len(self.jobs) >= self.max_jobs or turn >= self.max_per_client or not self._open:
                     raise BusyError
-                self._jobs[key] = QueuedJob(key, make, later, client, turn, next(self._order))
+                self.jobs[key] = QueuedJob(key, steps, later, client, turn, next(self._order))
                 self._condition.notify()
             future = Future[T]()
             future.set_running_or_notify_cancel()  # it can no longer be cancelled, so setting its result cannot fail
-            self._jobs[key].waiters[future] = pane
+            self.jobs[key].waiters[future] = pane
             return future
 
     async def run(
-        self, key: Hashable, make: Callable[[], JobSteps[T]], disconnected: Callable[[], Awaitable[object]],
-        **options: Any,
-    ) -> T:  # fmt: skip
+        self, key: Hashable, steps: JobSteps[T], disconnected: Callable[[], Awaitable[object]], **options: Any
+    ) -> T:
         """`submit` and wait; the job is dropped once `disconnected()` returns."""
-        future = self.submit(key, make, **options)
+        future = self.submit(key, steps, **options)
         result: asyncio.Future[Any] = asyncio.wrap_future(future)
         watcher: asyncio.Future[Any] = asyncio.ensure_future(disconnected())
         try:
@@ -120,9 +108,7 @@ class JobQueue:
         finally:
             watcher.cancel()
             with self._condition:
-                for job in list(self._jobs.values()):
-                    if future in job.waiters:
-                        self._leave(job, future)
+                self._leave(future)
 
     def close(self) -> None:
         with self._condition:
@@ -130,37 +116,34 @@ class JobQueue:
             self._condition.notify_all()
         self._thread.join(timeout=10)
 
-    def _leave(self, job: QueuedJob, future: Future[Any]) -> None:
+    def _leave(self, future: Future[Any]) -> None:
         """Stop waiting; without any waiter a job is not begun, or not continued."""
-        del job.waiters[future]
-        if not job.waiters:
-            del self._jobs[job.key]
-
-    def _next_job(self) -> QueuedJob | None:
-        with self._condition:
-            while self._open:
-                if self._jobs:
-                    # Chosen anew after every step: this is how a `later` job makes way.
-                    return min(self._jobs.values(), key=lambda job: job.priority)
-                self._condition.wait()
-        return None
+        for job in list(self.jobs.values()):
+            if job.waiters.pop(future, None) is not None and not job.waiters:
+                del self.jobs[job.key]
 
     def _run_jobs(self) -> None:
-        while job := self._next_job():
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self.jobs or not self._open)
+                if not self._open:
+                    break
+                # Chosen anew after every step: a job goes on until it ends, except for one that runs `later`.
+                job = min(self.jobs.values(), key=lambda job: (job.later, not job.started, job.turn, job.order))
             try:
-                job.steps = job.steps or job.make()
+                job.started = True
                 next(job.steps)
             except StopIteration as end:
                 self._finish(job, result=end.value)
             except Exception as error:  # the waiters get it; the thread goes on
                 self._finish(job, error=error)
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             self._finish(job, error=DroppedError())
 
     def _finish(self, job: QueuedJob, result: Any = None, error: Exception | None = None) -> None:
         with self._condition:
-            if self._jobs.get(job.key) is job:
-                del self._jobs[job.key]
+            if self.jobs.get(job.key) is job:
+                del self.jobs[job.key]
             for future in job.waiters:
                 if error is None:
                     future.set_result(result)

@@ -1,17 +1,14 @@
 """Security of requests: host name, origin, token and number at once; headers of responses."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import socket
-from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
-if TYPE_CHECKING:  # the command line imports this module without the web extra
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "veca-token"
 HEADERS = {
@@ -71,79 +68,65 @@ class SecurityMiddleware:
     def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str | None = None, max_requests: int = 128) -> None:
         self.app, self.hosts, self.token = app, frozenset(hosts), token
         self.max_requests, self.max_per_address = max_requests, max_requests - max_requests // 4
-        self.active: Counter[str] = Counter()
+        self.active: dict[object, str] = {}  # the address of each request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":  # anything else is a WebSocket, which is ignored
                 await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        client = address_of((scope.get("client") or [""])[0])
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                present = {name for name, _ in message.get("headers", ())}
-                extra = [(n.encode(), v.encode()) for n, v in HEADERS.items() if n.encode() not in present]
-                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        client = address_of((scope.get("client") or [""])[0])
-        refusal = self._check(scope, headers, client)
-        if refusal is not None:
-            from starlette.responses import JSONResponse, Response
-
-            status, problem, extra = refusal
-            extra = {"connection": "close", **extra}
-            response = JSONResponse({"problem": problem}, status, extra) if problem else Response(None, status, extra)
-            await response(scope, receive, send_with_headers)
+        if refusal := self._check(scope, client):
+            await refusal(scope, receive, send_with_headers)
             return
-        receiving = True
+        request, receiving = object(), True
 
         async def receive_uncounted() -> Message:
             nonlocal receiving
             if not receiving:
                 return await receive()
-            self._count(client, -1)
+            del self.active[request]
             try:
                 message = await receive()
             finally:
-                self._count(client, 1)
+                self.active[request] = client
             receiving = bool(message.get("more_body"))
             return message
 
-        self._count(client, 1)
+        self.active[request] = client
         try:
             await self.app(scope, receive_uncounted, send_with_headers)
         finally:
-            self._count(client, -1)
+            del self.active[request]
 
-    def _count(self, client: str, change: int) -> None:
-        self.active[client] += change
-        if not self.active[client]:
-            del self.active[client]
-
-    def _check(self, scope: Scope, headers: dict[str, str], client: str) -> tuple[int, str, dict[str, str]] | None:
-        """Status, message and headers of a refusal; None if the request may pass."""
-        host = headers.get("host", "")
+    def _check(self, scope: Scope, client: str) -> Response | None:
+        """The answer to a request that is refused; None if it may pass."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_own_host(host):
-            return 421, "This server does not answer under that name; ask it by the address it printed.", {}
+            return _refuse(421, "This server does not answer under that name; ask it by the address it printed.")
         # Another site's page could send images here, though it could not read the response.
-        foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-        origin = headers.get("origin")
-        if (foreign and scope["path"] != "/") or (
-            origin is not None and origin.lower().partition("://")[2] != host.lower()
-        ):
-            return 403, "Requests of other sites are refused.", {}
+        foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and scope["path"] != "/"
+        if foreign or (origin is not None and origin.lower().partition("://")[2] != host.lower()):
+            return _refuse(403, "Requests of other sites are refused.")
         if self.token is not None:
             query = parse_qs(scope["query_string"].decode("latin-1")) if scope["path"] == "/" else {}
             if self._is_token(query.get("token", [""])[0]):
                 cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Lax"
-                return 303, "", {"location": "/", "set-cookie": cookie}
+                return RedirectResponse("/", 303, {"connection": "close", "set-cookie": cookie})
             if not self._is_token(_presented_token(headers)):
                 message = "A token is needed: open the address the server printed, with its ?token=…"
-                return 401, message, {"www-authenticate": "Bearer"}
-        if self.active.total() >= self.max_requests or self.active[client] >= self.max_per_address:
-            return 503, "Too many requests at once; try again in a moment.", {"retry-after": "1"}
+                return _refuse(401, message, ("www-authenticate", "Bearer"))
+        if len(self.active) >= self.max_requests or list(self.active.values()).count(client) >= self.max_per_address:
+            return _refuse(503, "Too many requests at once; try again in a moment.", ("retry-after", "1"))
         return None
 
     def _is_own_host(self, host: str) -> bool:
@@ -162,7 +145,11 @@ class SecurityMiddleware:
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _presented_token(headers: dict[str, str]) -> str:
+def _refuse(status: int, problem: str, *headers: tuple[str, str]) -> Response:
+    return JSONResponse({"problem": problem}, status, dict([("connection", "close"), *headers]))
+
+
+def _presented_token(headers: Headers) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()

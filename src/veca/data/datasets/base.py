@@ -1,26 +1,27 @@
-"""The in-memory form of a labelled dataset: lists of files, splits with labels, masks or depths.
+"""The in-memory form of a labelled dataset, and the reading of text lists, MATLAB files and folders of images.
 
-Names are one run of bytes and labels one array, so that a million images take little memory and are sent to worker
-processes in one piece. Nothing is opened before it is asked for.
+Nothing is opened before it is asked for; splits are small enough to be sent to worker processes.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from veca.data.datasets.matlab import MatError, load_mat
-from veca.data.remote import as_text, read_span
-from veca.errors import VecaError
+from veca.data.index import ImageIndex
+from veca.data.sources import list_files
+from veca.errors import VecaError, needs_extra
 from veca.images import ImageError, open_values
+from veca.utils.settings import Settings
 
 LabelTask = Literal["classify", "multilabel", "segment", "depth"]
 
@@ -30,70 +31,93 @@ HELD_OUT = 0.1
 """The share of train that becomes val where a benchmark has none."""
 HASHED_FILES = 64
 """At most this many files of a split have their bytes hashed."""
+_CHECKED_FILES = 1000
+"""So many files of a list are checked to exist."""
+_MAX_LIST_BYTES = 1 << 28
+"""Of a list, or of a MATLAB file when unpacked: the longest list, that of Places365, has 60 million bytes."""
+_COMPRESSED = 15
+"""Tag of a compressed element in the MAT format (miCOMPRESSED)."""
 
 
 class DatasetError(VecaError, ValueError):
     """A dataset cannot be read; the message says what is missing and which layout is expected."""
 
 
-class FileList:
-    """Files under `root`, or spans of such files, named `file\\0member`."""
+def read_lines(path: Path) -> list[str]:
+    """Read the non-empty lines of a list, stripped."""
+    if (size := path.stat().st_size) > _MAX_LIST_BYTES:
+        raise DatasetError(f"{path} has {size:,} bytes; at most {_MAX_LIST_BYTES:,} are read of a list")
+    return [line.strip() for line in path.read_text("utf-8", "replace").splitlines() if line.strip()]
 
-    def __init__(self, root: str | os.PathLike[str], names: Sequence[str], spans: NDArray[np.int64] | None = None):
-        # Names come from lists in downloaded archives: they must not lead out of the folder.
-        if outside := next((name for name in names if ".." in name and ".." in name.split("/")), None):
-            raise DatasetError(f"the lists name {outside!r}, which is outside the dataset's folder")
-        # fsencode: a file name need not be valid UTF-8.
-        parts = [os.fsencode(name) for name in names]
-        self.root, self._spans = os.fspath(root), spans
-        self._ends = np.cumsum([0, *map(len, parts)])
-        self._names = b"".join(parts)
 
-    def __len__(self) -> int:
-        return len(self._ends) - 1
+def read_columns(path: Path, columns: int) -> list[list[str]]:
+    """Split the lines of a list into words; fewer than `columns` are an error, as it cannot be the right list."""
+    rows = [line.split() for line in read_lines(path)]
+    if short := next((row for row in rows if len(row) < columns), None):
+        raise DatasetError(f"{path} has the line {' '.join(short)!r}; {columns} words are expected")
+    return rows
 
-    def text(self, i: int) -> str:
-        """Return the name as it was given."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"item {i}; there are {len(self):,}")
-        return os.fsdecode(self._names[self._ends[i] : self._ends[i + 1]])
 
-    def name(self, i: int) -> str:
-        return as_text(self.text(i).replace("\0", "/"))
+def load_mat(path: Path, *names: str) -> dict[str, Any]:
+    """Return the variables `names` of a .mat file, without dimensions of size one."""
+    with needs_extra(f"{path}: needs", "eval"):
+        from scipy.io import loadmat
+    try:
+        _check_unpacked_size(path)
+        variables: dict[str, Any] = loadmat(path, squeeze_me=True, variable_names=list(names))
+    except DatasetError:
+        raise
+    except Exception as error:  # damaged files surface as almost anything
+        reason = f"{type(error).__name__}: {error}"
+        raise DatasetError(f"{path}: not a MATLAB file, or damaged ({reason}); get it again") from error
+    if missing := [name for name in names if name not in variables]:
+        raise DatasetError(f"{path}: has no {', '.join(missing)}; is it of another dataset?")
+    return {name: variables[name] for name in names}
 
-    def path(self, i: int) -> str:
-        """Return the path of the file that holds item `i`."""
-        return os.path.join(self.root, self.text(i).partition("\0")[0])
 
-    def read(self, i: int) -> str | bytes:
-        """Return item `i` as `veca.images.open_image` takes it: the path of a file, or bytes."""
-        if self._spans is None:
-            return self.path(i)
-        offset, size = self._spans[i].tolist()
-        return read_span(self.path(i), offset, size)
+def _check_unpacked_size(path: Path) -> None:
+    """Refuse a .mat file that unpacks to too much: SciPy would fill the memory with it."""
+    size = path.stat().st_size
+    left = _MAX_LIST_BYTES - size  # bytes that it may still unpack to
+    with open(path, "rb") as file:
+        header = file.read(128)  # text, version, and "IM" or "MI" for the byte order
+        order = "<" if header[126:128] == b"IM" else ">"
+        while left >= 0 and len(tag := file.read(8)) == 8:
+            kind, length = struct.unpack(f"{order}II", tag)
+            if kind != _COMPRESSED:
+                file.seek(length, os.SEEK_CUR)
+                continue
+            # Unpacked a megabyte at a time and thrown away: only the size matters here.
+            unpacker, packed = zlib.decompressobj(), file.read(min(length, size))
+            while packed and left >= 0 and not unpacker.eof:
+                left -= len(unpacker.decompress(packed, 1 << 20))
+                packed = unpacker.unconsumed_tail
+    if left < 0:
+        raise DatasetError(f"{path}: more than {_MAX_LIST_BYTES:,} bytes when unpacked; is it the right file?")
 
-    def read_bytes(self, i: int) -> bytes:
-        """Return the bytes of item `i`; none where it cannot be read, which is reported when it is decoded."""
-        try:
-            data = self.read(i)
-            return data if isinstance(data, bytes) else Path(data).read_bytes()
-        except (OSError, ImageError):
-            return b""
 
-    def take(self, indices: Iterable[int]) -> FileList:
-        indices = list(indices)
-        spans = None if self._spans is None else self._spans[indices]
-        return type(self)(self.root, [self.text(i) for i in indices], spans)
+def subfolders(folder: Path) -> list[str]:
+    """Return the sorted names of the folders in `folder` that are not hidden."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
-    def sizes(self) -> NDArray[np.int64]:
-        """Return the size of each item in bytes; -1 where it is missing."""
-        if self._spans is not None:
-            return self._spans[:, 1]
-        return np.array([_file_size(self.path(i)) for i in range(len(self))], np.int64)
 
-    def digest(self) -> bytes:
-        """Return a hash of the names, but not of the folder's path."""
-        return _sha256(np.ascontiguousarray(self._ends, "<i8").data, self._names)
+def images_in(root: Path, folder: str) -> list[str]:
+    """Return the sorted paths, relative to `root`, of all images under one of its folders."""
+    if not (root / folder).is_dir():
+        raise DatasetError(f"{root} has no folder {folder}")
+    items = list(list_files(str(root / folder))[1])
+    if bad := next((item for item in items if item.error), None):
+        raise DatasetError(f"{bad.name}: {bad.error}")
+    start = len(str(root)) + 1  # not os.path.relpath, which is slow for a million files
+    return [item.path[start:] for item in items]
+
+
+def first_existing(root: Path, *names: str) -> str:
+    """Return the first name that exists in `root`, where the same thing goes by several names."""
+    for name in names:
+        if (root / name).exists():
+            return name
+    raise DatasetError(f"{root} has no {' or '.join(names)}")
 
 
 def _sha256(*parts: bytes | memoryview) -> bytes:
@@ -108,13 +132,6 @@ def evenly_spaced(count: int, limit: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)).tolist() if count else []
 
 
-def _file_size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
-
-
 @dataclass(frozen=True, eq=False)
 class LabelMaps:
     """Masks or depth maps, decoded when asked for.
@@ -123,7 +140,7 @@ class LabelMaps:
     `units_per_metre` the maps are depths. With `variable` the files are MATLAB's and the map is the variable so named.
     """
 
-    files: FileList
+    files: ImageIndex
     train_ids: NDArray[np.int16] | None = None
     units_per_metre: float = 0
     variable: str = ""
@@ -134,12 +151,18 @@ class LabelMaps:
     def __getitem__(self, i: int) -> NDArray[Any]:
         try:
             return self._decode(self.files.read(i))
-        except (ImageError, MatError, OSError) as error:
+        except (ImageError, DatasetError, OSError) as error:
             reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.files.path(i)}: ")
-            raise ImageError(f"{self.files.name(i)}: {reason}") from error
+            raise ImageError(f"{self.files.relative_name(i)}: {reason}") from error
 
     def _decode(self, source: str | bytes) -> NDArray[Any]:
-        values = self.values(source)
+        if self.variable:
+            values = np.asarray(load_mat(Path(str(source)), self.variable)[self.variable])
+            if values.ndim != 2 or values.dtype not in (np.uint8, np.uint16):
+                actual = f"{self.variable} is {values.dtype} of shape {values.shape}"
+                raise ImageError(f"{actual}; masks are uint8 or uint16 of two dimensions")
+        else:
+            values = open_values(source)
         if self.units_per_metre:
             return values.astype(np.float32) / np.float32(self.units_per_metre)
         if self.train_ids is None:
@@ -152,65 +175,57 @@ class LabelMaps:
             raise ImageError(f"the mask has value {value}, which is not a class of this dataset. Is it from another?")
         return ids.astype(np.uint8 if self.train_ids.max() < 256 else np.uint16)
 
-    def values(self, source: str | bytes) -> NDArray[Any]:
-        """Return the values in the file, before `train_ids`."""
-        if not self.variable:
-            return open_values(source)
-        values = np.asarray(load_mat(str(source), self.variable)[self.variable])
-        if values.ndim != 2 or values.dtype not in (np.uint8, np.uint16):
-            actual = f"{self.variable} is {values.dtype} of shape {values.shape}"
-            raise ImageError(f"{actual}; masks are uint8 or uint16 of two dimensions")
-        return values
-
-    def take(self, indices: Iterable[int]) -> LabelMaps:
-        return replace(self, files=self.files.take(indices))
-
     def digest(self) -> bytes:
         train_ids = b"" if self.train_ids is None else np.ascontiguousarray(self.train_ids, "<i2").data
         return _sha256(self.files.digest(), f"{self.units_per_metre} {self.variable}".encode(), train_ids)
 
 
+@dataclass(frozen=True, eq=False)
 class Split:
     """Images with labels: class numbers (N,), rows of 1, 0 and -1 = ignored (N, classes), or maps."""
 
-    def __init__(self, images: FileList, targets: NDArray[Any] | LabelMaps) -> None:
-        if len(images) != len(targets):
-            raise DatasetError(f"{len(images):,} pictures but {len(targets):,} labels")
-        self.images, self._targets = images, targets
+    images: ImageIndex
+    targets: NDArray[Any] | LabelMaps
+    convert: Callable[[bytes], bytes] | None = None
+    """Makes an encoded image of the bytes that the index has; None: they are one."""
+
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.targets):
+            raise DatasetError(f"{len(self.images):,} pictures but {len(self.targets):,} labels")
 
     def __len__(self) -> int:
         return len(self.images)
 
     def name(self, i: int) -> str:
-        return self.images.name(i)
+        return self.images.relative_name(i)
 
     def image(self, i: int) -> str | bytes:
-        """Return image `i` as `veca.images.open_image` takes it."""
-        return self.images.read(i)
+        """Return image `i` as `veca.images.open_image` takes it: the path of a file, or bytes."""
+        data = self.images.read(i)
+        return self.convert(data) if self.convert and isinstance(data, bytes) else data
 
     def label(self, i: int) -> Any:
         """Return a class number, a row of 1, 0 and -1, or a map (height, width): train ids, or metres with 0 = none."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"item {i}; there are {len(self):,}")
-        label = self._targets[i]
+        label = self.targets[i]
         return int(label) if np.ndim(label) == 0 else label
 
     @property
     def maps(self) -> LabelMaps | None:
         """The masks or depths; None in classification."""
-        return self._targets if isinstance(self._targets, LabelMaps) else None
+        return self.targets if isinstance(self.targets, LabelMaps) else None
 
     @property
     def labels(self) -> NDArray[Any]:
         """All labels of a classification split at once."""
-        if isinstance(self._targets, LabelMaps):
+        if isinstance(self.targets, LabelMaps):
             raise TypeError("masks and depths are read one by one: label(i)")
-        return self._targets
+        return self.targets
 
-    def take(self, indices: Iterable[int]) -> Split:
+    def take(self, indices: Iterable[int]) -> Self:
         indices = [int(i) for i in indices]
         maps = self.maps
-        return Split(self.images.take(indices), self.labels[indices] if maps is None else maps.take(indices))
+        targets = self.labels[indices] if maps is None else replace(maps, files=maps.files.take(indices))
+        return replace(self, images=self.images.take(indices), targets=targets)
 
     @cached_property
     def content_hash(self) -> str:
@@ -219,20 +234,26 @@ class Split:
         So files that were replaced under the same names are noticed without reading all of them.
         """
         parts: list[bytes | memoryview] = [self.digest()]
-        for files in (self.images, *([self.maps.files] if self.maps else [])):
-            sample = evenly_spaced(len(files), HASHED_FILES)
-            parts += [np.ascontiguousarray(files.sizes(), "<i8").data, *(_sha256(files.read_bytes(i)) for i in sample)]
+        sources = [(self.images, self.image), *([(self.maps.files, self.maps.files.read)] if self.maps else [])]
+        for files, read in sources:
+            parts.append(np.ascontiguousarray(files.sizes(), "<i8").data)
+            for i in evenly_spaced(len(files), HASHED_FILES):
+                try:
+                    data = read(i)
+                    parts.append(_sha256(data if isinstance(data, bytes) else Path(data).read_bytes()))
+                except (OSError, ImageError):  # reported when it is decoded
+                    parts.append(_sha256(b""))
         return _sha256(*parts).hex()
 
     def digest(self) -> bytes:
-        if isinstance(self._targets, LabelMaps):
-            return _sha256(self.images.digest(), self._targets.digest())
-        labels = np.ascontiguousarray(self._targets, self._targets.dtype.newbyteorder("<"))
+        if isinstance(self.targets, LabelMaps):
+            return _sha256(self.images.digest(), self.targets.digest())
+        labels = np.ascontiguousarray(self.targets, self.targets.dtype.newbyteorder("<"))
         return _sha256(self.images.digest(), labels.data)
 
 
 @dataclass(frozen=True)
-class DepthRules:
+class DepthRules(Settings):
     """How a depth benchmark is scored: pixels with true depths in metres between the two limits, within `crop`.
 
     `input_crop` (height, width) is the part of every image that the literature uses, at the bottom centre.
@@ -286,23 +307,40 @@ class ProbeData:
         return _sha256(f"veca dataset 1 {self.task} {self.ignore} {self.classes}".encode(), *splits).hex()
 
 
-def held_out(split: Split, share: float = HELD_OUT, groups: Sequence[Any] | None = None) -> tuple[Split, Split]:
+def check_files_exist(files: ImageIndex) -> None:
+    """Check a sample of the files: a list does not say what was unpacked."""
+    checked = evenly_spaced(len(files), _CHECKED_FILES)
+    if missing := [i for i in checked if not os.path.exists(files.path(i))]:
+        example = files.path(missing[0])
+        raise DatasetError(f"{len(missing):,} of {len(checked):,} checked files are missing, such as {example}")
+
+
+def class_folders(root: Path, folder: str, classes: Sequence[str]) -> Split:
+    """Return the images of `root/folder/CLASS/…`."""
+    present = [i for i, name in enumerate(classes) if (root / folder / name).is_dir()]
+    images = [images_in(root, os.path.join(folder, classes[label])) for label in present]
+    names = list(chain.from_iterable(images))
+    if not names:
+        raise DatasetError(f"{root / folder} has no pictures in folders of classes")
+    return Split(ImageIndex.of_files(root, names), np.repeat(present, list(map(len, images))).astype(np.int64))
+
+
+def held_out(split: Split, share: float = HELD_OUT, groups: Sequence[str] = ()) -> tuple[Split, Split]:
     """Divide a split in two, the second with `share` of the images; always the same ones.
 
     Of every class those with the lowest hashes of their names are taken: `share` of them, rounded, but at least one if
     there are two. With `groups` whole groups are taken instead: frames of one scene would give the other half away.
     """
-    if groups is None:
+    if not groups:
         second = lowest_hashes(split, lambda count: min(max(1, int(count * share + 0.5)), count - 1))
     else:
-        names, group_of = np.unique(np.asarray(groups, str), return_inverse=True)
-        taken: list[int] = []
+        taken = set[str]()
         # At least one group, and never all.
-        for group in sorted(range(len(names)), key=lambda group: _hash_name(str(names[group])))[:-1]:
-            if taken and np.isin(group_of, taken).sum() >= share * len(split):
+        for group in sorted(set(groups), key=_hash_name)[:-1]:
+            if taken and sum(name in taken for name in groups) >= share * len(split):
                 break
-            taken.append(group)
-        second = np.isin(group_of, taken)
+            taken.add(group)
+        second = np.array([name in taken for name in groups])
     return split.take(np.flatnonzero(~second)), split.take(np.flatnonzero(second))
 
 

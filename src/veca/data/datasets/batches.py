@@ -1,33 +1,38 @@
-"""Batches of labelled images: the crop of each, decoding in worker processes, a shuffled order.
+"""Batches of labelled images: crops of each or images with masks or depths, decoded in worker processes.
 
 Images that cannot be read become text, their name and the reason, so that one bad file does not end a worker.
+
+Dense heads train on random square crops, the short side at the size asked for, flipped in half the cases. They are
+scored on whole images with the short side at that size; the label keeps its own size.
 
 Shapes: B images of H × W pixels.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from veca.data.datasets.base import Split
-from veca.data.transforms import CROP_AREA, CROP_ASPECT, centre_crop, random_resized_crop, seeded_random
-from veca.data.workers import ResultT, WorkerDiedError, WorkerPool
+from veca.data import transforms
+from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
+from veca.data.workers import WorkerDiedError, WorkerPool
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
-from veca.images.fit import CROP_RATIO
+from veca.images.load import CROP_RATIO
 
-# Makes a batch of a list of items
-Collate = Callable[[Any], Any]
+# Pixels and label map of an image
+_Pair = tuple[NDArray[Any], NDArray[Any]]
+_SCORING_WINDOW = 2
+"""Scoring groups images by shape within this many batches: few enough to stay in memory."""
 
 
 class UnreadableImageError(VecaError, ValueError):
@@ -49,41 +54,41 @@ class CropTransform:
     epoch: int | None = None
     """Number of the epoch of random crops; None: the centre crop."""
     seed: int = 0
-    area: tuple[float, float] = CROP_AREA
+    area: tuple[float, float] = transforms.CROP_AREA
     """Range of the share of the image that a random crop covers."""
 
     def __call__(self, split: Split, i: int) -> NDArray[np.uint8]:
         image = open_image(split.image(i))
         if self.epoch is None:
-            return centre_crop(image, self.side).numpy()
-        return random_resized_crop(image, self.side, seeded_random(self.seed, self.epoch, i), self.area).numpy()
+            return transforms.centre_crop(image, self.side).numpy()
+        generator = transforms.seeded_random(self.seed, self.epoch, i)
+        return transforms.random_resized_crop(image, self.side, generator, self.area).numpy()
 
     def describe(self) -> dict[str, Any]:
         """Return plain data for cache keys and protocols. Changing it invalidates the users' caches."""
         if self.epoch is None:
             return {"view": "centre", "side": self.side, "short_side": round(self.side * CROP_RATIO)}
-        crops = {"view": "random resized crop and flip", "area": list(self.area), "aspect": list(CROP_ASPECT)}
-        return {**crops, "side": self.side, "pass": self.epoch, "seed": self.seed}
-
-
-def try_load(split: Split, i: int, load: Callable[[], ResultT]) -> ResultT | str:
-    """Return what `load` makes of image `i`, or its name and why it cannot be read."""
-    try:
-        return load()
-    except (ImageError, OSError) as error:
-        reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{split.images.path(i)}: ")
-        return f"{split.name(i)}: {reason}"[:1000]
+        shape = {"area": list(self.area), "aspect": list(transforms.CROP_ASPECT), "side": self.side}
+        return {"view": "random resized crop and flip", **shape, "pass": self.epoch, "seed": self.seed}
 
 
 @dataclass(frozen=True)
 class CroppedImages(Dataset[Any]):
-    """The cropped images of a split by number: (number, pixels), or (number, reason) for an unreadable one."""
+    """What a transform makes of the images of a split: (number, result), or (number, reason) for an unreadable one.
+
+    An index is a number, or (position, number) as `shuffled_batches` yields it.
+    """
 
     split: Split
-    transform: CropTransform
+    transform: Callable[[Split, Any], Any]
 
-    def __getitem__(self, i: int) -> tuple[int, NDArray[np.uint8] | str]:
-        return i, try_load(self.split, i, lambda: self.transform(self.split, i))
+    def __getitem__(self, index: Any) -> tuple[int, Any]:
+        i = index[-1] if isinstance(index, tuple) else index
+        try:
+            return i, self.transform(self.split, index)
+        except (ImageError, OSError) as error:
+            reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.split.images.path(i)}: ")
+            return i, f"{self.split.name(i)}: {reason}"[:1000]
 
 
 def join_some(items: Sequence[str], limit: int = 5) -> str:
@@ -104,7 +109,7 @@ def stack_crops(side: int, crops: Sequence[tuple[int, Any]]) -> tuple[NDArray[np
 
 @contextmanager
 def decode_batches(
-    dataset: Any, batches: Iterable[Sequence[Any]], workers: int, collate: Collate = list, forked: bool = False
+    dataset: Any, batches: Iterable[Sequence[Any]], workers: int, collate: Any = list, forked: bool = False
 ) -> Iterator[Iterator[Any]]:
     """Iterate over the items of each batch of indices, made by worker processes (0: by this process).
 
@@ -122,7 +127,7 @@ def decode_batches(
         raise ArgumentError(f"a decoding process died: {error}. {way_out}") from error
 
 
-def _load_batch(dataset: Any, collate: Collate, indices: Sequence[Any]) -> Any:
+def _load_batch(dataset: Any, collate: Any, indices: Sequence[Any]) -> Any:
     return collate([dataset[i] for i in indices])
 
 
@@ -142,3 +147,117 @@ def shuffled_batches(
     for step in steps:
         first = step * batch_size + rank * share
         yield [(position, order(position // count)[position % count]) for position in range(first, first + share)]
+
+
+@dataclass
+class DenseLoader:
+    """Loads the splits of a segmentation or depth dataset at one size."""
+
+    data: ProbeData
+    side: int
+    patch: int
+    batch: int
+    seed: int = 0
+    workers: int = 0
+    skip_bad: bool = False
+    """Leave out unreadable images, collected in `skipped`; otherwise the first is an error."""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """Training: range of the short side, in multiples of `side`."""
+    skipped: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def ignore(self) -> int:
+        """The label of pixels that do not count."""
+        return IGNORE if self.data.ignore is None else self.data.ignore
+
+    def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
+        """Yield random square crops for the steps from `start`; each step follows from the seed alone.
+
+        Each of `size` processes gets its share of a batch, which is empty if none of its images can be read.
+        """
+        split = self.data.splits["train"]
+        order = shuffled_batches(len(split), self.batch, range(start, steps), self.seed, rank, size)
+        # One dtype whatever the mask files hold: processes gather their labels.
+        dtype = np.float32 if self.data.task == "depth" else np.int32
+        with decode_batches(CroppedImages(split, self._random_crop), order, self.workers) as batches:
+            for items in batches:
+                readable = self._check_readable("train", items)
+                if not readable and size == 1:
+                    raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read: {items[0][1]}")
+                empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8)
+                yield _stack_pairs(readable, dtype) if readable else LabelledBatch(empty, empty[:, 0].int())
+
+    def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
+        """Yield all images of a split once, in batches of equal shapes, shared out among `size` processes."""
+        split, window = self.data.splits[name], _SCORING_WINDOW * self.batch
+        windows = [range(start, min(start + window, len(split))) for start in range(0, len(split), window)][rank::size]
+        with decode_batches(CroppedImages(split, self._whole_image), windows, self.workers) as batches:
+            for items in batches:
+                by_shape: dict[Any, list[Any]] = {}
+                for pixels, label in self._check_readable(name, items):
+                    by_shape.setdefault((pixels.shape, label.shape), []).append((pixels, label))
+                for same in by_shape.values():
+                    for start in range(0, len(same), self.batch):
+                        yield _stack_pairs(same[start : start + self.batch])
+
+    def one(self, name: str, i: int) -> LabelledBatch | None:
+        """Return image `i` of a split as `scoring` has it; None when it cannot be read."""
+        _, pair = CroppedImages(self.data.splits[name], self._whole_image)[i]
+        return None if isinstance(pair, str) else _stack_pairs([pair])
+
+    def _check_readable(self, name: str, items: Sequence[tuple[int, Any]]) -> list[Any]:
+        where, pairs = f"{self.data.name} {name}", [pair for _, pair in items]
+        if unreadable := {pair for pair in pairs if isinstance(pair, str)}:
+            if not self.skip_bad:
+                way_out = "Repair it, or leave such pictures out with --skip-bad"
+                raise UnreadableImageError(f"a picture of {where} cannot be read: {min(unreadable)}. {way_out}")
+            self.skipped.setdefault(where, set()).update(unreadable)
+        return [pair for pair in pairs if not isinstance(pair, str)]
+
+    def _random_crop(self, split: Split, index: tuple[int, int]) -> _Pair:
+        """Crop image and label at random; where an image is smaller than the crop, the padding does not count."""
+        position, i = index  # as `shuffled_batches` yields them
+        image, values = open_pair(split, i, self.data.depth, scored=False)
+        # Seeded by the position in the stream, so that an image is cropped differently in every epoch.
+        scale = math.exp(transforms.seeded_random(self.seed, position, 1).uniform(*map(math.log, self.scales)))
+        pixels = transforms.resize_short_side(image, round(self.side * scale))
+        label = transforms.resize_nearest(values, (pixels.shape[1], pixels.shape[2]))
+        generator = torch.Generator().manual_seed(transforms.seeded_random(self.seed, position).getrandbits(62))
+        fill = 0 if self.data.task == "depth" else self.ignore
+        cropped = transforms.random_crop_and_flip(pixels, label, (self.side, self.side), generator, fill)
+        crop, crop_label = (tensor.contiguous().numpy() for tensor in cropped)
+        # Bytes where they suffice: less to send between processes.
+        fits_byte = values.dtype == np.uint8 and 0 <= fill <= 255
+        return crop, crop_label.astype(np.uint8) if fits_byte else crop_label
+
+    def _whole_image(self, split: Split, i: int) -> _Pair:
+        image, values = open_pair(split, i, self.data.depth, scored=True)
+        # PyTorch supports few operations on uint16. Bytes stay bytes: less to send between processes.
+        label = values.astype(np.int32) if values.dtype == np.uint16 else np.ascontiguousarray(values)
+        return transforms.resize_short_side(image, self.side, self.patch).numpy(), label
+
+
+def _stack_pairs(pairs: Sequence[_Pair], dtype: DTypeLike | None = None) -> LabelledBatch:
+    pixels, labels = zip(*pairs, strict=True)
+    return LabelledBatch(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels, dtype=dtype)))
+
+
+def open_pair(split: Split, i: int, rules: DepthRules | None, scored: bool) -> tuple[Image.Image, NDArray[Any]]:
+    """Open an image and its label map. Depths to be `scored` are 0 outside the region the benchmark evaluates."""
+    image, label = open_image(split.image(i)), split.label(i)
+    height, width = label.shape
+    if (height, width) != (image.height, image.width):
+        raise ImageError(f"the picture is {image.height}×{image.width}, its label {height}×{width}; they must match")
+    if rules is None:
+        return image, label
+    if scored:
+        top, bottom, left, right = rules.box(height, width)
+        evaluated = np.zeros_like(label)
+        evaluated[top:bottom, left:right] = label[top:bottom, left:right]
+        label = evaluated
+    if rules.input_crop:
+        rows, columns = min(rules.input_crop[0], height), min(rules.input_crop[1], width)
+        top, left = height - rows, (width - columns) // 2
+        image = image.crop((left, top, left + columns, top + rows))
+        label = label[top : top + rows, left : left + columns]
+    return image, label

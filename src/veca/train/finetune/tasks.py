@@ -23,13 +23,13 @@ from veca.data.datasets.base import ProbeData
 from veca.data.datasets.batches import (
     CroppedImages,
     CropTransform,
+    DenseLoader,
     LabelledBatch,
     UnreadableImageError,
     decode_batches,
     join_some,
     shuffled_batches,
 )
-from veca.data.datasets.dense_batches import DenseLoader
 from veca.heads.dense import DenseBatch, SegmentationHead
 from veca.heads.dense_fit import fit_dense
 from veca.heads.features import Extraction, drop_unreadable
@@ -41,8 +41,8 @@ from veca.model import Veca
 from veca.report.gallery import colour_classes
 from veca.train.checkpoints import module_tensors
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, FinetuneSettings
+from veca.utils.console import bar
 from veca.utils.files import atomic_path
-from veca.utils.progress import bar
 from veca.utils.text import excerpt, quoted
 
 DENSE_RATES = (1e-3, 3e-3, 1e-2)

@@ -1,0 +1,156 @@
+"""`veca figure`, `veca cores`, `veca demo`: figures, statistics and one page of what a model does."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from veca.checkpoint.pretrained import pretrained_name
+from veca.cli import common
+from veca.cli import options as opt
+from veca.cli.common import load_model, print_path
+from veca.errors import needs_extra
+from veca.inspect import draw_story, measure_cores, story_table, write_story
+from veca.inspect.core_figures import draw_cores, draw_layers, draw_paths, draw_states
+from veca.inspect.demo import write_demo
+from veca.inspect.feature_figures import FEATURE_SIZES, draw_budgets, draw_features, draw_similarity
+from veca.inspect.figure_inputs import FeatureFunction
+from veca.inspect.figure_layout import check_out, write_figure
+from veca.inspect.projections import ProjectionMethod
+from veca.inspect.story_report import check_story
+from veca.model import Veca
+from veca.report.chart_files import write_chart
+
+figure_app = common.make_group(
+    "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
+    "Example: veca figure similarity photo.jpg --patch 8x5"
+)
+FigureOut = Annotated[Path | None, opt.option("figure.out")]
+# The options of all figures, their defaults where they are not None, and the options of each figure.
+FIGURE_OPTIONS = {
+    "budgets": opt.Budgets,
+    "cores": opt.Cores,
+    "which": Annotated[Any, opt.option("figure.which")],
+    "layers": Annotated[Any, opt.option("figure.layers")],
+    "patches": Annotated[Any, opt.option("figure.patches")],
+    "with_global": Annotated[bool, opt.option("figure.with-global")],
+    "beside": Annotated[Any, opt.option("figure.beside")],
+    "method": Annotated[ProjectionMethod, opt.option("figure.method")],
+    "size": opt.Size,
+    "sizes": opt.Sizes,
+    "fit": opt.FitOption,
+}
+FIGURE_DEFAULTS: dict[str, Any] = {
+    "method": "pca",
+    "size": 512,
+    "sizes": FEATURE_SIZES,
+    "fit": "crop",
+    "with_global": True,
+}
+FIGURES: dict[str, tuple[Callable[..., Any], str]] = {
+    "layers": (draw_layers, "budgets layers method size fit"),
+    "cores": (draw_cores, "cores which layers size fit"),
+    "paths": (draw_paths, "budgets size fit"),
+    "features": (draw_features, "cores sizes beside method fit"),
+    "similarity": (draw_similarity, "cores patches with_global beside size fit"),
+    "states": (draw_states, "cores layers method size fit"),
+    "budgets": (draw_budgets, "budgets method size fit"),
+}
+FIGURE_HELP = {
+    "layers": "Which cores every patch attends to, as colours: rows are budgets, columns layers.",
+    "cores": "Where chosen cores look, and their positions.",
+    "paths": "The paths of the cores over the images, from the first layer to the last.",
+    "features": "Dense features of the same image at several resolutions, in comparable colours.",
+    "similarity": "Cosine similarity of all patches to a chosen one, and to the global feature.",
+    "states": "Core tokens after chosen layers, as points: coloured by core, and by image.",
+    "budgets": "How dense features change from few cores to all.",
+}
+
+
+def _run_figure(
+    kind: str, draw: Callable[..., Any], images: opt.Images, to: FigureOut = None, model: opt.Model = "veca_tiny",
+    device: opt.Device = "auto", **values: Any,
+) -> None:  # fmt: skip
+    common.check_sources(images)
+    to = check_out(Path(f"{kind}.png") if to is None else to)
+    loaded = load_model(model, device)
+    if "budgets" in values:
+        values["budgets"] = _trained_budgets(values["budgets"], loaded)
+    with common.err.status("opening images") as status:
+        if values.get("beside"):
+            values["beside"] = {name: _load_backbone(name, loaded) for name in values["beside"]}
+        log = lambda text: status.update(common.err.render_str(text))  # noqa: E731
+        figure = draw(loaded, images, name=common.display_name(model), say=log, **values)
+        status.update("writing")
+        write_figure(figure, to)
+    print_path("Figure", to)
+
+
+for _kind, (_function, _keywords) in FIGURES.items():
+    _defaults = {name: FIGURE_DEFAULTS.get(name) for name in _keywords.split()}
+    _command = common.with_settings(partial(_run_figure, _kind, _function), FIGURE_OPTIONS, **_defaults)
+    figure_app.command(_kind, cls=common.Command, help=FIGURE_HELP[_kind])(_command)
+
+
+def _trained_budgets(budgets: Sequence[int] | None, model: Veca) -> Sequence[int] | None:
+    """The values of `--cores`; "all" stands for those the model was trained at."""
+    return budgets if budgets or budgets is None else model.config.budgets
+
+
+def _load_backbone(name: str, model: Veca) -> FeatureFunction:
+    common.register_timm_models(name)
+    with needs_extra("--beside needs", "train"):
+        from veca.teachers import load_teacher
+    return load_teacher(name).to(model.norm.weight.device)
+
+
+def cores_command(
+    sources: opt.Sources,
+    to: Annotated[Path, opt.option("cores.out")] = Path("cores.json"),
+    model: opt.Model = "veca_tiny",
+    cores: opt.Budgets = None,
+    size: opt.Size = 256,
+    limit: opt.Limit = None,
+    chart: Annotated[Path | None, opt.option("cores.chart")] = None,
+    batch_size: opt.AutoBatchSize = None,
+    workers: opt.Workers = None,
+    device: opt.Device = "auto",
+    progress: opt.ShowProgress = True,
+) -> None:
+    """Measure what the cores do over many images: how far they move, where they look, which ones patches attend to.
+
+    Example: veca cores photos/ --limit 600 --chart cores.png
+
+    Unreadable images do not stop the run; the exit status is then 3.
+    """
+    common.check_sources(sources)
+    check_story(to, chart)
+    loaded = load_model(model, device)
+    story = measure_cores(
+        loaded, sources, budgets=_trained_budgets(cores, loaded), size=size, limit=limit, batch=batch_size,
+        workers=common.count_workers(workers), progress=progress, name=common.display_name(model),
+    )  # fmt: skip
+    common.out.print(story_table(story))
+    print_path("Numbers", write_story(story, to))
+    if chart is not None:
+        print_path("Chart", write_chart(draw_story(story), chart))
+    if failed := story.about["failed"]:
+        common.warn(f"{failed:,} failed: see {to}")
+        raise typer.Exit(3)
+
+
+def demo_command(
+    images: Annotated[
+        list[Path] | None, typer.Argument(metavar="[IMAGE…]", help="Your images.", show_default="four sample photos")
+    ] = None,
+    to: Annotated[Path, opt.option("demo.out")] = Path("veca-demo/report.html"),
+    model: opt.Model = "veca_tiny",
+    size: opt.Size = 512,
+    device: opt.Device = "auto",
+) -> None:
+    """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
+    common.check_sources(images or [])
+    name = pretrained_name(model) or model
+    print_path("Report", write_demo(images, to, model=load_model(model, device), model_name=name, size=size))
