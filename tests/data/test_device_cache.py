@@ -18,11 +18,10 @@ from veca.data.loader import Batch, train_loader
 from veca.data.sampler import TrainSampler, crop_offset, sample_transforms
 from veca.images import MEAN, STD, normalize
 from veca.teachers import Standardized, Teacher
+from veca.train.objective import TeacherMaps, TeacherRunner
 from veca.train.parallel import World
 from veca.train.plan import RunPlan
 from veca.train.recipe import Recipe, RecipeError
-from veca.train.teacher_maps import TeacherMaps
-from veca.train.validation import TeacherRunner
 
 SIDE = 40
 CPU = torch.device("cpu")
@@ -136,7 +135,7 @@ def test_targets_of_a_crop_are_cells_of_the_whole(
     config = get_config("veca_tiny", patch_size=8)
     plan = RunPlan(recipe, config, len(squares), 1, {"width": 3, "stride": 8, "parameters": 1})
     tensors = (pixels.images, taught.maps, taught.cls)
-    assert plan.memory().resident == sum(tensor.nbytes for tensor in tensors)
+    assert plan.memory()["resident"] == sum(tensor.nbytes for tensor in tensors)
     assert plan.teacher_flops() == 0
     options: Any = {"resolution_of": lambda f: 24, "batch_size": 16, "short_side": 5 / 3, "augment": "colour"}
     batch = first_batch(pixels, taught, **options)
@@ -178,7 +177,7 @@ def test_a_second_look_gives_the_mean_of_its_map_over_the_crop(squares: ImageInd
     facts = {"width": 3, "stride": 8, "parameters": 1, "pooled": True}
     plan = RunPlan(recipe, get_config("veca_tiny", patch_size=8), len(squares), 1, facts)
     kept = (pixels.images, taught.maps, taught.cls, taught.glimpses)
-    assert plan.memory().resident == sum(tensor.nbytes for tensor in kept)
+    assert plan.memory()["resident"] == sum(tensor.nbytes for tensor in kept)
     options: Any = {"resolution_of": lambda f: 32, "batch_size": 12, "augment": "flip", "crops": (0.4, 1.0)}
     batch = first_batch(pixels, taught, **options)
     assert batch.targets is not None

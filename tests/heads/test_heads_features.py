@@ -16,8 +16,7 @@ import veca
 from veca.data.datasets import ProbeData, base, load_dataset
 from veca.data.datasets.batches import CropTransform, UnreadableImageError
 from veca.heads import features
-from veca.heads.features import Extraction, drop_unreadable
-from veca.heads.frozen import FrozenBackbone, FrozenVeca
+from veca.heads.features import Extraction, FrozenBackbone, FrozenVeca, drop_unreadable
 
 VIEW = CropTransform(32)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app
-from veca.heads.frozen import BackboneError
+from veca.heads.features import BackboneError
 from veca.hub import export as module
 from veca.hub.export import (
     BudgetModel,

@@ -23,7 +23,7 @@ from veca.data.transforms import (
     resize_short_side,
     seeded_random,
 )
-from veca.heads.frozen import BackboneError, FrozenPrecision, FrozenVeca
+from veca.heads.features import BackboneError, FrozenPrecision, FrozenVeca
 from veca.images import fit_image, normalize, to_tensor
 from veca.probe.backbones import TeacherBackbone, load_backbone
 from veca.teachers import TeacherError, timm_teacher

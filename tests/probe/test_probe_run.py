@@ -13,8 +13,7 @@ from tiny_datasets import make_folder
 
 from veca.data.datasets import DatasetError, ProbeData, Split, limit_splits, load_dataset
 from veca.data.datasets.batches import CropTransform
-from veca.heads.features import Extraction
-from veca.heads.frozen import FrozenVeca
+from veca.heads.features import Extraction, FrozenVeca
 from veca.heads.linear import train_linear
 from veca.heads.metrics import percent_by_class
 from veca.probe import run
@@ -126,9 +125,9 @@ def test_other_settings_are_other_rows(data: ProbeData, tmp_path: Path) -> None:
 def test_passes_train_on_random_parts(data: ProbeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(features: torch.Tensor, *args: Any, **options: Any) -> Any:
-        counts.append((len(features), len(args[1])))
-        return train_linear(features, *args, **options)
+    def counted(*sets: Any, **options: Any) -> Any:
+        counts.append(tuple(len(features) for features, _ in sets))
+        return train_linear(*sets, **options)
 
     monkeypatch.setattr(run, "train_linear", counted)
     (row,) = classify(backbone(), data, tmp_path, ask(QUICK, cores=(8,), passes=3))

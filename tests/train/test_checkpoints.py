@@ -135,14 +135,14 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert read(tmp_path) == (8, [])
     write(tmp_path, 24, 32)
-    remove_old_checkpoints(tmp_path, 1, 10**9)
+    remove_old_checkpoints(list_checkpoints(tmp_path)[-1], 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000032", "step-00000099.bak"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_only_the_newest_checkpoints_stay(tmp_path: Path, keep: int) -> None:
     write(tmp_path, 8, 16, 24)
-    remove_old_checkpoints(tmp_path, keep, 10**9)
+    remove_old_checkpoints(list_checkpoints(tmp_path)[-1], keep)
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-{step:08d}" for step in (8, 16, 24)][-keep:]
 
 
@@ -187,5 +187,5 @@ def test_half_of_one_is_swept_away(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 8)[0], tmp_path / ".step-00000016.part")
     assert read(tmp_path) == (8, [])
     write(tmp_path, 16)
-    remove_old_checkpoints(tmp_path, 2, 10**9)
+    remove_old_checkpoints(list_checkpoints(tmp_path)[-1], 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000016"]

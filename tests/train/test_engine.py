@@ -15,11 +15,11 @@ from veca.data.index import DataError, ImageIndex
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.distill import Distillation
-from veca.train.ema import Ema
 from veca.train.engine import SkippedSteps, TrainingError
+from veca.train.objective import TeacherRunner
+from veca.train.optimizers import Ema
 from veca.train.parallel import World
 from veca.train.recipe import Recipe
-from veca.train.validation import TeacherRunner
 from veca.utils.signals import Interrupted, deferred_signals
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -190,7 +190,7 @@ def test_validation_pictures_that_cannot_be_used_are_not_the_best_there_is(tmp_p
 def test_statistics_are_of_enough_pictures_and_the_teacher_sees_as_many_at_a_time_as_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: int, validation: int, seen: list[int]
 ) -> None:
-    monkeypatch.setattr("veca.train.validation.MIN_VALIDATION_IMAGES", few)
+    monkeypatch.setattr("veca.train.objective.MIN_VALIDATION_IMAGES", few)
     more: dict[str, Any] = {"teacher": {"name": "efficientnet-lite2", "micro_batch": 3}}
     recipe = small_recipe(tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0})
     pictures, own = ImageIndex.build([str(tmp_path)], None, progress=False), Colours()

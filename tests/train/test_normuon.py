@@ -13,7 +13,7 @@ from conftest import GOLDEN, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from veca.train.normuon import POLAR_EXPRESS, SAFETY, NorMuon, polar
+from veca.train.optimizers import POLAR_EXPRESS, SAFETY, NorMuon, polar
 
 NUMBERS = load_file(GOLDEN / "normuon.safetensors")
 
@@ -212,7 +212,7 @@ def test_the_optimizer_continues_from_its_state() -> None:
 
 @pytest.mark.parametrize(("shape", "parts"), [((8,), 1), ((2, 2, 2), 1), ((8, 4), 3)])
 def test_what_is_no_matrix_is_refused(shape: tuple[int, ...], parts: int) -> None:
-    with pytest.raises(ValueError, match=r"shape .* with parts=.*Give the others to AdamW"):
+    with pytest.raises(ValueError, match="takes matrices .*Give the others to AdamW"):
         NorMuon([nn.Parameter(torch.zeros(shape))], lr=0.1, parts=parts)
 
 

@@ -13,7 +13,7 @@ def features() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_losses_are_weighted_as_the_recipe_says() -> None:
-    plain, weighted = distillation_losses(*features()), distillation_losses(*features(), dense_weight=0.5, mse_weight=3)
+    plain, weighted = distillation_losses(*features()), distillation_losses(*features(), weights=(0.5, 3))
     assert torch.equal(plain.total, plain.cls + plain.dense)
     assert float(weighted.total) == pytest.approx(float(plain.cls + 0.5 * (plain.cosine + 3 * plain.mse)), rel=1e-6)
 

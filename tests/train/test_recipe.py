@@ -52,7 +52,7 @@ def test_a_recipe_goes_through_yaml_and_back() -> None:
         ({"budgets": {128: 1}}, "budgets=128: must be from 1 to 64, the core bank"),
         ({"budgets": [8, 16]}, "budgets=.8, 16.: must be keys with values"),
         ({"resolutions": [{"odds": {250: 1}}]}, "resolutions.odds=250: must be multiples of 16"),
-        ({"resolutions": []}, "resolutions=.*: must be one phase or more"),
+        ({"resolutions": []}, "resolutions.until=.*: must be rising, and null in the last phase"),
         ({"resolutions": [{"odds": {256: 1}, "until": 5}]}, "until=.5.: must be rising, and null in the last phase"),
         ({"schedule": {"steps": 10}}, "must be one of the two, the other null"),
         ({"schedule": {"epochs": 10}}, "schedule.warmup=25: must be from 0 to under 10"),

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from conftest import GOLDEN
 
-from veca.train.schedule import draw, learning_rate
+from veca.train.engine import draw, learning_rate
 
 BUDGETS = {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4}
 

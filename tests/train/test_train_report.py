@@ -145,7 +145,7 @@ def test_draws_stand_against_the_odds_of_the_recipe(tree: ET.Element) -> None:
 
 def test_curves_are_drawn_and_told(tree: ET.Element) -> None:
     charts = [svg for svg in tree.iter("svg") if svg.get("role") == "img"]
-    assert len(charts) == 3 + 1 + 2 + 1
+    assert len(charts) == 3 + 1 + 1
     assert all(svg.get("aria-label") for svg in charts)
     assert charts[0].get("aria-label") == "loss against steps, from 0.2 at step 10 to 0.005 at 400"
     raw = next(path for path in charts[0].iter("path") if "faint" in str(path.get("class")))
@@ -216,15 +216,6 @@ def test_one_resolution_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
     assert last[1] == ["256 px", "–", "0.25"]
     faint = next(path for path in tree.iter("path") if "faint" in str(path.get("class")))
     assert str(faint.get("d")).count("M") == 2, "a line over what is no number"
-
-
-def test_draws_that_rows_name_are_counted_too(tmp_path: Path) -> None:
-    with RunLogger(tmp_path) as log:
-        for step, budget in enumerate((8, 64, 64, 64)):
-            log.train(step, {"total": 1.0, "budget": budget, "resolution": 256})
-    budgets, resolutions = tables(ET.fromstring(write_distill_report(tmp_path).read_text()), "What was drawn")
-    assert [row[:3] for row in budgets[1:]] == [["8", "1", "25.0%"], ["64", "3", "75.0%"]]
-    assert resolutions[1][:3] == ["256", "4", "100.0%"]
 
 
 def test_no_folder_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class DeviceImageCache:
 class DeviceLoader(AbstractContextManager["DeviceLoader"]):
     """The batches of `train_loader`, made from cached images.
 
-    With `targets`, a `veca.train.teacher_maps.TeacherMaps`, crops start and end at cells of its maps, and batches bring
+    With `targets`, a `veca.train.objective.TeacherMaps`, crops start and end at cells of its maps, and batches bring
     their targets.
     """
 

@@ -1,17 +1,20 @@
-"""Linear heads over feature maps for segmentation and depth, and their losses. `fit_dense` trains them.
+"""Linear heads over feature maps for segmentation and depth: losses, training and scores.
 
-A head sees each patch with the global feature appended. Heads with the same inputs are stacked and computed together.
+A head sees each patch with the global feature appended. Features of a dense task are too many to cache, so batches come
+as the backbone computes them. One head is trained per learning rate: all are stacked, see the same pass over the images
+in one computation, and each ends where it would have ended alone.
 
 Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, C classes, n depth bins; `...` is
 the K heads of a stack, and nothing for a single head.
 """
 
-from __future__ import annotations
-
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple, Self, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,8 @@ DepthLoss: TypeAlias = Literal["sig", "l1", "l2"]
 DenseMetrics: TypeAlias = Confusion | DepthErrors
 MAX_OUTPUTS = 2**27
 """Numbers in one output of a stack, half a GB; training takes three times that."""
+STATISTICS_BATCHES = 64
+"""At most this many batches give the statistics of a head that standardizes."""
 PIXELS = (-3, -2, -1)
 """The dimensions B, H, W of a batch of maps."""
 
@@ -49,10 +54,14 @@ class DenseHead(nn.Module, ABC):
     metric: str
     """The score by which heads are selected."""
     higher_is_better: bool
+    maps: int
+    """Channels of the output, at the size of the labels."""
+    upsample = 1
+    """Factor by which the grid of patches is upsampled before the outputs are computed."""
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, width: int, channels: int, norm: Norm, seed: int) -> None:
+    def __init__(self, width: int, channels: int, *, norm: Norm = "none", seed: int = 0) -> None:
         super().__init__()
         if norm not in get_args(Norm):
             raise ArgumentError(f"norm is {norm!r}; choose none, batchnorm or standardize")
@@ -69,13 +78,10 @@ class DenseHead(nn.Module, ABC):
     def stack(self, count: int) -> Self:
         """Return `count` copies of this head as one stack."""
         # The copies are equal at first; the learning rates make them differ.
-        return self._reshaped(lambda data: data.expand(count, *data.shape))
+        return self.reshaped(lambda data: data.expand(count, *data.shape))
 
-    def part(self, k: int) -> Self:
-        """Return a copy of head `k` of this stack."""
-        return self._reshaped(lambda data: data[k])
-
-    def _reshaped(self, reshape: Callable[[Tensor], Tensor]) -> Self:
+    def reshaped(self, reshape: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy of this head or stack with other parameters."""
         head = copy.deepcopy(self)
         for parameter in head.parameters():
             parameter.data = reshape(parameter.data).clone()
@@ -111,7 +117,7 @@ class DenseHead(nn.Module, ABC):
     @torch.no_grad()
     def moments(self, batch: DenseBatch) -> Tensor:
         """Return of a batch of features (3, 2 D): the number of patches, their sums and sums of squares."""
-        x = self.inputs(batch.patches.to(self.mean.device), batch.cls.to(self.mean.device)).double()
+        x = self.inputs(batch.patches, batch.cls).double()
         sums = x.sum((0, 1, 2))
         return torch.stack([torch.full_like(sums, x.numel() // x.shape[3]), sums, x.square().sum((0, 1, 2))])
 
@@ -119,8 +125,6 @@ class DenseHead(nn.Module, ABC):
     def use_moments(self, moments: Iterable[Tensor]) -> None:
         """Set the statistics of `standardize` from the `moments` of several batches."""
         count, total, squares = sum(moments, torch.zeros(3, len(self.mean), device=self.mean.device)).double()
-        if not count.all():
-            raise ArgumentError("no batches to take the statistics of the features from")
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
         self.mean.copy_(mean)
@@ -133,15 +137,13 @@ class DenseHead(nn.Module, ABC):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         """Return the output at `size` = (H, W) for `loss` and `predict`, from what `normed` gave."""
 
-    @abstractmethod
-    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        """Return the numbers in the largest intermediate output of one head."""
-
     def groups(self, x: Tensor, size: tuple[int, int]) -> list[slice]:
         """Split the heads of a stack into groups with at most `MAX_OUTPUTS` numbers each, but at least one head."""
         if self.weight.ndim == 2:
             return [ALL]
-        count, step = len(self.weight), max(1, MAX_OUTPUTS // max(1, self.output_numel(x, size)))
+        count, channels = self.bias.shape
+        upsampled = channels * self.upsample**2 * x.shape[1] * x.shape[2]
+        step = max(1, MAX_OUTPUTS // max(1, len(x) * max(upsampled, self.maps * size[0] * size[1])))
         return [slice(k, min(k + step, count)) for k in range(0, count, step)]
 
     @abstractmethod
@@ -161,8 +163,8 @@ class DenseHead(nn.Module, ABC):
         return ((self.predict(self.output(x, size, heads)), heads) for heads in self.groups(x, size))
 
     @abstractmethod
-    def metrics(self, device: torch.device | str = "cpu") -> DenseMetrics:
-        """Return empty metrics for this task and these heads."""
+    def metrics(self) -> DenseMetrics:
+        """Return empty metrics for this task and these heads, on their device."""
 
 
 class SegmentationHead(DenseHead):
@@ -171,14 +173,12 @@ class SegmentationHead(DenseHead):
     metric, higher_is_better = "miou", True
 
     def __init__(self, width: int, classes: int, *, norm: Norm = "none", ignore: int = 255, seed: int = 0) -> None:
-        super().__init__(width, classes, norm, seed)
-        self.classes, self.ignore = classes, ignore
+        super().__init__(width, classes, norm=norm, seed=seed)
+        self.classes = self.maps = classes
+        self.ignore = ignore
 
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         return resize_maps(self.scores(x, heads), size)
-
-    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        return len(x) * self.classes * size[0] * size[1]
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy over the pixels that are not ignored; 0 if there are none."""
@@ -200,8 +200,8 @@ class SegmentationHead(DenseHead):
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-3)
 
-    def metrics(self, device: torch.device | str = "cpu") -> Confusion:
-        return Confusion(self.classes, self.ignore, device, self.weight.shape[:-2])
+    def metrics(self) -> Confusion:
+        return Confusion(self.classes, self.ignore, self.weight.device, self.weight.shape[:-2])
 
 
 class DepthHead(DenseHead):
@@ -213,35 +213,24 @@ class DepthHead(DenseHead):
         itself, as a share of the range.
     loss:
         `sig`, scale-invariant in logarithms, plus `gradient_weight` × `gradient_loss`; or `l1`, `l2`.
-    upsample:
-        The grid of patches is upsampled by this factor before the bins are weighed, and the depths from there to the
-        labels' size: weighing at full size would take hundreds of numbers per pixel.
+    options:
+        `norm` and `seed`, as `DenseHead` has them.
     """
 
-    metric, higher_is_better = "rmse", False
+    metric, higher_is_better, maps = "rmse", False, 1
+    gradient_weight, upsample = 0.5, 4
+    """Bins are weighed at 4 times the grid of patches, and the depths upsampled from there to the labels' size:
+    weighing at full size would take hundreds of numbers per pixel."""
     depths: Tensor
 
     def __init__(
-        self,
-        width: int,
-        low: float,
-        high: float,
-        *,
-        bins: int = 256,
-        loss: DepthLoss = "sig",
-        gradient_weight: float = 0.5,
-        upsample: int = 4,
-        norm: Norm = "none",
-        seed: int = 0,
+        self, width: int, low: float, high: float, *, bins: int = 256, loss: DepthLoss = "sig", **options: Any
     ) -> None:
-        super().__init__(width, bins or 1, norm, seed)
-        if not 0 < low < high or bins < 0 or bins == 1:
-            rule = "depths need 0 < low < high, in metres, and two bins or more, or 0 for plain regression"
-            raise ArgumentError(f"low is {low}, high {high}, bins {bins}; {rule}")
-        if loss not in get_args(DepthLoss):
-            raise ArgumentError(f"loss is {loss!r}; choose sig, l1 or l2")
+        super().__init__(width, bins or 1, **options)
+        if not 0 < low < high or bins < 0 or bins == 1 or loss not in get_args(DepthLoss):
+            rule = "depths need 0 < low < high, in metres, two bins or more, or 0 for plain regression; sig, l1 or l2"
+            raise ArgumentError(f"low is {low}, high {high}, bins {bins}, loss {loss!r}; {rule}")
         self.low, self.high, self.bins, self.loss_name = low, high, bins, loss
-        self.gradient_weight, self.upsample = gradient_weight, upsample
         self.register_buffer("depths", torch.linspace(low, high, bins))
         if not bins:
             # Start at the middle of the range: random weights over thousands of channels would be metres off.
@@ -260,21 +249,17 @@ class DepthHead(DenseHead):
         depth = sums[..., 0, :] / sums[..., 1, :]
         return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
-    def output_numel(self, x: Tensor, size: tuple[int, int]) -> int:
-        return len(x) * max(self.bins * self.upsample**2 * x.shape[1] * x.shape[2], size[0] * size[1])
-
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         valid = (labels > self.low) & (labels < self.high)
         if self.loss_name == "sig":
             error = log_error(output, labels, valid)
-            loss = scale_invariant_loss(error, valid)
-            return loss + self.gradient_weight * gradient_loss(error, valid) if self.gradient_weight else loss
+            return scale_invariant_loss(error, valid) + self.gradient_weight * gradient_loss(error, valid)
         error = torch.where(valid, output - labels, 0)
         error = error.abs() if self.loss_name == "l1" else error.square()
         return error.sum(PIXELS) / valid.sum().clamp_min(1)
 
-    def metrics(self, device: torch.device | str = "cpu") -> DepthErrors:
-        return DepthErrors(self.low, self.high, device, self.weight.shape[:-2])
+    def metrics(self) -> DepthErrors:
+        return DepthErrors(self.low, self.high, self.weight.device, self.weight.shape[:-2])
 
 
 def log_error(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:
@@ -303,3 +288,125 @@ def gradient_loss(error: Tensor, valid: Tensor) -> Tensor:
         across = (e[..., 2:] - e[..., :-2]).abs() * (v[..., 2:] & v[..., :-2])
         total = total + (down.sum(PIXELS) + across.sum(PIXELS)) / v.sum().clamp_min(1)
     return total
+
+
+class DenseSweep:
+    """K copies of a head, one for each learning rate, and their training history."""
+
+    def __init__(self, head: DenseHead, rates: Sequence[float]) -> None:
+        self.rates, self.stack = tuple(rates), head.stack(len(rates))
+        self.heads = [copy.deepcopy(head).eval() for _ in rates]
+        """Each as it was at its best validation score, in eval mode."""
+        self.evaluated: list[int] = []
+        """The steps after which the heads were scored."""
+        self.scores: list[Sequence[dict[str, float]]] = []
+        """Validation scores: for each of those steps, for each head."""
+        self._best_ranks, self._best_steps = [-math.inf] * len(rates), [0] * len(rates)
+
+    def backward(self, batch: DenseBatch) -> None:
+        self.stack.train()  # scoring leaves them in eval mode
+        patches, cls, labels = (tensor.detach() for tensor in batch)
+        x, size = self.stack.normed(patches, cls), (labels.shape[-2], labels.shape[-1])
+        for heads in self.stack.groups(x, size):
+            # Heads share no parameters, so the sum of their losses gives each its own gradient.
+            self.stack.loss(self.stack.output(x, size, heads), labels).sum().backward()
+
+    def keep_best(self, step: int, scores: Sequence[dict[str, float]]) -> None:
+        self.evaluated.append(step)
+        self.scores.append(scores)
+        for k, each in enumerate(scores):
+            rank = each[self.stack.metric] * (1 if self.stack.higher_is_better else -1)
+            if rank > self._best_ranks[k]:  # NaN never is
+                head = self.stack.reshaped(itemgetter(k)).eval()
+                self._best_ranks[k], self._best_steps[k], self.heads[k] = rank, step, head
+        # The head with the best score after any step, and the first step after which it had it; the first of equals.
+        self.best = self._best_ranks.index(max(self._best_ranks))
+        self.head, self.best_step = self.heads[self.best], self._best_steps[self.best]
+
+
+def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
+    """Return the factor of the learning rate: (1 - step / steps) ** power, times a linear warm-up.
+
+    >>> [polynomial(step, steps=4, power=1.0) for step in range(5)]
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    return min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps) ** power
+
+
+def fit_dense(
+    heads: Sequence[DenseHead],
+    train: Callable[[], Iterable[Sequence[DenseBatch]]],
+    score: Callable[[Sequence[DenseHead]], Sequence[Sequence[dict[str, float]]]],
+    *,
+    rates: Sequence[float],
+    steps: int,
+    every: int | None = None,
+    decay: float = 1e-4,
+    power: float = 0.9,
+    warmup: int = 0,
+    progress: Callable[[int], object] = lambda steps: None,
+) -> list[DenseSweep]:
+    """Train a copy of each head for each rate with AdamW on the same images; keep each at its best on validation.
+
+    Heads and batches are on one device.
+
+    train:
+        Starts a pass over at least `steps` batches. Each step has a batch for each head, with features of its own and
+        labels that passed `DenseHead.check`. Passes must be equal for a result to repeat.
+    score:
+        Returns validation scores for stacks of heads: for each of `heads`, those of its copies, one for each rate.
+    every:
+        Score the heads after every so many steps, and after the last; None: after the last only.
+    power:
+        Of the polynomial schedule; 0.9 is DeepLab's and mmsegmentation's. DINOv2 used 1.0, with 1,500 steps of warm-up.
+    progress:
+        Called with 1 after each step.
+    """
+    if not rates or steps < 1 or (every is not None and every < 1):
+        raise ArgumentError(f"{len(rates)} rates, {steps} steps, scored every {every}: at least one of each is needed")
+    heads = [copy.deepcopy(head) for head in heads]
+    if any(head.norm == "standardize" for head in heads):
+        # In a pass of its own: the first training step needs the statistics.
+        first = islice(train(), STATISTICS_BATCHES)
+        moments = [[head.moments(batch) for head, batch in zip(heads, batches, strict=True)] for batches in first]
+        for i, head in enumerate(heads):
+            head.use_moments(step[i] for step in moments)
+    sweeps = [DenseSweep(head, rates) for head in heads]
+    optimizer = _make_optimizer(sweeps, len(rates), decay)
+    done = 0
+    for batches in islice(train(), steps):
+        optimizer.zero_grad(set_to_none=False)  # gradients are views of those of the stacks
+        for sweep, batch in zip(sweeps, batches, strict=True):
+            sweep.backward(batch)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * polynomial(done, steps, power, warmup)
+        optimizer.step()
+        done += 1
+        if done == steps or (every is not None and done % every == 0):
+            for sweep, scores in zip(sweeps, score([sweep.stack for sweep in sweeps]), strict=True):
+                sweep.keep_best(done, scores)
+        progress(1)
+    if done < steps:
+        raise ArgumentError(f"the training batches ended after {done} of {steps} steps: repeat them, or take fewer")
+    return sweeps
+
+
+def _make_optimizer(sweeps: Sequence[DenseSweep], rates: int, decay: float) -> torch.optim.AdamW:
+    """Make one optimizer for all stacks with a parameter group for each rate, of views of the stacks' parameters."""
+    groups: list[dict[str, list[Tensor]]] = [{"params": []} for _ in range(rates)]
+    for parameter in (parameter for sweep in sweeps for parameter in sweep.stack.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+        for group, part, gradient in zip(groups, parameter.detach(), parameter.grad, strict=True):
+            part.grad = gradient
+            group["params"].append(part)
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=decay, fused=True)
+
+
+@torch.no_grad()
+def evaluate(heads: DenseHead, batches: Iterable[DenseBatch]) -> list[dict[str, float]]:
+    """Return the scores of each head of a stack, now in eval mode, over whole images at the size of their labels."""
+    metrics = heads.eval().metrics()
+    for patches, cls, labels in batches:
+        for predicted, part in heads.predictions(patches, cls, (labels.shape[-2], labels.shape[-1])):
+            metrics.update(predicted, labels, part)
+    return [each.compute() for each in metrics.each()]

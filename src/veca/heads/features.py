@@ -1,24 +1,28 @@
-"""Global features of a split, extracted once and cached on disk: one pass over the images for all budgets.
+"""Frozen backbones, and their global features of a split, extracted once and cached on disk.
 
-A file holds the features of up to `PART` images at one budget. Its name is a hash of everything that decides them: a
-changed model, image or crop finds no file, and an interrupted run continues after its last whole file.
+Images come in as uint8 and every backbone normalises them its own way. Features come back as float32.
 
-On a CPU the worker processes that decode run the backbone too, each on one core, so none waits for another.
+One pass over the images serves all budgets. A file holds the features of up to `PART` images at one budget. Its name is
+a hash of everything that decides them: a changed model, image or crop finds no file, and an interrupted run continues
+after its last whole file. On a CPU the worker processes that decode run the backbone too, each on one core, so none
+waits for another.
 
-Shapes: N images, B of them per forward pass, D width of the features.
+Shapes: N images, B of them per forward pass, D width of the features, rows × columns patches.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
 import json
+import math
+import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,23 +30,160 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca.checkpoint import write_tensors
+from veca.checkpoint import weights_hash, write_tensors
+from veca.config import is_budget
 from veca.data.datasets import batches
 from veca.data.datasets.base import Split
-from veca.errors import ArgumentError
-from veca.heads.frozen import FeatureKind, FrozenBackbone
+from veca.errors import ArgumentError, VecaError
+from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize
+from veca.model import Veca
+from veca.optimized import optimize, supports_fused
 from veca.utils.console import bar
 from veca.utils.files import atomic_path
+from veca.utils.text import quoted
 
+FrozenPrecision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+FeatureKind: TypeAlias = Literal["cls", "cls+mean"]
+"""Global feature: the backbone's own, or that concatenated with the mean of the patches."""
 FEATURES_VERSION = 1
 """Part of cache keys: raise it when the same settings give other numbers."""
 PART, PART_ON_CPU = 8192, 512
 """Images per file: what a run that is killed loses, minutes of a CPU's work."""
-PIXELS, PIXELS_ON_CPU = 128 * 256 * 256, 8 * 256 * 256
+PASS_PIXELS, PASS_PIXELS_ON_CPU = 128 * 256 * 256, 8 * 256 * 256
 """Pixels per forward pass, unless the batch size is given."""
 
 ByBudget: TypeAlias = dict[int | None, NDArray[np.float32]]
 """Features (B, D) for each budget."""
+
+
+class BackboneError(VecaError, ValueError):
+    """A backbone that cannot be loaded or run as asked; the message says what to do."""
+
+
+class FrozenBackbone(ABC):
+    """A frozen model that gives a global feature and a feature map.
+
+    `name` is as the user gave it, `kind` the library its code comes from. `budgets` are those it was trained at; None:
+    it has no budget. `about` is plain data for reports: a hash of the weights, `patch`, the pixels per cell of its map,
+    the `width` of its features, `mean` and `std` of its input, and more.
+    """
+
+    budgets: tuple[int, ...] | None = None
+    rounds_sizes = False
+    """Whether a size that is no multiple of the patch is rounded to one, or refused."""
+
+    def __init__(
+        self, name: str, kind: str, device: torch.device, precision: FrozenPrecision, about: Mapping[str, Any]
+    ) -> None:
+        self.name, self.kind, self.about = name, kind, about
+        self.patch, self.width = about["patch"], about["width"]
+        self.mean, self.std = tuple(about["mean"]), tuple(about["std"])
+        self.device, self.precision, self.autocast = device, precision, precision != "float32"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the features, for cache keys: not the name or path."""
+        about = {key: value for key, value in self.about.items() if key not in ("weights", "provenance")}
+        # `running` too: precision and device change the last bits.
+        return {"kind": self.kind, **about, **self.running}
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """Return how it is run, for protocols and cache keys."""
+        return {"precision": self.precision, "device": self.device.type}
+
+    @property
+    def forks(self) -> bool:
+        """Whether forked worker processes can run it, each on one core."""
+        return self.device.type == "cpu" and sys.platform == "linux"
+
+    def as_forked(self) -> AbstractContextManager[Any]:
+        """Context in which a forked worker process runs it."""
+        return nullcontext()
+
+    def side(self, size: int) -> int:
+        """Return the side in pixels of the input when `size` is asked for."""
+        if not 1 <= size <= (limit := math.isqrt(MAX_PIXELS)):
+            raise BackboneError(f"size {quoted(size)}: a side has at least {self.patch} and at most {limit:,} pixels")
+        near = nearest_sizes(size, size, self.patch)[0]
+        if size != near and not self.rounds_sizes:
+            raise BackboneError(f"size {size}: {self.name} takes multiples of {self.patch}. Nearest: {near}")
+        return near
+
+    def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
+        """Return the budgets to run at: those asked for, or the default when None."""
+        return (None,)
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """Normalise images (B, 3, height, width) uint8 for this backbone, on its device."""
+        return normalize(pixels.to(self.device, non_blocking=True), self.mean, self.std)
+
+    def features(self, images: Tensor, cores: int | None, dense: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return the global feature (B, D) and, if `dense`, the map (B, D, rows, columns) of prepared images."""
+        dtype = getattr(torch, self.precision)
+        with torch.inference_mode(), torch.autocast(self.device.type, dtype, enabled=self.autocast):
+            cls, patches = self._run(images, cores, dense)
+        # Copies: a view of one token would keep all tokens in memory, and inference tensors take no gradient.
+        return cls.to(torch.float32, copy=True), None if patches is None else patches.to(torch.float32, copy=True)
+
+    def dense_features(self, images: Tensor, cores: int | None) -> tuple[Tensor, Tensor]:
+        """Return the map and the global feature, in the order dense heads take them."""
+        cls, patches = self.features(images, cores)
+        assert patches is not None
+        return patches, cls
+
+    def global_feature(self, images: Tensor, cores: int | None, kind: FeatureKind = "cls") -> Tensor:
+        """Return (B, D), or with the mean of the patches (B, 2 D)."""
+        cls, patches = self.features(images, cores, dense=kind == "cls+mean")
+        return cls if patches is None or kind == "cls" else torch.cat([cls, patches.mean((2, 3))], 1)
+
+    @abstractmethod
+    def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]: ...
+
+
+class FrozenVeca(FrozenBackbone):
+    """A VECA, optimized where its fused kernels run or with `compile`."""
+
+    def __init__(
+        self, model: Veca, name: str, device: torch.device, precision: FrozenPrecision, compile: bool = False
+    ) -> None:
+        config = model.config
+        self.budgets, self.num_cores = tuple(config.budgets), config.num_cores
+        # Without the classes, so that fine-tuned weights and their backbone share a cache.
+        architecture = {**config.to_dict(), "num_classes": 0}
+        about: dict[str, Any] = {"sha256": weights_hash(model), "config": architecture, "provenance": model.provenance}
+        about |= {"width": config.num_features, "patch": config.patch_size, "mean": MEAN, "std": STD}
+        super().__init__(name, "veca", device, precision, about)
+        dtype: torch.dtype = getattr(torch, precision)
+        fused = supports_fused(config, device, dtype)
+        self.optimized = compile or fused
+        self.autocast = self.autocast and (fused or not compile)  # a compiled model has that dtype itself
+        self.model = optimize(model, dtype=dtype) if self.optimized else model.eval().requires_grad_(False)
+
+    @property
+    def running(self) -> dict[str, Any]:
+        return {**super().running, "optimized": self.optimized}
+
+    def as_forked(self) -> AbstractContextManager[Any]:
+        # After a fork the compiler would wait forever for its threads, so a new shape must run eagerly.
+        return torch.compiler.set_stance("eager_on_recompile") if self.optimized else nullcontext()
+
+    def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
+        if requested is None:
+            return (self.num_cores,)
+        if wrong := [budget for budget in requested if not is_budget(budget, self.num_cores)]:
+            raise BackboneError(f"cores {wrong[0]}: a budget of {self.name} is an integer from 1 to {self.num_cores}")
+        return tuple(dict.fromkeys(requested))
+
+    def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
+        try:
+            output = self.model(images, cores=cores, cls_only=not dense)
+        except RuntimeError as error:
+            if "InvalidCxxCompiler" not in str(error):
+                raise
+            way = "install g++, or leave it out"
+            raise BackboneError(f"--compile needs a C++ compiler and finds none: {way}") from error
+        return output.cls, output.feature_map if dense else None
 
 
 class Features(NamedTuple):
@@ -68,15 +209,8 @@ class Extraction:
     """Side and budgets that `warm_up` has run."""
 
     def batch(self, side: int) -> int:
-        pixels = PIXELS_ON_CPU if self.backbone.device.type == "cpu" else PIXELS
+        pixels = PASS_PIXELS_ON_CPU if self.backbone.device.type == "cpu" else PASS_PIXELS
         return self.at_once or max(1, pixels // side**2)
-
-    def parts(self, split: Split, key: str) -> list[tuple[Path, range]]:
-        """Return each file, and its images."""
-        images = range(len(split))
-        step = PART_ON_CPU if self.backbone.device.type == "cpu" else PART
-        starts = enumerate(range(0, len(split), step))
-        return [(self.folder / f"{key}-{n:03d}.safetensors", images[start : start + step]) for n, start in starts]
 
     def key(self, split: Split, transform: batches.CropTransform, cores: int | None) -> str:
         """Return a hash of everything the features depend on."""
@@ -86,30 +220,33 @@ class Extraction:
             view=transform.describe(), cores=cores, kind=self.kind, batch=self.batch(transform.side),
         )  # fmt: skip
 
+    def files(self, split: Split, transform: batches.CropTransform, cores: int | None) -> list[tuple[Path, range]]:
+        """Return each file, and its images."""
+        images, step = range(len(split)), PART_ON_CPU if self.backbone.device.type == "cpu" else PART
+        stem, parts = self.key(split, transform, cores), (images[start : start + step] for start in images[::step])
+        return [(self.folder / f"{stem}-{n:03d}.safetensors", part) for n, part in enumerate(parts)]
+
     def run(self, split: Split, transform: batches.CropTransform, budgets: Sequence[int | None], title: str) -> float:
         """Make sure that the features of `split` at all `budgets` are on disk; return the seconds it took."""
         began = time.perf_counter()
-        # For each part the files that are missing: it is computed again only at their budgets.
-        todo: dict[range, dict[int | None, Path]] = {}
+        missing: dict[range, dict[int | None, Path]] = {}
         for cores in budgets:
-            for file, part in self.parts(split, self.key(split, transform, cores)):
+            for file, part in self.files(split, transform, cores):
                 if _read_features(file, len(part)) is None:
-                    todo.setdefault(part, {})[cores] = file
-        if not todo:
+                    missing.setdefault(part, {})[cores] = file
+        if not missing:
             return 0.0
-        todo = dict(sorted(todo.items(), key=lambda item: item[0].start))
+        budgets = [cores for cores in budgets if any(cores in files for files in missing.values())]
         step = self.batch(transform.side)
-        pending = {part[i : i + step]: list(files) for part, files in todo.items() for i in range(0, len(part), step)}
+        todo = {part: missing[part] for part in sorted(missing, key=lambda part: part.start)}
+        order = [part[i : i + step] for part in todo for i in range(0, len(part), step)]
         collate: Callable[[Any], Any] = functools.partial(batches.stack_crops, transform.side)
         if forked := self.workers > 0 and self.backbone.forks:
             self.warm_up(transform.side, budgets)
-            by_start = {batch.start: missing for batch, missing in pending.items()}
-            collate = functools.partial(_compute_in_worker, self, transform.side, by_start)
-        workers = min(self.workers, len(pending))
+            collate = functools.partial(self.collate, transform.side, budgets)
+        images, workers = batches.CroppedImages(split, transform), min(self.workers, len(order))
         with (
-            batches.decode_batches(
-                batches.CroppedImages(split, transform), pending, workers, collate, forked
-            ) as decoded,
+            batches.decode_batches(images, order, workers, collate, forked) as decoded,
             bar(title, sum(map(len, todo)), "pictures", self.progress) as advance,
         ):
             for part, files in todo.items():
@@ -118,7 +255,7 @@ class Extraction:
                 for start in range(0, len(part), step):
                     computed, errors = next(decoded)
                     bad |= errors
-                    pieces.append(computed if forked else self.features(computed, list(files)))
+                    pieces.append(computed if forked else self.features(computed, budgets))
                     advance(len(part[start : start + step]))
                 # Written part by part, each atomically: an interrupted run continues after the last.
                 for cores, file in files.items():
@@ -136,6 +273,12 @@ class Extraction:
         images = self.backbone.prepare(torch.from_numpy(pixels))
         outputs = {cores: self.backbone.global_feature(images, cores, self.kind)[:count] for cores in budgets}
         return {cores: values.cpu().numpy() for cores, values in outputs.items()}
+
+    def collate(self, side: int, budgets: Sequence[int | None], crops: Any) -> tuple[ByBudget, dict[int, str]]:
+        """Collate function of forked workers: the features of crops, and the reasons of unreadable ones."""
+        pixels, bad = batches.stack_crops(side, crops)
+        with self.backbone.as_forked():
+            return self.features(pixels, budgets), bad
 
     def warm_up(self, side: int, budgets: Sequence[int | None]) -> None:
         """Run the backbone once as forked workers will: they inherit what it compiles, and errors surface sooner."""
@@ -155,9 +298,8 @@ class Extraction:
         """Load what `run` left on disk."""
         values: list[Tensor] = []
         bad: dict[int, str] = {}
-        for file, part in self.parts(split, self.key(split, transform, cores)):
-            features = _read_features(file, len(part))
-            if features is None:
+        for file, part in self.files(split, transform, cores):
+            if (features := _read_features(file, len(part))) is None:
                 raise ArgumentError(f"{file} is damaged or gone since it was written; run it again")
             values.append(features.values)
             bad |= features.bad
@@ -169,17 +311,8 @@ def digest_of(**parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compute_in_worker(
-    extraction: Extraction, side: int, budgets: Mapping[int, Sequence[int | None]], crops: Sequence[tuple[int, Any]]
-) -> tuple[ByBudget, dict[int, str]]:
-    """Collate function of forked workers: from crops to features. The first image of a batch tells its budgets."""
-    pixels, bad = batches.stack_crops(side, crops)
-    with extraction.backbone.as_forked():
-        return extraction.features(pixels, budgets[crops[0][0]]), bad
-
-
 def _write_features(path: Path, values: Tensor, bad: Mapping[int, str]) -> None:
-    metadata = {"digest": _features_hash(values), "bad": {str(i): reason for i, reason in bad.items()}}
+    metadata = {"digest": _features_hash(values), "bad": bad}
     with atomic_path(path) as part:
         write_tensors(part, {"features": values.contiguous()}, {"veca": json.dumps(metadata)})
 
@@ -210,6 +343,5 @@ def drop_unreadable(features: Features, labels: Tensor, skip: bool, where: str) 
         some = f"{len(bad):,} of {len(values):,} pictures of {where}"
         why = f"cannot be read: {batches.join_some(list(bad.values()))}"
         raise batches.UnreadableImageError(f"{some} {why}. Repair them, or leave them out with --skip-bad")
-    readable = torch.ones(len(values), dtype=torch.bool)
-    readable[list(bad)] = False
+    readable = [i not in bad for i in range(len(values))]
     return values[readable], labels[readable]

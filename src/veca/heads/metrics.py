@@ -6,18 +6,17 @@ heads at once, with a leading shape; `each` then gives those of single heads.
 Shapes: N examples, C classes, B images of H × W pixels; `...` is any leading shape, such as the heads of a sweep.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from veca.errors import ArgumentError
 
+DeviceLike: TypeAlias = torch.device | str
 ALL = slice(None)
 """All heads of a stack."""
 
@@ -37,16 +36,6 @@ def top_k_hits(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
 def top_k_accuracy(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
     """Return the share of examples whose label is among the k best: scores (..., N, C), labels (N) → (...)."""
     return top_k_hits(scores, labels, k).double().mean(-1)
-
-
-def valid_label_accuracy(scores: Tensor, valid: Tensor) -> Tensor:
-    """Return the share of examples whose best class is one of their valid ones, as in ImageNet-ReaL.
-
-    `valid` (N, C) is true for each valid label; an example without any does not count.
-    """
-    hits = valid.gather(1, scores.argmax(1, keepdim=True))[:, 0]
-    hits = hits & ~scores.isnan().any(1)
-    return hits.sum().double() / valid.any(1).sum()
 
 
 def average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "11"] = "all") -> Tensor:
@@ -78,11 +67,6 @@ def average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "1
     return torch.where(total > 0, torch.stack(best).mean(0), torch.nan)
 
 
-def mean_average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "11"] = "all") -> Tensor:
-    """Return the mean of `average_precision` over the classes with examples."""
-    return average_precision(scores, targets, points).nanmean()
-
-
 def percent_by_class(classes: Sequence[str], shares: Iterable[float]) -> dict[str, float]:
     """Return shares in percent by class name, without NaNs; a repeated name gets the class's number appended."""
     names = [f"{name} ({i})" if classes.count(name) > 1 else name for i, name in enumerate(classes)]
@@ -94,12 +78,13 @@ class _HeadMetrics:
 
     totals: Tensor
 
-    def _check_shape(self, predicted: Tensor, labels: Tensor, heads: slice, name: str, way: str) -> Tensor:
+    def _check_shape(self, predicted: Tensor, labels: Tensor, heads: slice) -> Tensor:
         """Return the totals of some heads, after a check that the predictions are theirs."""
         totals = self.totals[heads]
         shapes = tuple(predicted.shape), tuple(labels.shape)
         if shapes[0] != totals.shape[:-1] + shapes[1]:
-            raise ArgumentError(f"predictions are {shapes[0]}, {name} {shapes[1]}; they must have one shape: {way}")
+            way = "resize scores or depths to the labels first"
+            raise ArgumentError(f"predictions are {shapes[0]}, labels {shapes[1]}; they must have one shape: {way}")
         return totals
 
     def each(self) -> list[Self]:
@@ -119,9 +104,7 @@ class Confusion(_HeadMetrics):
     1.0
     """
 
-    def __init__(
-        self, classes: int, ignore: int = 255, device: torch.device | str = "cpu", heads: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, classes: int, ignore: int = 255, device: DeviceLike = "cpu", heads: Sequence[int] = ()) -> None:
         self.classes, self.ignore = classes, ignore
         # The last two entries count ignored pixels and invalid labels: the error is raised by `counts`, without
         # synchronizing with the device at every batch.
@@ -129,8 +112,7 @@ class Confusion(_HeadMetrics):
 
     def update(self, predicted: Tensor, labels: Tensor, heads: slice = ALL) -> None:
         """Add pixels: class numbers (..., *) of the heads and labels (*), for any shape *; a label may be `ignore`."""
-        way = "resize the scores to the labels before taking the best class"
-        totals = self._check_shape(predicted, labels, heads, "labels", way)
+        totals = self._check_shape(predicted, labels, heads)
         predicted, labels = (tensor.to(totals.device).long() for tensor in (predicted, labels))
         inside = (labels >= 0) & (labels < self.classes) & (predicted >= 0) & (predicted < self.classes)
         bins = torch.where(inside, labels * self.classes + predicted, self.classes**2 + 1)
@@ -170,16 +152,14 @@ class DepthErrors(_HeadMetrics):
 
     NAMES = "rmse", "abs_rel", "delta1", "delta2", "delta3", "log10", "rmse_log", "silog"
 
-    def __init__(self, low: float, high: float, device: torch.device | str = "cpu", heads: Sequence[int] = ()) -> None:
-        if not 0 < low < high:
-            raise ArgumentError(f"low is {low} and high {high}; a range of depths needs 0 < low < high, in metres")
+    def __init__(self, low: float, high: float, device: DeviceLike = "cpu", heads: Sequence[int] = ()) -> None:
         self.low, self.high = low, high
         # The errors summed over images, then the number of images.
         self.totals = torch.zeros(*heads, len(self.NAMES) + 1, dtype=torch.float64, device=device)
 
     def update(self, predicted: Tensor, depth: Tensor, heads: slice = ALL) -> None:
         """Add images: predictions (..., B, H, W) of the heads and depths (B, H, W)."""
-        totals = self._check_shape(predicted, depth, heads, "depths", "resize the predictions to the depths")
+        totals = self._check_shape(predicted, depth, heads)
         device = totals.device
         predicted, depth = predicted.to(device).double().flatten(-2), depth.to(device).double().flatten(1)
         valid = (depth > self.low) & (depth < self.high)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from veca.checkpoint import load_or_random, weights_hash
 from veca.config import SIZES
 from veca.errors import needs_extra
-from veca.heads.frozen import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
+from veca.heads.features import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
 from veca.utils.device import choose_device
 from veca.utils.text import did_you_mean
 
@@ -50,7 +50,8 @@ class OnnxBackbone(FrozenBackbone):
         self.budgets = (self.budget,)
         about |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "onnxruntime": onnxruntime.__version__}
         width = next(output.shape[1] for output in self.session.get_outputs() if output.name == "cls")
-        super().__init__(str(path), "onnx", patch, width, mean, std, torch.device("cpu"), "float32", about)
+        about |= {"width": width, "patch": patch, "mean": mean, "std": std}
+        super().__init__(str(path), "onnx", torch.device("cpu"), "float32", about)
 
     def side(self, size: int) -> int:
         if self.export_size not in ("dynamic", f"{size}x{size}"):
@@ -82,8 +83,8 @@ class TeacherBackbone(FrozenBackbone):
         if teacher.library in ("timm", "transformers"):
             about["library_version"] = version(teacher.library)
         about |= {"class": type(teacher.model).__name__, "config": _describe_config(teacher.model)}
-        of_teacher = teacher.library, teacher.stride, teacher.width, teacher.mean, teacher.std
-        super().__init__(name, *of_teacher, device, precision, about)
+        about |= {"width": teacher.width, "patch": teacher.stride, "mean": teacher.mean, "std": teacher.std}
+        super().__init__(name, teacher.library, device, precision, about)
         self.teacher = teacher.to(device).eval().requires_grad_(False)
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:

@@ -21,9 +21,17 @@ from torch import Tensor
 from veca.data.datasets.base import ProbeData
 from veca.data.datasets.batches import DenseLoader, open_pair
 from veca.data.transforms import slide_windows
-from veca.heads.dense import DenseBatch, DenseHead, DenseMetrics, DepthHead, Norm, SegmentationHead
-from veca.heads.dense_fit import DenseSweep, fit_many
-from veca.heads.frozen import FrozenBackbone
+from veca.heads.dense import (
+    DenseBatch,
+    DenseHead,
+    DenseMetrics,
+    DenseSweep,
+    DepthHead,
+    Norm,
+    SegmentationHead,
+    fit_dense,
+)
+from veca.heads.features import FrozenBackbone
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
 from veca.probe.run import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
@@ -122,12 +130,11 @@ class _DenseSize:
         settings, began = self.settings, time.perf_counter()
         title = f"{self.backbone.name} {self.data.name} {self.jobs[0].size} px"
         with bar(title, settings.steps, "steps", settings.progress) as advance:
-            sweeps = fit_many(
-                [self.head] * len(self.jobs), self.training_batches,
+            sweeps = fit_dense(
+                [self.head.to(self.backbone.device)] * len(self.jobs), self.training_batches,
                 lambda stacks: [[each.compute() for each in m.each()] for m in self.evaluate(stacks, "val")],
                 rates=settings.rates, steps=settings.steps, every=settings.eval_every, decay=settings.decay,
-                power=settings.power, warmup=settings.warmup, device=self.backbone.device,
-                progress=lambda done, steps: advance(1),
+                power=settings.power, warmup=settings.warmup, progress=advance,
             )  # fmt: skip
         metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
         # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
@@ -148,7 +155,7 @@ class _DenseSize:
     @torch.no_grad()
     def evaluate(self, heads: Sequence[DenseHead], split: str) -> list[DenseMetrics]:
         """Score the heads, or stacks of them, that belong to each job on a split; they are in eval mode afterwards."""
-        metrics = [head.eval().metrics(self.backbone.device) for head in heads]
+        metrics = [head.eval().metrics() for head in heads]
         for pixels, labels in self.loader.scoring(split):
             images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device)
             for job, head, scored in zip(self.jobs, heads, metrics, strict=True):

@@ -28,8 +28,7 @@ from torch import Tensor
 from veca.data.datasets import DatasetError, ProbeData
 from veca.data.datasets.batches import CropTransform, join_some
 from veca.errors import ArgumentError
-from veca.heads.features import Extraction, digest_of, drop_unreadable
-from veca.heads.frozen import FeatureKind, FrozenBackbone
+from veca.heads.features import Extraction, FeatureKind, FrozenBackbone, digest_of, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, LinearHead, score, score_valid_labels, train_linear
 from veca.heads.metrics import average_precision, percent_by_class, top_k_accuracy, top_k_hits
 from veca.probe.results import SCHEMA, SPLITS
@@ -203,10 +202,9 @@ def _probe_linear(settings: ClassifySettings, job: Job, features: LoadFeatures) 
     title = f"heads, {job.backbone.name if job.cores is None else f'{job.cores} cores'}"
     with bar(title, settings.epochs, "epochs", settings.progress) as advance:
         sweep = train_linear(
-            *train, *val, classes=len(data.classes), rates=settings.rates, decays=settings.decays,
+            train, val, classes=len(data.classes), rates=settings.rates, decays=settings.decays,
             epochs=settings.epochs, batch=settings.batch, momentum=settings.momentum, seed=settings.seed,
-            multilabel=multilabel, standardize=settings.standardize, device=job.backbone.device,
-            progress=lambda done, total: advance(1),
+            standardize=settings.standardize, device=job.backbone.device, progress=advance,
         )  # fmt: skip
     metrics, per_class = _score_classes(sweep.head, *test)
     heads = [{"rate": rate, "decay": decay} for rate, decay in sweep.pairs]

@@ -1,4 +1,4 @@
-"""Line and bar charts: laid out here in pixels, drawn as SVG by a template.
+"""Line charts: laid out here in pixels, drawn as SVG by a template.
 
 A `Chart` put into a template becomes inline SVG that takes the colours of the page, light or dark;
 `veca.report.chart_files` writes a file of its own.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from veca.report.colours import LINE_COLOURS
@@ -113,10 +113,8 @@ WIDE, SMALL = Frame(760, 300, 12), Frame(540, 320, 14)
 class Axis:
     """Values laid out between two pixel positions."""
 
-    def __init__(
-        self, values: Sequence[float], start: float, end: float, log: bool = False, margin: float = 0, form: str = ""
-    ) -> None:
-        self.log, self.start, self.end, self.form = log, start, end, form
+    def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False, margin: float = 0) -> None:
+        self.log, self.start, self.end = log, start, end
         low, high = min(values), max(values)
         spare = (abs(low) or 1) / 10 if high <= low else 0  # one value, or equal ones: an axis needs a range
         low, high = low - spare, high + spare
@@ -136,7 +134,7 @@ class Axis:
         """Values and their labels."""
         low, high = (math.exp(end) if self.log else end for end in (self.first, self.last))
         values = ticks(low, high, count, self.log)
-        return [(value, format(value, self.form or ("g" if abs(value) < 1e4 else ",.0f"))) for value in values]
+        return [(value, format(value, "g" if abs(value) < 1e4 else ",.0f")) for value in values]
 
 
 def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[float]:
@@ -211,23 +209,6 @@ def line_chart(
 
 def _drawable(point: Point) -> bool:
     return all(abs(value) < 1e300 for value in point)  # not nan, and differences do not overflow
-
-
-def bar_chart(shares: Mapping[int, float], targets: Mapping[int, float], x_title: str, label: str) -> Chart:
-    """Bars of shares of 1, each with a mark at its target."""
-    frame, keys = SMALL, sorted({*shares, *targets})
-    floor = frame.height - frame.bottom
-    y_axis = Axis([0, *shares.values(), *targets.values(), 1e-9], floor, frame.top, margin=0.05, form=".0%")
-    x_axis = Axis([0, len(keys)], _left_of_axes(frame, y_axis), frame.width - 24)
-    marks = _axes(frame, x_axis, y_axis, x_title, "share of the steps", [])
-    for i, key in enumerate(keys):
-        left, right, top = x_axis.at(i + 0.18), x_axis.at(i + 0.82), y_axis.at(shares.get(key, 0))
-        marks.append(Polyline([[(left, floor), (left, top), (right, top), (right, floor)]], "bar", "c0"))
-        marks.append(Label((left + right) / 2, floor + 17, str(key), frame.text, anchor="middle"))
-        if key in targets:
-            height = y_axis.at(targets[key])
-            marks.append(Polyline([[(left - 6, height), (right + 6, height)]], "target", "c1"))
-    return Chart(frame.width, frame.height, marks, label)
 
 
 def _left_of_axes(frame: Frame, y_axis: Axis) -> float:

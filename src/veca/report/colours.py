@@ -29,7 +29,7 @@ class Role(NamedTuple):
 # CSS for SVG and the strokes of PNG are both made from this table, so that the two cannot differ.
 ROLES = {
     "grid": Role(1), "axis": Role(1), "line": Role(1.8), "faint": Role(1, 0.28), "lead": Role(1), "key": Role(2.4),
-    "dot": Role(1.8), "target": Role(3), "band": Role(0, 0.15), "bar": Role(0, 0.55),
+    "dot": Role(1.8), "band": Role(0, 0.15),
 }  # fmt: skip
 
 CIVIDIS = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from veca.report.colours import CIVIDIS, DARK, LIGHT, ROLES, ramp_colours
 from veca.utils.files import atomic_path
-from veca.utils.text import number, printable
+from veca.utils.text import duration, number, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -54,7 +54,8 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "json": partial(json.dumps, indent=1, default=str, ensure_ascii=False),
-        "md": escape_markdown, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path,
+        "md": escape_markdown, "pairs": _pairs, "ramp": _ramp_style, "svg_path": _svg_path, "number": number,
+        "duration": duration,
     }  # fmt: skip
     environment.globals |= {"light": LIGHT, "dark": DARK, "roles": ROLES, "cividis": CIVIDIS, "now": datetime.now}
     return environment

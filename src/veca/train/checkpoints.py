@@ -5,8 +5,6 @@ rest and the checksums of the files; nothing in it is a pickle. It is written un
 complete. `veca.load` takes the folder of a distillation run as a model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -25,11 +23,9 @@ from veca.checkpoint import write_tensors
 from veca.errors import VecaError
 from veca.train.parallel import copy_into, to_host
 
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-\d{8,}")
 TensorFiles = Mapping[str, Mapping[str, Tensor]]
 """Tensors by name, by file."""
-FileMetadata = Mapping[str, dict[str, str]]
-"""Metadata of safetensors files, by file."""
 
 
 class DamagedError(VecaError, ValueError):
@@ -45,9 +41,9 @@ class Checkpoint(NamedTuple):
 
 
 def write_checkpoint(
-    folder: Path, step: int, facts: Mapping[str, Any], tensors: TensorFiles, metadata: FileMetadata | None = None
+    folder: Path, step: int, facts: Mapping[str, Any], tensors: TensorFiles, metadata: dict[str, str] | None = None
 ) -> Path:
-    """Write `folder/step-…`, replacing an older one. `tensors` and the `metadata` of their files go by file name."""
+    """Write `folder/step-…`, replacing an older one: `tensors` by file, and the `metadata` of the file `model`."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
     part, final = folder / f".{name}.part", folder / name
@@ -57,11 +53,12 @@ def write_checkpoint(
         checksums = {}
         for file, named in tensors.items():
             path = part / f"{file}.safetensors"
-            write_tensors(path, named, (metadata or {}).get(file))
+            write_tensors(path, named, metadata if file == "model" else None)
             checksums[path.name] = _hash_file(path)
         # Through JSON once, as it will be read: keys become text there, and text sorts differently from numbers.
         body = json.loads(json.dumps({"step": step, "facts": facts, "files": checksums}))
-        _write_text(part / "state.json", json.dumps({**body, "sha256": _hash_json(body)}, indent=1))
+        text = json.dumps({**body, "sha256": _hash_json(body)}, indent=1)
+        (part / "state.json").write_text(text + "\n", encoding="utf-8")
         # On disk before the rename: after a power failure a complete name must mean complete files.
         for path in part.iterdir():
             _sync_to_disk(path)
@@ -104,20 +101,18 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object]) -> Checkpoint
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    steps = [(int(match[1]), path) for path in paths if (match := _STEP_FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(steps)]
+    paths = [path for path in folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))  # by step: more digits are a larger number
 
 
-def remove_old_checkpoints(folder: Path, keep: int, newest: int) -> None:
-    """Keep the last `keep` checkpoints up to step `newest`, which was just written, and remove all others.
+def remove_old_checkpoints(newest: Path, keep: int) -> None:
+    """Keep the last `keep` checkpoints up to `newest`, which was just written, and remove all others beside it.
 
     Later ones were damaged when the run resumed from an earlier one. Partial ones are what a killed run left.
     """
-    paths = list_checkpoints(folder)
-    later = [path for path in paths if int(path.name.removeprefix("step-")) > newest]
-    old = [path for path in paths if path not in later][:-keep]
-    for path in (*later, *old, *folder.glob(".step-*.part")):
+    paths = list_checkpoints(newest.parent)
+    end = paths.index(newest) + 1
+    for path in (*paths[end:], *paths[:end][:-keep], *newest.parent.glob(".step-*.part")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -126,28 +121,21 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: to_host(tensor) for name, tensor in module.state_dict().items()}
 
 
-def restore_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in module.state_dict().items():
-        copy_into(tensor, tensors[name])
-
-
-def optimizer_tensors(module: nn.Module, optimizer: Optimizer, prefix: str = "") -> dict[str, Tensor]:
-    """State of an optimizer by `prefix`, parameter name and entry, on the host, unsharded."""
+def optimizer_tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """State of an optimizer by parameter name and entry, on the host, unsharded."""
     return {
-        f"{prefix}{name}/{entry}": to_host(value)
+        f"{name}/{entry}": to_host(value)
         for name, parameter in module.named_parameters()
         for entry, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def restore_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Put back what `optimizer_tensors` gave; entries with another prefix are left out."""
-    parameters = dict(module.named_parameters())
+def restore_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave."""
     for key, value in tensors.items():
-        if not key.startswith(prefix):
-            continue
-        name, entry = key.removeprefix(prefix).split("/")
-        state, parameter = optimizer.state[parameters[name]], parameters[name]
+        name, entry = key.split("/")
+        parameter = module.get_parameter(name)
+        state = optimizer.state[parameter]
         if value.shape == parameter.shape:  # sharded as the parameter is
             state[entry] = torch.empty_like(parameter, dtype=value.dtype)
             copy_into(state[entry], value)
@@ -164,10 +152,6 @@ def _hash_json(body: Mapping[str, Any]) -> str:
 def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _sync_to_disk(path: Path) -> None:

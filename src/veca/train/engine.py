@@ -6,44 +6,163 @@ continues bit for bit, and several processes compute what one would with the who
 is, what is validated, what a checkpoint holds and what is left in the end (see `distill` and `finetune.run`).
 """
 
-from __future__ import annotations
-
 import contextlib
+import hashlib
 import json
+import math
 import shutil
 import signal
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from veca.data.index import DataError
 from veca.errors import ArgumentError, VecaError
-from veca.train.checkpoints import Checkpoint, TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
-from veca.train.ema import Ema
+from veca.train.checkpoints import newest_checkpoint, remove_old_checkpoints, write_checkpoint
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
-from veca.train.meter import TrainMeter
-from veca.train.parallel import World, copy_into, gathered, sum_of, to_host
+from veca.train.optimizers import Ema
+from veca.train.parallel import World, all_reduced, copy_into, gathered, sum_of, to_host
 from veca.utils.files import atomic_path
 from veca.utils.signals import Interrupted, deferred_signals
 
 MAX_NONFINITE_STEPS = 3
 """Abort after this many consecutive steps without a finite gradient."""
-STOP_CHECK_STEPS, STOP_CHECK_SECONDS = 10, 3.0
-"""Several processes agree on stopping after this many steps or seconds, well within the 30 s that torchrun waits."""
-
-
 Say = Callable[[str], None]
 """Shows a message to the user."""
 
 
 class TrainingError(VecaError, ValueError):
     """Training cannot continue; the last good checkpoint stays."""
+
+
+def learning_rate(step: int, total: int, warmup: int, peak: float, low: float) -> float:
+    """Linear warm-up from `low` to `peak` in `warmup` steps, then a half cosine down to `low` at step `total`.
+
+    >>> [learning_rate(step, total=8, warmup=4, peak=5.0, low=1.0) for step in (0, 2, 4, 6, 8)]
+    [1.0, 3.0, 5.0, 3.0, 1.0]
+    """
+    progress = (step - warmup) / max(1, total - warmup)
+    share = step / warmup if step < warmup else (1 + math.cos(math.pi * progress)) / 2
+    return low + (peak - low) * share
+
+
+def draw(odds: Mapping[int, float], stream: str, seed: int, step: int) -> int:
+    """One of the keys, with probability proportional to its odds. Streams with different names are independent.
+
+    >>> draw({8: 1, 16: 1, 64: 0}, "budget", seed=0, step=7) in (8, 16)
+    True
+    """
+    remaining = step_seed(stream, seed, step) / 2**64 * sum(odds.values())
+    for key, odd in odds.items():
+        remaining -= odd
+        if remaining < 0:
+            return key
+    return [key for key, odd in odds.items() if odd][-1]  # rounding: the last possible one
+
+
+def step_seed(stream: str, seed: int, step: int) -> int:
+    """A seed of 64 bits for one step of one stream."""
+    return int.from_bytes(hashlib.sha256(f"{stream} {seed} {step}".encode()).digest()[:8])
+
+
+class TrainMeter:
+    """Means of the losses and images per second.
+
+    `update` only queues work on the device; `values` is the one place that waits for it. The speed leaves out `pause`d
+    time and the first step of each number of images, budget and resolution: those may compile.
+    `images` and `seconds` are the totals of a resumed run so far.
+    """
+
+    def __init__(
+        self, budgets: Iterable[int] = (), resolutions: Iterable[int] = (), images: int = 0, seconds: float = 0.0
+    ) -> None:
+        self.images, self.seconds, self.rate = images, seconds, math.nan
+        self._counts = {"budget": dict.fromkeys(budgets, 0), "resolution": dict.fromkeys(resolutions, 0)}
+        self.names: list[str] = []
+        """Of the losses."""
+        self._sums: Tensor | None = None
+        """Sums of the losses over steps with finite ones, and the number of these steps, on the device."""
+        self._steps, self._seen = 0, set[tuple[int, int | None, int | None]]()
+        self._timed = [0, 0.0]  # images and seconds that count for the speed, since the last `values`
+        self._last_tick, self._counts_for_speed = perf_counter(), False
+
+    @torch.no_grad()
+    def update(
+        self, losses: Mapping[str, Tensor], images: int, budget: int | None = None, resolution: int | None = None
+    ) -> None:
+        """Add one optimizer step: its losses, scalars on the device, and its number of images."""
+        values = torch.stack([value.float() for value in losses.values()])
+        # A non-finite step must not spoil the mean of the others; it is counted instead.
+        finite = values.isfinite().all()
+        row = torch.cat([torch.where(finite, values, 0.0), finite.float()[None]])
+        self._sums = row if self._sums is None else self._sums + row
+        self.names = list(losses)
+        # Shapes that occur for the first time may compile, which is not training speed.
+        kind = (images, budget, resolution)
+        self._counts_for_speed = kind in self._seen
+        self._tick()
+        self._timed[0] += images * self._counts_for_speed
+        self._seen.add(kind)
+        self.images += images
+        self._steps += 1
+        for counts, drawn in zip(self._counts.values(), (budget, resolution), strict=True):
+            if drawn is not None:
+                counts[drawn] = counts.get(drawn, 0) + 1
+
+    def _tick(self) -> None:
+        """Count the time since the last tick as training, and for the speed if its step does."""
+        now = perf_counter()
+        self.seconds += now - self._last_tick
+        self._timed[1] += (now - self._last_tick) * self._counts_for_speed
+        self._last_tick = now
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out the time of the block, as validation. Call `values` first, which waits for the device."""
+        self._tick()
+        try:
+            yield
+        finally:
+            self._last_tick = perf_counter()
+
+    def values(self) -> dict[str, float]:
+        """What to log of the steps since the last call; this waits for the device.
+
+        Means of the losses over the steps with finite ones, the number of the others (`nonfinite`), how often each
+        budget and resolution was drawn (`budget_8`, `resolution_256`, …), `images` and `seconds` of training in all,
+        and `images_per_s` (the last one known, nan until there is one).
+        """
+        *sums, count = self._sums.tolist() if self._sums is not None else [0.0]
+        self._tick()
+        values = {name: total / count if count else math.nan for name, total in zip(self.names, sums, strict=False)}
+        if self._timed[0] and self._timed[1] > 0:
+            self.rate = self._timed[0] / self._timed[1]
+        values |= {"nonfinite": self._steps - count, "images": self.images, "seconds": self.seconds}
+        values["images_per_s"] = self.rate
+        for name, counts in self._counts.items():
+            values |= {f"{name}_{drawn}": times for drawn, times in counts.items()}
+            counts.update(dict.fromkeys(counts, 0))
+        self._sums, self._steps, self._timed = None, 0, [0, 0.0]
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """What was added since the last `values`, as plain data for a checkpoint; this waits for the device too."""
+        sums = None if self._sums is None else self._sums.tolist()
+        return {"sums": sums, "steps": self._steps, **{f"{name}s": counts for name, counts in self._counts.items()}}
+
+    def restore(self, states: Sequence[Mapping[str, Any]], rank: int, size: int, device: torch.device) -> None:
+        """Continue from the `state` of each process; if their number has changed, each continues from the mean."""
+        own = states[rank if len(states) == size else 0]
+        self._steps = own["steps"]
+        if own["sums"] is not None:
+            sums = [state["sums"] for state in states] if len(states) != size else [own["sums"]]
+            self._sums = torch.tensor(sums, dtype=torch.float32, device=device).mean(0)
+        for name, counts in self._counts.items():
+            counts.update({int(drawn): times for drawn, times in own[f"{name}s"].items()})  # JSON makes keys text
 
 
 class SkippedSteps:
@@ -67,8 +186,28 @@ class SkippedSteps:
         return total, most
 
 
-class RunEngine(ABC):
-    """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`."""
+class RunEngine:
+    """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`.
+
+    It defines the methods declared first; it may override `prepare`, `log_unreadable` and `model_metadata`.
+    """
+
+    write_settings: Callable[[], dict[str, Any]]
+    """Writes all settings to the folder and returns them; with `restart` removes what the old run left."""
+    batches: Callable[[], AbstractContextManager[Any]]
+    """Context manager of the batches from `step` on."""
+    train_step: Callable[[Iterator[Any]], None]
+    """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`. A VecaError comes from
+    the data, before anything has changed."""
+    validate: Callable[[], None]
+    """Validates, logs the result and saves the weights if they are the best so far."""
+    checkpoint_tensors: Callable[[], dict[str, dict[str, Tensor]]]
+    checkpoint_facts: Callable[[], dict[str, Any]]
+    """Plain data to resume from, beside what the engine itself adds."""
+    finish: Callable[[], None]
+    """Saves the model and the results of a run whose steps are done, `result_file` last."""
+    memory_advice: Callable[[], str]
+    """For an error when the device is out of memory: what needed it, and what to set."""
 
     model: nn.Module
     """The module whose weights are averaged, saved and validated."""
@@ -81,18 +220,16 @@ class RunEngine(ABC):
     """Number of checkpoints that are kept."""
     validate_every: int | None
     """None: there is nothing to validate on."""
+    rate: float
+    """Learning rate of the last step."""
 
-    loss_names: ClassVar[tuple[str, ...]] = ("total",)
-    """Metrics that are averaged over the processes when they are logged."""
-    data_errors: ClassVar[tuple[type[Exception], ...]] = (DataError,)
-    """What `train_step` raises for unusable data, before anything has changed."""
-    write_report: ClassVar[staticmethod[[Path], Path]]
+    result_file: ClassVar[str]
+    write_report: "ClassVar[staticmethod[[Path], Path]]"
     """Writes the report of a run's folder, whatever is there, and returns its path."""
     nonfinite_advice: ClassVar[str]
     """What to do about non-finite gradients."""
     save_with_validation: ClassVar[bool] = False
     """Write a checkpoint after each validation too, the one before the first step included."""
-    stop_check_steps: ClassVar[int] = STOP_CHECK_STEPS
     wandb: str | None = None
     """A project of Weights & Biases to report to."""
     sharded = False
@@ -105,22 +242,17 @@ class RunEngine(ABC):
         """Events from before there is a log."""
         self.log: RunLogger | None = None
         self.progress: ProgressLine | None = None
-        self.checkpoint: Checkpoint | None = None
-        if not restart:
-            self.checkpoint = newest_checkpoint(folder / "checkpoints", self.notices.append)
-            steps = gathered(self.checkpoint and self.checkpoint.step, world)
-            if len(set(steps)) > 1:
-                raise ArgumentError(f"processes find different checkpoints in {folder} ({steps}): they must share it")
+        self.checkpoint = None if restart else newest_checkpoint(folder / "checkpoints", self.notices.append)
         self.step = self.checkpoint.step if self.checkpoint else 0
+        if len(set(steps := gathered(self.step, world))) > 1:
+            raise ArgumentError(f"processes find different checkpoints in {folder} ({steps}): they must share it")
         self.stop_signal, self.preparing = 0, False
-        self._last_check, self._next_check = (self.step, time.monotonic()), self.step + 1
 
     def resume_counts(self, budgets: Iterable[int], resolutions: Iterable[int] = ()) -> None:
         """Start the meter and the counters, from the checkpoint where there is one; the EMA too."""
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
-        totals = {"images": facts.get("images", 0), "seconds": facts.get("seconds", 0.0)}
         # Speed is measured anew: it may be another machine. Totals continue.
-        self.meter = TrainMeter(budgets, resolutions, **totals)
+        self.meter = TrainMeter(budgets, resolutions, facts.get("images", 0), facts.get("seconds", 0.0))
         self.skipped_steps = SkippedSteps(self.device, facts.get("skipped", 0))
         if self.checkpoint:
             states = facts["under_way"]
@@ -132,76 +264,28 @@ class RunEngine(ABC):
         self.resumed = self.checkpoint is not None
         self.checkpoint = None  # its tensors have been copied
 
-    # What a kind of run defines
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """All settings of the run, as plain data."""
-
-    @abstractmethod
-    def write_settings(self) -> None:
-        """Write the settings to the folder, and with `restart` remove what the old run left."""
-
-    @abstractmethod
-    def batches(self) -> AbstractContextManager[Any]:
-        """Context manager of the batches from `step` on."""
-
-    @abstractmethod
-    def train_step(self, batches: Iterator[Any]) -> None:
-        """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps` and `step`."""
-
-    @abstractmethod
-    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The learning rate of the last step and further columns of metrics.csv, beside `values`."""
-
-    @abstractmethod
-    def validate(self) -> None:
-        """Validate, log the result and save the weights if they are the best so far."""
-
-    @abstractmethod
-    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]: ...
-
-    @abstractmethod
-    def checkpoint_facts(self) -> dict[str, Any]:
-        """Plain data to resume from, beside what the engine itself adds."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Save the model and the results of a run whose steps are done."""
-
-    @abstractmethod
-    def memory_advice(self) -> str:
-        """For an error when the device is out of memory: what needed it, and what to set."""
-
-    def prepare(self) -> None:  # noqa: B027  # most runs need none
+    def prepare(self) -> None:
         """Work before the first step that has its own progress bars. Signals end it at once."""
 
-    def is_finished(self) -> bool:
-        """Whether there is nothing left to do, not even the final save."""
-        return False
-
-    def log_unreadable(self) -> None:  # noqa: B027
+    def log_unreadable(self) -> None:
         """Log images that could not be used since the last call, in all processes."""
 
-    def checkpoint_metadata(self) -> dict[str, dict[str, str]]:
-        """Metadata of the files of a checkpoint."""
-        return {}
-
-    def save_weights_only(self, tensors: TensorFiles) -> str:
-        """Try to save at least the weights when a checkpoint cannot be written; says where they are."""
-        return f"the best weights so far are in {self.folder}"
+    def model_metadata(self) -> dict[str, str] | None:
+        """Metadata of the file `model` of a checkpoint."""
 
     # The run
 
     def run(self) -> Path | None:
         """Train to the end; the path of the report, in the first process."""
-        if self.is_finished():  # nothing is loaded or written again but the report
+        if self.step >= self.steps and (self.folder / self.result_file).is_file():
             self.say(f"{self.folder} is done; --overwrite begins anew in it.")
             return self._report()
+        log: AbstractContextManager[RunLogger | None] = contextlib.nullcontext()
         if self.world.first:
-            self.write_settings()
+            first_step = self.step + 1 if self.resumed else 0
+            log = RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.write_settings())
         try:
-            with self._make_logger() as self.log:
+            with log as self.log:
                 self.prepare()
                 self._train()
                 self.finish()
@@ -218,16 +302,13 @@ class RunEngine(ABC):
         return self.write_report(self.folder) if self.world.first else None
 
     def _train(self) -> None:
-        line: AbstractContextManager[ProgressLine | None] = contextlib.nullcontext()
-        if self.world.first:
-            line = ProgressLine(self.steps, start=self.step)
+        line = ProgressLine(self.steps, start=self.step) if self.world.first else contextlib.nullcontext()
         with line as self.progress, deferred_signals(self._on_signal):
             # With nothing saved yet, a signal ends the run at once; with a checkpoint of step 0 it waits for a step.
             self.preparing = not self.save_with_validation
             for notice in self.notices:
                 self.event(notice)
             if self.step >= self.steps:
-                self.say(f"All {self.step:,} steps are done: the model and the report are written again.")
                 return
             # The baseline: what training has to improve on. A resumed run has it in its log already.
             if not self.resumed and self.validate_every is not None:
@@ -246,7 +327,7 @@ class RunEngine(ABC):
         """One step, and whatever is due after it."""
         try:
             self.train_step(batches)
-        except self.data_errors:
+        except VecaError:
             # Nothing has changed yet, so this step can be repeated. With several processes, the others do not know.
             if self.world.size == 1:
                 self._save(required=False)
@@ -263,44 +344,24 @@ class RunEngine(ABC):
         if consecutive >= MAX_NONFINITE_STEPS:
             what = f"{consecutive} steps in a row had no finite gradient, the last before step {self.step:,}"
             raise TrainingError(f"{what} ({skipped} in all). {self.nonfinite_advice}")
+        # All processes stop together. Only the hosts wait for each other here, not for their devices.
+        number = int(all_reduced(torch.tensor(self.stop_signal), self.world, torch.distributed.ReduceOp.MAX))
         # After the last step the run ends anyway: a signal then must not keep it from its results.
-        stop = self._should_stop() and not last
+        stop = bool(number) and not last
         due = self.step % self.save_every == 0 or (validated and self.save_with_validation)
         if last or stop or due:
             self._save(required=last or stop)
         if stop:
-            self.event(f"stopped: by {signal.Signals(self.stop_signal).name}, at step {self.step:,}")
+            self.event(f"stopped: by {signal.Signals(number).name}, at step {self.step:,}")
             gathered(None, self.world)  # torchrun ends all when one leaves: not before the first has saved
-            raise Interrupted(self.stop_signal)
+            raise Interrupted(number)
 
     def _on_signal(self, number: int) -> None:
         first, self.stop_signal = not self.stop_signal, number
         if self.preparing and first:  # decoding and compiling take minutes, and there is nothing to save yet
             raise Interrupted(number)
 
-    def _should_stop(self) -> bool:
-        """Whether any process has received a signal; asked only now and then, since it synchronises all."""
-        if self.world.size == 1:
-            return bool(self.stop_signal)
-        if self.step < self._next_check:
-            return False
-        # Between two checks processes run ahead freely; the slowest sets how many steps fit into STOP_CHECK_SECONDS.
-        step, then = self._last_check
-        self._last_check = self.step, time.monotonic()
-        pace = (self._last_check[1] - then) / (self.step - step)
-        signals, paces = zip(*gathered((self.stop_signal, pace), self.world), strict=True)
-        self.stop_signal = max(signals)
-        steps = min(self.stop_check_steps, int(STOP_CHECK_SECONDS / max(paces)))
-        self._next_check = self.step + max(1, steps)
-        return bool(self.stop_signal)
-
     # Logging
-
-    def _make_logger(self) -> AbstractContextManager[RunLogger | None]:
-        if not self.world.first:
-            return contextlib.nullcontext()
-        first_step = self.step + 1 if self.resumed else 0
-        return RunLogger(self.folder, wandb=self.wandb, resume_step=first_step, config=self.settings())
 
     def event(self, text: str) -> None:
         """Add a line to events.txt and show it, in the first process."""
@@ -309,10 +370,10 @@ class RunEngine(ABC):
             self.progress.say(text)
 
     def _log_metrics(self) -> None:
-        values = self.meter.values()
-        sums = sum_of([values[name] for name in self.loss_names], self.world)
-        values |= {name: total / self.world.size for name, total in zip(self.loss_names, sums, strict=True)}
-        values |= {"memory_gib": peak_memory_gib(self.device), **self.extra_metrics(values)}
+        values, names = self.meter.values(), self.meter.names
+        sums = sum_of([values[name] for name in names], self.world)
+        values |= {name: total / self.world.size for name, total in zip(names, sums, strict=True)}
+        values |= {"memory_gib": peak_memory_gib(self.device), "learning_rate": self.rate}
         self.log_unreadable()
         if values["nonfinite"]:
             self.event(f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
@@ -324,8 +385,7 @@ class RunEngine(ABC):
 
     def totals(self) -> dict[str, float]:
         """Images, seconds of training and skipped steps so far."""
-        skipped, _ = self.skipped_steps.read()
-        return {"images": self.meter.images, "seconds": self.meter.seconds, "skipped": skipped}
+        return {"images": self.meter.images, "seconds": self.meter.seconds, "skipped": self.skipped_steps.read()[0]}
 
     def _save(self, required: bool) -> None:
         """Write a checkpoint. On a full disk the one before it stays and the run continues, unless it is `required`."""
@@ -344,18 +404,16 @@ class RunEngine(ABC):
                 with contextlib.suppress(OSError):  # the logger warns; the weights are worth more than its rows
                     self.log.flush()
             facts = {**self.checkpoint_facts(), **self.totals(), "under_way": states}
-            folder = self.folder / "checkpoints"
             try:
-                write_checkpoint(folder, self.step, facts, tensors, self.checkpoint_metadata())
+                folder, metadata = self.folder / "checkpoints", self.model_metadata()
+                remove_old_checkpoints(write_checkpoint(folder, self.step, facts, tensors, metadata), self.keep)
             except OSError as error:
                 reason = error.strerror or error
                 if required:
-                    what = f"the checkpoint of step {self.step:,} cannot be written ({reason})"
                     way_out = f"Make room in {self.folder} and run it again: it continues from the last checkpoint"
-                    raise TrainingError(f"{what}; {self.save_weights_only(tensors)}. {way_out}") from error
+                    raise TrainingError(f"step {self.step:,} cannot be saved ({reason}). {way_out}") from error
                 self.event(f"unsaved: checkpoint at step {self.step:,}: {reason}")
             else:
-                remove_old_checkpoints(folder, self.keep, self.step)
                 self.event(f"checkpoint: step {self.step:,}")
 
     def remove(self, names: Iterable[str]) -> None:

@@ -1,19 +1,166 @@
-"""Distillation losses: cosine and MSE between the features of student and teacher.
+"""What the student learns: the teacher's targets, the losses between features, and validation by them.
 
-Shapes: B images, N patches, D width.
+Shapes: N images or patches, B images in a batch, D width of the features, G rows and columns of a crop's targets.
 """
 
-from __future__ import annotations
-
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from veca.data.device_cache import DeviceImageCache
+from veca.data.index import DataError, ImageIndex
+from veca.data.loader import to_model_input, validation_loader
+from veca.images import normalize
 from veca.model import Veca
-from veca.teachers import Targets
+from veca.teachers import Standardized, Targets, Teacher
+from veca.train.logger import Grid
+from veca.train.parallel import World, all_reduced, broadcast, gathered
 from veca.train.recipe import Recipe
+from veca.utils.console import bar
+
+STATISTICS_IMAGES = 1024
+"""Number of images for a teacher's statistics, where training images are among them."""
+MIN_VALIDATION_IMAGES = 256
+"""With fewer, statistics are not taken from validation images alone: a channel that happens to be near zero in all of
+them would be divided by next to nothing, and outweigh the others."""
+
+
+class TeacherRunner:
+    """Runs the teacher in the precision and micro-batches of the recipe."""
+
+    def __init__(self, teacher: Teacher | Standardized, recipe: Recipe, world: World, patch_size: int) -> None:
+        self.teacher, self.recipe, self.world, self.patch_size = teacher, recipe, world, patch_size
+        self.pass_batch = recipe.pass_batch(world.size)
+        self.unreadable: list[tuple[str, str]] = []
+        """Name and reason of images that could not be used, until they are logged."""
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
+
+    def micro_batch(self, resolution: int) -> int:
+        """Images per forward pass of the teacher."""
+        setting = self.recipe.teacher.micro_batch
+        if not isinstance(setting, int):
+            fitting = [count for size, count in setting.items() if size >= resolution]
+            setting = max(fitting, default=min(setting.values()))
+        return min(setting, self.pass_batch)
+
+    @torch.no_grad()
+    def targets(self, images: Tensor, zoom: float = 1.0) -> Targets:
+        """The teacher's features of normalised images, its map on the student's grid."""
+        grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
+        size, count = self.micro_batch(images.shape[-1]), len(images)
+        if self.recipe.compile:  # compiled for one batch size: blank images fill the last part
+            images = F.pad(images, (0, 0) * 3 + (0, -count % size))
+        with self.autocast():
+            parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
+        return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
+
+    def fit_statistics(self, images: ImageIndex, validation: ImageIndex | None) -> None:
+        """Fit the statistics of a standardized teacher, the same in every process: over the validation images, and
+        training images where those are few.
+        """
+        if not isinstance(self.teacher, Standardized):
+            return
+        resolution = self.recipe.grid()[0][0]
+        enough = len(validation or ()) >= MIN_VALIDATION_IMAGES
+
+        def batches() -> Iterator[Tensor]:
+            left = math.inf if enough else STATISTICS_IMAGES
+            for source in filter(None, [validation] if enough else [validation, images]):
+                for batch in self.centres(source, resolution, self.micro_batch(resolution), alone=True):
+                    yield batch
+                    left -= len(batch)
+                    if left <= 0:
+                        return
+
+        if self.world.first:  # one process fits, all get the same numbers
+            self.teacher.fit(batches(), (resolution // self.patch_size,) * 2)
+        broadcast([self.teacher.means, self.teacher.deviations], self.world)
+
+    def centres(self, images: ImageIndex, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
+        """The centre crop of every image once, distributed over the processes, or all of them for this one `alone`."""
+        data = self.recipe.data
+        rank, size = (0, 1) if alone else (self.world.rank, self.world.size)
+        options = data.workers, data.short_side, data.max_pixels
+        with validation_loader(images, resolution, batch, rank, size, *options) as batches:
+            for each in batches:
+                self.unreadable += each.skipped
+                if len(each.images):
+                    yield to_model_input(each, self.world.device)
+
+
+class TeacherMaps:
+    """Teacher maps (N, cells, cells, D) of all cached images, on their device.
+
+    A crop is a square of cells, whatever resolution the student sees it at: its map is resized. Its global feature is
+    the mean of its map if the teacher pools (of the map of its second pass, where it has one), and that of the whole
+    image if not.
+    """
+
+    def __init__(self, cache: DeviceImageCache, runner: TeacherRunner, dtype: torch.dtype, progress: bool) -> None:
+        images, teacher = cache.images, runner.teacher
+        count, self.patch, width = len(images), runner.patch_size, teacher.width
+        self.cells = cache.side // self.patch
+        # Side of the whole over that of a crop.
+        zoom = self.cells / max(1, round(self.cells / runner.recipe.data.short_side))
+        own = teacher.teacher if isinstance(teacher, Standardized) else teacher
+        self.means, self.deviations = images.new_zeros(2, 1).float(), images.new_ones(2, 1).float()
+        if isinstance(teacher, Standardized):
+            self.means, self.deviations = teacher.means, teacher.deviations
+        self.pooled = own.pooled
+        # Maps of the second pass, not standardized: zeros, most of a CNN's map, are exact in float8, so means are not
+        # biased by rounding.
+        side = max(1, round(own.glance * zoom / own.stride)) if own.pooled and own.glance else 0
+        self.maps = torch.empty(count, self.cells, self.cells, width, dtype=dtype, device=images.device)
+        self.glimpses = torch.empty(count, side, side, width, dtype=dtype, device=images.device) if side else None
+        self.cls = torch.empty(count, width, dtype=torch.bfloat16, device=images.device)
+        batch_size, limit = runner.micro_batch(cache.side), torch.finfo(dtype).max  # float8 overflows to NaN: clamp
+        with bar("asking the teacher", count, "images", progress) as advance:
+            for start in range(0, count, batch_size):
+                part = slice(start, start + batch_size)
+                pixels = normalize(images[part])
+                targets = runner.targets(pixels, zoom=zoom)
+                self.maps[part] = targets.patches.unflatten(1, (self.cells, -1)).clamp(-limit, limit).to(dtype)
+                self.cls[part] = targets.cls
+                if self.glimpses is not None:
+                    with runner.autocast():
+                        glimpse = own.glimpse(pixels, zoom)
+                    self.glimpses[part] = glimpse.permute(0, 2, 3, 1).clamp(-limit, limit).to(dtype)
+                advance(len(pixels))
+
+    def crop(self, index: Tensor, rows: Tensor, columns: Tensor) -> Targets:
+        """Return targets (B, G · G, D) of crops of the images `index` (B), by matrices (B, G, cells) of their sides."""
+        maps = _take(self.maps, index)
+        resized = (rows @ maps.flatten(2)).unflatten(2, maps.shape[2:])
+        patches = (columns[:, None] @ resized).flatten(1, 2)
+        if not self.pooled:
+            return Targets(self.cls[index], patches)
+        if self.glimpses is None:
+            cls = patches.mean(1, dtype=torch.float32) * self.deviations[1] + self.means[1]
+        else:
+            glimpses = _take(self.glimpses, index).float()
+            top, left = (side.float().mean(1) @ _overlaps(side, glimpses.shape[1]) for side in (rows, columns))
+            cls = torch.einsum("br,bc,brcd->bd", top, left, glimpses)
+        return Targets((cls - self.means[0]) / self.deviations[0], patches)
+
+
+def _take(maps: Tensor, index: Tensor) -> Tensor:
+    """Return `maps[index]` in bfloat16. float8 has no indexing of its own, and int64 words are gathered faster."""
+    words = maps.view(torch.int64 if maps.shape[-1] * maps.dtype.itemsize % 8 == 0 else torch.uint8)
+    return words[index].view(maps.dtype).to(torch.bfloat16)
+
+
+def _overlaps(sides: Tensor, cells: int) -> Tensor:
+    """Return the share of each of K cells of a side (as in B, G, K) that lies in each of `cells` others: (K, cells)."""
+    edges = (torch.linspace(0, 1, count + 1, device=sides.device) for count in (sides.shape[-1], cells))
+    (start, end), (low, high) = ((each[:-1], each[1:]) for each in edges)
+    return (torch.minimum(end[:, None], high) - torch.maximum(start[:, None], low)).clamp_min(0) * sides.shape[-1]
 
 
 class Losses(NamedTuple):
@@ -27,17 +174,12 @@ class Losses(NamedTuple):
 
 
 def distillation_losses(
-    cls: Tensor,
-    patches: Tensor,
-    teacher_cls: Tensor,
-    teacher_patches: Tensor,
-    dense_weight: float = 1.0,
-    mse_weight: float = 1.0,
+    cls: Tensor, patches: Tensor, teacher_cls: Tensor, teacher_patches: Tensor, weights: tuple[float, float] = (1, 1)
 ) -> Losses:
     """Losses between the student's features (B, D) and (B, N, D) and the teacher's.
 
     Global features are compared by cosine, patches by cosine and MSE:
-    `total = cls + dense_weight · (cosine + mse_weight · mse)`.
+    `total = cls + dense_weight · (cosine + mse_weight · mse)`, with `weights` = (dense_weight, mse_weight).
 
     >>> same = torch.ones(2, 4), torch.ones(2, 9, 4)
     >>> float(distillation_losses(*same, *same).total)
@@ -47,14 +189,11 @@ def distillation_losses(
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (cls, patches, teacher_cls, teacher_patches)
     )
     with torch.autocast(cls.device.type, enabled=False):
-        cls_loss, cosine = _cosine_loss(cls, teacher_cls), _cosine_loss(patches, teacher_patches)
+        cls_loss = (1 - F.cosine_similarity(cls, teacher_cls, dim=-1, eps=1e-6)).mean()
+        cosine = (1 - F.cosine_similarity(patches, teacher_patches, dim=-1, eps=1e-6)).mean()
         mse = F.mse_loss(patches, teacher_patches)
-        dense = cosine + mse_weight * mse
-    return Losses(cls_loss + dense_weight * dense, cls_loss, dense, cosine, mse)
-
-
-def _cosine_loss(a: Tensor, b: Tensor) -> Tensor:
-    return (1 - F.cosine_similarity(a, b, dim=-1, eps=1e-6)).mean()
+        dense = cosine + weights[1] * mse
+    return Losses(cls_loss + weights[0] * dense, cls_loss, dense, cosine, mse)
 
 
 class Student(nn.Module):
@@ -62,10 +201,50 @@ class Student(nn.Module):
 
     def __init__(self, model: Veca, recipe: Recipe) -> None:
         super().__init__()
-        self.model, self.objective = model, recipe.objective
+        self.model, self.weights = model, (recipe.objective.dense_weight, recipe.objective.mse_weight)
         self.losses = torch.compile(distillation_losses, dynamic=True) if recipe.compile else distillation_losses
 
     def forward(self, images: Tensor, budget: int, targets: Targets) -> Losses:
         out = self.model(images, budget)
-        weights = self.objective.dense_weight, self.objective.mse_weight
-        return self.losses(out.cls, out.patches, *targets, *weights)
+        return self.losses(out.cls, out.patches, *targets, self.weights)
+
+
+@torch.no_grad()
+def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
+    """Mean losses on the images at each resolution and budget of the recipe's grid."""
+    recipe, world = runner.recipe, runner.world
+    resolutions, budgets = recipe.grid()
+    weights = recipe.objective.dense_weight, recipe.objective.mse_weight
+    grid: dict[tuple[int, int], dict[str, float]] = {}
+    model.eval()
+    for resolution in resolutions:
+        # One row per budget; the last column counts images.
+        sums = torch.zeros(len(budgets), len(Losses._fields) + 1, device=world.device, dtype=torch.float64)
+        batches = runner.centres(images, resolution, recipe.validation.batch or runner.pass_batch)
+        for inputs, number in _synchronized(batches, resolution, world):
+            targets = runner.targets(inputs)
+            for row, budget in zip(sums, budgets, strict=True):
+                with runner.autocast():
+                    out = model(inputs, budget)
+                losses = distillation_losses(out.cls, out.patches, *targets, weights)
+                row += number * torch.stack([*losses, torch.ones_like(losses.total)]).double()
+        # Summed in float64 over all processes, so that their number does not show in the mean.
+        all_reduced(sums, world)
+        for budget, (*totals, count) in zip(budgets, sums.tolist(), strict=True):
+            if not count:  # the mean of nothing would count as the best
+                why = "".join(f": {name}, {reason}" for name, reason in runner.unreadable[-1:])
+                raise DataError(f"data.validation: none of its {len(images):,} pictures can be used{why}")
+            grid[resolution, budget] = {name: x / count for name, x in zip(Losses._fields, totals, strict=True)}
+    if isinstance(model, FSDPModule):  # a forward pass without a backward one leaves the parameters gathered
+        model.reshard()
+    model.train()
+    return grid
+
+
+def _synchronized(batches: Iterator[Tensor], resolution: int, world: World) -> Iterator[tuple[Tensor, int]]:
+    """Batches, and how many images of each count: the same number of batches in every process, since gathering sharded
+    parameters takes all of them. A process that has no images left gets a blank one, which does not count.
+    """
+    blank = torch.zeros(1, 3, resolution, resolution, device=world.device)
+    while any(gathered((images := next(batches, None)) is not None, world)):
+        yield (blank, 0) if images is None else (images, len(images))

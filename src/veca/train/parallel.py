@@ -1,13 +1,11 @@
 """Training in one or several processes: torchrun, DDP, FSDP2 and small collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -45,8 +43,8 @@ def processes(device: str = "auto") -> Iterator[World]:
 
     `device` is "cpu", "cuda" (each process uses its own GPU) or "auto".
     """
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun
-    rank, size, local = (int(os.environ.get(name, default)) for name, default in variables.items())
+    torchrun = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))  # variables that it sets
+    rank, size, local = (int(os.environ.get(name, default)) for name, default in torchrun)
     if size > 1 and device not in ("auto", "cpu", "cuda"):
         raise ArgumentError(f"device {device!r} for {size} processes: each takes its own, so name cpu, cuda or auto")
     if device == "auto":
@@ -57,16 +55,15 @@ def processes(device: str = "auto") -> Iterator[World]:
             way_out = "start as many processes as there are GPUs: torchrun --nproc-per-node=gpu"
             raise ArgumentError(f"{torch.cuda.device_count()} GPUs for process {local} of this machine; {way_out}")
         torch.cuda.set_device(own)
-    if size == 1:
-        yield World(rank, size, own)
-        return
-    # Small host tensors travel by gloo, so that no GPU has to be synchronised.
-    backend, gpu = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=gpu)
+    if size > 1:
+        # Small host tensors travel by gloo, so that no GPU has to be synchronised.
+        backend, gpu = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=gpu)
     try:
         yield World(rank, size, own)
     finally:
-        dist.destroy_process_group()
+        if size > 1:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -103,32 +100,19 @@ def run_folder(folder: Path, world: World) -> Iterator[None]:
         yield
 
 
-def shard(model: Veca, world: World) -> None:
-    """Shard the model's parameters over the processes, block by block (FSDP2)."""
+def shard(model: Veca) -> None:
+    """Shard the model's parameters over the processes (FSDP2); blocks are gathered one by one, just before they run."""
+    for module in (*model.blocks, model):
+        fully_shard(module)
+
+
+def replicate(module: nn.Module, world: World) -> nn.Module:
+    """The module with gradients averaged over all processes (DDP)."""
     if world.size == 1:
-        return
-    for block in model.blocks:  # each is gathered on its own, just before it runs
-        fully_shard(block)
-    fully_shard(model)
-
-
-def replicate(module: nn.Module, world: World, how: Literal["ddp", "fsdp"]) -> nn.Module:
-    """The module with gradients averaged over all processes; with FSDP2 its model has been sharded already."""
-    if world.size == 1 or how == "fsdp":
         return module
     device_ids = [world.device] if world.device.type == "cuda" else None
     # Cores beyond a step's budget get no gradient in it.
     return DistributedDataParallel(module, device_ids=device_ids, find_unused_parameters=True)
-
-
-def sync_gradients(module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-    """DDP exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each."""
-    return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else contextlib.nullcontext()
-
-
-def any_of(flag: bool, world: World) -> bool:
-    """Whether the flag is set in any process."""
-    return sum_of([float(flag)], world)[0] > 0
 
 
 def sum_of(values: list[float], world: World) -> list[float]:

@@ -4,15 +4,13 @@ A recipe is a YAML file. Keys it leaves out have the defaults given here, which 
 an unknown key or an impossible value is an error before anything starts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from veca.config import get_config
+from veca.config import VecaConfig, get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
 from veca.utils.settings import Bounds, Positive, Settings, parse_yaml
@@ -31,6 +29,9 @@ class RecipeSection(Settings):
 
     error: ClassVar[type[VecaError]] = RecipeError
 
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls.section = section
+
     def require_odds(self, name: str) -> None:
         odds: Mapping[int, float] = getattr(self, name)
         valid = bool(odds) and all(odd >= 0 for odd in odds.values()) and 0 < sum(odds.values()) < math.inf
@@ -38,10 +39,8 @@ class RecipeSection(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecipe(RecipeSection):
+class ModelRecipe(RecipeSection, section="model"):
     """The student."""
-
-    section: ClassVar[str] = "model"
 
     size: str = "veca_small"
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -50,19 +49,17 @@ class ModelRecipe(RecipeSection):
     """Weights to start from, as `veca.load` takes them: those of the first stage, for a second."""
     patch_embed_from_teacher: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def config(self) -> VecaConfig:
         try:
-            get_config(self.size, **self.overrides)
+            return get_config(self.size, **self.overrides)
         except ValueError as error:
             raise RecipeError(f"model: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherRecipe(RecipeSection):
+class TeacherRecipe(RecipeSection, section="teacher"):
     """The frozen model whose features are the targets."""
 
-    section: ClassVar[str] = "teacher"
     retired: ClassVar[Mapping[str, str]] = {"cache": _NO_CACHE, "cache_gb": _NO_CACHE}
 
     name: str = "facebook/dinov3-vits16-pretrain-lvd1689m"
@@ -93,10 +90,8 @@ class TeacherRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataRecipe(RecipeSection):
+class DataRecipe(RecipeSection, section="data"):
     """Images to train and validate on, and how they are augmented."""
-
-    section: ClassVar[str] = "data"
 
     train: tuple[str, ...] = ()
     """Folders, globs, tar shards, local or at any address fsspec reads; or Hugging Face datasets, as
@@ -131,10 +126,8 @@ class DataRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase(RecipeSection):
+class Phase(RecipeSection, section="resolutions"):
     """Odds of the resolutions during one part of the run."""
-
-    section: ClassVar[str] = "resolutions"
 
     odds: dict[int, float]
     until: int | None = None
@@ -146,10 +139,8 @@ class Phase(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRecipe(RecipeSection):
+class ScheduleRecipe(RecipeSection, section="schedule"):
     """Length of the run and learning rate."""
-
-    section: ClassVar[str] = "schedule"
 
     epochs: float | None = 135
     """Passes over the images; or `steps`, one of the two."""
@@ -161,20 +152,17 @@ class ScheduleRecipe(RecipeSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lengths = [length for length in (self.epochs, self.steps) if length is not None]
-        if len(lengths) != 1 or lengths[0] <= 0:
-            both = {"epochs": self.epochs, "steps": self.steps}
+        length = self.steps if self.epochs is None else self.epochs
+        both = {"epochs": self.epochs, "steps": self.steps}
+        if length is None or length <= 0 or None not in both.values():
             raise RecipeError(f"schedule={both}: must be one of the two, the other null, and positive")
-        length = lengths[0]
         self.require("warmup", 0 <= self.warmup < length, f"from 0 to under {length}")
         self.require("low", 0 <= self.low <= self.peak, f"from 0 to peak = {self.peak}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationRecipe(RecipeSection):
+class ValidationRecipe(RecipeSection, section="validation"):
     """When validation runs, and on which grid of resolutions and budgets."""
-
-    section: ClassVar[str] = "validation"
 
     every: Positive = 1000
     """In steps; it also runs after the last step."""
@@ -187,10 +175,8 @@ class ValidationRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointRecipe(RecipeSection):
+class CheckpointRecipe(RecipeSection, section="checkpoints"):
     """When checkpoints are written, and how many are kept."""
-
-    section: ClassVar[str] = "checkpoints"
 
     every: Positive = 1000
     """In steps; the last step always has one."""
@@ -199,10 +185,8 @@ class CheckpointRecipe(RecipeSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveRecipe(RecipeSection):
+class ObjectiveRecipe(RecipeSection, section="objective"):
     """Weights of the losses."""
-
-    section: ClassVar[str] = "objective"
 
     dense_weight: Annotated[float, Bounds(ge=0)] = 1.0
     mse_weight: Annotated[float, Bounds(ge=0)] = 1.0
@@ -245,16 +229,19 @@ class Recipe(RecipeSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config = get_config(self.model.size, **self.model.overrides)
-        self._check_resident(config.patch_size)
+        bank, patch = self.model.config().num_cores, self.model.config().patch_size
+        # Targets cropped from resident maps need crops on whole cells.
+        side, crops = self.data.resident, self.data.crops
+        aligned = side is not None and side % patch == 0 and self.data.augment != "trivial"
+        rule = f"null unless data.resident={side} is a multiple of {patch}; augment=trivial moves pixels, use colour"
+        self.require("teacher.resident", self.teacher.resident is None or aligned, rule, self.teacher.resident)
+        rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
+        self.require("data.crops", crops is None or side is None or self.teacher.resident is not None, rule, crops)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
-        self.require("resolutions", bool(self.resolutions), "one phase or more")
         until = [phase.until for phase in self.resolutions]
-        steps = [step for step in until[:-1] if step is not None]
-        rising = until == [*steps, None] and steps == sorted(set(steps))
+        rising = until == [*sorted({step for step in until if step is not None}), None]
         self.require("resolutions.until", rising, "rising, and null in the last phase", until)
-        bank, patch = config.num_cores, config.patch_size
         for name, budgets in (("budgets", self.budgets), ("validation.budgets", self.validation.budgets)):
             for budget in budgets:
                 self.require(name, 1 <= budget <= bank, f"from 1 to {bank}, the core bank", budget)
@@ -263,17 +250,6 @@ class Recipe(RecipeSection):
             for size in sizes:
                 self.require(name, size in range(patch, 8193, patch), f"multiples of {patch} up to 8192", size)
 
-    def _check_resident(self, patch: int) -> None:
-        """Targets cropped from resident maps need crops on whole cells."""
-        setting, side = f"teacher.resident={self.teacher.resident!r}", self.data.resident
-        if self.teacher.resident is None:
-            rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
-            self.require("data.crops", side is None or self.data.crops is None, rule, self.data.crops)
-        elif side is None or side % patch:
-            raise RecipeError(f"{setting}: data.resident={side}, and must be a multiple of {patch}, the patch")
-        elif self.data.augment == "trivial":
-            raise RecipeError(f"{setting}: data.augment='trivial' moves pixels away from their cells; use 'colour'")
-
     def odds_at(self, step: int) -> dict[int, float]:
         """Odds of the resolutions at a step."""
         return next(phase.odds for phase in self.resolutions if phase.until is None or step < phase.until)
@@ -281,8 +257,8 @@ class Recipe(RecipeSection):
     def grid(self) -> tuple[list[int], list[int]]:
         """Resolutions and budgets to validate on."""
         trained = sorted({size for phase in self.resolutions for size, odd in phase.odds.items() if odd})
-        bank = get_config(self.model.size, **self.model.overrides).num_cores
-        return list(self.validation.resolutions) or trained, list(self.validation.budgets) or [bank]
+        budgets = list(self.validation.budgets) or [self.model.config().num_cores]
+        return list(self.validation.resolutions) or trained, budgets
 
     def pass_batch(self, processes: int) -> int:
         """Images per forward pass of one of `processes`."""

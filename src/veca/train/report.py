@@ -1,211 +1,203 @@
-"""Report of a distillation run: `report.html`, from the files in the folder of the run.
+"""Reports of training runs: `report.html`, from the files in the folder of a distillation or fine-tuning run.
 
-It can be written at any time: of a run in progress, a finished one, or one that failed before its first step.
+They can be written at any time: of a run in progress, a finished one, or one that failed before its first step.
 """
 
-from __future__ import annotations
-
 import contextlib
-import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import UndefinedError
 
-from veca.errors import ArgumentError
-from veca.report.charts import Chart, Line, Point, bar_chart, line_chart, smooth
-from veca.report.page import heat_rows, levels, write_page
-from veca.train.csv_log import EVENTS, LOSS_COLUMNS, METRICS, VALIDATION, Grid, grid_means, read_object, read_table
+from veca.errors import ArgumentError, VecaError
+from veca.report.charts import Chart, Line, Point, line_chart, smooth
+from veca.report.gallery import class_colours
+from veca.report.page import data_uri, heat_rows, levels, write_page
+from veca.train.logger import FINETUNE_SETTINGS, LOSS_COLUMNS, Grid, grid_means, read_object, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe
-from veca.utils.text import duration, number
+from veca.utils.text import number
 
-SHOWN_ROWS, SHOWN_EVENTS = 12, 200
-Event = tuple[str, str, str]  # time, step, text
-
-
-class _Run:
-    """The files of a run's folder, parsed; missing or damaged ones are empty."""
-
-    def __init__(self, folder: Path) -> None:
-        self.name, self.metrics = folder.resolve().name, read_table(folder / METRICS)
-        self.validation: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
-        """Grids by step."""
-        for row in read_table(folder / VALIDATION):
-            if {"resolution", "budget"} <= row.keys():
-                step, *cell = (int(row.pop(name)) for name in ("step", "resolution", "budget"))
-                self.validation.setdefault(step, {})[cell[0], cell[1]] = row
-        lines = [line.split("\t", 2) for line in _read_text(folder / EVENTS).splitlines()]
-        self.events: list[Event] = [(line[0], line[1], line[2]) for line in lines if len(line) == 3]
-        self.recipe_text, self.recipe = _read_text(folder / "recipe.yaml"), None
-        # Another version's recipe, or a torn file; RecipeError is a ValueError. The text is shown in any case.
-        with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
-            self.recipe = Recipe.from_dict(yaml.safe_load(self.recipe_text)) if self.recipe_text else None
-        self.summary = read_object(folder / "summary.json")
-
-    def points(self, column: str) -> list[Point]:
-        return [(row["step"], row[column]) for row in self.metrics if column in row]
-
-    def last(self, column: str) -> float:
-        """The last finite value of a column, or nan."""
-        return next((y for _, y in reversed(self.points(column)) if math.isfinite(y)), math.nan)
-
-    def best_validation(self) -> int | None:
-        """The step of the validation with the lowest mean loss over its grid."""
-        means = {step: _mean_loss(grid) for step, grid in self.validation.items()}
-        return min((step for step in means if math.isfinite(means[step])), key=means.__getitem__, default=None)
+SHOWN_ROWS, SHOWN_EVENTS, SHOWN_PAIRS = 12, 200, 12
+"""Rows of the table of metrics; events of each kind; pairs of classes that are confused."""
+Rows = Sequence[Mapping[str, float]]
 
 
 def write_distill_report(folder: Path) -> Path:
-    """Write `report.html` into the folder of a run and return its path."""
+    """Write `report.html` into the folder of a distillation run and return its path."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is not a folder; name the one a run wrote to")
-    run = _Run(folder)
-    summary = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in run.summary.items()}
-    write_page(
-        out := folder / "report.html",
-        "distill.html",
-        name=run.name,
-        banner=not run.metrics,
-        facts=_distill_facts(run),
-        **_loss_curves(run),
-        **_validation_maps(run),
-        draws=[_draw_counts(run, "budget", "cores"), _draw_counts(run, "resolution", "px")],
-        pace=_chart([Line("", pace := run.points("images_per_s"))], "images/s", "images per second", pace),
-        ends=[(n, number(run.last(c), form)) for c, n, form in _END_COLUMNS if run.points(c)],
-        event_groups=_group_events(run.events),
-        recipe=run.recipe_text,
-        summary=[(key, value[:500]) for key, value in summary.items()],
+    rows, grids = read_table(folder / "metrics.csv"), defaultdict[int, dict[tuple[int, int], dict[str, float]]](dict)
+    for row in read_table(folder / "validation.csv"):
+        if {"resolution", "budget"} <= row.keys():
+            step, *cell = (int(row.pop(name)) for name in ("step", "resolution", "budget"))
+            grids[step][cell[0], cell[1]] = row
+    events, recipe_text = (
+        path.read_text(encoding="utf-8", errors="replace") if (path := folder / name).exists() else ""
+        for name in ("events.txt", "recipe.yaml")
     )
+    recipe = None
+    # Another version's recipe, or a torn file; RecipeError is a ValueError. The text is shown in any case.
+    with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
+        recipe = Recipe.from_dict(yaml.safe_load(recipe_text)) if recipe_text else None
+    pace, steps = _points(rows, "images_per_s"), max((row["step"] for row in rows), default=0.0)
+    budgets, resolutions = (recipe.budgets, resolution_odds(recipe, steps)) if recipe else ({}, {})
+    validation = _validation_maps(grids)
+    curves = _loss_curves(rows, validation["means"])
+    curves["pace"] = _step_chart([Line("", pace)], "images/s", "images per second", pace)
+    draws = [_draw_counts(rows, "budget", budgets), _draw_counts(rows, "resolution", resolutions)]
+    context = {"draws": draws, "event_groups": _group_events(events), "summary": read_object(folder / "summary.json")}
+    context |= {"recipe": recipe, "recipe_text": recipe_text, **curves, **validation}
+    return _write_run_page(folder, "distill.html", rows, not rows, **context)
+
+
+def _write_run_page(folder: Path, template: str, rows: Rows, banner: bool, **context: Any) -> Path:
+    """Write the page of a run; `last` gives its template the last finite value of a column."""
+    out, name, last = folder / "report.html", folder.resolve().name, partial(_last, rows)
+    write_page(out, template, name=name, banner=banner, last=last, **context)
     return out
 
 
-_END_COLUMNS = (("floor_share", "Share of the floor", ".0%"), ("memory_gib", "Most memory in use, GiB", ".1f"))
+def _points(rows: Rows, column: str) -> list[Point]:
+    return [(row["step"], row[column]) for row in rows if column in row]
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+def _last(rows: Rows, column: str) -> float:
+    """The last finite value of a column, or nan."""
+    return next((y for _, y in reversed(_points(rows, column)) if math.isfinite(y)), math.nan)
 
 
-def _mean_loss(grid: Grid) -> float:
-    return grid_means(grid).get("total", math.nan)
+def _raw_and_smooth(points: Sequence[Point], name: str, colour: int, share: float = 0.01) -> list[Line]:
+    return [Line("", points, colour, faint=True), Line(name, smooth(points, share), colour)]
 
 
-def _distill_facts(run: _Run) -> dict[str, str]:
-    recipe, best = run.recipe, run.best_validation()
-    steps = max((row["step"] for row in run.metrics), default=math.nan)
-    planned = run.summary.get("total_steps", recipe.schedule.steps if recipe else None)
-    best_text = "no validation"
-    if best is not None:
-        grid = run.validation[best]
-        # The mean is finite, so all losses are.
-        low, (size, budget) = min((losses["total"], cell) for cell, losses in grid.items() if "total" in losses)
-        lowest = f"lowest {number(low)} at {size} px with {budget} cores"
-        best_text = f"{number(_mean_loss(grid))} at step {best:,}, the mean of its grid; {lowest}"
-    return {
-        "Model": recipe.model.size if recipe else "–",
-        "Teacher": recipe.teacher.name if recipe else "–",
-        "Steps": number(steps, ",.0f") + (f" of {planned:,}" if type(planned) is int else ""),
-        "Images seen": number(run.last("images"), ",.0f"),
-        "Time, training": duration(run.last("seconds")),
-        "Images per second": number(run.last("images_per_s"), ",.1f"),
-        "Training loss, smoothed": number(next((y for _, y in reversed(smooth(run.points("total")))), math.nan)),
-        "Best validation loss": best_text,
-    }
-
-
-def _chart(lines: Sequence[Line], y_title: str, label: str, points: Sequence[Point]) -> Chart:
+def _step_chart(lines: Sequence[Line], y_title: str, label: str, points: Sequence[Point]) -> Chart:
     """Lines against steps; the label for screen readers names the first and the last finite one of the points."""
     finite = [(number(y), f"{x:,.0f}") for x, y in points if math.isfinite(y)]
     ends = "from {} at step {} to {} at {}".format(*finite[0], *finite[-1]) if finite else "no numbers"
     return line_chart(lines, "step", y_title, f"{label}, {ends}", wide=True, y_scale="auto")
 
 
-def _loss_curves(run: _Run) -> dict[str, Any]:
+def _loss_curves(rows: Rows, means: Mapping[int, float]) -> dict[str, Any]:
     """Charts of the losses and the learning rate, and the numbers of some of the rows."""
-
-    def raw_and_smooth(column: str, name: str, colour: int) -> list[Line]:
-        points = run.points(column)
-        return [Line("", points, colour, faint=True), Line(name, smooth(points), colour)]
-
-    total = raw_and_smooth("total", "training, smoothed", 0)
-    if means := [(float(step), _mean_loss(grid)) for step, grid in run.validation.items()]:
-        total.append(Line("validation, mean of grid", means, 1, dots=True))
+    loss, rates = _points(rows, "total"), _points(rows, "learning_rate")
+    validated = [(float(step), mean) for step, mean in means.items()]
+    total = [*_raw_and_smooth(loss, "training, smoothed", 0), Line("validation, mean of grid", validated, 1, dots=True)]
     names = {name: name for name in LOSS_COLUMNS} | {"learning_rate": "learning rate", "images_per_s": "images/s"}
-    used = {column: name for column, name in names.items() if run.points(column)}
+    used = {column: name for column, name in names.items() if _points(rows, column)}
     parts = [name for name in LOSS_COLUMNS[1:] if name in used]
-    part_lines = [line for i, name in enumerate(parts) for line in raw_and_smooth(name, name, i)]
-    every = max(1, math.ceil(len(run.metrics) / SHOWN_ROWS))
-    rows = list(reversed(run.metrics[::-1][::every])) if used else []  # the last row is always among them
-    rates = run.points("learning_rate")
+    part_lines = [line for i, name in enumerate(parts) for line in _raw_and_smooth(_points(rows, name), name, i)]
+    every = max(1, math.ceil(len(rows) / SHOWN_ROWS))
     return {
-        "loss": _chart(total, "loss", "loss against steps", run.points("total")),
+        "loss": _step_chart(total, "loss", "loss against steps", loss),
+        "smoothed": next((y for _, y in reversed(smooth(loss))), math.nan),
         "parts": line_chart(part_lines, "step", "loss", "parts of the loss against steps", wide=True, y_scale="auto"),
-        "learning_rate": _chart([Line("", rates)], "learning rate", "learning rate against steps", rates),
-        "metric_heads": ["Step", *used.values()],
-        "metric_rows": [[f"{row['step']:,.0f}", *(number(row.get(c, math.nan)) for c in used)] for row in rows],
+        "learning_rate": _step_chart([Line("", rates)], "learning rate", "learning rate against steps", rates),
+        "metric_columns": used,
+        "metric_rows": rows[::-1][::every][::-1],  # the last row is always among them
     }
 
 
-def _validation_maps(run: _Run) -> dict[str, Any]:
+def _validation_maps(grids: Mapping[int, Grid]) -> dict[str, Any]:
     """Heat tables of the best and the last validation on one colour scale, and the last one's loss against budget."""
-    if not run.validation:
-        return {"grids": [], "against_budget": None, "last_step": None}
-    best, last = run.best_validation(), max(run.validation)
+    if not grids:
+        return {"means": {}, "best": None, "grids": [], "against_budget": None, "last_step": None}
+    means = {step: grid_means(grid).get("total", math.nan) for step, grid in grids.items()}
+    best = min((step for step in means if math.isfinite(means[step])), key=means.__getitem__, default=None)
+    last = max(grids)
     titles = {} if best is None else {best: "Best"}
     titles[last] = "Best and last" if best == last else "Last"
-    losses = {step: {cell: v.get("total", math.nan) for cell, v in run.validation[step].items()} for step in titles}
+    losses = {step: {cell: v.get("total", math.nan) for cell, v in grids[step].items()} for step in titles}
     scaled = levels({(step, cell): loss for step in titles for cell, loss in losses[step].items()}, flat=0.0)
-    grids, lines = [], []
+    maps, lines = [], []
     for step, title in titles.items():
         sizes, budgets = (sorted({cell[i] for cell in losses[step]}) for i in (0, 1))
         own_levels = {cell: level for (at, cell), level in scaled.items() if at == step}
         rows = heat_rows(losses[step], own_levels, {size: f"{size} px" for size in sizes}, budgets)
-        mean = number(_mean_loss(run.validation[step]))
-        grids.append({"title": f"{title} validation, step {step:,}", "budgets": budgets, "rows": rows, "mean": mean})
+        maps.append({"title": title, "step": step, "budgets": budgets, "rows": rows})
     for i, size in enumerate(sizes):  # of the last validation
         points = [(float(b), losses[last].get((size, b), math.nan)) for b in budgets]
         lines.append(Line(f"{size} px", points, i, dots=True))
     label = f"validation loss against budget at step {last}, one line per resolution"
     chart = line_chart(lines, "budget, cores", "loss", label, wide=True, ticks_at_points=True, y_scale="auto")
-    return {"grids": grids, "against_budget": chart, "last_step": last}
+    return {"means": means, "best": best, "losses": losses, "grids": maps, "against_budget": chart, "last_step": last}
 
 
-def _draw_counts(run: _Run, name: str, unit: str) -> dict[str, Any]:
+def _draw_counts(rows: Rows, name: str, odds: Mapping[int, float]) -> dict[str, Any]:
     """How often each budget or resolution was drawn, beside the odds of the recipe."""
-    steps = max((row["step"] for row in run.metrics), default=0.0)
-    targets: dict[int, float] = {}
-    if run.recipe:
-        targets = shares(run.recipe.budgets if name == "budget" else resolution_odds(run.recipe, steps))
-    counts, rows_by_value = defaultdict[int, float](float), defaultdict[int, float](float)
-    for column, value in [item for row in run.metrics for item in row.items() if math.isfinite(item[1])]:
+    counts = defaultdict[int, float](float)
+    for column, value in [item for row in rows for item in row.items() if math.isfinite(item[1])]:
         prefix, _, key = column.rpartition("_")
         if prefix == name and key.isdecimal():  # as budget_8
             counts[int(key)] += value
-        elif column == name:
-            rows_by_value[int(value)] += 1
-    counts = counts or rows_by_value
-    title = f"{name.capitalize()}s drawn"
-    if not any(counts.values()):
-        return {"title": title, "chart": None}
-    drawn = shares(counts)
-    rows = [
-        (key, f"{counts.get(key, 0):,.0f}", f"{drawn.get(key, 0):.1%}", number(targets.get(key, math.nan), ".1%"))
-        for key in sorted({*counts, *targets})
-    ]
-    chart = bar_chart(drawn, targets, f"{name}, {unit}", f"share of the steps that drew each {name}")
-    return {"title": title, "chart": chart, "name": name.capitalize(), "rows": rows, "targets": bool(targets)}
+    drawn = shares(counts) if any(counts.values()) else {}
+    return {"name": name, "counts": counts, "drawn": drawn, "targets": shares(odds) if odds else {}}
 
 
-def _group_events(events: Sequence[Event]) -> list[tuple[str, int, list[Event]]]:
+def _group_events(text: str) -> list[tuple[str, int, list[list[str]]]]:
     """(kind, count, last events) by their first word, rare kinds first: errors must not drown in checkpoints."""
-    kinds = defaultdict[str, list[Event]](list)
-    for event in events:
-        word = re.match(r"[A-Za-z]+", event[2])
-        kinds[word[0].lower() if word else "other"].append(event)
+    kinds = defaultdict[str, list[list[str]]](list)
+    for event in (line.split("\t", 2) for line in text.splitlines()):  # time, step, text
+        if len(event) == 3:
+            word = re.match(r"[A-Za-z]+", event[2])
+            kinds[word[0].lower() if word else "other"].append(event)
     return [(k, len(v), v[-SHOWN_EVENTS:]) for k, v in sorted(kinds.items(), key=lambda item: len(item[1]))]
+
+
+def write_finetune_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a fine-tuning run and return its path."""
+    settings, result = (read_object(folder / name) for name in (FINETUNE_SETTINGS, "result.json"))
+    rows = read_table(folder / "metrics.csv")
+    try:
+        charts, banner = _finetune_charts(folder, rows, result), not result or bool(result["problems"])
+        pictures = {"thumbnail": partial(_thumbnail, folder), "class_colours": class_colours}
+        context = {"settings": settings, "result": result, "shown_pairs": SHOWN_PAIRS, **pictures, **charts}
+        return _write_run_page(folder, "finetune.html", rows, banner, **context)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
+        if isinstance(error, VecaError):
+            raise
+        files = f"{FINETUNE_SETTINGS} or result.json"
+        problem = f"{files} is not as `veca finetune` wrote it ({type(error).__name__}: {error})"
+        raise ArgumentError(f"{folder}: {problem}; the same command writes them again") from error
+
+
+def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Curves of the metric, the loss and the rate; of a finished run also the scores by budget."""
+    loss, rate, metric = _points(rows, "total"), _points(rows, "learning_rate"), result.get("metric", "top1")
+    by_budget = defaultdict[int, list[Mapping[str, float]]](list)
+    for row in read_table(folder / "validation.csv"):
+        by_budget[int(row["budget"])].append(row)
+    metric_lines, loss_lines, score_lines = (
+        list[Line](),
+        _raw_and_smooth(loss, "train, smoothed", 0, 0.05),
+        list[Line](),
+    )
+    for i, (cores, validations) in enumerate(sorted(by_budget.items())):
+        metric_lines.append(Line(f"C = {cores}", _points(validations, metric), i, dots=True))
+        loss_lines.append(Line(f"val, C = {cores}", _points(validations, "loss"), i + 1, dots=True))
+    for i, (name, key) in enumerate({"fine-tuned": "after", "linear probe": "before"}.items()):
+        points = [(float(cores), scores[metric]) for cores, scores in result.get(key, {}).items()]
+        score_lines.append(Line(name, points, i, dots=True))
+    budget_label = f"{metric} against budget"
+    return {
+        "metric": metric,
+        "metric_chart": line_chart(metric_lines, "step", f"{metric}, %", metric, wide=True),
+        "loss_chart": _step_chart(loss_lines, "loss", "loss against steps", loss),
+        "rate_chart": line_chart([Line("", rate)], "step", "rate", "learning rate", wide=True),
+        "score_chart": line_chart(
+            score_lines, "budget, cores", f"{metric}, %", budget_label, wide=True, ticks_at_points=True
+        ),
+    }
+
+
+def _thumbnail(folder: Path, name: str) -> str:
+    """The data URI of a file of the gallery; only the name counts, so that nothing else on the disk can be shown."""
+    path = folder / "gallery" / Path(name).name
+    return data_uri(path.read_bytes() if path.is_file() else b"", "webp" if path.suffix == ".webp" else "png")

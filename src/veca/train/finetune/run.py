@@ -4,14 +4,14 @@ A run's folder has the best weights so far (`model.safetensors`, `config.json`),
 `result.json` and `report.html`.
 """
 
-from __future__ import annotations
-
 import contextlib
+import copy
 import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,19 @@ from veca.data.datasets.base import evenly_spaced
 from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, join_some
 from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
+from veca.heads.features import FrozenVeca
 from veca.heads.metrics import Confusion, percent_by_class
-from veca.images import normalize
+from veca.images import normalize, open_image
 from veca.report.gallery import save_picture
 from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
-from veca.train.ema import Ema
-from veca.train.engine import RunEngine, Say
-from veca.train.finetune.report import is_finetune_run, write_finetune_report
-from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSettings, check_same_settings
-from veca.train.finetune.tasks import frozen_backbone, make_task
-from veca.train.optimizers import layer_decay_groups
+from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
+from veca.train.finetune.settings import FinetuneSettings, check_same_settings
+from veca.train.finetune.tasks import ClassifyTask, SegmentTask
+from veca.train.logger import FINETUNE_SETTINGS, is_finetune_run
+from veca.train.optimizers import Ema, layer_decay_groups
 from veca.train.parallel import World
-from veca.train.schedule import draw, learning_rate, step_seed
+from veca.train.report import write_finetune_report
 from veca.utils.device import choose_device, describe_versions
 from veca.utils.signals import Interrupted
 
@@ -76,9 +76,7 @@ def finetune(
         settings.require("batch", settings.batch % world.size == 0, rule)
         if world.size == 1:  # alone it runs on any kind of device
             world = world._replace(device=choose_device(device))
-        with warnings.catch_warnings():
-            if not world.first:  # the first process speaks for all
-                warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action=None if world.first else "ignore"):  # the first process speaks for all
             dataset = limit_splits(load_dataset(data, root, settings.task), limit)
         with parallel.run_folder(folder := Path(folder), world):
             return Finetuning(model, dataset, folder, settings, world, restart, say).run()
@@ -88,29 +86,35 @@ class Finetuning(RunEngine):
     """One process of a fine-tuning run."""
 
     log_every, save_every, keep = 10, 500, 2
-    data_errors = (UnreadableImageError,)
+    result_file = "result.json"
     write_report = staticmethod(write_finetune_report)
     nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
     save_with_validation = True
-    stop_check_steps = 1  # each step synchronises the processes anyway
 
     def __init__(
         self, name: str, data: ProbeData, folder: Path, options: FinetuneSettings, world: World, restart: bool, say: Say
     ) -> None:
-        _check_dataset(data, options.task)
+        if data.task != (task := options.task) or not {"train", "val"} <= data.splits.keys():
+            found = f"{data.name} has labels to {data.task}, and the splits {', '.join(data.splits)}"
+            raise DatasetError(f"{found}; `veca finetune {task}` needs labels to {task}, to learn from train and val")
         _check_folder(folder, name)
         super().__init__(folder, world, restart, say)
         self.options, self.data, self.model_name = options, data, name
         for problem in data.problems:
             self.say(f"{data.name}: {problem}. The score is not the benchmark's.")
         self.precision = options.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
+        self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, self.precision == "bfloat16")
         backbone = load_or_random(name)
         self.budgets = options.budgets(backbone.config)
+        budgets = list(self.budgets)
+        # The smallest, the middle and the largest budget: enough to choose the best weights by.
+        self.validation_budgets = sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]})
         if backbone.provenance.get("weights") == "random":
             self.say(f"The weights are random: none ship for {name} yet. Name trained ones, or expect little.")
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
+        make_task: Any = SegmentTask if task == "segment" else ClassifyTask
         self.task, self.backbone = make_task(backbone, data, options), backbone
         self.model = self.task.network.to(self.device).train()
         head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
@@ -131,7 +135,7 @@ class Finetuning(RunEngine):
             restore_optimizer(self.model, self.optimizer, self.checkpoint.tensors["optimizer"])
             self.best, self.before = facts["best"], {int(cores): scores for cores, scores in facts["before"].items()}
         self.resume_counts(self.budgets)
-        self.replica = parallel.replicate(self.model, world, "ddp")
+        self.replica = parallel.replicate(self.model, world)
 
     def prepare(self) -> None:
         """Fit the head as a linear probe of the frozen features, in the first process, and score it."""
@@ -139,18 +143,20 @@ class Finetuning(RunEngine):
             return
         with parallel.first_alone(self.world):
             if self.world.first:
-                frozen = frozen_backbone(self.backbone, self.model_name, self.device, self.precision)
-                self.task.probe(frozen, max(self.budgets), self.folder / "features")
+                frozen = copy.deepcopy(self.backbone)
+                frozen.reset_classifier(0)
+                model = FrozenVeca(frozen, self.model_name, self.device, self.precision)
+                self.task.probe(model, max(self.budgets), self.folder / "features")
                 shutil.rmtree(self.folder / "features", ignore_errors=True)
         parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, self.options.ema)  # the average starts from the fitted head
-        scores = self.score(self.data.report, self._validation_budgets())
+        scores = self.score(self.data.report, self.validation_budgets)
         self.before = {cores: self.task.metrics(confusion) for cores, (confusion, _) in scores.items()}
 
     # Steps
 
     def batches(self) -> contextlib.closing[Any]:
-        return contextlib.closing(self.task.training(self.step, self.steps, self.world.rank, self.world.size))
+        return contextlib.closing(self.task.training(self.steps, self.step, self.world.rank, self.world.size))
 
     def train_step(self, batches: Iterator[LabelledBatch]) -> None:
         """The loss is a mean over what counts in the batch of all processes, images or labelled pixels: the mean over
@@ -167,7 +173,9 @@ class Finetuning(RunEngine):
         own_counts = len(batch.labels), int((batch.labels != self.task.ignore).sum())
         counts, valid = zip(*parallel.gathered(own_counts, world), strict=True)
         if not sum(counts):
-            raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read, at step {step:,}")
+            bad = join_some(sorted(set().union(*self.task.skipped.values())))
+            problem = f"a whole batch of {self.data.name} train cannot be read: {bad}"
+            raise UnreadableImageError(f"{problem}. Mend them, or take a larger --batch-size")
         # Rows of this process in the batch of all.
         own = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
@@ -176,14 +184,14 @@ class Finetuning(RunEngine):
         images = normalize(self._augment(pixels, rng, sum(counts), own))
         labels = batch.labels.to(self.device, non_blocking=True)
         weighted_labels = [(1.0, labels)]
-        if mixup := settings.mixup if isinstance(settings, FinetuneClassifySettings) else 0.0:
+        if mixup := getattr(settings, "mixup", 0.0):
             share = rng.betavariate(mixup, mixup)
             # Partners come from the batch of all processes, whatever their number.
             partners, partner_labels = (parallel.all_rows(x, counts, world).flip(0)[own] for x in (images, labels))
             images = share * images + (1 - share) * partners
             weighted_labels = [(share, labels), (1 - share, partner_labels)]
         torch.manual_seed(step_seed("model", settings.seed, step))
-        with self._autocast():
+        with self.autocast():
             scores = self.replica(_not_empty(images), budget, labels.shape[1:])
         loss = sum(weight * self.task.loss(scores, _not_empty(each)) for weight, each in weighted_labels)
         loss = loss * (world.size * valid[world.rank] / max(1, sum(valid)))  # DDP takes the mean of the gradients
@@ -215,22 +223,11 @@ class Finetuning(RunEngine):
         chosen = choose_ops(op, strength, negative.astype(np.bool_), ops)
         return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
-
-    def extra_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        return {"learning_rate": self.rate}
-
     def memory_advice(self) -> str:
         size = self.options.batch // self.world.size
         return f"{size} images per process at {self.options.size} px; halve --batch-size and divide --rate by 1.4"
 
     # Scores
-
-    def _validation_budgets(self) -> list[int]:
-        """The smallest, the middle and the largest budget: enough to choose the best weights by."""
-        budgets = list(self.budgets)
-        return sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]})
 
     @torch.no_grad()
     def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
@@ -247,7 +244,7 @@ class Finetuning(RunEngine):
                 images, labels = normalize(pixels.to(self.device)), labels.to(self.device).long()
                 count += len(images)
                 for cores, confusion in confusions.items():
-                    with self._autocast():
+                    with self.autocast():
                         scores = self.model(images, cores, labels.shape[1:])
                     losses[cores] += len(images) * float(self.task.loss(scores, labels))
                     confusion.update(scores.argmax(1), labels)
@@ -262,7 +259,7 @@ class Finetuning(RunEngine):
     def validate(self) -> None:
         scores = {
             cores: {**self.task.metrics(confusion), "loss": loss}
-            for cores, (confusion, loss) in self.score("val", self._validation_budgets()).items()
+            for cores, (confusion, loss) in self.score("val", self.validation_budgets).items()
         }
         name = self.task.metric
         mean, loss = (math.fsum(values[key] for values in scores.values()) / len(scores) for key in (name, "loss"))
@@ -284,11 +281,12 @@ class Finetuning(RunEngine):
         about = {"name": self.data.name, "fingerprint": self.data.fingerprint, **counts}
         return {"model": self.model_name, "weights": self.origin["sha256"], "data": about, **self.options.to_dict()}
 
-    def write_settings(self) -> None:
+    def write_settings(self) -> dict[str, Any]:
         if self.restart:
             # Without finetune.json the model files are not those of an old run.
             self.remove(("checkpoints", "features", "gallery", *(MODEL_FILES if is_finetune_run(self.folder) else ())))
-        self.write_json("finetune.json", self.settings())
+        self.write_json(FINETUNE_SETTINGS, settings := self.settings())
+        return settings
 
     def _provenance(self) -> dict[str, Any]:
         score = {f"val {self.task.metric}": self.best[0], "step": self.best[2]}
@@ -301,17 +299,14 @@ class Finetuning(RunEngine):
     def checkpoint_facts(self) -> dict[str, Any]:
         return {"asked": self.settings(), "best": self.best, "before": self.before}
 
-    def is_finished(self) -> bool:
-        return self.step == self.steps and (self.folder / "result.json").is_file()
-
     def finish(self) -> None:
         """Score the best weights at all budgets, and write the results."""
-        began = time.perf_counter()
+        began, task = time.perf_counter(), self.task
         if self.world.first:  # what is scored is what was saved
-            self.task.load(self.folder)
+            self.model.load_state_dict(task.load(self.folder).state_dict())
         parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, None)  # the saved weights are the averaged ones already
-        task, split, largest = self.task, self.data.report, max(self.budgets)
+        split, largest = self.data.report, max(self.budgets)
         scores = self.score(split, self.budgets)
         confusion = scores[largest][0]
         for skipped in parallel.gathered(task.skipped, self.world):
@@ -343,16 +338,15 @@ class Finetuning(RunEngine):
         self.model.eval()
         gallery = []
         for i in evenly_spaced(len(self.data.splits[split]), GALLERY_IMAGES):
-            batch = self.task.load_one(split, i)
-            if batch is None:
-                continue
-            with self._autocast():
-                scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
-            entry = {}
-            for key, value in self.task.illustrate(split, i, scores[0].cpu(), batch.labels[0]).items():
-                name = f"{i}-{key}.{'webp' if key == 'image' else 'png'}"
-                entry[key] = value if isinstance(value, str) else save_picture(value, self.folder, name)
-            gallery.append(entry)
+            if batch := self.task.load_one(split, i):
+                with self.autocast():
+                    scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
+                image = open_image(self.data.splits[split].image(i))
+                entry = {"image": image, **self.task.illustrate(scores[0].cpu(), batch.labels[0])}
+                for kind in entry.keys() & {"image", "label", "prediction"}:
+                    name = f"{i}-{kind}.{'webp' if kind == 'image' else 'png'}"
+                    entry[kind] = save_picture(entry[kind], self.folder, name)
+                gallery.append(entry)
         return gallery
 
 
@@ -376,11 +370,3 @@ def _check_folder(folder: Path, model: str) -> None:
         raise ArgumentError(f"--out {folder} is the model's own folder, which it would overwrite; take another --out")
     if (folder / "recipe.yaml").is_file() and not is_finetune_run(folder):
         raise ArgumentError(f"{folder} holds a run of `veca distill`; take another --out")
-
-
-def _check_dataset(data: ProbeData, task: str) -> None:
-    if data.task != task:
-        tasks = "one class for each picture (classify) or pixel (segment)"
-        raise DatasetError(f"{data.name} has labels to {data.task}; `veca finetune` learns {tasks}")
-    if missing := [split for split in ("train", "val") if split not in data.splits]:
-        raise DatasetError(f"{data.name} has no {' and no '.join(missing)}: nothing can be learned, or chosen, from it")

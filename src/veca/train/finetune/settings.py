@@ -107,10 +107,3 @@ def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folde
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
         way_out = "Take another --out, or --overwrite to begin anew in it"
         raise ArgumentError(f"{folder} holds a run with other settings ({'; '.join(different)}). {way_out}")
-
-
-def __getattr__(name: str) -> Any:
-    """Names that the documentation used before."""
-    if name in ("ClassifySettings", "SegmentSettings"):
-        return globals()[f"Finetune{name}"]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
