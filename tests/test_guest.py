@@ -618,7 +618,7 @@ def test_look_inside_projects_and_attends_once() -> None:
 
 @pytest.mark.parametrize("cores", [True, False])
 def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
-    from veca.bench.cases import Case
+    from veca.bench.contenders import Case
     from veca.embed import EmbedSettings
     from veca.heads.features import FrozenVeca
     from veca.hub.export import export

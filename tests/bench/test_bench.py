@@ -6,8 +6,8 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -20,26 +20,46 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import veca
-from veca.bench import accuracy, contenders, machine, memory, plots
-from veca.bench.cases import DEFAULT_CPU, DEFAULT_CUDA, Bench, Case, choose_cases, target_ms
-from veca.bench.contenders import BenchSetting, Contender, Prepared, Workload
+from veca.bench import contenders, machine, report, run
+from veca.bench.contenders import (
+    CPU_CASES,
+    MEASUREMENTS,
+    TARGETS,
+    Bench,
+    BenchSetting,
+    Case,
+    Contender,
+    Prepared,
+    Workload,
+    choose_cases,
+    target_ms,
+)
 from veca.bench.report import BenchRow, Results
-from veca.bench.run import MEASUREMENTS, FloatDtype, Floors, _first_call, pick_setting, run_bench, with_targets
+from veca.bench.run import FloatDtype, pick_setting
 from veca.cli.main import app
 from veca.config import SIZES, VecaConfig
 from veca.model import VecaOutput
+from veca.rope import rotate
 from veca.utils import timing as latency
 from veca.utils.device import peak_device_bytes
 from veca.utils.files import InUseError, locked
 
 CPU = BenchSetting(torch.device("cpu"), torch.float32)
 CASE = Case.parse("tiny:32:2:8")
+FORWARD, BACKWARD = MEASUREMENTS["attention"].values()
+
+
+def run_bench(
+    bench: Bench, cases: Sequence[Case], setting: BenchSetting, names: Sequence[str], repeats: int = 1,
+    out: Path | None = None, profile: bool = False,
+) -> Results:  # fmt: skip
+    return run.run_bench(bench, cases, replace(setting, names=names, repeats=repeats, profile=profile), out)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The floors are taken as known, but where they are what is tested, and the smallest model is made smaller."""
-    monkeypatch.setattr(Floors, "measure", classmethod(lambda cls, setting: cls(1e12, 1e9)))
+    monkeypatch.setattr(run, "measure_floors", lambda setting: {"TFLOP/s": 1.0, "GB/s": 1.0})
     monkeypatch.setitem(SIZES, "veca_tiny", VecaConfig(embed_dim=64, depth=2, num_heads=2))
 
 
@@ -111,17 +131,20 @@ def test_machine_rates_are_plausible() -> None:
 
 def test_cases_are_exact_or_a_product_or_default() -> None:
     assert choose_cases("model", True, exact=["small_plus:512:3:8"]) == [Case("veca_small_plus", 512, 3, 8)]
-    swept = choose_cases("model", False, models=["veca_base", "small"], sizes=[64, 32], cores=[8])
+    swept = choose_cases("model", False, [], ["veca_base", "small"], [64, 32], [], [8])
     assert [str(case) for case in swept] == ["base:64:1:8", "base:32:1:8", "small:64:1:8", "small:32:1:8"]
     assert choose_cases("train", True)[0] == Case("veca_small", 256, 384, 64)
-    for defaults in (DEFAULT_CUDA, DEFAULT_CPU):
-        assert all(Case.parse(text) for texts in defaults.values() for text in texts.split())
+    for bench in TARGETS:
+        assert choose_cases(bench, True) == [Case.parse(text) for text in TARGETS[bench]]
+        assert choose_cases(bench, False) == [Case.parse(text) for text in CPU_CASES[bench].split()]
 
 
 def test_targets_are_those_of_full_budget() -> None:
-    assert target_ms("model", Case.parse("base:1024:16")) == 24
-    assert target_ms("model", Case.parse("base:1024:16:8")) is None
-    assert target_ms("train", Case.parse("base:1024:16")) is None
+    assert target_ms("model forward", Case.parse("base:1024:16")) == 24
+    assert target_ms("model forward", Case.parse("base:1024:16:8")) is None
+    assert target_ms("train step", Case.parse("base:1024:16")) is None
+    assert target_ms("attention forward", Case.parse("base:1024:16")) == 0.18
+    assert target_ms("attention backward", Case.parse("base:1024:16")) is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +165,7 @@ def test_wrong_cases_name_value_and_rule(text: str, message: str) -> None:
 
 def test_case_and_sweep_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="leave out"):
-        choose_cases("model", False, exact=["base:64:1"], sizes=[64])
+        choose_cases("model", False, ["base:64:1"], [], [64], [], [])
 
 
 # Contenders
@@ -151,7 +174,7 @@ def test_case_and_sweep_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("known", "name"),
     [(contenders.MODEL, name) for name in ("veca eager", "products")]
-    + [(contenders.ATTENTION_FORWARD, name) for name in ("two SDPA", "dense SDPA", "dense SDPA without RoPE")],
+    + [(FORWARD, name) for name in ("two SDPA", "dense SDPA")],
 )
 def test_declared_flops_are_those_executed(known: dict[str, Contender], name: str) -> None:
     prepared = known[name].build(Workload(CASE, CPU))
@@ -163,32 +186,30 @@ def test_declared_flops_are_those_executed(known: dict[str, Contender], name: st
 def test_contenders_of_attention_agree_and_give_every_gradient(uncompiled: None) -> None:
     workload = Workload(CASE, CPU)
     found: dict[str, object] = {}
-    for name, contender in contenders.ATTENTION_FORWARD.items():
+    for name, contender in FORWARD.items():
         found[name] = contender.build(workload).call()
     for a, b in (("veca", "two SDPA"), ("veca", "two SDPA compiled"), ("dense SDPA", "dense SDPA compiled")):
         torch.testing.assert_close(found[a], found[b])
     qkv, tokens = workload.qkv, CASE.tokens
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    torch.testing.assert_close(
-        found["dense SDPA without RoPE"],
-        torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, tokens, -1),
-    )
-    gradients = contenders.ATTENTION_BACKWARD["veca"].build(workload).call()
+    table = workload.rotaries[1][:2]
+    # The cores, which are first, have no place.
+    q, k = (torch.cat([x[:, :, :8], rotate(x[:, :, 8:], table)], 2) for x in (q, k))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, tokens, -1)
+    torch.testing.assert_close(found["dense SDPA"], expected)
+    gradients = BACKWARD["veca"].build(workload).call()
     assert isinstance(gradients, tuple)
     assert gradients[0].shape == qkv.shape
     assert [g is None for g in gradients[1:]] == [False, False, True]  # here the tables are used, not the coordinates
     for name in ("two SDPA compiled", "dense SDPA compiled"):
-        prepared = contenders.ATTENTION_BACKWARD[name].build(workload)
+        prepared = BACKWARD[name].build(workload)
         first, second = prepared.call(), prepared.call()  # the graph is kept
         torch.testing.assert_close(first, second)
 
 
 def test_bytes_are_those_of_reading_and_writing_once() -> None:
     elements = CASE.batch * CASE.tokens * CASE.config.embed_dim
-    forward, backward = (
-        known["veca"].build(Workload(CASE, CPU))
-        for known in (contenders.ATTENTION_FORWARD, contenders.ATTENTION_BACKWARD)
-    )
+    forward, backward = (known["veca"].build(Workload(CASE, CPU)) for known in (FORWARD, BACKWARD))
     assert forward.bytes == 4 * 4 * elements
     assert backward.bytes == 4 * 8 * elements
     assert backward.flops == 2 * forward.flops
@@ -223,7 +244,7 @@ def test_the_dense_model_runs_in_every_way(bench: Bench, uncompiled: None, monke
 
 
 def test_contenders_are_chosen_by_name() -> None:
-    chosen = contenders.choose_contenders(contenders.ATTENTION_FORWARD, ["dense-sdpa", "veca"], CASE)
+    chosen = contenders.choose_contenders(FORWARD, ["dense-sdpa", "veca"], CASE)
     assert list(chosen) == ["veca", "dense SDPA"]
     assert "dense" not in contenders.choose_contenders(contenders.MODEL, [], CASE)
     assert "dense" in contenders.choose_contenders(contenders.MODEL, [], Case.parse("small:32:1"))
@@ -263,16 +284,17 @@ def test_a_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ours.against_eager == 1
 
 
-def test_targets_stand_beside_our_time_alone() -> None:
+def test_targets_stand_beside_our_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "first_call", lambda contender, workload: (Prepared(int, 1), {}))
+    monkeypatch.setattr(run, "empty_cache", lambda device: None)
+    monkeypatch.setattr(run, "measure", lambda calls, *rest, **options: {name: [0.1] for name in calls})
     gpu = BenchSetting(torch.device("cuda"), torch.bfloat16)
-    case = ("veca_base", 1024, 16, 64)
-    rows = [BenchRow("attention forward", name, *case, ms=0.2) for name in ("veca", "two SDPA")]
-    forward = with_targets("attention", gpu, rows, [])
-    assert [row.target_ms for row in forward] == [0.18, None]
-    (backward,) = with_targets("attention", gpu, [BenchRow("attention backward", "veca", *case, ms=0.5)], forward)
-    assert backward.target_ms == pytest.approx(0.6)
-    assert with_targets("attention", CPU, rows, []) == rows
-    assert with_targets("attention", BenchSetting(gpu.device, torch.float16), rows, []) == rows
+    chosen = {name: Contender(lambda workload: Prepared(int, 1)) for name in ("veca", "two SDPA")}
+    for setting, targets in {gpu: [0.18, None], replace(gpu, dtype=torch.float16): [None] * 2, CPU: [None] * 2}.items():
+        workload = Workload(Case.parse("base:1024:16"), setting)
+        floors = {"TFLOP/s": 1.0, "GB/s": 1.0}
+        rows, _ = run.measure_case("attention forward", chosen, workload, floors, lambda step: None)
+        assert [row.target_ms for row in rows] == targets
 
 
 def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,9 +337,9 @@ def test_files_hold_the_results(tmp_path: Path) -> None:
 
 def test_tables_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     case = ("veca_small_plus", 2048, 1024, 64)
-    row = BenchRow("model forward", "dense SDPA without RoPE", *case, 1234.5, 1233.25, 0.8296)
+    row = BenchRow("model forward", "dense SDPA compiled", *case, 1234.5, 1233.25, 0.8296)
     Results({}, {}, {}, [row]).show(Console(width=40))
-    assert "small_plus:2048:1024:64  dense SDPA without RoPE  1,234  1,233    0.8296" in capsys.readouterr().out
+    assert "small_plus:2048:1024:64  dense SDPA compiled  1,234  1,233    0.8296" in capsys.readouterr().out
 
 
 def test_settings_follow_the_device() -> None:
@@ -326,7 +348,7 @@ def test_settings_follow_the_device() -> None:
     with pytest.raises(ValueError, match="device 'warp' cannot be used"):
         pick_setting("warp")
     with pytest.raises(ValueError, match="repeats=0: must be at least 1"):
-        run_bench("model", [CASE], CPU, repeats=0)
+        run_bench("model", [CASE], CPU, [], repeats=0)
 
 
 def test_the_peak_is_that_of_the_call_that_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +356,10 @@ def test_the_peak_is_that_of_the_call_that_records(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("veca.bench.run.synchronize", lambda device: None)
     monkeypatch.setattr("veca.bench.run.peak_device_bytes", lambda call, device: len(calls))
     counted = Contender(lambda workload: Prepared(lambda: calls.append(1), 1))
-    entry = _first_call(counted, Workload(CASE, BenchSetting(torch.device("cuda"), torch.bfloat16)))
-    assert isinstance(entry, Prepared)
-    assert entry.peak == 1  # a graph is recorded in the second call: replays from the third on show no memory
+    _, figures = run.first_call(counted, Workload(CASE, BenchSetting(torch.device("cuda"), torch.bfloat16)))
+    assert (
+        figures["peak_mib"] == 2**-20
+    )  # a graph is recorded in the second call: replays from the third on show no memory
 
 
 # Errors
@@ -359,7 +382,7 @@ def test_errors_are_those_of_rounding(dtype: FloatDtype, least: float, most: flo
     for bench, other in benches.items():
         names = ["two-sdpa" if bench == "attention" else "veca-eager", other]
         for row in run_bench(bench, [CASE], pick_setting("cpu", dtype, cls_only=bench == "model"), names, 1).rows:
-            if row.contender in accuracy.EAGER:
+            if row.contender in run.EAGER:
                 assert least < (row.error or 0) < most
             else:
                 assert row.error is row.against_eager is row.failure is None
@@ -393,20 +416,18 @@ def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_exact_gradients_of_parts_are_those_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = Workload(Case.parse("tiny:32:3:8"), CPU, torch.float32)
-    whole = accuracy.exact_gradients(workload)
+    whole = run.exact_gradients(workload)
     for tokens in (1, 2 * workload.case.tokens):  # one by one, and two and one
-        monkeypatch.setattr(accuracy, "TOKENS_AT_ONCE", tokens)
-        assert accuracy.relative_error(accuracy.exact_gradients(workload), whole) < 1e-12
-    assert accuracy.relative_error([None if g is None else g * 1.5 for g in whole], whole) == pytest.approx(0.5)
+        monkeypatch.setattr(run, "TOKENS_AT_ONCE", tokens)
+        assert run.relative_error(run.exact_gradients(workload), whole) < 1e-12
+    assert run.relative_error([None if g is None else g * 1.5 for g in whole], whole) == pytest.approx(0.5)
 
 
 def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(workload: Workload) -> accuracy.Tensors:
+    def no_memory(workload: Workload) -> run.Tensors:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setitem(
-        accuracy.CHECKS, "model forward", accuracy.CHECKS["model forward"]._replace(reference=no_memory)
-    )
+    monkeypatch.setitem(run.CHECKS, "model forward", (no_memory, run.CHECKS["model forward"][1]))
     (row,) = run_bench("model", [CASE], CPU, ["veca-eager"], repeats=1).rows
     assert row.ms
     assert row.failure == "error not known: float64: OutOfMemoryError: CUDA out of memory."
@@ -446,13 +467,13 @@ def test_plots_are_files(tmp_path: Path) -> None:
         svg = (tmp_path / "to" / f"{name}.svg").read_text()
         assert "</svg>" in svg
         assert all(word in svg for word in words)
-    (panel,) = plots.latency_panels([Results.load(tmp_path / "results.json")], "size")
-    assert panel.lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
+    (lines,) = report.latency_panels([Results.load(tmp_path / "results.json")], "size").values()
+    assert lines["veca"] == [(256.0, 256.0), (512.0, 512.0)]
 
 
 def test_plots_with_nothing_to_compare_show_flops_only(tmp_path: Path) -> None:
     Results({}, {}, {}, [BenchRow("train step", "veca", "veca_base", 256, 1, 64, ms=1.0)]).save(tmp_path)
-    written = plots.write_plots([tmp_path / "results.json"], tmp_path, "png")
+    written = report.write_plots([tmp_path / "results.json"], tmp_path, "png")
     assert [path.name for path in written] == ["flops-resolution.png"]
     with Image.open(written[0]) as image:
         assert image.format == "PNG"
@@ -462,13 +483,13 @@ def test_plots_with_nothing_to_compare_show_flops_only(tmp_path: Path) -> None:
 def test_plotting_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="other.json is no results.json of `veca bench`"):
-        plots.write_plots([tmp_path / "other.json"], tmp_path)
+        report.write_plots([tmp_path / "other.json"], tmp_path)
 
 
 def test_plots_need_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for form in ("svg", "png"):
-        assert plots.write_plots([], tmp_path, form)
+        assert report.write_plots([], tmp_path, form)
 
 
 def test_without_timm_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +504,7 @@ def test_without_timm_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_grows_with_the_patches(capsys: pytest.CaptureFixture[str]) -> None:
-    memory.bench_memory("veca_tiny", sizes=(512, 1024))
+    machine.bench_memory("veca_tiny", sizes=(512, 1024))
     _, small, large = capsys.readouterr().out.splitlines()
     assert small.split()[-2:] == ["1.00", "×"]
     # Four times the patches; what the allocator keeps resident varies, but the square would be sixteen.
@@ -493,7 +514,7 @@ def test_memory_grows_with_the_patches(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.gpu
 def test_gpu_memory_is_linear_in_the_patches() -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
-    peaks = [memory.forward_peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
+    peaks = [machine.forward_peak_bytes("veca_tiny", size, 64, device, dtype) for size in (1024, 2048)]
     assert peaks[1] <= 4.4 * peaks[0]
 
 

@@ -26,7 +26,7 @@ from sample_images import smooth_image
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as tv
 
-from veca.bench import data as bench
+from veca.bench.machine import bench_data
 from veca.data import index as index_module
 from veca.data import loader
 from veca.data.index import DataError, ImageIndex
@@ -623,7 +623,7 @@ def test_the_progress_line_is_shown_when_asked_for(photos: Path, capsys: pytest.
 
 
 def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.bench_data([str(photos)], resolution=32, workers=1, batch_size=2, seconds=0.1)
+    bench_data([str(photos)], resolution=32, workers=1, batch_size=2, seconds=0.1)
     shown = capsys.readouterr().out
     assert "10 images at 32" in shown
     assert "1 workers, batch size 2" in shown

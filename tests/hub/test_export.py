@@ -18,8 +18,17 @@ import veca
 from veca.cli.main import app
 from veca.heads.features import BackboneError
 from veca.hub import export as module
-from veca.hub.export import BudgetModel, ExportCheck, ExportFormat, RunFile, export, format_of, open_file, parse_size
-from veca.hub.onnx_bench import compare_outputs
+from veca.hub.export import (
+    BudgetModel,
+    ExportCheck,
+    ExportFormat,
+    RunFile,
+    check_file,
+    export,
+    format_of,
+    open_file,
+    parse_size,
+)
 from veca.probe.backbones import OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")
@@ -198,13 +207,10 @@ def test_a_file_can_be_probed(folder: Path, model: veca.Veca, tmp_path: Path) ->
 
 def test_sizes_and_budgets_side_by_side(folder: Path, model: veca.Veca) -> None:
     for name, most in (("32", 1e-4), ("int8", 0.3)):
-        images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(1))
-        errors, *seconds = compare_outputs(
-            open_file(folder / f"{name}.onnx", "onnx"), BudgetModel(model, 32), images, repeats=1
-        )
-        assert max(errors.values()) < most
-        assert (max(errors.values()) > 1e-4) == (name == "int8")
-        assert min(seconds) > 0
+        (found,) = check_file(folder / f"{name}.onnx", "onnx", BudgetModel(model, 32), [(1, (32, 48))], repeats=1)
+        assert max(found.errors.values()) < most
+        assert (max(found.errors.values()) > 1e-4) == (name == "int8")
+        assert min(found.seconds, found.torch_seconds) > 0
 
 
 def test_a_file_that_is_wrong_is_not_kept(model: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

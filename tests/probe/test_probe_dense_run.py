@@ -15,7 +15,7 @@ from veca.data.datasets.batches import DenseLoader, LabelledBatch, UnreadableIma
 from veca.heads.dense import DenseBatch, SegmentationHead, evaluate, fit_dense
 from veca.heads.features import FrozenVeca
 from veca.probe import dense_run
-from veca.probe.dense_run import DenseSettings, DepthSettings, depth, segment
+from veca.probe.dense_run import DenseSettings, DepthSettings, probe_dense
 from veca.report.gallery import class_colours, colour_classes, colour_depth
 
 QUICK: dict[str, Any] = {"cores": (8, 64), "sizes": (48,), "steps": 8, "every": 4, "batch": 4, "progress": False}
@@ -62,7 +62,7 @@ def ask(settings: Any, **changes: Any) -> Any:
 
 
 def test_segment_learns_and_writes_rows(masks: ProbeData, tmp_path: Path) -> None:
-    rows = segment(backbone(), masks, tmp_path, ask(SEGMENT, steps=30, every=12))
+    rows = probe_dense(backbone(), masks, tmp_path, ask(SEGMENT, steps=30, every=12))
     assert [(row["cores"], row["size"], row["grid"]) for row in rows] == [(8, 48, [3, 3]), (64, 48, [3, 3])]
     row = rows[0]
     assert (row["metric"], row["scored_on"]) == ("mIoU", "test")
@@ -79,8 +79,8 @@ def test_segment_learns_and_writes_rows(masks: ProbeData, tmp_path: Path) -> Non
 
 
 def test_depth_learns_and_writes_rows(depths: ProbeData, tmp_path: Path) -> None:
-    rows = depth(backbone(), depths, tmp_path, ask(DEPTH, steps=40, every=10, cores=(8,)))
-    (plain,) = depth(backbone(), depths, tmp_path, ask(DEPTH, steps=40, every=10, cores=(8,), head="regression"))
+    rows = probe_dense(backbone(), depths, tmp_path, ask(DEPTH, steps=40, every=10, cores=(8,)))
+    (plain,) = probe_dense(backbone(), depths, tmp_path, ask(DEPTH, steps=40, every=10, cores=(8,), head="regression"))
     for row in (*rows, plain):
         assert row["metric"] == "rmse"
         assert row["metrics"]["rmse"] < 0.75  # 1 m for the middle everywhere
@@ -91,11 +91,11 @@ def test_depth_learns_and_writes_rows(depths: ProbeData, tmp_path: Path) -> None
 
 
 def test_a_budget_alone_or_among_others_is_the_same(masks: ProbeData, tmp_path: Path) -> None:
-    together = segment(backbone(), masks, tmp_path / "a", SEGMENT)
-    alone = segment(backbone(), masks, tmp_path / "b", ask(SEGMENT, cores=(64,)))
+    together = probe_dense(backbone(), masks, tmp_path / "a", SEGMENT)
+    alone = probe_dense(backbone(), masks, tmp_path / "b", ask(SEGMENT, cores=(64,)))
     same = ("metrics", "sweep", "best", "curve", "per_class")
     assert [alone[0][key] for key in same] == [together[1][key] for key in same]
-    more = segment(backbone(), masks, tmp_path / "b", SEGMENT)  # what is there is kept, the other is added
+    more = probe_dense(backbone(), masks, tmp_path / "b", SEGMENT)  # what is there is kept, the other is added
     assert more[1] == alone[0]
     assert [more[0][key] for key in same] == [together[0][key] for key in same]
 
@@ -103,7 +103,7 @@ def test_a_budget_alone_or_among_others_is_the_same(masks: ProbeData, tmp_path: 
 def test_a_run_that_died_ends_with_the_same_rows(
     masks: ProbeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = segment(backbone(), masks, tmp_path / "whole", SEGMENT)
+    whole = probe_dense(backbone(), masks, tmp_path / "whole", SEGMENT)
     with monkeypatch.context() as patch:
         saved = []
 
@@ -116,15 +116,15 @@ def test_a_run_that_died_ends_with_the_same_rows(
         save_picture = dense_run.save_picture
         patch.setattr(dense_run, "save_picture", dies)
         with pytest.raises(KeyboardInterrupt):
-            segment(backbone(), masks, tmp_path / "f", SEGMENT)
+            probe_dense(backbone(), masks, tmp_path / "f", SEGMENT)
     assert len(list((tmp_path / "f/rows").iterdir())) == 1
-    again = segment(backbone(), masks, tmp_path / "f", SEGMENT)
+    again = probe_dense(backbone(), masks, tmp_path / "f", SEGMENT)
     assert [row["metrics"] | row["best"] for row in again] == [row["metrics"] | row["best"] for row in whole]
 
 
 @pytest.mark.parametrize("changes", [{"slide": True}, {"norm": "batch"}, {"norm": "standard"}])
 def test_other_ways_to_score_and_to_norm(masks: ProbeData, tmp_path: Path, changes: dict[str, Any]) -> None:
-    (row,) = segment(backbone(), masks, tmp_path, ask(SEGMENT, cores=(8,), steps=30, every=10, **changes))
+    (row,) = probe_dense(backbone(), masks, tmp_path, ask(SEGMENT, cores=(8,), steps=30, every=10, **changes))
     assert row["metrics"]["mIoU"] > 70
     assert row["protocol"] | changes == row["protocol"]
     assert ("windows of 48×48, stride 32" in row["protocol"]["preprocessing"]["score"]) == ("slide" in changes)
@@ -139,7 +139,8 @@ def test_a_window_as_large_as_the_picture_is_the_whole(tmp_path: Path) -> None:
                 Image.open(path).crop((0, 0, 60, 60)).save(path)
     data = load_dataset(str(root))
     rows = [
-        segment(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,), slide=slide))[0] for slide in (False, True)
+        probe_dense(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,), slide=slide))[0]
+        for slide in (False, True)
     ]
     assert rows[1]["metrics"]["mIoU"] == pytest.approx(rows[0]["metrics"]["mIoU"], abs=1)
 
@@ -218,17 +219,17 @@ def test_bad_pictures(tmp_path: Path) -> None:
     Image.new("L", (7, 7)).save(root / "train/masks/2.png")
     data, said = load_dataset(str(root)), list[str]()
     with pytest.raises(UnreadableImageError, match="halves train cannot be read: .*2.png.*label 7×7; they must match"):
-        segment(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,)))
-    (row,) = segment(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,), skip_bad=True), said.append)
+        probe_dense(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,)))
+    (row,) = probe_dense(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,), skip_bad=True), said.append)
     assert list(row["protocol"]["skipped"]) == ["halves train", "halves val"]
     assert "1 pictures of halves val cannot be read and were left out: val/images/3.png" in said[1]
 
 
 def test_wrong_tasks(masks: ProbeData, depths: ProbeData, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="labels to segment: `veca probe segment`"):
-        depth(backbone(), masks, tmp_path, DEPTH)
+        probe_dense(backbone(), masks, tmp_path, DEPTH)
     with pytest.raises(DatasetError, match="labels to depth: `veca probe depth`"):
-        segment(backbone(), depths, tmp_path, SEGMENT)
+        probe_dense(backbone(), depths, tmp_path, SEGMENT)
 
 
 def test_many_heads_learn_as_each_would_alone() -> None:

@@ -5,8 +5,8 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from torch import Tensor
 
-from veca.probe import knn
-from veca.probe.knn import knn_accuracy, knn_scores, neighbours
+from veca.probe import run
+from veca.probe.run import knn_accuracy, knn_scores, neighbours
 
 
 def clusters(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def test_agrees_with_scikit_learn() -> None:
     )
     assert numbers.tolist() == expected.tolist()
     assert torch.allclose(cosines.double(), 1 - torch.from_numpy(distances).double(), atol=1e-6)
-    found = knn_accuracy(train, labels, queries, query_labels, ks=(10, 20))
+    found = knn_accuracy((train, labels), (queries, query_labels), (10, 20))
     for k in (10, 20):
         model = KNeighborsClassifier(
             k, metric="cosine", weights=lambda distance: torch.exp((1 - torch.tensor(distance)) / 0.07).numpy()
@@ -37,7 +37,7 @@ def test_agrees_with_scikit_learn() -> None:
 def test_in_pieces_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (train, _), (queries, _) = clusters(9000, 1), clusters(40, 2)
     expected = (torch.nn.functional.normalize(queries) @ torch.nn.functional.normalize(train).T).topk(15)
-    monkeypatch.setattr(knn, "MAX_SIMILARITIES", 4096 * 7)
+    monkeypatch.setattr(run, "MAX_SIMILARITIES", 4096 * 7)
     cosines, numbers = neighbours(train, queries, 15)
     assert torch.equal(numbers, expected.indices)
     assert torch.allclose(cosines, expected.values, atol=1e-6)
@@ -65,9 +65,9 @@ def test_a_near_vote_outweighs_two_far_ones() -> None:
 
 def test_the_same_twice_and_whatever_the_length_of_features() -> None:
     (train, labels), (queries, query_labels) = clusters(300, 1), clusters(50, 2)
-    once = knn_accuracy(train, labels, queries, query_labels)
-    assert once == knn_accuracy(train, labels, queries, query_labels)
-    assert once == knn_accuracy(train * 4, labels, queries / 8, query_labels)
+    once = knn_accuracy((train, labels), (queries, query_labels), (10, 20))
+    assert once == knn_accuracy((train, labels), (queries, query_labels), (10, 20))
+    assert once == knn_accuracy((train * 4, labels), (queries / 8, query_labels), (10, 20))
 
 
 def test_errors_say_what_to_do() -> None:
@@ -75,10 +75,6 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(
         ValueError, match="k is 10; it must be between 1 and the number of training features, which is 5"
     ):
-        knn_accuracy(train, labels, train, labels, ks=(10,))
-    with pytest.raises(ValueError, match="with one width"):
-        neighbours(train, train[:, :3], 1)
-    with pytest.raises(ValueError, match="one label for each"):
-        knn_accuracy(train, labels[:3], train, labels, ks=(1,))
+        knn_accuracy((train, labels), (train, labels), (10,))
     with pytest.raises(ValueError, match="not finite"):
         neighbours(train / 0, train, 1)

@@ -18,9 +18,7 @@ from veca.heads.linear import train_linear
 from veca.heads.metrics import percent_by_class
 from veca.probe import run
 from veca.probe.backbones import TeacherBackbone
-from veca.probe.knn import knn_accuracy
-from veca.probe.rows import read_row
-from veca.probe.run import ClassifySettings, KnnSettings, classify, knn
+from veca.probe.run import ClassifySettings, KnnSettings, classify, knn, knn_accuracy, read_row
 from veca.teachers.from_timm import timm_teacher
 
 QUICK = ClassifySettings(sizes=(32,), cores=(8, 64), epochs=4, rates=(0.01, 0.1), decays=(0.0,), progress=False)
@@ -142,7 +140,7 @@ def test_several_labels_for_a_picture(data: ProbeData, tmp_path: Path) -> None:
     (row,) = classify(backbone(), several(data), tmp_path, ask(QUICK, cores=(8,)))
     assert row["metric"] == "mAP"
     assert row["metrics"] == {"mAP": 100.0, "mAP11": 100.0}
-    with pytest.raises(DatasetError, match="several labels for a picture"):
+    with pytest.raises(DatasetError, match="labels to multilabel: `veca probe classify` is the probe for it"):
         knn(backbone(), several(data), tmp_path, NEAR)
 
 
@@ -172,7 +170,7 @@ def test_knn_is_that_of_the_features(data: ProbeData, tmp_path: Path) -> None:
             for name in ("train", "val", "test")
         )
         labels = [torch.from_numpy(data.splits[name].labels) for name in ("train", "val", "test")]
-        found = knn_accuracy(torch.cat([train, val]), torch.cat(labels[:2]), test, labels[2], ks=(1, 3))
+        found = knn_accuracy((torch.cat([train, val]), torch.cat(labels[:2])), (test, labels[2]), (1, 3))
         assert row["metrics"]["top1_k1"] == round(100 * found[1], 4)
         assert row["metrics"]["top1"] == row["metrics"]["top1_k3"] == round(100 * found[3], 4)
     assert [row["cores"] for row in rows] == [8, 64]

@@ -1,5 +1,5 @@
 """Benchmarks of models, attention, training steps, data loading, ONNX files and the explorer.
 
-`veca bench model|train|attention` runs every `contenders` entry on the `cases` of a sweep (`run`), with the machine's
-own limits (`machine`) and the error against float64 (`accuracy`) beside each time; `report` and `plots` show results.
+`veca bench model|train|attention` runs every entry of `contenders` on the cases of a sweep (`run`), with the machine's
+own limits (`machine`) and the error against float64 beside each time; `report` shows results.
 """

@@ -1,4 +1,4 @@
-"""What the benchmarks time: ways to run VECA, the dense ViT of the same size, and bare matrix products.
+"""What the benchmarks time, and on which cases: ways to run VECA, the dense ViT of the same size, matrix products.
 
 All contenders of a case share one workload: the same images, and the same weights where they are the same model.
 Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d width of a head, D = H·d.
@@ -6,12 +6,13 @@ Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +20,114 @@ from torch import Tensor, nn
 
 import veca
 from veca.attention import Kernel, core_attention, use_kernel
-from veca.bench.cases import Case
 from veca.checkpoint import create_model
+from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca, VecaOutput
 from veca.optimized import Weights
 from veca.rope import Rotary, make_rotary, rotate
 from veca.teachers.from_timm import DENSE_VITS, create_dense_vit
+from veca.utils.settings import Positive, Settings
 from veca.utils.text import did_you_mean
 from veca.utils.timing import Call
+
+Bench: TypeAlias = Literal["attention", "model", "train"]
+
+
+@dataclass(frozen=True)
+class Case(Settings):
+    """One point of a sweep.
+
+    >>> Case.parse("base:1024:16")
+    Case(model='veca_base', size=1024, batch=16, cores=64)
+    >>> str(Case.parse("veca_small:512:96:8"))
+    'small:512:96:8'
+    """
+
+    model: str
+    size: int
+    """Side of the square images in pixels."""
+    batch: Positive
+    cores: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = [name.removeprefix("veca_") for name in SIZES]
+        hint = did_you_mean(self.model.removeprefix("veca_"), known)
+        self.require("model", self.model in SIZES, f"one of {', '.join(known)}{hint}")
+        patch, bank = self.config.patch_size, self.config.num_cores
+        nearest = max(patch, round(self.size / patch) * patch)
+        valid = self.size >= patch and self.size % patch == 0
+        self.require("size", valid, f"a positive multiple of {patch}, such as {nearest}")
+        self.require("cores", 1 <= self.cores <= bank, f"from 1 to {bank}, the core bank")
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """A case from MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES."""
+        model, *numbers = text.split(":")
+        if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
+            raise ArgumentError(f"case {text!r}: must be MODEL:PIXELS:BATCH[:CORES], as base:1024:16")
+        size, batch, *cores = map(int, numbers)
+        return cls(full_model_name(model), size, batch, *(cores or [64]))  # 64: all cores of the named sizes
+
+    def __str__(self) -> str:
+        return f"{self.model.removeprefix('veca_')}:{self.size}:{self.batch}:{self.cores}"
+
+    @property
+    def config(self) -> VecaConfig:
+        return SIZES[self.model]
+
+    @property
+    def patches(self) -> int:
+        return (self.size // self.config.patch_size) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Cores and patches of one image."""
+        return self.cores + self.patches
+
+
+def full_model_name(model: str) -> str:
+    """`base` and `veca_base` are the same model."""
+    return f"veca_{model}" if f"veca_{model}" in SIZES else model
+
+
+def choose_cases(bench: Bench, on_cuda: bool, exact: Sequence[str] = (), *sweep: Sequence[Any]) -> list[Case]:
+    """The `exact` cases, or every combination of a `sweep`, or the default cases when all are empty.
+
+    A sweep is models, sizes, batch sizes and budgets; for each of these that is empty there is a default.
+    """
+    if exact and any(sweep):
+        raise ArgumentError("--case says it all: leave out --model, --size, --batch-size and --cores, or --case")
+    if any(sweep):
+        defaults: list[list[Any]] = [["base"], [1024], [16 if on_cuda else 1], [64]]
+        product = itertools.product(*(values or default for values, default in zip(sweep, defaults, strict=True)))
+        return [Case(full_model_name(model), *numbers) for model, *numbers in product]
+    return [Case.parse(text) for text in exact or (TARGETS[bench] if on_cuda else CPU_CASES[bench].split())]
+
+
+# Milliseconds on one H200 in bfloat16 with 64 cores: the default cases on CUDA. For attention it is the forward pass.
+TARGETS: dict[Bench, dict[str, float | None]] = {
+    "model": {
+        "base:256:64": 8,
+        "base:512:32": 13,
+        "base:1024:16": 24,
+        "base:2048:4": 24,
+        "small:1024:16": 9,
+        "large:1024:8": 45,
+        "base:1024:1": 2,
+    },
+    "train": {"small:256:384": 48, "small:512:96": 42, "base:256:128": 48, "base:512:32": 42},
+    "attention": {"base:1024:16": 0.18, "base:256:64": None},
+}
+CPU_CASES: dict[Bench, str] = {"model": "small:512:1 base:512:1", "train": "small:256:1", "attention": "base:512:1"}
+
+
+def target_ms(what: str, case: Case) -> float | None:
+    """The target of a measurement, such as `model forward`, if it has one in this case."""
+    targets = {} if what == "attention backward" else TARGETS[cast(Bench, what.split()[0])]
+    return {Case.parse(text): ms for text, ms in targets.items()}.get(case)
 
 
 @dataclass(frozen=True)
@@ -39,6 +138,12 @@ class BenchSetting:
     dtype: torch.dtype
     cls_only: bool = False
     """Compute the global feature alone, in the contenders that can save work by that."""
+    names: Sequence[str] = ()
+    """Of the contenders; none: all that apply to a case."""
+    repeats: int = 10
+    profile: bool = False
+    errors: bool = True
+    """Measure the error against float64 too."""
 
 
 class Prepared(NamedTuple):
@@ -53,35 +158,32 @@ class Prepared(NamedTuple):
     """Bytes of weights that count as memory of the call."""
     built_s: float = 0.0
     """Seconds of one-time work before the first call."""
-    first_call_s: float | None = None
-    """Seconds until the first result, if compiled; set by the run, like `peak`, the bytes allocated by a call."""
-    peak: int | None = None
 
 
 class Contender(NamedTuple):
     build: Callable[[Workload], Prepared]
     compiled: bool = False
-    default: Callable[[Case], bool] = lambda case: True
-    """Whether it runs when no contenders are named."""
 
 
 class Workload:
     """Models and inputs of one case, created on first use."""
 
     def __init__(self, case: Case, setting: BenchSetting, weights: torch.dtype | None = None) -> None:
-        self.case, self.setting = case, setting
+        self.case, self.setting, self.device = case, setting, setting.device
         self.weights = weights or setting.dtype
+        size, config = (case.size, case.size), case.config
+        self.veca_flops = case.batch * model_flops(config, *size, case.cores)
+        self.dense_flops = case.batch * dense_model_flops(config, *size)
         torch.manual_seed(0)
 
     def new_veca(self, dtype: torch.dtype | None = None) -> Veca:
         """A new model, always with the same weights: drawn in float32, then cast."""
-        device = self.setting.device
         with torch.device("meta"):
             # Training shifts and rescales patch coordinates at random; gradients compare only without that.
             model = create_model(self.case.model, coordinate_shift=0.0, coordinate_rescale=1.0)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(1)
-            model.to_empty(device=device).init_weights()  # drawn on the device: a CPU would take seconds
+            model.to_empty(device=self.device).init_weights()  # drawn on the device: a CPU would take seconds
             randomize_weights(model)
         return model.to(dtype or self.weights)
 
@@ -93,12 +195,9 @@ class Workload:
     def dense(self) -> Any:
         if self.case.model not in DENSE_VITS:
             raise ArgumentError(f"{self.case.model} has no dense ViT of its size; {', '.join(DENSE_VITS)} have one")
-        dense = create_dense_vit(self.case.config).to(self.setting.device)
+        dense = create_dense_vit(self.case.config).to(self.device)
         randomize_weights(dense)
         return dense.to(self.weights).eval()
-
-    def _randn(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(self.case.batch, *shape, device=self.setting.device, dtype=dtype)
 
     @cached_property
     def images(self) -> Tensor:
@@ -107,29 +206,23 @@ class Workload:
     @cached_property
     def qkv(self) -> Tensor:
         """(B, S, 3, H, d), the layout that a block's projection gives."""
-        config = self.case.config
-        return self._randn(self.case.tokens, 3, config.num_heads, config.head_dim, dtype=self.setting.dtype)
+        return self._randn(self.case.tokens, 3, self.case.config.num_heads, self.case.config.head_dim)
 
     @cached_property
     def gradient(self) -> Tensor:
         """(B, S, D), of the output of attention."""
-        return self._randn(self.case.tokens, self.case.config.embed_dim, dtype=self.setting.dtype)
+        return self._randn(self.case.tokens, self.case.config.embed_dim)
+
+    def _randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(self.case.batch, *shape, device=self.device, dtype=dtype or self.setting.dtype)
 
     @cached_property
     def rotaries(self) -> tuple[Rotary, Rotary]:
         """Rotary tables of the cores, per image, and of the patches, in float32 as in the model."""
         config, shapes = self.case.config, ((self.case.batch, 1, self.case.cores, 2), (self.case.patches, 2))
-        coordinates = (torch.rand(shape, device=self.setting.device) * 2 - 1 for shape in shapes)
+        coordinates = (torch.rand(shape, device=self.device) * 2 - 1 for shape in shapes)
         core, patch = (make_rotary(c, config.head_dim, config.rope_zero_fraction) for c in coordinates)
         return core, patch
-
-    @property
-    def veca_flops(self) -> int:
-        return self.case.batch * model_flops(self.case.config, self.case.size, self.case.size, self.case.cores)
-
-    @property
-    def dense_flops(self) -> int:
-        return self.case.batch * dense_model_flops(self.case.config, self.case.size, self.case.size)
 
 
 @torch.no_grad()
@@ -152,28 +245,28 @@ def maybe_compile(function: Callable[..., Any], compiled: bool, mode: str | None
 # Forward pass of the whole model.
 
 
-def _inference_call(model: Callable[..., Any], *args: Any, kernel: Kernel = "auto", **options: Any) -> Call:
+def _forward(model: Callable[..., Any], flops: int, *args: Any, kernel: Kernel = "auto", **options: Any) -> Prepared:
     def call() -> object:
         with torch.inference_mode(), use_kernel(kernel):
             return model(*args, **options)
 
-    return call
-
-
-def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel, built_s: float = 0.0) -> Prepared:
-    case, cls_only = workload.case, workload.setting.cls_only
-    call = _inference_call(model, workload.images, case.cores, kernel=kernel, cls_only=cls_only)
-    return Prepared(call, workload.veca_flops, built_s=built_s)
+    return Prepared(call, flops)
 
 
 def _optimized_forward(workload: Workload, weights: Weights | None = None) -> Prepared:
     """The floor is that of the run's dtype, so faster products of float8 `weights` can beat it."""
-    if weights == "float8" and workload.setting.device.type != "cuda":
-        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.setting.device}")
+    if weights == "float8" and workload.device.type != "cuda":
+        raise ArgumentError(f"float8 weights need a CUDA device; this run is on {workload.device}")
     model = workload.new_veca(torch.float32).eval()
     start = time.perf_counter()
     optimized = veca.optimize(model, dtype=workload.setting.dtype, weights=weights)
-    return _veca_forward(workload, optimized, "auto", time.perf_counter() - start)
+    built_s = time.perf_counter() - start
+    return _veca_forward(workload, optimized, "auto")._replace(built_s=built_s)
+
+
+def _veca_forward(workload: Workload, model: Callable[..., Any], kernel: Kernel) -> Prepared:
+    inputs, cls_only = (workload.images, workload.case.cores), workload.setting.cls_only
+    return _forward(model, workload.veca_flops, *inputs, kernel=kernel, cls_only=cls_only)
 
 
 def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
@@ -181,15 +274,14 @@ def _plain_forward(workload: Workload, compiled: bool = False) -> Prepared:
 
 
 def _dense_forward(workload: Workload, compiled: bool = False) -> Prepared:
-    forward = maybe_compile(workload.dense.forward_features, compiled)
-    return Prepared(_inference_call(forward, workload.images), workload.dense_flops)
+    return _forward(maybe_compile(workload.dense.forward_features, compiled), workload.dense_flops, workload.images)
 
 
 def _matrix_products(workload: Workload) -> Prepared:
     """The linear layers of VECA's blocks and nothing else, by the machine's matrix library."""
     config, tokens = workload.case.config, workload.case.batch * workload.case.tokens
     dim, hidden = config.embed_dim, config.mlp_dim
-    new = partial(torch.randn, device=workload.setting.device, dtype=workload.setting.dtype)
+    new = partial(torch.randn, device=workload.device, dtype=workload.setting.dtype)
     inputs = {width: new(tokens, width) for width in (dim, hidden)}
     # qkv, output projection, gate and value of the MLP, its output: (out, in)
     weights = [new(wide, narrow) for narrow, wide in [(dim, 3 * dim), (dim, dim), (dim, 2 * hidden), (hidden, dim)]]
@@ -198,20 +290,16 @@ def _matrix_products(workload: Workload) -> Prepared:
         for weight in config.depth * weights:
             F.linear(inputs[weight.shape[1]], weight)
 
-    return Prepared(_inference_call(multiply), config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
-
-
-def _has_dense(case: Case) -> bool:
-    return case.model in DENSE_VITS
+    return _forward(multiply, config.depth * tokens * (8 * dim**2 + 6 * dim * hidden))
 
 
 MODEL = {
-    "veca": Contender(_optimized_forward, compiled=True),
-    "veca float8": Contender(partial(_optimized_forward, weights="float8"), compiled=True, default=lambda case: False),
+    "veca": Contender(_optimized_forward, True),
+    "veca float8": Contender(partial(_optimized_forward, weights="float8"), True),
     "veca eager": Contender(_plain_forward),
-    "veca compiled": Contender(partial(_plain_forward, compiled=True), compiled=True),
-    "dense": Contender(_dense_forward, default=_has_dense),
-    "dense compiled": Contender(partial(_dense_forward, compiled=True), compiled=True, default=_has_dense),
+    "veca compiled": Contender(partial(_plain_forward, compiled=True), True),
+    "dense": Contender(_dense_forward),
+    "dense compiled": Contender(partial(_dense_forward, compiled=True), True),
     "products": Contender(_matrix_products),
 }
 
@@ -220,11 +308,17 @@ MODEL = {
 
 
 def _train_step(
-    workload: Workload, model: nn.Module, features: Callable[[], Any], kernel: Kernel, compiled: bool, flops: int
+    workload: Workload, kernel: Kernel = "auto", compiled: bool = True, checkpointed: bool = False, dense: bool = False
 ) -> Prepared:
     """Gradients of every weight; the loss is compiled with the model, as in training code."""
+    model: Any = workload.dense if dense else workload.new_veca() if checkpointed else workload.veca
+    if dense:
+        features, flops = partial(model.forward_features, workload.images), workload.dense_flops
+    else:
+        model.set_grad_checkpointing(checkpointed)
+        features, flops = partial(model, workload.images, workload.case.cores), workload.veca_flops
     weights = list(model.train().parameters())
-    device, dtype = workload.setting.device.type, workload.setting.dtype
+    device, dtype = workload.device.type, workload.setting.dtype
 
     def forward() -> Tensor:
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
@@ -252,25 +346,13 @@ def batch_loss(out: Any) -> Tensor:
     return torch.stack([feature.to(dtype).square().mean() for feature in features]).sum()
 
 
-def _train_veca(workload: Workload, kernel: Kernel, compiled: bool, checkpointed: bool = False) -> Prepared:
-    model = workload.new_veca() if checkpointed else workload.veca
-    model.set_grad_checkpointing(checkpointed)
-    features = partial(model, workload.images, workload.case.cores)
-    return _train_step(workload, model, features, kernel, compiled, workload.veca_flops)
-
-
-def _train_dense(workload: Workload, compiled: bool) -> Prepared:
-    features = partial(workload.dense.forward_features, workload.images)
-    return _train_step(workload, workload.dense, features, "auto", compiled, workload.dense_flops)
-
-
 TRAIN = {
-    "veca": Contender(partial(_train_veca, kernel="auto", compiled=True), True),
-    "veca eager": Contender(partial(_train_veca, kernel="sdpa", compiled=False)),
-    "veca compiled": Contender(partial(_train_veca, kernel="sdpa", compiled=True), True),
-    "veca checkpointed": Contender(partial(_train_veca, kernel="auto", compiled=True, checkpointed=True), True),
-    "dense": Contender(partial(_train_dense, compiled=False), default=_has_dense),
-    "dense compiled": Contender(partial(_train_dense, compiled=True), True, _has_dense),
+    "veca": Contender(_train_step, True),
+    "veca eager": Contender(partial(_train_step, kernel="sdpa", compiled=False)),
+    "veca compiled": Contender(partial(_train_step, kernel="sdpa"), True),
+    "veca checkpointed": Contender(partial(_train_step, checkpointed=True), True),
+    "dense": Contender(partial(_train_step, compiled=False, dense=True)),
+    "dense compiled": Contender(partial(_train_step, dense=True), True),
 }
 
 
@@ -295,38 +377,38 @@ def _core_attention(workload: Workload, kernel: Kernel, compiled: bool = False) 
     return function, core[:3], case.batch * attention_product_flops(case.config, case.size, case.size, case.cores)
 
 
-def _full_attention(workload: Workload, rope: bool = True, compiled: bool = False) -> AttentionFunction:
+def _full_attention(workload: Workload, compiled: bool = False) -> AttentionFunction:
     """All tokens attend to all; cores get no rotary embedding, like the class token and registers of DINOv3."""
     case, patch = workload.case, workload.rotaries[1]
     table = F.pad(patch.cos, (0, 0, case.cores, 0), value=1), F.pad(patch.sin, (0, 0, case.cores, 0))
 
     def function(qkv: Tensor) -> Tensor:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if rope:
-            q, k = rotate(q, table), rotate(k, table)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(rotate(q, table), rotate(k, table), v).transpose(1, 2).flatten(2)
 
     return maybe_compile(function, compiled), (), case.batch * 4 * case.config.embed_dim * case.tokens**2
 
 
-class CudaGraphCall:
-    """A call that is captured as a CUDA graph the second time and replayed after: launching takes Python longer."""
+def _graphed(call: Call, stream: torch.cuda.Stream | None) -> Call:
+    """A call that is captured as a CUDA graph the second time and replayed after: launching takes Python longer.
 
-    def __init__(self, call: Call, stream: torch.cuda.Stream) -> None:
-        self.call, self.stream, self.graph = call, stream, torch.cuda.CUDAGraph()
-        self.warm = False
-        self.result: object = None
+    Without a stream, which is where there is no CUDA, the call itself.
+    """
+    if stream is None:
+        return call
+    graph, calls, results = torch.cuda.CUDAGraph(), itertools.count(), list[object]()
 
-    def __call__(self) -> object:
-        if not self.warm:  # runs eagerly, which also compiles
-            self.warm = True
-            with _on_stream(self.stream):
-                return self.call()
-        if self.result is None:
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.result = self.call()
-        self.graph.replay()
-        return self.result
+    def replay() -> object:
+        if next(calls) == 0:  # runs eagerly, which also compiles
+            with _on_stream(stream):
+                return call()
+        if not results:
+            with torch.cuda.graph(graph, stream=stream):
+                results.append(call())
+        graph.replay()
+        return results[0]
+
+    return replay
 
 
 @contextmanager
@@ -341,19 +423,15 @@ def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _prepare_forward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
+def _attention(workload: Workload, make: Callable[[Workload], AttentionFunction], backward: bool) -> Prepared:
+    """The forward pass, or the backward pass alone over an autograd graph that is retained."""
     (function, positions, flops), qkv = make(workload), workload.qkv
-    call = torch.no_grad()(partial(function, qkv, *positions))
-    replay = CudaGraphCall(call, torch.cuda.Stream()) if qkv.device.type == "cuda" else call
-    return Prepared(replay, flops, bytes=qkv.nbytes + qkv.nbytes // 3)
-
-
-def _prepare_backward(workload: Workload, make: Callable[[Workload], AttentionFunction]) -> Prepared:
-    """The backward pass alone, over an autograd graph that is retained."""
-    function, positions, flops = make(workload)
+    stream = torch.cuda.Stream() if qkv.device.type == "cuda" else None
+    if not backward:
+        call: Call = torch.no_grad()(partial(function, qkv, *positions))
+        return Prepared(_graphed(call, stream), flops, bytes=qkv.nbytes + qkv.nbytes // 3)
     start = time.perf_counter()
-    inputs = [tensor.detach().requires_grad_() for tensor in (workload.qkv, *positions)]
-    stream = torch.cuda.Stream() if workload.qkv.device.type == "cuda" else None
+    inputs = [tensor.detach().requires_grad_() for tensor in (qkv, *positions)]
     # Otherwise compiled code may overwrite buffers that the retained graph needs again.
     with torch._functorch.config.patch(donated_buffer=False), _on_stream(stream):
         out = function(*inputs)
@@ -362,8 +440,8 @@ def _prepare_backward(workload: Workload, make: Callable[[Workload], AttentionFu
     options = {"retain_graph": True, "allow_unused": True}
     call = partial(torch.autograd.grad, out, inputs, workload.gradient, **options)
     # Read q, k, v, the output and its gradient, write the gradient of q, k, v: each once.
-    moved = 2 * inputs[0].nbytes + 2 * out.nbytes
-    return Prepared(CudaGraphCall(call, stream) if stream else call, 2 * flops, bytes=moved, built_s=built)
+    moved = 2 * qkv.nbytes + 2 * out.nbytes
+    return Prepared(_graphed(call, stream), 2 * flops, bytes=moved, built_s=built)
 
 
 _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {
@@ -372,18 +450,26 @@ _ATTENTION: dict[str, tuple[Callable[[Workload], AttentionFunction], bool]] = {
     "two SDPA compiled": (partial(_core_attention, kernel="sdpa", compiled=True), True),
     "dense SDPA": (_full_attention, False),
     "dense SDPA compiled": (partial(_full_attention, compiled=True), True),
-    "dense SDPA without RoPE": (partial(_full_attention, rope=False), False),
 }
-ATTENTION_FORWARD, ATTENTION_BACKWARD = (
-    {name: Contender(partial(build, make=make), compiled=compiled) for name, (make, compiled) in _ATTENTION.items()}
-    for build in (_prepare_forward, _prepare_backward)
-)
+MEASUREMENTS: dict[Bench, dict[str, dict[str, Contender]]] = {
+    "model": {"model forward": MODEL},
+    "train": {"train step": TRAIN},
+    "attention": {
+        what: {
+            name: Contender(partial(_attention, make=make, backward=backward), compiled)
+            for name, (make, compiled) in _ATTENTION.items()
+        }
+        for what, backward in (("attention forward", False), ("attention backward", True))
+    },
+}
+"""What each benchmark measures in every case, and the contenders of each measurement."""
 
 
 def choose_contenders(known: dict[str, Contender], names: Sequence[str], case: Case) -> dict[str, Contender]:
     """The contenders called `names`, in the order of `known`; all that apply to the case when none is named."""
     if not names:
-        return {name: contender for name, contender in known.items() if contender.default(case)}
+        left_out = ["veca float8", *([] if case.model in DENSE_VITS else ["dense", "dense compiled"])]
+        return {name: contender for name, contender in known.items() if name not in left_out}
     by_lower = {name.lower(): name for name in known}
     wanted = [name.lower().replace("-", " ") for name in names]
     for name in wanted:

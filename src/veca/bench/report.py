@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows, their files (JSON, CSV, text) and their tables."""
+"""Results of a benchmark: rows, their files (JSON, CSV, text), tables, and charts in the paper's form."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from veca.bench.cases import Case
+from veca.bench.contenders import Case
+from veca.config import SIZES
 from veca.errors import ArgumentError
+from veca.flops import attention_flops, dense_attention_flops
+from veca.report.charts import Chart, Line, Point, chart_grid, line_chart, write_chart
 from veca.utils.console import PlainConsole
 from veca.utils.files import atomic_path
+
+PlotFormat: TypeAlias = Literal["svg", "png"]
+Panels: TypeAlias = dict[str, dict[str, list[Point]]]
+"""Charts by title, each with the points of its lines by name."""
+RESOLUTIONS = (256, 384, 512, 768, 1024)
+# By words in a contender's name: the colour says which model, the dashes how it is run.
+MODEL_COLOURS = {"veca": 1, "dense": 0, "two SDPA": 4, "products": 3}
+RUN_DASHES = {"eager": "2 3", "compiled": "7 4", "checkpointed": "10 3 2 3", "float8": "10 3 2 3", "without": "2 3"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class BenchRow:
     first_call_s: float | None = None
     """Of a compiled contender: seconds until its first result, compilation included."""
     error: float | None = None
-    """‖result − exact‖ / ‖exact‖, exact being VECA in float64; see `veca.bench.accuracy`."""
+    """‖result − exact‖ / ‖exact‖, exact being VECA in float64; see `veca.bench.run`."""
     against_eager: float | None = None
     """`error` over that of plain eager VECA in the same case."""
     failure: str | None = None
@@ -72,18 +83,16 @@ class Results:
     rows: list[BenchRow] = field(default_factory=list)
     profile: list[dict[str, Any]] = field(default_factory=list)
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path) -> None:
         """Write results.json, results.csv and table.txt."""
-        paths = [folder / name for name in ("results.json", "results.csv", "table.txt")]
-        with atomic_path(paths[0]) as part:
+        with atomic_path(folder / "results.json") as part:
             part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        with atomic_path(paths[1]) as part, part.open("w", newline="") as file:
+        with atomic_path(folder / "results.csv") as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(BenchRow)])
             writer.writeheader()
             writer.writerows(dataclasses.asdict(row) for row in self.rows)
-        with atomic_path(paths[2]) as part, part.open("w") as file:
+        with atomic_path(folder / "table.txt") as part, part.open("w") as file:
             self.show(PlainConsole(file=file))
-        return paths
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -127,20 +136,18 @@ _TABLE_COLUMNS = {
 
 def _rows_table(what: str, rows: Sequence[BenchRow]) -> Table:
     """Rows of one kind, case by case; columns without any value are left out, except `ms`."""
-    filled = {key for key in _TABLE_COLUMNS for row in rows if getattr(row, key) is not None} | {"ms"}
-    columns = {key: column for key, column in _TABLE_COLUMNS.items() if key in filled}
+    filled = [key for key in _TABLE_COLUMNS if key == "ms" or any(getattr(row, key) is not None for row in rows)]
+    columns = {key: _TABLE_COLUMNS[key] for key in filled}
     table = Table(title=what, title_justify="left", title_style="bold", header_style="bold", box=None)
-    table.add_column("case", no_wrap=True)
-    table.add_column("contender", no_wrap=True)
-    for heading, _ in columns.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("case", "contender", *(heading for heading, _ in columns.values())):
+        table.add_column(heading, justify="left" if heading in ("case", "contender") else "right", no_wrap=True)
     case = None
     for row in rows:
         cells = [four_digits(getattr(row, key), form) for key, (_, form) in columns.items()]
-        if row.failure and row.ms is None:
-            cells[0] = "failed"
         style = "red" if row.failure else ""
-        if not row.failure and row.ms is not None and row.target_ms is not None:
+        if row.ms is None:
+            cells[0] = "failed" if row.failure else ""
+        elif row.target_ms is not None and not row.failure:
             style = "green" if row.ms <= row.target_ms else "yellow"
         table.add_row("" if row.case == case else str(row.case), row.contender, *cells, style=style)
         case = row.case
@@ -159,7 +166,55 @@ def four_digits(value: float | None, form: str = "") -> str:
     return format(value, form or f",.{digits}f")
 
 
-def baseline(times: Mapping[str, float]) -> float | None:
-    """The time of the dense contender, the compiled one if it took part."""
-    names = ("dense compiled", "dense", "dense SDPA compiled", "dense SDPA")
-    return next((times[name] for name in names if name in times), None)
+def write_plots(files: Sequence[Path], folder: Path, form: PlotFormat = "svg") -> list[Path]:
+    """Write a chart of FLOPs, and of latency where `files` (results.json of runs) have several points of a line."""
+    runs = [Results.load(path) for path in files]
+    plots = {
+        "flops-resolution": (flops_panels(), "resolution, px", "GFLOPs per image"),
+        "latency-resolution": (latency_panels(runs, "size"), "resolution, px", "ms"),
+        "latency-batch": (latency_panels(runs, "batch"), "batch size", "ms"),
+    }
+    paths = []
+    for name, (panels, x_title, y_title) in plots.items():
+        charts = [(title, _draw_panel(title, lines, x_title, y_title)) for title, lines in panels.items()]
+        if charts:
+            paths.append(write_chart(chart_grid(charts, columns=3), folder / f"{name}.{form}"))
+    return paths
+
+
+def flops_panels() -> Panels:
+    """FLOPs of the attention path of one layer, exactly, at 64 cores."""
+    panels: Panels = {}
+    for size in ("small", "base", "large"):
+        config = SIZES[f"veca_{size}"]
+        panels[f"{size}: attention path of one layer"] = {
+            "veca, 64 cores": [(float(px), attention_flops(config, px, px, 64) / 1e9) for px in RESOLUTIONS],
+            "dense (DINOv3)": [(float(px), dense_attention_flops(config, px, px) / 1e9) for px in RESOLUTIONS],
+        }
+    return panels
+
+
+def latency_panels(runs: Sequence[Results], along: Literal["size", "batch"]) -> Panels:
+    """A panel for all rows that differ only in `along` and the contender, where a contender has two points or more."""
+    panels: Panels = {}
+    for run in runs:
+        for row in run.rows:
+            if isinstance(row.ms, int | float) and row.ms > 0:
+                fixed = f"batch {row.batch}" if along == "size" else f"{row.size} px"
+                title = f"{row.what}: {row.model.removeprefix('veca_')}, {fixed}, C = {row.cores}\n"
+                title += f"{run.machine.get('device', '')}, {run.settings.get('dtype', '')}"
+                lines = panels.setdefault(title, {})
+                lines.setdefault(row.contender, []).append((float(getattr(row, along)), row.ms))
+    for title, lines in panels.items():
+        panels[title] = {name: sorted(points) for name, points in lines.items() if len({x for x, _ in points}) > 1}
+    return {title: lines for title, lines in panels.items() if lines}
+
+
+def _draw_panel(title: str, lines: dict[str, list[Point]], x_title: str, y_title: str) -> Chart:
+    drawn = []
+    for name, points in lines.items():
+        colour = next((colour for start, colour in MODEL_COLOURS.items() if name.startswith(start)), 2)
+        dash = next((dash for word, dash in RUN_DASHES.items() if word in name), "")
+        drawn.append(Line(name, points, colour, dots=True, dash=dash))
+    label = f"{title}: {y_title} against {x_title}"
+    return line_chart(drawn, x_title, y_title, label, ticks_at_points=True, log_x=True, y_scale="log")

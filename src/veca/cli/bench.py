@@ -6,16 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from veca.bench.cases import Bench, choose_cases
-from veca.bench.data import bench_data
+from veca.bench.contenders import Bench, choose_cases
 from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
-from veca.bench.memory import bench_memory
-from veca.bench.plots import PlotFormat, write_plots
+from veca.bench.machine import bench_data, bench_memory
+from veca.bench.report import PlotFormat, write_plots
 from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli import options as opt
 from veca.cli.common import Command, make_group, out, with_settings
-from veca.hub.export import ExportDtype
-from veca.hub.onnx_bench import bench_onnx
+from veca.hub.export import ExportDtype, bench_onnx
 
 bench_app = make_group(
     "Measure speed and memory beside the dense ViT of the same size, and against the limits of this machine.\n\n"
@@ -44,10 +42,11 @@ def _bench(
     device: opt.Device = "auto", precision: BenchPrecision = None, repeats: Repeats = 10, profile: Profile = False,
     errors: Errors = True, to: BenchOut = None, **values: Any,
 ) -> None:  # fmt: skip
+    values |= {"names": contenders or (), "repeats": repeats, "profile": profile, "errors": errors}
     setting = pick_setting(device, precision, **values)
     sweep = (each or () for each in (case, model, size, batch_size, cores))
     cases = choose_cases(bench, setting.device.type == "cuda", *sweep)
-    run_bench(bench, cases, setting, contenders or (), repeats, profile, to, errors).show(out)
+    run_bench(bench, cases, setting, to).show(out)
     if to is not None:
         out.print(f"Results: {to}", soft_wrap=True)
 

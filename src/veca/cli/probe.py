@@ -13,9 +13,8 @@ from veca.cli.common import out
 from veca.data.datasets import limit_splits, load_dataset
 from veca.heads.features import FeatureKind, FrozenPrecision
 from veca.probe.backbones import load_backbone
-from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, depth, segment
-from veca.probe.rows import Row
-from veca.probe.run import ClassifySettings, KnnSettings, classify, knn
+from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, probe_dense
+from veca.probe.run import ClassifySettings, KnnSettings, Row, classify, knn
 
 probe_app = common.make_group(
     "Measure what the features of a frozen model are worth, at all budgets and sizes; rows are added to a folder.\n\n"
@@ -72,8 +71,8 @@ _CLASSIFY_HELP = "Linear classifiers on the global feature: SGD, the best rate a
 PROBES: dict[str, tuple[Callable[..., Sequence[Row]], Callable[..., Any], ProbeTask, str]] = {
     "classify": (classify, ClassifySettings, "classify", _CLASSIFY_HELP),
     "knn": (knn, KnnSettings, "classify", "Nearest neighbours by the global feature: nothing is trained."),
-    "segment": (segment, DenseSettings, "segment", _DENSE_HELP.format("segmentation of")),
-    "depth": (depth, DepthSettings, "depth", _DENSE_HELP.format("depth from")),
+    "segment": (probe_dense, DenseSettings, "segment", _DENSE_HELP.format("segmentation of")),
+    "depth": (probe_dense, DepthSettings, "depth", _DENSE_HELP.format("depth from")),
 }
 
 

@@ -10,9 +10,10 @@ import json
 import logging
 import os
 import re
+import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import veca
 from veca.attention import use_kernel
+from veca.checkpoint.loading import load_or_random
 from veca.config import VecaConfig, is_budget, size_name
 from veca.errors import ArgumentError, needs_extra
 from veca.images import MEAN, STD
@@ -30,7 +32,7 @@ from veca.inputs import nearest_sizes
 from veca.model import Veca
 from veca.optimized import FastVeca
 from veca.utils.files import atomic_path, check_writable
-from veca.utils.timing import timed
+from veca.utils.timing import measure
 
 ExportFormat: TypeAlias = Literal["onnx", "export", "aoti"]
 ExportDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "int8"]
@@ -118,7 +120,10 @@ def export(
                 torch.export.save(program, file, extra_files={"veca.json": json.dumps(metadata_props)})
             else:
                 _compile_aoti(program, file, metadata_props)
-        checks = check_file(file, form, original, size) if check else []
+        patch = model.config.patch_size
+        # Files of dynamic size are checked at two sizes that they were not traced at.
+        sizes = [size, size] if size else [(14 * patch, 14 * patch), (10 * patch, 18 * patch)]
+        checks = list(check_file(file, form, original, zip((1, 2), sizes, strict=True), 3)) if check else []
         # `not <=`: an error of NaN is wrong too.
         limit = TOLERANCE.get(dtype, 1e9)
         for batch, (height, width), errors, *_ in checks:
@@ -262,24 +267,19 @@ def open_file(path: Path, form: ExportFormat) -> RunFile:
 
 
 def check_file(
-    path: Path, form: ExportFormat, model_at_budget: BudgetModel, size: ImageSize | None
-) -> list[ExportCheck]:
-    """Compare the file with the model: at two sizes, or at two batch sizes where the size is fixed."""
-    patch = model_at_budget.model.config.patch_size
-    # Files of dynamic size are checked at two sizes that they were not traced at.
-    cases = [(1, size or (14 * patch, 14 * patch)), (2, size or (10 * patch, 18 * patch))]
+    path: Path, form: ExportFormat, model_at_budget: BudgetModel, cases: Iterable[tuple[int, ImageSize]], repeats: int
+) -> Iterator[ExportCheck]:
+    """Compare the file with the model for each batch size and image size; the seconds are medians, taken in turns."""
     run = open_file(path, form)
     random = torch.Generator().manual_seed(0)
-    checks = []
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was not trained")
-        for batch, (height, width) in cases:
-            images = torch.randn(batch, model_at_budget.model.config.in_chans, height, width, generator=random)
+        for batch, size in cases:
+            images = torch.randn(batch, model_at_budget.model.config.in_chans, *size, generator=random)
             errors = output_errors(run(images), model_at_budget(images))
-            calls = (partial(run, images), partial(model_at_budget, images))
-            file_s, torch_s = (min(timed(call, images.device) for _ in range(3)) / batch for call in calls)
-            checks.append(ExportCheck(batch, (height, width), errors, file_s, torch_s))
-    return checks
+            calls = {"file": partial(run, images), "torch": partial(model_at_budget, images)}
+            seconds = measure(calls, images.device, repeats, warmup=0)
+            yield ExportCheck(batch, size, errors, *(statistics.median(seconds[name]) / batch for name in calls))
 
 
 def output_errors(outputs: Iterable[Tensor], expected: Iterable[Tensor]) -> dict[str, float]:
@@ -311,3 +311,29 @@ def _find_problems(model: Veca, cores: int, size: ImageSize | None, form: Export
     size_bytes = (2 if dtype == "float16" else 4) * sum(p.numel() for p in model.parameters())
     if form == "onnx" and size_bytes >= ONNX_BYTES:
         yield f"the weights are {size_bytes / 1e9:.1f} GB; an ONNX file holds at most 2: choose float16 or a .pt2"
+
+
+def bench_onnx(
+    model: str, sizes: Sequence[str], cores: Sequence[int], dtype: ExportDtype, threads: int, repeats: int
+) -> None:
+    """Print the error and the median time of an ONNX file of `model` beside eager float32 PyTorch on the CPU.
+
+    One file with dynamic sizes is exported for each budget. `sizes` are as 512 or 320x480.
+    """
+    cases = [(1, size) for text in sizes if (size := parse_size(text))]
+    if "dynamic" in sizes:
+        raise ArgumentError("size 'dynamic': name a fixed size, as 512 or 320x480")
+    torch.set_num_threads(threads)
+    backbone = load_or_random(model, "cpu").eval().requires_grad_(False)
+    weights = "random weights" if backbone.provenance.get("weights") == "random" else "its weights"
+    print(f"{model}, {weights}, {dtype}, {threads} thread(s), load {os.getloadavg()[0]:.1f}")
+    print("     size   C      cls  patches   places  onnxruntime    PyTorch  ratio")
+    with tempfile.TemporaryDirectory() as folder:
+        for budget in cores:
+            file = Path(folder) / f"{budget}.onnx"
+            export(backbone, file, cores=budget, dtype=dtype, check=False)
+            checks = check_file(file, "onnx", BudgetModel(backbone, budget), cases, repeats)
+            for text, check in zip(sizes, checks, strict=True):
+                errors = " ".join(f"{check.errors[key]:8.1e}" for key in OUTPUTS)
+                times = f"{1e3 * check.seconds:9,.1f} ms {1e3 * check.torch_seconds:7,.1f} ms"
+                print(f"{text:>9} {budget:3} {errors} {times} {check.torch_seconds / check.seconds:4.2f} ×", flush=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from veca.checkpoint.format import weights_hash
 from veca.checkpoint.loading import load_or_random
 from veca.config import SIZES
+from veca.errors import needs_extra
 from veca.heads.features import BackboneError, FrozenBackbone, FrozenPrecision, FrozenVeca
 from veca.utils.device import choose_device
 from veca.utils.text import did_you_mean
@@ -32,10 +33,8 @@ class OnnxBackbone(FrozenBackbone):
     forks = False  # a forked process would lack the threads of onnxruntime
 
     def __init__(self, path: Path) -> None:
-        try:
+        with needs_extra(f"{path} needs", "export"):
             import onnxruntime
-        except ImportError as error:
-            raise BackboneError(f"{path} needs onnxruntime: pip install 'veca[export]'") from error
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         try:
@@ -57,14 +56,15 @@ class OnnxBackbone(FrozenBackbone):
 
     def side(self, size: int) -> int:
         if self.export_size not in ("dynamic", f"{size}x{size}"):
-            way = "export with --size dynamic for any"
-            raise BackboneError(f"size {size}: {self.name} takes {self.export_size} only; {way}")
+            rule = f"{self.name} takes {self.export_size} only; export with --size dynamic for any"
+            raise BackboneError(f"size {size}: {rule}")
         return super().side(size)
 
     def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
-        if wrong := [budget for budget in requested or () if budget != self.budget]:
-            exported = f"{self.name} was exported for {self.budget}; export a file for each budget"
-            raise BackboneError(f"cores {wrong[0]}: {exported}")
+        for budget in requested or ():
+            if budget != self.budget:
+                rule = f"{self.name} was exported for {self.budget}; export a file for each budget"
+                raise BackboneError(f"cores {budget}: {rule}")
         return (self.budget,)
 
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
@@ -113,13 +113,10 @@ def load_backbone(
     precision = precision or ("bfloat16" if chosen.type == "cuda" else "float32")
     if _is_veca(source):
         return FrozenVeca(load_or_random(source, device=chosen), source, chosen, precision, compile)
-    try:
+    with needs_extra(f"{source} needs", "train"):
         from veca.teachers import load_teacher
 
         return TeacherBackbone(load_teacher(source), source, chosen, precision)
-    except ImportError as error:
-        way = "pip install 'veca[train]'"
-        raise BackboneError(f"{source} needs {error.name}, which is not installed: {way}") from error
 
 
 def _is_veca(source: str) -> bool:

@@ -34,7 +34,7 @@ from veca.heads.dense import (
 from veca.heads.features import FrozenBackbone
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
-from veca.probe.rows import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
+from veca.probe.run import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
 from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
@@ -76,42 +76,20 @@ class DepthSettings(DenseSettings):
     loss: Literal["sig", "l1", "l2"] = "sig"
 
 
-def segment(
+def probe_dense(
     backbone: FrozenBackbone, data: ProbeData, out: Path, settings: DenseSettings, warn: Warn = print
 ) -> list[Row]:
-    """Train linear segmentation heads; score the best on val on test, or on val without a test."""
-    check_probe_data(data, ("segment",), warn)
-    ignore = DenseLoader(data, 0, 0, 0).ignore
-    head = SegmentationHead(
-        backbone.width, len(data.classes), norm=_NORMS[settings.norm], ignore=ignore, seed=settings.seed
-    )
-    return _probe_dense(Job("segment", backbone, data, out, settings), settings, head, {"ignore": ignore}, warn)
+    """Train linear heads for segmentation, or with `DepthSettings` for depth, and score the one that is best on val.
 
+    It is scored on test, or on val without a test.
+    """
+    job = Job("depth" if isinstance(settings, DepthSettings) else "segment", backbone, data, out, settings)
+    check_probe_data(data, (job.task,), warn)
+    head, about_head = _make_head(backbone.width, data, settings)
 
-def depth(
-    backbone: FrozenBackbone, data: ProbeData, out: Path, settings: DepthSettings, warn: Warn = print
-) -> list[Row]:
-    """Train linear depth heads; score the best on val on test, or on val without a test."""
-    check_probe_data(data, ("depth",), warn)
-    rules = data.depth
-    assert rules is not None
-    head = DepthHead(
-        backbone.width, rules.min_depth, rules.max_depth, norm=_NORMS[settings.norm], seed=settings.seed,
-        bins=settings.bins if settings.head == "bins" else 0, loss=settings.loss,
-    )  # fmt: skip
-    about = {
-        "low": head.low, "high": head.high, "gradient_weight": head.gradient_weight, "upsample": head.upsample,
-        "average": "image", "eval_crop": rules.crop, "input_crop": rules.input_crop,
-    }  # fmt: skip
-    return _probe_dense(Job("depth", backbone, data, out, settings), settings, head, about, warn)
-
-
-def _probe_dense(
-    probe: Job, settings: DenseSettings, head: DenseHead, about_head: dict[str, Any], warn: Warn
-) -> list[Row]:
     def protocol(side: int) -> dict[str, Any]:
         windows = f"windows of {side}×{side}, stride {_stride(side)}" if settings.slide else "whole picture"
-        multiple = f"the other to a multiple of {probe.backbone.patch}"
+        multiple = f"the other to a multiple of {backbone.patch}"
         preprocessing = {
             "train": f"short side {side}, random crop of {side}×{side}, flip",
             "resize": "bicubic, antialiased",
@@ -121,7 +99,22 @@ def _probe_dense(
         inputs = {"input": "each patch with the global feature", "preprocessing": preprocessing}
         return {**inputs, **settings.describe("at_once"), **fit, **about_head}
 
-    return run_probe(probe, protocol, lambda jobs, side: _DenseSize(jobs, side, settings, head).run(), warn)
+    return run_probe(job, protocol, lambda jobs, side: _DenseSize(jobs, side, settings, head).run(), warn)
+
+
+def _make_head(width: int, data: ProbeData, settings: DenseSettings) -> tuple[DenseHead, dict[str, Any]]:
+    """Return the untrained head, and what a protocol says of it beside the settings."""
+    norm, rules = _NORMS[settings.norm], data.depth
+    if not isinstance(settings, DepthSettings) or rules is None:
+        ignore = DenseLoader(data, 0, 0, 0).ignore
+        classes = len(data.classes)
+        return SegmentationHead(width, classes, norm=norm, ignore=ignore, seed=settings.seed), {"ignore": ignore}
+    bins = settings.bins if settings.head == "bins" else 0
+    head = DepthHead(
+        width, rules.min_depth, rules.max_depth, norm=norm, seed=settings.seed, bins=bins, loss=settings.loss
+    )
+    about = {key: getattr(head, key) for key in ("low", "high", "gradient_weight", "upsample")}
+    return head, {**about, "average": "image", "eval_crop": rules.crop, "input_crop": rules.input_crop}
 
 
 class _DenseSize:
@@ -130,9 +123,8 @@ class _DenseSize:
     def __init__(self, jobs: Sequence[Job], side: int, settings: DenseSettings, head: DenseHead) -> None:
         self.jobs, self.side, self.settings, self.head = jobs, side, settings, head
         self.backbone, self.data = jobs[0].backbone, jobs[0].data
-        self.loader = DenseLoader(
-            self.data, side, self.backbone.patch, settings.batch, settings.seed, settings.workers, settings.skip_bad
-        )
+        sizes, running = (side, self.backbone.patch, settings.batch), (settings.workers, settings.skip_bad)
+        self.loader = DenseLoader(self.data, *sizes, settings.seed, *running)
 
     def run(self) -> Iterator[tuple[Job, dict[str, Any], dict[str, list[str]]]]:
         settings, began = self.settings, time.perf_counter()
@@ -178,10 +170,11 @@ class _DenseSize:
         size = labels.shape[-2], labels.shape[-1]
         if not self.settings.slide:
             return heads.predictions(*self.backbone.dense_features(images, cores), size)
-        outputs = slide_windows(
-            lambda part: heads(*self.backbone.dense_features(part, cores), (part.shape[-2], part.shape[-1])),
-            images, (self.side, self.side), (_stride(self.side),) * 2,
-        )  # fmt: skip
+
+        def predict_window(part: Tensor) -> Tensor:
+            return heads(*self.backbone.dense_features(part, cores), (part.shape[-2], part.shape[-1]))
+
+        outputs = slide_windows(predict_window, images, (self.side, self.side), (_stride(self.side),) * 2)
         groups = heads.groups(images.movedim(1, -1), size)
         return ((heads.predict(resize_maps(outputs[part], size)), part) for part in groups)
 

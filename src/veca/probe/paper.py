@@ -1,32 +1,30 @@
-"""The paper's results, each with the table it is from, and the one that is nearest to a result of ours."""
-
-from __future__ import annotations
+"""The paper's results, each with the table it is from, and results of ours beside the nearest of them."""
 
 import functools
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from veca.config import VecaConfig, size_name
+from veca.data.datasets import SPECS
+from veca.probe.results import ProbeResult, json_value, lower_is_better
 
+PAPER: Mapping[str, Any] = json.loads((files("veca.probe") / "paper.json").read_text(encoding="utf-8"))
 MODEL_SIZES = ("T", "S", "S+", "B", "L", "H", "g")  # from small to large; the paper has S to L
 VECA_SIZES = {"veca_tiny": "T", "veca_small": "S", "veca_small_plus": "S+", "veca_base": "B", "veca_large": "L"}
 
 
-@dataclass(frozen=True)
-class Kin:
+class Kin(NamedTuple):
     """Family and size of a model, in the paper's terms."""
 
     family: str
     size: str
 
 
-@dataclass(frozen=True)
-class PaperNumber:
+class PaperNumber(NamedTuple):
     """One number of the paper."""
 
     table: str
@@ -48,23 +46,27 @@ class PaperNumber:
         return Kin(family, size)
 
 
-@functools.cache
-def _paper() -> Mapping[str, Any]:
-    return json.loads((files("veca.probe") / "paper.json").read_text(encoding="utf-8"))
+class Comparison(NamedTuple):
+    """A result beside a number of the paper."""
 
-
-def name() -> str:
-    """The paper's number and title."""
-    return str(_paper()["paper"])
+    number: PaperNumber
+    gap: float
+    """Ours less the paper's."""
+    better: bool
+    """Ours is strictly better."""
+    same_size: bool
+    """Both models are of one size."""
+    notes: Sequence[str]
+    """Every known difference between the two."""
 
 
 @functools.cache
 def paper_numbers() -> tuple[PaperNumber, ...]:
     """All numbers, in the order of the tables."""
-    names = _paper()["models"]
+    names = PAPER["models"]
     return tuple(
         PaperNumber(table["table"], task, dataset, metric, names.get(printed, printed), printed, cores, size, value)
-        for table in _paper()["tables"]
+        for table in PAPER["tables"]
         for printed, cores, size, values in table["rows"]
         for (task, dataset, metric), value in zip(table["columns"], values, strict=True)
     )
@@ -79,7 +81,7 @@ def find(
     >>> [(n.table, n.value) for n in find("segment", "coco-object", model="VECA-B", cores=64, size=512)]
     [('1', 63.58), ('S11', 62.58)]
     """
-    same = [n for n in paper_numbers() if (n.task, n.dataset) == (task, _paper()["near"].get(dataset, [dataset])[0])]
+    same = [n for n in paper_numbers() if (n.task, n.dataset) == (task, PAPER["near"].get(dataset, [dataset])[0])]
     same = [n for n in same if metric in (None, n.metric, n.metric.lower()) and model in (None, n.model)]
     return [n for n in same if cores in (None, n.cores) and size in (None, n.size)]
 
@@ -101,30 +103,6 @@ def nearest(task: str, dataset: str, metric: str, kin: Kin, cores: int | None, s
     return min((n for n in candidates if (n.cores is None) == (cores is None)), key=distance, default=None)
 
 
-def dataset_notes(dataset: str) -> list[str]:
-    """How a dataset differs from the paper's that it is a variant of, and what is uncertain about those numbers."""
-    near, caveats = _paper()["near"], _paper()["caveats"]
-    return [*near.get(dataset, [])[1:], *([caveats[dataset]] if dataset in caveats else [])]
-
-
-def other_settings(task: str, settings: Mapping[str, Any]) -> list[str]:
-    """Settings that differ from those the paper states; what either does not state is not compared.
-
-    >>> other_settings("classify", {"batch": 64, "optimizer": "SGD, momentum 0.9"})
-    ['batch 64 (paper: 128)']
-    """
-    differences = []
-    for key, stated in _paper()["protocol"].get(task, {}).items():
-        value = settings.get(key)
-        if isinstance(value, str) and isinstance(stated, str):
-            differs = stated.lower()[:4] not in value.lower()  # "poly" and "polynomial" are the same
-        else:
-            differs = value is not None and value != stated
-        if differs and isinstance(value, int | float | str):
-            differences.append(f"{key} {value} (paper: {stated})")
-    return differences
-
-
 def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
     """Family and size of a model, from its configuration if it is a VECA and has one, else from its name.
 
@@ -136,16 +114,81 @@ def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
     """
 
     def match(patterns: str) -> str | None:
-        return next((text for text, pattern in _paper()[patterns] if re.search(pattern, name.lower())), None)
+        return next((text for text, pattern in PAPER[patterns] if re.search(pattern, name.lower())), None)
 
-    config = about.get("config")
-    family = "VECA" if kind == "veca" else match("families")
-    size = _veca_size(config) if kind == "veca" and isinstance(config, Mapping) and config else match("sizes")
+    family, size = "VECA" if kind == "veca" else match("families"), match("sizes")
+    if kind == "veca" and (config := json_value(about.get("config"), dict)):
+        try:
+            size = VECA_SIZES.get(size_name(VecaConfig.from_dict(config)) or "")
+        except (ValueError, TypeError):  # a configuration of another version
+            size = None
     return Kin(family, size) if family and size else None
 
 
-def _veca_size(config: Mapping[str, Any]) -> str | None:
-    try:
-        return VECA_SIZES.get(size_name(VecaConfig.from_dict(dict(config))) or "")
-    except (ValueError, TypeError):  # a configuration of another version
+def compare_with_paper(row: ProbeResult, dataset: str | None = None) -> Comparison | None:
+    """A result, or its score on one of its further datasets, beside the paper's nearest number, if there is one."""
+    name = row.dataset if dataset is None else dataset
+    metric, metrics = row.on(dataset)
+    value, own = metrics.get(metric, math.nan), kin(row.model, row.kind, row.about)
+    quoted = nearest(row.task, name, metric, own, row.cores, row.size) if own and math.isfinite(value) else None
+    if own is None or quoted is None:
         return None
+    gap = value - quoted.value
+    better = (gap < 0) if lower_is_better(metric) else (gap > 0)
+    same = find(row.task, name, quoted.metric, quoted.model, quoted.cores, quoted.size)
+    notes = [
+        _model_note(row, own, quoted),
+        f"the paper's number is at C = {quoted.cores}" if quoted.cores != row.cores else "",
+        f"the paper's number is at {quoted.size} px" if quoted.size != row.size else "",
+        # How a dataset differs from the paper's that it is a variant of, and what is uncertain about those numbers.
+        *PAPER["near"].get(name, [])[1:],
+        PAPER["caveats"].get(name, ""),
+        *(_data_notes(row) if name == row.dataset else []),
+        *(f"another protocol: {setting}" for setting in other_settings(row.task, row.protocol)),
+        "scored on val, not on test" if row.scored_on == "val" and row.counts.get("test") else "",
+        *(f"Table {n.table} of the paper has {n.value:g} for the same" for n in same if n.value != quoted.value),
+    ]
+    return Comparison(quoted, gap, better, quoted.kin.size == own.size, [note for note in notes if note])
+
+
+def _model_note(row: ProbeResult, own: Kin, quoted: PaperNumber) -> str:
+    other = "" if quoted.kin.size == own.size else f"; of another size, and {quoted.model} the paper's nearest"
+    if own.family != "VECA":
+        return f"another size; {quoted.model} is the paper's nearest" if other else ""
+    provenance = json_value(row.about.get("provenance"), dict)
+    if provenance.get("weights") == "random":
+        return f"random weights, not the paper's VECA{other}"
+    if "official_config" in provenance:
+        return f"weights in the authors' format; that they are the paper's is not checked{other}"
+    teacher = provenance.get("teacher")
+    teacher = json_value(json_value(teacher, dict).get("name", teacher), str)
+    return f"a VECA of our own{f', distilled from {teacher}' if teacher else ''}, not the paper's{other}"
+
+
+def _data_notes(row: ProbeResult) -> list[str]:
+    """Where this copy of the dataset differs from the published one: as the probe found, or by its number of images."""
+    if problems := json_value(row.protocol.get("problems"), list):
+        return [f"{row.dataset}: {problem}" for problem in problems[:4]]
+    count = sum(row.counts.values())
+    published = sum(SPECS[row.dataset].sizes.values()) if row.dataset in SPECS else count
+    return [f"{count:,} pictures of {row.dataset}; {published:,} were published"] if count != published else []
+
+
+def other_settings(task: str, settings: Mapping[str, Any]) -> list[str]:
+    """Settings that differ from those the paper states; what either does not state is not compared.
+
+    >>> other_settings("classify", {"batch": 64, "optimizer": "SGD, momentum 0.9"})
+    ['batch 64 (paper: 128)']
+    """
+    differences = []
+    for key, stated in PAPER["protocol"].get(task, {}).items():
+        value = settings.get(key)
+        # "poly" and "polynomial" are the same.
+        same = (
+            stated.lower()[:4] in value.lower()
+            if isinstance(value, str) and isinstance(stated, str)
+            else value == stated
+        )
+        if not same and isinstance(value, int | float | str):
+            differences.append(f"{key} {value} (paper: {stated})")
+    return differences

@@ -1,116 +1,213 @@
 """Report of a results folder: `report.html`, `report.md`, `rows.csv` and `curves/*.svg`, from the rows in it.
 
-It can be written at any time, from whatever rows are there.
+It can be written at any time, from whatever rows are there. Tables are plain text, for both HTML and Markdown.
 """
-
-from __future__ import annotations
 
 import csv
 import io
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from markupsafe import Markup
+from typing import Any, Literal, TypeAlias
 
 from veca.errors import ArgumentError
-from veca.probe import paper, tables
-from veca.probe.curves import draw_curves
-from veca.probe.results import ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
-from veca.probe.tables import Group, ResultTable, Series
-from veca.report.charts import Line, line_chart, write_chart
+from veca.probe import paper
+from veca.probe.paper import Comparison, PaperNumber, compare_with_paper
+from veca.probe.results import SPLITS, ProbeResult, Unusable, lower_is_better, metric_name, metric_text, read_results
+from veca.report.charts import Chart, Line, Point, line_chart, shorten_middle, write_chart
 from veca.report.page import data_uri, heat_rows, levels, write_page, write_text
-from veca.utils.text import duration, number, printable
+from veca.utils.text import duration, number
 
-SHOWN_ROWS = 24  # of a dataset; with more, the best are shown and all are folded away
-SHOWN_CLASSES = 5  # in Markdown: the best and the worst, where there are many more
-GALLERY_IMAGES, MARKDOWN_IMAGES = 6, 4  # of a series
-MAX_IMAGE_BYTES, MAX_GALLERY_BYTES = 4 * 2**20, 24 * 2**20
-IMAGE_TYPES = {".png": ("png", b"\x89PNG"), ".webp": ("webp", b"RIFF"), ".jpg": ("jpeg", b"\xff\xd8")}
-"""By suffix: the type, and how a file of it begins."""
+TASK_ORDER = ("classify", "knn", "segment", "depth")
+GALLERY_IMAGES = 6  # of a series
+MAX_GALLERY_BYTES = 24 * 2**20
+MAX_LINES = 6  # of ours in one chart; with more, each model has one
+LABEL_LETTERS = 22  # that fit beside a line
+Along: TypeAlias = Literal["budget", "resolution"]
+FixedLine: TypeAlias = tuple[int | None, list[Point]]
+"""Points along the budget at a resolution, or along the resolution at a budget."""
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Results of one model with equal settings, except budget, resolution and seed."""
+
+    name: str
+    rows: Sequence[ProbeResult]
+
+    @property
+    def best(self) -> ProbeResult:
+        return max(self.rows, key=lambda row: row.goodness)
+
+    def mean(self, cores: int | None, size: int) -> float:
+        """The mean over seeds; nan where there is no result."""
+        values = [row.value for row in self.rows if (row.cores, row.size) == (cores, size) and math.isfinite(row.value)]
+        return math.fsum(values) / len(values) if values else math.nan
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All results of one task, dataset and metric."""
+
+    task: str
+    dataset: str
+    metric: str
+    rows: Sequence[ProbeResult]
+    series: Sequence[Series]
+
+    def varies(self, key: Literal["cores", "size"]) -> bool:
+        return len({getattr(row, key) for row in self.rows} - {None}) > 1
 
 
 def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
     """Write the report of the rows in `folder` into it: the path of the page, and a sentence for each file left out."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ArgumentError(f"{folder} is not a folder; name the one `veca probe` wrote to")
     rows, unusable = read_results(folder)
     if not rows:
         reasons = "; ".join(f"{file} {reason}" for file, reason in unusable[:3])
         raise ArgumentError(f"{folder} has no row that can be read: {reasons or '`veca probe` has finished none yet'}")
-    groups = tables.group_rows(rows)
-    gallery = _Gallery(folder, unusable)
-    sections = [_group_context(group, gallery) for group in groups]
+    groups, gallery = group_rows(rows), _Gallery(folder, unusable)
+    sections: list[dict[str, Any]] = [
+        {
+            "group": group,
+            "curves": draw_curves(group),
+            "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
+            "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
+            "paper": paper.find(group.task, group.dataset, group.metric),
+        }
+        for group in groups
+    ]
     for curve in (curve for section in sections for curve in section["curves"]):
-        write_chart(curve.chart, folder / "curves" / f"{curve.name}.svg")
-    ordered = [row for group in groups for series in group.series for row in series.rows]
-    lines, protocols = _row_table(ordered)
-    context: dict[str, Any] = {"name": folder.resolve().name, "paper_name": paper.name(), "groups": sections}
-    context |= {"facts": _folder_facts(rows, groups), "overview": tables.overview_table(groups)}
-    context |= {"banner": bool(unusable), "unusable": unusable}
+        write_chart(curve["chart"], folder / "curves" / f"{curve['name']}.svg")
+    context = {
+        "name": folder.resolve().name,
+        "paper_name": paper.PAPER["paper"],
+        "groups": sections,
+        "unusable": unusable,
+        "rows": [row for group in groups for series in group.series for row in series.rows],
+        "time_spent": duration(math.fsum(seconds for row in rows for seconds in row.seconds.values())),
+        # What templates call: they make the tables.
+        **{"compare": compare_with_paper, "paper_cells": _paper_cells, "place": _place, "class_order": _class_order},
+        **{"head_curve": _head_curve, "sweep_grid": _sweep_grid},
+        **{"duration": duration, "metric_text": metric_text, "metric_name": metric_name},
+    }
     write_text(folder / "rows.csv", rows_csv(rows))
-    write_page(folder / "report.md", "probe.md", **context, rows=lines, protocols=protocols)
-    details = [_row_context(row) for row in ordered]
-    write_page(folder / "report.html", "probe.html", **context, rows=details, tone_gaps=tone_gaps)
+    write_page(folder / "report.md", "probe.md", **context)
+    write_page(folder / "report.html", "probe.html", **context)
     return folder / "report.html", [f"{file} {reason}" for file, reason in unusable]
 
 
-def _folder_facts(rows: Sequence[ProbeResult], groups: Sequence[Group]) -> dict[str, str]:
-    def listed(names: Iterable[Any], limit: int | None = None) -> str:
-        ordered = sorted(set(names))
-        more = f" and {len(ordered) - limit} more" if limit and len(ordered) > limit else ""
-        return ", ".join(map(str, ordered[:limit])) + more
-
-    dates = sorted(row.date[:10] for row in rows if row.date)
-    made_with = [listed(f"veca {row.versions['veca']}" for row in rows if "veca" in row.versions)]
-    made_with += [listed(row.versions["device"] for row in rows if "device" in row.versions)]
-    return {
-        "Rows": f"{len(rows):,}",
-        "Models": listed((row.model for row in rows), 4),
-        "Datasets": listed((row.dataset for row in rows), 4),
-        "Budgets": listed(cores for group in groups for cores in group.cores) or "none",
-        "Resolutions": listed(size for group in groups for size in group.sizes) + " px",
-        "Time spent": duration(math.fsum(v for row in rows for v in row.seconds.values())),
-        "When": " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–",
-        "Made with": ", ".join(filter(None, made_with)) or "–",
-    }
+def _group_by(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
-def _group_context(group: Group, gallery: _Gallery) -> dict[str, Any]:
-    """All that HTML and Markdown show of one task, dataset and metric."""
-    classes, series = tables.class_table(group), group.series
-    return {
-        "group": group,
-        "metric": metric_name(group.metric),
-        "results": tables.results_table(group),
-        "best": tables.results_table(group, best=True) if len(group.rows) > SHOWN_ROWS else None,
-        "curves": draw_curves(group),
-        "grids": [grid for one in series if (grid := tables.heat_grid(group, one))],
-        "galleries": [(one.name, strips) for one in series if (strips := gallery.strips(one))],
-        "images": [(one.name, one.best.place, paths) for one in series if (paths := _markdown_images(one.best))],
-        "classes": classes,
-        "few_classes": classes and _best_and_worst(classes),
-        "paper": tables.paper_table(group),
-    }
+def group_rows(rows: Sequence[ProbeResult]) -> list[Group]:
+    """The results of each task, dataset and metric together."""
+    by_key: dict[tuple[str, str, str], list[Any]] = _group_by(rows, lambda row: (row.task, row.dataset, row.metric))
+    order = {task: i for i, task in enumerate(TASK_ORDER)}
+    keys = sorted(by_key, key=lambda key: (order.get(key[0], len(order)), key))
+    return [Group(*key, by_key[key], _split_into_series(by_key[key])) for key in keys]
 
 
-def _best_and_worst(classes: ResultTable) -> ResultTable:
-    rows, skipped = classes.rows, len(classes.rows) - 2 * SHOWN_CLASSES
-    gap = ["…", *[f"{skipped} more"] * (len(classes.heads) - 1)]
-    shown = [*rows[:SHOWN_CLASSES], gap, *rows[-SHOWN_CLASSES:]] if skipped > 0 else rows
-    return ResultTable(classes.heads, shown)
+def _split_into_series(rows: Sequence[ProbeResult]) -> list[Series]:
+    """Results by model, and apart where one budget and resolution was run with different settings.
+
+    A setting that changes along with the resolution, as the crop does, does not make another series.
+    """
+    series = []
+    for model, own in _group_by(rows, lambda row: row.model).items():
+        # A setting splits a model's results where it differs between two at the same place.
+        settings = [(row, _settings_of(row)) for row in own]
+        places = _group_by(settings, lambda item: (item[0].cores, item[0].size)).values()
+        names = sorted({name for _, values in settings for name in values})
+        splitting = [k for k in names if any(len({v.get(k) for _, v in same}) > 1 for same in places)]
+        # One series for each combination of the splitting settings, named by the first three of them.
+        keyed = [(row, tuple(values.get(k) for k in splitting)) for row, values in settings]
+        for key, same in _group_by(keyed, lambda item: item[1]).items():
+            parts = [f"{k.rpartition('.')[2]} {(v or 'not set')[:24]}" for k, v in zip(splitting, key, strict=True)]
+            more = "" if len(parts) <= 3 else f" and {len(parts) - 3} more"
+            name = f"{model} ({', '.join(parts[:3])}{more})" if parts else model
+            series.append(Series(name, [row for row, _ in same]))
+    return series
 
 
-def _markdown_images(row: ProbeResult) -> list[list[str]]:
-    """Paths of image, label and prediction; only those that can stand in a link and stay in the folder."""
-    safe = re.compile(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
-    shown = [one for one in row.gallery if all(isinstance(p, str) and safe.fullmatch(p) for p in one.values())]
-    return [[one.get(kind, "") for kind in ("image", "label", "prediction")] for one in shown[:MARKDOWN_IMAGES]]
+def _settings_of(row: ProbeResult) -> dict[str, str]:
+    """Everything that determines a score besides model, budget, resolution and seed, with dotted names."""
+    settings: dict[str, str] = {}
+
+    def flatten(values: Mapping[str, Any], prefix: str = "") -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and value:
+                flatten(value, f"{prefix}{key}.")
+            elif key != "seed":
+                settings[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+
+    own = {"data fingerprint": row.fingerprint, "scored on": row.scored_on}
+    flatten({**row.protocol, **own, **({"weights": row.about} if row.about else {})})
+    return settings
+
+
+def _class_order(scored: Sequence[Mapping[str, float]], metric: str) -> list[str]:
+    """Names of classes by the first of several scores, best first, then by name those that only others have."""
+    first: Mapping[str, float] = next(iter(scored), {})
+    names = sorted(first, key=first.__getitem__, reverse=not lower_is_better(metric))
+    return names + sorted({name for scores in scored for name in scores}.difference(first))
+
+
+def _place(row: ProbeResult | PaperNumber) -> list[str]:
+    return ["–" if row.cores is None else str(row.cores), str(row.size)]
+
+
+def _paper_cells(compared: Comparison | None, metric: str, notes: list[str]) -> list[str]:
+    """The paper's number, its model, the gap and the numbers of the notes, which are added to `notes`."""
+    if compared is None:
+        return ["–", "–", "–", ""]
+    notes += [note for note in compared.notes if note not in notes]
+    numbers = sorted(notes.index(note) + 1 for note in compared.notes)
+    n = compared.number
+    which = f"{n.model}, {'' if n.cores is None else f'C {n.cores}, '}{n.size} px (Table {n.table})"
+    return [metric_text(metric, n.value), which, gap_text(compared, metric), ", ".join(map(str, numbers))]
+
+
+def gap_text(compared: Comparison, metric: str) -> str:
+    """The gap with its verdict; between models of different sizes, the gap alone in brackets."""
+    if not compared.same_size:
+        return f"({metric_text(metric, compared.gap, '+')})"
+    if metric_text(metric, abs(compared.gap)) == metric_text(metric, 0.0):  # equal as printed
+        return f"{metric_text(metric, 0.0)} equal"
+    return f"{metric_text(metric, compared.gap, '+')} {'better' if compared.better else 'worse'}"
+
+
+def heat_grid(group: Group, series: Series) -> dict[str, Any] | None:
+    """Scores of one series by resolution (rows) and budget (columns), where both vary."""
+    values = {(row.size, row.cores): series.mean(row.cores, row.size) for row in series.rows if row.cores is not None}
+    if min((len(set(each)) for each in zip(*values, strict=True)), default=0) < 2:
+        return None
+    return {"series": series.name, **_heat_table(values, group.metric, "{} px", partial(metric_text, group.metric))}
+
+
+def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
+    """Decays × rates of a sweep, each with its best score on val."""
+    heads = [head for head in row.sweep if {"rate", "decay"} <= head.keys()]
+    values = {(head["decay"], head["rate"]): head.get("val", math.nan) for head in heads}
+    return _heat_table(values, row.metric, "{:g}", number) if len(values) > 1 else None
+
+
+def _heat_table(
+    values: Mapping[tuple[Any, Any], float], metric: str, row_form: str, text: Callable[[float], str]
+) -> dict[str, Any]:
+    names, columns = (sorted(set(each)) for each in zip(*values, strict=True))
+    scaled = levels(values, lower_is_better(metric))
+    rows = heat_rows(values, scaled, {name: row_form.format(name) for name in names}, columns, text)
+    return {"columns": [f"{column:g}" for column in columns], "rows": rows}
 
 
 @dataclass
@@ -123,91 +220,130 @@ class _Gallery:
     bytes_left: int = MAX_GALLERY_BYTES
 
     def strips(self, series: Series) -> list[list[tuple[str, str, str]]]:
-        """Per image: itself, its label, its predictions at the least and the greatest budget of the best resolution."""
+        """Per image: itself, its label, its predictions at the least and the greatest budget of the best resolution.
+
+        Each is (data URI, path, what it is).
+        """
         own = [row for row in series.rows if row.gallery and row.size == series.best.size]
         own.sort(key=lambda row: (row.cores or 0, row.goodness))
-        rows = own[:1] + own[1:][-1:]
-        heads = ["picture", "label", *(f"prediction, {row.place}" for row in rows)]
-        by_image: dict[str, list[str]] = {}
-        for i, row in enumerate(rows):
+        strips: dict[str, dict[str, tuple[str, str, str]]] = {}
+        for row in own[:1] + own[1:][-1:]:
+            heads = {"image": "picture", "label": "label", "prediction": f"prediction, {row.place}"}
             for entry in row.gallery[:GALLERY_IMAGES]:
-                image, label, prediction = (self._source(row, entry.get(k)) for k in ("image", "label", "prediction"))
-                if image and prediction:
-                    by_image.setdefault(image, [image, label, *[""] * len(rows)])[2 + i] = prediction
-        return [
-            [(source, head, head) for head, source in zip(heads, sources, strict=True) if source]
-            for sources in by_image.values()
-        ]
+                read = {key: (self._source(row, path := entry.get(key, "")), path, head) for key, head in heads.items()}
+                if read["image"][0] and read["prediction"][0]:
+                    strip = strips.setdefault(read["image"][1], {})
+                    strip |= {shown[2]: shown for shown in read.values() if shown[0]}
+        return [list(strip.values()) for strip in strips.values()]
 
-    def _source(self, row: ProbeResult, path: object) -> str:
+    def _source(self, row: ProbeResult, path: str) -> str:
         """The data URI of an image; empty, and noted as unusable, where it cannot be shown."""
-        if not isinstance(path, str) or not path:
-            return ""
-        try:
-            file = (self.folder / path).resolve()  # symbolic links too must not lead out of the folder
-            if not file.is_relative_to(self.folder.resolve()):
-                raise ArgumentError("lies outside the folder")
-            kind, start = IMAGE_TYPES.get(file.suffix.lower().replace("jpeg", "jpg"), ("", b""))
-            if not kind:
-                raise ArgumentError("is no .png, .webp or .jpg")
-            if (size := file.stat().st_size) > min(self.bytes_left, MAX_IMAGE_BYTES):
-                raise ArgumentError(f"has {size:,} bytes, more than the page has room for")
-            if not (data := file.read_bytes()).startswith(start):
-                raise ArgumentError("is no picture of its kind")
-        except (ValueError, OSError) as error:
-            reason = "is not there" if isinstance(error, FileNotFoundError) else printable(str(error))
-            self.unusable.append((printable(path)[:120], f"of {row.file} {reason}"))
-            return ""
+        # Only paths that can stand in a link of Markdown. Symbolic links must not lead out of the folder either.
+        safe = re.fullmatch(r"gallery(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+\.(png|webp)", path)
+        file, data = (self.folder / path).resolve(), b""
+        with suppress(OSError):
+            if safe and file.is_relative_to(self.folder.resolve()) and file.stat().st_size <= self.bytes_left:
+                data = file.read_bytes()
+        if path and not data:
+            reason = "cannot be shown: it is no .png or .webp in gallery/, or the page has no room for it"
+            self.unusable.append((path[:120], f"of {row.file} {reason}"))
         self.bytes_left -= len(data)
-        return data_uri(data, kind)
+        return data_uri(data, file.suffix[1:]) if data else ""
 
 
-def tone_gaps(table: ResultTable) -> list[Sequence[str]]:
-    """Rows of a table with notes, gaps in colour where no note says that the two numbers differ in kind."""
-
-    def tone(cell: str) -> str:
-        verdict = {"better": "good", "worse": "bad"}.get(cell.rpartition(" ")[2])
-        return Markup('<span class="{}">{}</span>').format(verdict, cell) if verdict and cell[0] in "+−" else cell
-
-    return [row if row[-1] else list(map(tone, row)) for row in table.rows]
-
-
-def _row_context(row: ProbeResult) -> dict[str, Any]:
-    """One result, with the chart of its best head and the table of its sweep."""
-    line = Line("", [(float(i), value) for i, value in enumerate(row.curve, 1)])
+def _head_curve(row: ProbeResult) -> Chart | None:
+    """The score of the best head at each validation."""
+    values = row.curve.get("val", ())
+    line = Line("", [(float(i), value) for i, value in enumerate(values, 1)])
     label = f"{row.metric} of the best head at each validation"
-    curve = line_chart([line], "validation", f"{row.metric} on val", label) if len(row.curve) > 1 else None
-    times = {name: duration(seconds) for name, seconds in row.seconds.items()}
-    score = metric_text(row.metric, row.value)
-    return {"result": row, "score": score, "times": times, "sweep": _sweep_grid(row), "curve": curve}
+    return line_chart([line], "validation", f"{row.metric} on val", label) if len(values) > 1 else None
 
 
-def _sweep_grid(row: ProbeResult) -> dict[str, Any] | None:
-    """Decays × rates of a sweep, each with its best score on val."""
-    heads = [head for head in row.sweep if {"rate", "decay"} <= head.keys()]
-    values = {(head["decay"], head["rate"]): head.get("val", math.nan) for head in heads}
-    if len(values) < 2:
-        return None
-    decays, rates = (sorted(set(each)) for each in zip(*values, strict=True))
-    scaled = levels(values, lower_is_better(row.metric))
-    rows = heat_rows(values, scaled, {decay: f"{decay:g}" for decay in decays}, rates)
-    return {"rates": [f"{rate:g}" for rate in rates], "rows": rows}
+def draw_curves(group: Group) -> list[dict[str, Any]]:
+    """Charts along what varies, budget or resolution; where neither does, our points on the paper's curves."""
+    varied: dict[Along, bool] = {"budget": group.varies("cores"), "resolution": group.varies("size")}
+    curves = []
+    for along, varies in varied.items():
+        lines, left_out = _chart_lines(group, along) if varies or not any(varied.values()) else ([], 0)
+        if len({x for line in lines for x, _ in line.points}) < 2:  # a single point is in the table already
+            continue
+        words = [group.task, group.dataset, group.metric, along]
+        name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word)[:40].strip("-.") or "x" for word in words)
+        caption = "Lower is better." if lower_is_better(group.metric) else "Higher is better."
+        caption += " Grey squares: the paper's." if any(line.quoted for line in lines) else ""
+        caption += f" Not drawn: {left_out} more of the table." if left_out else ""
+        label = f"{group.metric} on {group.dataset} against {along}: {'; '.join(line.name for line in lines)}"
+        x_title = "budget C, cores" if along == "budget" else "resolution, px"
+        chart = line_chart(lines, x_title, metric_name(group.metric), label, ticks_at_points=True)
+        title = f"{group.metric} against {along}"
+        curves.append({"name": name, "title": title, "chart": chart, "caption": caption})
+    return curves
 
 
-def _row_table(rows: Sequence[ProbeResult]) -> tuple[ResultTable, list[str]]:
-    """One line per result for Markdown, and the distinct protocols, which lines name by number from 1."""
-    protocols: dict[str, int] = {}
-    heads = ["row", "best rate", "decay", "seed", "scored on", "time", "date", "versions", "protocol", ""]
-    lines = []
-    for row in rows:
-        text = json.dumps(row.protocol, indent=1, default=str)
-        protocol = protocols.setdefault(text, len(protocols) + 1)
-        rate, decay = (number(row.best.get(key, math.nan), "g") for key in ("rate", "decay"))
-        seconds = duration(sum(row.seconds.values())) if row.seconds else "–"
-        versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
-        cells = [row.file, rate, decay, row.seed, row.scored_on, seconds, row.date, versions, protocol]
-        lines.append([*map(str, cells), row.sweep_note()])
-    return ResultTable(heads, lines), list(protocols)
+def _lines_by_fixed(scores: Iterable[tuple[int | None, int, float]], along: Along) -> list[FixedLine]:
+    """Lines through (cores, size, value), one for each resolution or budget; of equal places the first counts."""
+    points: dict[int | None, dict[float, float]] = {}
+    for cores, size, value in scores:
+        fixed, x = (size, cores) if along == "budget" else (cores, size)
+        if x is not None and math.isfinite(value):
+            points.setdefault(fixed, {}).setdefault(float(x), value)
+    return [(fixed, sorted(points[fixed].items())) for fixed in sorted(points, key=lambda fixed: fixed or 0)]
+
+
+def _chart_lines(group: Group, along: Along) -> tuple[list[Line], int]:
+    """The lines of a chart, and how many of ours are left out: for want of room, or as single points beside curves."""
+    own, count = list[tuple[Series, int | None, list[Point]]](), 0
+    for series in group.series:
+        scores = [(row.cores, row.size, series.mean(row.cores, row.size)) for row in series.rows]
+        lines = _lines_by_fixed(scores, along)
+        count += len(lines)
+        own += [(series, *line) for line in [line for line in lines if len(line[1]) > 1] or lines]
+    if len(own) > MAX_LINES:  # of each series the longest line, at the highest resolution or budget
+        own = list({line[0]: line for line in sorted(own, key=lambda line: (len(line[2]), line[1] or 0))}.values())
+    if not own:
+        return [], 0
+    # The longest curve of each model of the paper that one of our results is compared with.
+    quoted: dict[str, FixedLine] = {}
+    for quote in (n.number for row in group.rows if (n := compare_with_paper(row))):
+        same = paper.find(group.task, group.dataset, group.metric, quote.model)
+        curves = _lines_by_fixed(((n.cores, n.size, n.value) for n in same), along)
+        if longest := max((line for line in curves if len(line[1]) > 1), key=lambda line: len(line[1]), default=None):
+            quoted[quote.model] = longest
+    # Where they differ, each line says at what it was measured.
+    several = len({fixed for _, fixed, _ in own} | {fixed for fixed, _ in quoted.values()}) > 1
+    drawn = []
+    for i, (series, fixed, points) in enumerate(own):
+        text = _fixed_text(fixed, along) if several else ""
+        drawn.append(
+            Line(_label(group, series if len(group.series) > 1 or not text else None, text), points, i, dots=True)
+        )
+    for model, (fixed, points) in quoted.items():
+        text = f", {_fixed_text(fixed, along)}" if several and fixed is not None else ""
+        drawn.append(Line(f"paper {model}{text}", points, dots=True, quoted=True))
+    if along == "budget":  # models without cores are levels to compare with, in every chart of the group
+        xs = [x for line in drawn for x, _ in line.points]
+        for series in group.series:
+            for size in sorted({row.size for row in series.rows if row.cores is None}):
+                if math.isfinite(value := series.mean(None, size)):
+                    name = _label(group, series, f"{size} px" if group.varies("size") else "")
+                    drawn.append(Line(name, [(min(xs), value), (max(xs), value)], len(drawn)))
+    return drawn, count - len(own)
+
+
+def _fixed_text(value: int | None, along: Along) -> str:
+    return "" if value is None else f"{value} px" if along == "budget" else f"C = {value}"
+
+
+def _label(group: Group, series: Series | None, fixed: str) -> str:
+    """A line's series, in short by the last part of a path, and what is fixed along the line."""
+    if series is None:
+        return fixed
+    room = max(8, LABEL_LETTERS - len(fixed) - 2) if fixed else LABEL_LETTERS
+    last = {each.name: each.name.rstrip("/").rpartition("/")[2] or each.name for each in group.series}
+    cut = {name: part if len(part) <= room else f"{part[: room - 1]}…" for name, part in last.items()}
+    tells_apart = max(map(len, cut)) > room and len(set(cut.values())) == len(cut)
+    name = cut[series.name] if tells_apart else shorten_middle(series.name, room)
+    return f"{name}, {fixed}" if fixed else name
 
 
 def rows_csv(rows: Sequence[ProbeResult]) -> str:
@@ -216,16 +352,17 @@ def rows_csv(rows: Sequence[ProbeResult]) -> str:
     names = list(dict.fromkeys(name for _, _, values in scored for name in values))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_csv_columns(rows[0], None), *map(_csv_cell, names)])
     # A metric that a result does not have is an empty cell.
-    for row, other, values in scored:
-        cells = [*_csv_columns(row, other).values(), *map(values.get, names)]
-        writer.writerow(map(_csv_cell, cells))
+    lines = [[*_csv_columns(row, other).values(), *map(values.get, names)] for row, other, values in scored]
+    header: list[object] = [*_csv_columns(rows[0], None), *names]
+    for line in [header, *lines]:
+        # Text that a spreadsheet would run as a formula gets a quote before it.
+        writer.writerow(f"'{v}" if isinstance(v, str) and v[:1] in ("=", "+", "-", "@") else v for v in line)
     return text.getvalue()
 
 
 def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:
-    compared = tables.compare_with_paper(row, other)
+    compared = compare_with_paper(row, other)
     n = compared.number if compared else None
     return {
         "task": row.task, "dataset": other or row.dataset, "head_of": row.dataset if other else None,
@@ -234,13 +371,8 @@ def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:
         "paper_cores": n and n.cores, "paper_size": n and n.size, "paper_table": n and n.table,
         "gap": compared and round(compared.gap, 6), "notes": compared and "; ".join(compared.notes),
         "rate": row.best.get("rate"), "decay": row.best.get("decay"),
-        **{split: row.counts.get(split) for split in ("train", "val", "test")}, "fingerprint": row.fingerprint,
+        **{split: row.counts.get(split) for split in SPLITS}, "fingerprint": row.fingerprint,
         "seconds": math.fsum(row.seconds.values()) if row.seconds else None, "date": row.date,
         "versions": json.dumps(row.versions, sort_keys=True),
-        "protocol": json.dumps(row.protocol, sort_keys=True, default=str), "file": row.file,
+        "protocol": json.dumps(row.protocol, sort_keys=True), "file": row.file,
     }  # fmt: skip
-
-
-def _csv_cell(value: object) -> object:
-    """Text that a spreadsheet would run as a formula gets a quote before it."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value

@@ -1,63 +1,61 @@
 """Rows of a results folder read back: each file is checked, and what is not a row is named and left out."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from veca.errors import ArgumentError
-from veca.probe import paper
-from veca.utils.text import number, printable
+from veca.utils.settings import Positive, Settings
+from veca.utils.text import number, printable, quoted
 
 SCHEMA = 1  # of row files; a file of another is not read
 MAX_ROW_BYTES = 2**26
+SPLITS = ("train", "val", "test")
 Unusable: TypeAlias = tuple[str, str]
 """A file that is left out of a report, and the reason."""
-_BROKEN_JSON = "is not whole JSON: "
-_DAMAGE = {json.JSONDecodeError: _BROKEN_JSON, RecursionError: _BROKEN_JSON, UnicodeDecodeError: "is not UTF-8 text: "}
+Kind = TypeVar("Kind")
 _LOWER_IS_BETTER = re.compile(r"rmse|(^|_)rel|err|loss|silog|log10|mae", re.IGNORECASE)
 _IN_PERCENT = re.compile(r"top\d|map|miou|iou|acc|delta|mean_per_class", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class ProbeResult:
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult(Settings):
     """One finished probe, as its row file says. Names are printable."""
 
     file: str
     task: str
     model: str
-    kind: str
-    about: Mapping[str, Any]
+    kind: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
     dataset: str
-    counts: Mapping[str, int]
+    counts: dict[str, int]
     """Images of each split."""
-    fingerprint: str
-    cores: int | None
-    size: int
-    seed: int
-    scored_on: str
+    fingerprint: str = ""
+    cores: Positive | None = None
+    size: Positive
+    seed: int = 0
+    scored_on: str = ""
     metric: str
     """The main one of `metrics`."""
-    metrics: Mapping[str, float]
-    per_class: Mapping[str, float]
-    best: Mapping[str, float]
+    metrics: dict[str, float]
+    per_class: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
     """Settings of the best head of the sweep."""
-    sweep: Sequence[Mapping[str, float]]
-    curve: Sequence[float]
-    """Score of the best head at each validation."""
-    protocol: Mapping[str, Any]
-    gallery: Sequence[Mapping[str, str]]
-    also: Mapping[str, Mapping[str, float]]
+    sweep: tuple[dict[str, float], ...] = ()
+    curve: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Score of the best head at each validation, on `val`."""
+    protocol: dict[str, Any] = field(default_factory=dict)
+    gallery: tuple[dict[str, str], ...] = ()
+    also: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metrics on further datasets, by the same head."""
-    versions: Mapping[str, str]
-    seconds: Mapping[str, float]
-    date: str
-    grid: Sequence[int] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    date: str = ""
+    grid: tuple[int, ...] = ()
 
     @property
     def value(self) -> float:
@@ -75,10 +73,6 @@ class ProbeResult:
         """Budget and resolution, as text."""
         return f"{'' if self.cores is None else f'C = {self.cores}, '}{self.size} px"
 
-    @property
-    def kin(self) -> paper.Kin | None:
-        return paper.kin(self.model, self.kind, self.about)
-
     def on(self, dataset: str | None) -> tuple[str, Mapping[str, float]]:
         """Main metric and all metrics on the row's own dataset (None), or on one of those in `also`.
 
@@ -91,11 +85,10 @@ class ProbeResult:
 
     def sweep_note(self) -> str:
         """Says so if the best rate is at the end of the sweep, where a wider one might do better."""
-        rates = sorted({head["rate"] for head in self.sweep if "rate" in head})
-        if len(rates) < 2 or self.best.get("rate") not in (rates[0], rates[-1]):
-            return ""
-        end = "lowest" if self.best["rate"] == rates[0] else "highest"
-        return f"the {end} rate of the sweep: others may do better"
+        rates = {head["rate"] for head in self.sweep if "rate" in head}
+        ends = {min(rates): "lowest", max(rates): "highest"} if len(rates) > 1 else {}
+        end = ends.get(self.best.get("rate", math.nan))
+        return f"the {end} rate of the sweep: others may do better" if end else ""
 
 
 def lower_is_better(metric: str) -> bool:
@@ -145,89 +138,43 @@ def read_results(folder: Path) -> tuple[list[ProbeResult], list[Unusable]]:
         try:
             if path.stat().st_size > MAX_ROW_BYTES:
                 raise ArgumentError(f"is larger than {MAX_ROW_BYTES >> 20} MiB, which no row is")
-            rows.append(parse_row(json.loads(path.read_text(encoding="utf-8")), name))
+            rows.append(parse_row(json.loads(path.read_bytes()), name))
         except (ValueError, OSError, RecursionError) as error:
-            unusable.append((name, _DAMAGE.get(type(error), "") + printable(str(error))))
+            damage = "" if isinstance(error, ArgumentError | OSError) else "is not whole JSON: "
+            unusable.append((name, damage + printable(str(error))))
     rows.sort(key=lambda r: (r.task, r.dataset, r.model, r.size, r.cores or 0, r.seed, r.file))
     return rows, unusable
 
 
 def parse_row(raw: Any, file: str) -> ProbeResult:
-    """A row from the JSON of its file. What identifies it must be right; the rest is left out where it is not."""
-    if not isinstance(raw, dict):
-        raise ArgumentError("holds no JSON object, and is no row")
-    if raw.get("schema", SCHEMA) != SCHEMA:
+    """A row from the JSON of its file."""
+    raw = json_value(_clean(raw), dict)
+    if (schema := raw.get("schema", SCHEMA)) != SCHEMA:
         reads = f"this veca reads version {SCHEMA}: use the veca that wrote it, or one as new"
-        raise ArgumentError(f"is of version {raw['schema']!r} of the format of rows; {reads}")
-    if missing := [key for key in ("task", "model", "data", "size", "metric", "metrics") if key not in raw]:
-        raise ArgumentError(f"has no {', '.join(missing)}, and is no row of `veca probe`")
-    for key in ("model", "data", "metrics"):
-        _check_field(key, raw[key], isinstance(raw[key], dict), "an object was expected")
-    model, data, cores = raw["model"], raw["data"], raw.get("cores")
-    names = {"task": raw["task"], "model": model.get("name"), "dataset": data.get("name"), "metric": raw["metric"]}
-    for key, value in names.items():
-        _check_field(f"{key} name", value, isinstance(value, str) and bool(value), "a name was expected")
-    for key, value in {"size": raw["size"], "cores": 1 if cores is None else cores}.items():
-        _check_field(key, value, type(value) is int and value >= 1, "a whole number from 1 was expected")
-    texts = {"kind": model.get("kind"), "fingerprint": data.get("fingerprint")}
-    texts |= {key: raw.get(key) for key in ("scored_on", "date")}
-    fields: dict[str, Any] = {key: _text(value) for key, value in (names | texts).items()}
-    fields |= {key: _only_numbers(raw.get(key)) for key in ("metrics", "per_class", "best", "seconds")}
-    return ProbeResult(
-        file=file,
-        about=as_mapping(model.get("about")),
-        counts={key: n for key in ("train", "val", "test") if type(n := data.get(key)) is int},
-        cores=cores,
-        size=raw["size"],
-        seed=raw["seed"] if type(raw.get("seed")) is int else 0,
-        sweep=[_only_numbers(head) for head in _as_list(raw.get("sweep"))],
-        curve=[float(v) for v in _as_list(as_mapping(raw.get("curve")).get("val")) if _is_number(v)],
-        protocol=as_mapping(raw.get("protocol")),
-        gallery=[entry for entry in _as_list(raw.get("gallery")) if isinstance(entry, dict)],
-        also={printable(name): _only_numbers(values) for name, values in as_mapping(raw.get("also")).items()},
-        versions={printable(name): _text(version) for name, version in as_mapping(raw.get("versions")).items()},
-        grid=[n for n in _as_list(raw.get("grid")) if type(n) is int],
-        **fields,
-    )
+        raise ArgumentError(f"is of version {quoted(schema)} of the format of rows; {reads}")
+    model, data = (json_value(raw.get(key), dict) for key in ("model", "data"))
+    values = {field.name: raw[field.name] for field in fields(ProbeResult) if field.name in raw}
+    values |= {key: model[key] for key in ("kind", "about") if key in model}
+    values |= {"fingerprint": data.get("fingerprint", ""), "counts": {k: data[k] for k in SPLITS if k in data}}
+    required = {"task": None, "size": None, "metric": None, "metrics": None}
+    names = {"file": file, "model": model.get("name"), "dataset": data.get("name")}
+    try:
+        return ProbeResult(**required | values | names)
+    except ArgumentError as error:
+        raise ArgumentError(f"is no row of `veca probe`: {error}") from error
 
 
-def _check_field(key: str, value: Any, valid: bool, rule: str) -> None:
-    if not valid:
-        raise ArgumentError(f"has {key}={printable(repr(value))[:60]}; {rule}: it is no row of `veca probe`")
+def json_value(value: Any, kind: type[Kind]) -> Kind:
+    """A value that should be of a kind of JSON; anything else counts as an empty one."""
+    return value if type(value) is kind else kind()
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else printable(str(value))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # neither nan nor an integer that no float can hold
-
-
-def _only_numbers(values: Any) -> dict[str, float]:
-    return {printable(name): float(value) for name, value in as_mapping(values).items() if _is_number(value)}
-
-
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A value that should be a JSON object; anything else counts as an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as one level, values as JSON.
-
-    >>> flatten_settings({"crop": {"side": 256}, "head": "linear"})
-    {'crop.side': '256', 'head': 'linear'}
-    """
-    settings: dict[str, str] = {}
-    for key, value in values.items():
-        name = printable(f"{prefix}{key}")
-        if isinstance(value, dict) and value:
-            settings |= flatten_settings(value, f"{name}.")
-        else:
-            settings[name] = printable(value if isinstance(value, str) else json.dumps(value, default=str))
-    return settings
+def _clean(value: Any) -> Any:
+    """JSON with printable text, without nulls and numbers that are not finite or that no float can hold."""
+    if isinstance(value, dict):
+        return {printable(key): clean for key, each in value.items() if (clean := _clean(each)) is not None}
+    if isinstance(value, list):
+        return [clean for each in value if (clean := _clean(each)) is not None]
+    if type(value) in (int, float) and not abs(value) < 1e300:
+        return None
+    return printable(value) if isinstance(value, str) else value
