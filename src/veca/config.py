@@ -1,7 +1,5 @@
 """Model configuration: a strict, frozen dataclass, and the named sizes."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, SupportsIndex

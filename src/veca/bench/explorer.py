@@ -1,7 +1,5 @@
 """Latency of the explorer's page in Chromium, load by many clients, and a screenshot for the docs."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json

@@ -5,8 +5,6 @@ same weights. For a model the features of the first image are compared, for atte
 k and v for the first image (images are independent), for a training step the gradients of all weights over the batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import itertools

@@ -3,8 +3,6 @@
 Shapes: B images.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

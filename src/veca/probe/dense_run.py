@@ -5,8 +5,6 @@ Images are decoded once for all budgets and learning rates of a size; the featur
 Shapes: B images of H × W pixels, K heads, C classes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of fine-tuning: typed, strict, and saved beside the results."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
