@@ -38,9 +38,10 @@ from runs import (
 
 import veca
 from veca.cli.common import resumable_run
-from veca.train import checkpoints
+from veca.train import checkpoints, distill, engine
 from veca.train.checkpoints import DamagedError, list_checkpoints, read_checkpoint
 from veca.train.distill import Distillation
+from veca.train.engine import TrainingError
 from veca.train.recipe import RecipeError
 from veca.utils.signals import Interrupted
 
@@ -449,6 +450,22 @@ def begun(alone: Path, folder: Path) -> Path:
     for name in ("model.safetensors", "config.json", "summary.json", "report.html"):
         (folder / name).unlink()
     return folder
+
+
+def test_where_a_checkpoint_finds_no_room_weights_may(
+    place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine, "write_checkpoint", full)
+    way = r"checkpoint of step 32 cannot be written \(No space left on device\); its weights are in .*Make room"
+    with pytest.raises(TrainingError, match=way):
+        train(place.recipe(), tmp_path)
+    assert different(tensors(tmp_path), tensors(alone)) == []
+    monkeypatch.setattr(distill, "save_tensors", full)
+    with pytest.raises(TrainingError, match="nor can its weights. Make room"):
+        train(place.recipe(), tmp_path)
 
 
 def test_images_may_move_between_runs(place: Place, alone: Path, tmp_path: Path) -> None:

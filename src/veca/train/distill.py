@@ -267,8 +267,17 @@ class Distillation(RunEngine):
         with self.ema.swapped_in():
             tensors = module_tensors(self.model)
         if self.world.first:
-            provenance = self._provenance(validation=self.last_validation)
-            save_tensors(tensors, self.model.config.to_dict(), provenance, folder)
+            self._write_weights(tensors, folder)
+
+    def _write_weights(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        save_tensors(tensors, self.model.config.to_dict(), self._provenance(validation=self.last_validation), folder)
+
+    def save_weights_only(self, tensors: TensorFiles) -> str:
+        try:  # the averaged parameters replace the trained ones; buffers come from the model
+            self._write_weights({**tensors["model"], **tensors.get("ema", {})}, self.folder)
+        except OSError:
+            return "nor can its weights"
+        return f"its weights are in {self.folder}"
 
     def write_settings(self) -> dict[str, Any]:
         self.folder.mkdir(parents=True, exist_ok=True)

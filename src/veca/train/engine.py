@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from veca.errors import ArgumentError, VecaError
-from veca.train.checkpoints import newest_checkpoint, remove_old_checkpoints, write_checkpoint
+from veca.train.checkpoints import TensorFiles, newest_checkpoint, remove_old_checkpoints, write_checkpoint
 from veca.train.logger import ProgressLine, RunLogger, peak_memory_gib
 from veca.train.optimizers import Ema
 from veca.train.parallel import World, all_reduced, copy_into, gathered, sum_of, to_host
@@ -189,7 +189,7 @@ class SkippedSteps:
 class RunEngine:
     """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`.
 
-    It defines the methods declared first; it may override `prepare`, `log_unreadable` and `model_metadata`.
+    It defines the methods declared first; it may override those before `run`.
     """
 
     write_settings: Callable[[], dict[str, Any]]
@@ -269,6 +269,10 @@ class RunEngine:
 
     def log_unreadable(self) -> None:
         """Log images that could not be used since the last call, in all processes."""
+
+    def save_weights_only(self, tensors: TensorFiles) -> str:
+        """Try to save at least the weights when a checkpoint cannot be written; says where they are."""
+        return f"the best weights so far are in {self.folder}"
 
     def model_metadata(self) -> dict[str, str] | None:
         """Metadata of the file `model` of a checkpoint."""
@@ -411,7 +415,8 @@ class RunEngine:
                 reason = error.strerror or error
                 if required:
                     way_out = f"Make room in {self.folder} and run it again: it continues from the last checkpoint"
-                    raise TrainingError(f"step {self.step:,} cannot be saved ({reason}). {way_out}") from error
+                    what = f"the checkpoint of step {self.step:,} cannot be written ({reason})"
+                    raise TrainingError(f"{what}; {self.save_weights_only(tensors)}. {way_out}") from error
                 self.event(f"unsaved: checkpoint at step {self.step:,}: {reason}")
             else:
                 self.event(f"checkpoint: step {self.step:,}")
