@@ -636,19 +636,19 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(TypeError, match=says):
             method(images, cores=cores)
-    device, settings = torch.device("cpu"), EmbedSettings(cores=cores)
     for use in (
-        lambda: settings.resolve(model),
         lambda: export(model, tmp_path / "m.onnx", cores=cores),
         lambda: draw_cores(model, tmp_path / "x.png", cores=cores),
         lambda: measure_cores(model, tmp_path / "x.png", budgets=(cores, 8)),
     ):
         with pytest.raises(veca.VecaError, match=says):
             use()
+    with pytest.raises(veca.VecaError, match=f"cores={cores}: must be null, or an integer"):
+        EmbedSettings(cores=cores)
     with pytest.raises(veca.VecaError, match=f"budgets=.*{cores}.*: must be a tuple of integers"):
         veca.VecaConfig(budgets=(8, cores))
     with pytest.raises(veca.VecaError, match=f"cores {cores}: a budget of tiny is an integer from 1 to 64"):
-        FrozenVeca(model, "tiny", device, "float32").cores((8, cores))
+        FrozenVeca(model, "tiny", torch.device("cpu"), "float32").cores((8, cores))
     with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
         Case("veca_tiny", 224, 1, cores)
     with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):

@@ -54,9 +54,10 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def test_reads_what_torch_load_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legacy", [False, True])
+def test_reads_what_torch_load_reads(tmp_path: Path, legacy: bool) -> None:
     path = tmp_path / "x.pt"
-    torch.save(contents(), path)
+    torch.save(contents(), path, _use_new_zipfile_serialization=not legacy)
     assert same(read_torch_file(path), torch.load(path, weights_only=True))
     float8 = torch.ones(3).to(torch.float8_e4m3fn)
     torch.save([float8, torch.zeros(2, dtype=torch.uint16)], path)
@@ -71,7 +72,8 @@ def test_reads_the_released_file() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch has second thoughts about its own tensors
-def test_other_harmless_contents_do_not_keep_a_file_from_being_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legacy", [False, True])
+def test_other_harmless_contents_do_not_keep_a_file_from_being_read(tmp_path: Path, legacy: bool) -> None:
     extra = {
         "a set": {1, 2},
         "bytes": b"abc",
@@ -84,7 +86,8 @@ def test_other_harmless_contents_do_not_keep_a_file_from_being_read(tmp_path: Pa
         "a quantized tensor": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     }
     path = tmp_path / "x.pt"
-    torch.save({**extra, (1, 2): "a tuple as key", "last": torch.ones(3)}, path)
+    contents = {**extra, (1, 2): "a tuple as key", "last": torch.ones(3)}
+    torch.save(contents, path, _use_new_zipfile_serialization=not legacy)
     found = read_torch_file(path)
     for kind in extra:
         assert isinstance(found[kind], Unsupported)

@@ -657,9 +657,9 @@ def test_stretch_of_a_narrow_picture_shrinks_before_it_grows(rng: np.random.Gene
 @pytest.mark.skipif(sys.platform != "linux", reason="no way to reset the peak")
 def test_stretch_of_a_very_narrow_picture_needs_little_memory() -> None:
     picture = Image.new("RGB", (1, 2**20), (1, 2, 3))
-    before = fuzz_images._peak_mib(reset=True)
+    before = fuzz_images.peak_mib(reset=True)
     assert fit_image(picture, 64, "stretch").getpixel((63, 63)) == (1, 2, 3)
-    assert fuzz_images._peak_mib() - before < 100
+    assert fuzz_images.peak_mib() - before < 100
 
 
 @pytest.mark.parametrize(

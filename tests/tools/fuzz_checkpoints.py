@@ -202,7 +202,7 @@ def nested(levels: int) -> bytes:
 
 def cases(count: int, seed: int) -> list[Case]:
     dice = random.Random(seed)
-    found = [*good_files(), *tensors(), *configurations(), *pickles(), *archives(), *other_pickles(), *safetensors()]
+    found = [*good_files(), *tensors(), *configurations(), *pickles(), *archives(), *legacy_files(), *safetensors()]
     good = {case.name: case.make for case in good_files() if isinstance(case.make, bytes)}
     mutations = [mutation(index, good, dice) for index in range(max(0, count - len(found)))]
     return [*found, *mutations]
@@ -210,6 +210,7 @@ def cases(count: int, seed: int) -> list[Case]:
 
 def good_files() -> Iterator[Case]:
     yield Case("good.pt", saved(released()), MODEL)
+    yield Case("good-legacy.pt", saved(released(), legacy=True), MODEL)
     yield Case("good.safetensors", ours(), MODEL)
     config = {key: list(v) if isinstance(v, tuple) else v for key, v in released()["config"].items()}
     yield Case("good-released.safetensors", ours(json.dumps(config), dict(released()["student"]), "config"), MODEL)
@@ -419,13 +420,26 @@ def archives() -> Iterator[Case]:
     yield Case("zip-many.pt", many.getvalue(), REFUSAL)
 
 
-def other_pickles() -> Iterator[Case]:
-    """Not zip archives: what `torch.save` wrote before PyTorch 1.6, and pickles of others."""
+def legacy_files() -> Iterator[Case]:
     good = saved(released(), legacy=True)
-    yield Case("legacy.pt", good, REFUSAL)
-    yield Case("legacy-start.pt", good[: good.index(b"}", good.index(b"little_endian") - 40)], REFUSAL)
-    yield Case("legacy-bytes.pt", pickled(b"\x8e" + struct.pack("<Q", 2**40)), REFUSAL)
-    yield Case("legacy-code.pt", pickled(call("os system", text("x"))), REFUSAL)
+    start = good[: good.index(b"}", good.index(b"little_endian") - 40)]
+    system = pickled(b"}" + text("little_endian") + b"\x88s")
+    magic, protocol = pickled(integer(0x1950A86A20F9469CFC6C)), pickled(integer(1001))
+
+    def legacy(contents: bytes, keys: bytes = b"]", data: bytes = b"") -> bytes:
+        return magic + protocol + system + contents + pickled(keys) + data
+
+    def claiming(count: int) -> bytes:
+        return pickled(dictionary({"student": tensor("0", count, [4], [1]).replace(b"tQ", b"NtQ"), "config": b"}"}))
+
+    yield Case("legacy-start.pt", start, REFUSAL)
+    yield Case("legacy-claim.pt", legacy(claiming(2**34), b"]" + text("0") + b"a"), REFUSAL)
+    yield Case("legacy-claim-huge.pt", legacy(claiming(10**100), b"]" + text("0") + b"a"), REFUSAL)
+    yield Case("legacy-unfilled.pt", legacy(claiming(4)), REFUSAL)
+    yield Case("legacy-short.pt", legacy(claiming(4), b"]" + text("0") + b"a", bytes(20)), REFUSAL)
+    yield Case("legacy-keys.pt", legacy(claiming(4), b"](" + laughs("tuples") + b"e"), REFUSAL)
+    yield Case("legacy-bytes.pt", magic + pickled(b"\x8e" + struct.pack("<Q", 2**40)), REFUSAL)
+    yield Case("legacy-magic.pt", pickled(integer(1)) * 5, REFUSAL)
     yield Case("legacy-text.pt", b"\x80" + b"not a pickle" * 1000, REFUSAL)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from veca.checkpoint.format import CheckpointError, StrPath, check_tensors, read_description, read_safetensors
 from veca.checkpoint.released import Contents, parse_released, read_released
-from veca.checkpoint.torch_file import NOT_ZIP
 from veca.config import SIZES, ConfigError, VecaConfig, get_config
 from veca.errors import warn_caller
 from veca.model import Veca
@@ -24,7 +23,6 @@ WEIGHTS = Path(__file__).parents[1] / "weights"
 _MANY_LAYERS = 100
 """More layers than this take a noticeable time to build: they are built only if the file has tensors for them."""
 _OTHER_FILES = {
-    b"\x80": f"is a pickle, not a zip archive; {NOT_ZIP}",
     b"version https://git-lfs": "is a Git LFS pointer, not the weights (run `git lfs pull`)",
     b"<": "is a web page, not weights",
 }
@@ -167,7 +165,7 @@ def _read_contents(path: Path) -> Contents:
     try:
         if start[8:9] == b"{":  # safetensors: eight bytes of length, then JSON
             return _read_safetensors_file(path)
-        if start[:2] == b"PK":  # torch.save: a zip archive
+        if start[:2] == b"PK" or start[:1] == b"\x80":  # torch.save: a zip archive, or the older pickle
             return read_released(path)
     except ConfigError as error:
         raise CheckpointError(f"{path}: its configuration is not a VECA's: {error}") from error

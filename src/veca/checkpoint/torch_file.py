@@ -5,6 +5,7 @@ reader interprets only the pickle opcodes that `torch.save` writes, calls nothin
 size that a file claims with the size of the file before memory is allocated for it.
 """
 
+import io
 import math
 import os
 import pickle
@@ -12,8 +13,9 @@ import pickletools
 import tomllib
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from veca.utils.text import excerpt
 
-NOT_ZIP = "files that PyTorch before 1.6 saved are not read: torch.load and torch.save it again with a newer PyTorch"
+_LEGACY_START = (0x1950A86A20F9469CFC6C, 1001)
+"""Magic number and version with which files begin that PyTorch before 1.6 saved."""
 _MAX_OPERATIONS = 1_000_000
 """Opcodes in a pickle; a checkpoint has about 40 per tensor."""
 _MAX_SHARING = 2
@@ -60,42 +63,90 @@ def read_torch_file(path: Path) -> Any:
     claims more than it holds.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _Reader(archive, os.path.getsize(path)).load()
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"PK"
+        return _read_zip(path) if zipped else _read_legacy(path)
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # a damaged file raises almost anything
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"PK"
-        raise ValueError(excerpt(str(error) or type(error).__name__) if zipped else NOT_ZIP) from error
+        raise ValueError(excerpt(str(error) or type(error).__name__)) from error
+
+
+def _read_zip(path: Path) -> Any:
+    """An archive: a pickle NAME/data.pkl, and the storages of its tensors NAME/data/0, 1, …"""
+    size, storages = os.path.getsize(path), dict[str, Tensor]()
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        if len(entries) != len(archive.infolist()):
+            raise ValueError("two entries of the archive have the same name")
+        if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries.values()):
+            raise ValueError("entries of the archive are compressed, which torch.save never does")
+        # Entries may overlap in a hostile archive, and so claim more than the file has.
+        if (total := sum(entry.file_size for entry in entries.values())) > size:
+            raise ValueError(f"its entries claim {total:,} bytes, the file has {size:,}")
+        pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise ValueError("a zip archive without a data.pkl, so not one of torch.save")
+        folder = pickles[0].removesuffix("data.pkl")
+        if f"{folder}byteorder" in entries and archive.read(f"{folder}byteorder") != b"little":
+            raise ValueError("its numbers are not little-endian")
+
+        def find_storage(key: str, count: int) -> Tensor:
+            entry = entries.get(f"{folder}data/{key}")
+            if entry is None or entry.file_size != count:
+                raise ValueError(f"storage {excerpt(key)} has not the {count:,} bytes its tensors claim")
+            if key not in storages:
+                storages[key] = torch.empty(count, dtype=torch.uint8)
+                storages[key].numpy()[:] = np.frombuffer(archive.read(entry), np.uint8)
+            return storages[key]
+
+        return _Reader(size, find_storage).load(io.BytesIO(archive.read(pickles[0])))
+
+
+def _read_legacy(path: Path) -> Any:
+    """The format before PyTorch 1.6: five pickles, then the storages."""
+    file, storages = io.BytesIO(path.read_bytes()), dict[str, Tensor]()
+    unclaimed = size = len(file.getbuffer())
+
+    def find_storage(key: str, count: int) -> Tensor:
+        nonlocal unclaimed
+        if key not in storages:
+            unclaimed -= count
+            if unclaimed < 0:
+                raise ValueError(f"its storages claim more than the {size:,} bytes of the file")
+            storages[key] = torch.empty(count, dtype=torch.uint8)
+        if len(storages[key]) != count:
+            raise ValueError(f"storage {excerpt(key)} has not the {count:,} bytes its tensors claim")
+        return storages[key]
+
+    reader = _Reader(size, find_storage)
+    magic, protocol, system = (reader.load(file) for _ in range(3))
+    if (magic, protocol) != _LEGACY_START or not isinstance(system, dict):
+        raise ValueError("a pickle, but not one of torch.save")
+    if system.get("little_endian") is not True:
+        raise ValueError("its numbers are not little-endian")
+    contents, keys = reader.load(file), reader.load(file)
+    if type(keys) is not list or any(type(key) is not str for key in keys) or set(keys) != set(storages):
+        raise ValueError("its tensors and its storages do not belong together")
+    for key in keys:
+        file.seek(8, io.SEEK_CUR)  # the number of elements
+        data = file.read(len(storages[key]))
+        if len(data) != len(storages[key]):
+            raise EOFError(f"storage {excerpt(key)} is truncated")
+        storages[key].numpy()[:] = np.frombuffer(data, np.uint8)
+    return contents
 
 
 class _Reader:
-    """Reads the archive of a checkpoint: a pickle NAME/data.pkl, and the storages of its tensors NAME/data/0, 1, …"""
+    """Interprets the pickles of a file of `size` bytes; `find_storage(key, bytes)` gives the storage of a tensor."""
 
-    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
-        self.archive, self.bytes_left, self.storages = archive, _MAX_SHARING * size, dict[str, Tensor]()
-        self.entries = {entry.filename: entry for entry in archive.infolist()}
-        if len(self.entries) != len(archive.infolist()):
-            raise ValueError("two entries of the archive have the same name")
-        entries = self.entries.values()
-        if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries):
-            raise ValueError("entries of the archive are compressed, which torch.save never does")
-        # Entries may overlap in a hostile archive, and so claim more than the file has.
-        if (total := sum(entry.file_size for entry in entries)) > size:
-            raise ValueError(f"its entries claim {total:,} bytes, the file has {size:,}")
-        pickles = [name for name in self.entries if name.endswith("/data.pkl") and name.count("/") == 1]
-        if len(pickles) != 1:
-            raise ValueError("a zip archive without a data.pkl, so not one of torch.save")
-        self.folder = pickles[0].removesuffix("data.pkl")
-        order = f"{self.folder}byteorder"
-        if order in self.entries and archive.read(order) != b"little":
-            raise ValueError("its numbers are not little-endian")
+    def __init__(self, size: int, find_storage: Callable[[str, int], Tensor]) -> None:
+        self.bytes_left, self.find_storage = _MAX_SHARING * size, find_storage
 
-    def load(self) -> Any:
-        """Interpret the pickle."""
+    def load(self, file: IO[bytes]) -> Any:
+        """Interpret the next pickle."""
         stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
-        operations: Any = pickletools.genops(self.archive.read(f"{self.folder}data.pkl"))  # which only parses
+        operations: Any = pickletools.genops(file)  # which only parses
         for count, (opcode, argument, _) in enumerate(operations):
             if count >= _MAX_OPERATIONS:
                 raise ValueError(f"it has more than {_MAX_OPERATIONS:,} objects")
@@ -148,14 +199,9 @@ class _Reader:
     def _storage(self, identifier: Any) -> Tensor:
         """The numbers of a storage, (count,)."""
         match identifier:
-            case "storage", torch.dtype() as dtype, str() as key, _, int() as count:
-                entry, size = self.entries.get(f"{self.folder}data/{key}"), count * dtype.itemsize
-                if entry is None or entry.file_size != size:
-                    raise ValueError(f"storage {excerpt(key)} has not the {size:,} bytes its tensors claim")
-                if key not in self.storages:
-                    self.storages[key] = torch.empty(size, dtype=torch.uint8)
-                    self.storages[key].numpy()[:] = np.frombuffer(self.archive.read(entry), np.uint8)
-                return self.storages[key].view(dtype)
+            case "storage", torch.dtype() as dtype, str() as key, _, int() as count, *view:
+                if count >= 0 and all(each is None for each in view):
+                    return self.find_storage(key, count * dtype.itemsize).view(dtype)
         raise pickle.UnpicklingError("it refers to something that is not a storage")
 
     def _call(self, function: Any, arguments: Any) -> Any:

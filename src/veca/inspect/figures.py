@@ -53,7 +53,7 @@ def draw_cores(
 
     Defaults: all cores are active, the first six are shown, in three layers.
     """
-    sheet, budget = Sheet("cores", model, images, **options), _choose_budget(model, cores)
+    budget, sheet = _choose_budget(model, cores), Sheet("cores", model, images, **options)
     rule = f"with a budget of {budget}, cores are numbered 1 to {budget}: choose one of these, or raise the budget"
     which = layout.choose_numbers("core", which, range(1, min(6, budget) + 1), budget, rule)
     layers = sheet.choose_layers(layers, pick_evenly(range(1, len(model.blocks) + 1), 4)[1:] or [1])
@@ -112,7 +112,7 @@ def draw_states(
 
     Default: four layers, from the first to the last.
     """
-    sheet, budget = Sheet("states", model, images, **options), _choose_budget(model, cores)
+    budget, sheet = _choose_budget(model, cores), Sheet("states", model, images, **options)
     layers = sheet.choose_layers(layers, pick_evenly(range(1, len(model.blocks) + 1), 4))
     several = len(sheet.photos) > 1
     sheet.check_panels(1 + several, len(layers))
