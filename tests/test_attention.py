@@ -50,7 +50,7 @@ def test_fast_path_equals_the_reference_in_float64(cores: int, batch: int, grid:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("cores", "batch", "grid"), CASES)
-def test_gpu_against_float64(cores: int, batch: int, grid: tuple[int, int], dtype: torch.dtype) -> None:
+def test_attention_on_gpu_matches_float64(cores: int, batch: int, grid: tuple[int, int], dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}[dtype]
     qkv, points = inputs(cores, batch, grid, dtype, "cuda")
     exact = run(qkv.detach().double().requires_grad_(), points.detach().double().requires_grad_(), grid, "reference")

@@ -91,7 +91,7 @@ def test_unknown_names_get_a_suggestion() -> None:
         veca.create_model("veca_tiny", n_classes=3)
 
 
-def test_size_name() -> None:
+def test_size_name_ignores_heads_and_training_options() -> None:
     for name, config in SIZES.items():
         assert size_name(dataclasses.replace(config, num_classes=5, output_dim=9, coordinate_shift=0.0)) == name
     assert size_name(VecaConfig(depth=11)) is None

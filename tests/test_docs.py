@@ -32,7 +32,9 @@ BLOCKS = [(page, block) for page in PAGES for block in re.findall(r"```python\n(
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(BLOCKS)])
 @pytest.mark.filterwarnings("ignore")
-def test_python_blocks_run(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_of_the_docs_run(
+    page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Image.effect_mandelbrot((300, 200), (-2, -1, 1, 1), 50).convert("RGB").save("photo.jpg")
     exec(compile(block, str(page), "exec"), {})
@@ -57,7 +59,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS, *OTHERS, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_the_docs_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.exists(), link
@@ -134,7 +136,7 @@ def test_every_key_of_a_recipe_is_on_its_page_with_its_default() -> None:
 @pytest.mark.parametrize(
     "page", [*PAGES, *RESULTS, *OTHERS, *CARDS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_keys_exist(page: Path) -> None:
+def test_recipe_keys_in_the_docs_exist(page: Path) -> None:
     text = page.read_text()
     sections = "|".join({key.partition(".")[0] for key in KEYS if "." in key} - {"model", "data"})  # variables, too
     found = re.findall(r"--set '?([a-z][\w.]*)=", text)

@@ -35,7 +35,7 @@ def test_outputs_at_every_budget(golden: Golden, image: str, device: str) -> Non
 
 
 @pytest.mark.parametrize("image", ["image0", "image1"])
-def test_hidden_states(golden: Golden, image: str) -> None:
+def test_hidden_states_match_the_golden_numbers(golden: Golden, image: str) -> None:
     model = golden.model()
     with torch.no_grad():
         _, blocks = model.forward_intermediates(
@@ -71,6 +71,6 @@ def test_loss_and_every_gradient(golden: Golden, device: str) -> None:
     assert checked == sum(name.startswith("grad.") for name in numbers)
 
 
-def test_farthest_points() -> None:
+def test_farthest_points_match_the_golden_selection() -> None:
     fps = load_file(GOLDEN / "fps.safetensors")
     assert farthest_points(fps["pool"], 64).tolist() == fps["selected"].tolist()

@@ -106,7 +106,7 @@ def test_hooks_fire_and_take_effect(name: str, way: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_backward_hooks_fire(name: str, device: str) -> None:
+def test_backward_hooks_of_layers_are_called(name: str, device: str) -> None:
     model, calls = make(device), []
     layer = model.get_submodule(name)
     layer.register_full_backward_pre_hook(lambda *_: calls.append("before"))
@@ -645,11 +645,11 @@ def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
             use()
     with pytest.raises(veca.VecaError, match=f"cores={cores}: must be null, or an integer"):
         EmbedSettings(cores=cores)
-    with pytest.raises(veca.VecaError, match=f"budgets=.*{cores}.*: must be a tuple of integers"):
+    with pytest.raises(veca.VecaError, match=rf"budgets\[1\]={cores}: must be an integer"):
         veca.VecaConfig(budgets=(8, cores))
     with pytest.raises(veca.VecaError, match=f"cores {cores}: a budget of tiny is an integer from 1 to 64"):
         FrozenVeca(model, "tiny", torch.device("cpu"), "float32").cores((8, cores))
-    with pytest.raises(veca.VecaError, match=f"cores={cores} in case .*: a budget is an integer"):
+    with pytest.raises(veca.VecaError, match=f"cores={cores}: must be an integer"):
         Case("veca_tiny", 224, 1, cores)
-    with pytest.raises(veca.VecaError, match=f"cores=.*{cores}.*: must be from 1 to 64"):
+    with pytest.raises(veca.VecaError, match=rf"cores\[1\]={cores}: must be an integer"):
         FinetuneClassifySettings(size=32, cores=(8, cores)).budgets(model.config)

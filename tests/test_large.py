@@ -141,7 +141,7 @@ def test_attention_of_rows_far_apart() -> None:
         assert torch.equal(found, want)
 
 
-def test_swiglu() -> None:
+def test_swiglu_beyond_32_bit_offsets() -> None:
     rows, width = 1024 * 1088, 2048
     assert rows // 16 > 2**16
     h, bias, d_out = randn(rows, 2 * width), randn(2 * width), randn(rows, width)
@@ -156,7 +156,7 @@ def test_swiglu() -> None:
     assert relative_error(d_bias, want) <= 1e-2
 
 
-def test_add_norm() -> None:
+def test_add_norm_beyond_32_bit_offsets() -> None:
     batch, tokens = 2720, CORES + 1024
     x, update = randn(batch, tokens, DIM), randn(batch, tokens, DIM)
     assert x.numel() > 2**31
@@ -178,7 +178,7 @@ def test_add_norm() -> None:
     assert relative_error(d_affine, want) <= 1e-2
 
 
-def test_narrow_linear() -> None:
+def test_narrow_linear_beyond_32_bit_offsets() -> None:
     batch = 2**31 // (CORES * DIM) + 100
     x, weight, bias, d_out = randn(batch, CORES, DIM), randn(2, DIM), randn(2), randn(batch, CORES, 2)
     assert x.numel() > 2**31
@@ -195,7 +195,7 @@ def test_narrow_linear() -> None:
 # The kernels of `veca.optimize`.
 
 
-def test_linear() -> None:
+def test_linear_beyond_32_bit_offsets() -> None:
     from veca.kernels.linear import linear, linear_residual, moments
 
     rows = 1024 * 1100
@@ -233,7 +233,7 @@ def test_norm_moments_and_quantize() -> None:
 
 
 @pytest.mark.parametrize(("batch", "side"), [(1, 32_768), (MANY, 16)])
-def test_patchify(batch: int, side: int) -> None:
+def test_patchify_beyond_32_bit_offsets(batch: int, side: int) -> None:
     from veca.kernels.linear import patchify
 
     images = randn(batch, 3, side, side)
@@ -252,7 +252,7 @@ def test_move_of_more_images_than_a_grid_counts() -> None:
 
 
 @pytest.mark.parametrize(("batch", "grid", "heads"), [(MANY, (2, 2), 4), (1, (1536, 1024), 12)])
-def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
+def test_few_cores_beyond_32_bit_offsets(batch: int, grid: tuple[int, int], heads: int) -> None:
     from veca.kernels.few_cores import averaging_weights, first_core_logits, probabilities
 
     cores, patches = 8, grid[0] * grid[1]
@@ -289,7 +289,7 @@ def test_few_cores(batch: int, grid: tuple[int, int], heads: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "tokens", "dim"), [(MANY, 12, 64), (1, 3_000_000, DIM)])
-def test_mix(batch: int, tokens: int, dim: int) -> None:
+def test_mix_residual_beyond_32_bit_offsets(batch: int, tokens: int, dim: int) -> None:
     from veca.kernels.few_cores import mix_residual
 
     cores, width = 8, 8 * dim // WIDTH

@@ -19,7 +19,7 @@ import veca
 from veca.attention import use_kernel
 
 
-def test_output_shapes(tiny: veca.Veca) -> None:
+def test_outputs_have_the_documented_shapes(tiny: veca.Veca) -> None:
     out = tiny(random_images(), cores=16)
     assert out.cls.shape == (2, 64)
     assert out.patches.shape == (2, 15, 64)
@@ -44,7 +44,7 @@ def test_a_models_own_budget_is_that_of_calls_that_name_none(tiny: veca.Veca) ->
 
 
 @pytest.mark.parametrize("cores", [1, 8, 13, 40, 63])
-def test_prefix_property(cores: int) -> None:
+def test_c_active_cores_are_a_model_of_those_cores_alone(cores: int) -> None:
     """C active cores are a model that only ever had those C."""
     whole = make_tiny(budgets=tuple(range(1, 65)))
     small = make_tiny(num_cores=cores, core_chunk=cores, budgets=(cores,))
@@ -257,7 +257,7 @@ def test_forward_features_and_head() -> None:
     torch.testing.assert_close(model.forward_head(tokens, pre_logits=True), out.cls, rtol=0, atol=0)
 
 
-def test_reset_classifier(tiny: veca.Veca) -> None:
+def test_reset_classifier_replaces_the_head(tiny: veca.Veca) -> None:
     tiny.to(torch.bfloat16).reset_classifier(5)
     assert tiny.config.num_classes == 5
     logits = tiny(random_images(), 8).logits
@@ -273,7 +273,7 @@ def test_reset_classifier(tiny: veca.Veca) -> None:
         tiny.reset_classifier(3, "avg")
 
 
-def test_intermediates_follow_timm() -> None:
+def test_intermediates_have_the_structure_of_timm() -> None:
     """The same calls on timm's DINOv3-shaped ViT and on ours give results of the same structure."""
     model = make_tiny()
     dense = timm.create_model("vit_small_patch16_dinov3", num_classes=0, depth=3, dynamic_img_size=True).eval()
@@ -397,7 +397,7 @@ def test_training_augments_patch_coordinates_only(tiny: veca.Veca) -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_initial_weights(deferred: bool) -> None:
+def test_initial_weights_have_the_documented_scale(deferred: bool) -> None:
     torch.manual_seed(0)
     with torch.device("meta" if deferred else "cpu"):
         model = veca.create_model("veca_tiny")
@@ -473,7 +473,7 @@ def test_compiles_as_one_graph_with_gradients() -> None:
         assert model.blocks[0].attn.qkv.weight.grad is not None
 
 
-def test_exports(tiny: veca.Veca) -> None:
+def test_an_exported_program_gives_the_same_features(tiny: veca.Veca) -> None:
     exported = torch.export.export(tiny, (random_images(),), {"cores": 16}).module()
     other = torch.randn(2, 3, 48, 80)
     torch.testing.assert_close(exported(other, cores=16).patches, tiny(other, 16).patches)
@@ -507,7 +507,7 @@ def test_gpu_inductor_and_autocast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_equals_cpu() -> None:
+def test_features_on_gpu_match_cpu() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     model = make_tiny()

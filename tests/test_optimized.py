@@ -104,7 +104,7 @@ def shortcut(monkeypatch: pytest.MonkeyPatch, on: bool) -> list[int]:
     ],
     ids=str,
 )
-def test_same_numbers(
+def test_optimized_features_match_float64(
     cores: int, size: tuple[int, int, int], few: bool, overrides: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, images = make_small(**overrides), random_images(*size)
@@ -187,7 +187,7 @@ def test_an_empty_batch_is_no_error() -> None:
 
 
 @interpreted
-def test_any_patch_size() -> None:
+def test_any_patch_size_is_supported() -> None:
     model, images = make_small(depth=1, patch_size=5), random_images(1, 10, 15)
     found = FastVeca(model, torch.float32, None, False)(images, 8)
     assert max(errors(parts(found), parts(exact(model, images, 8)))) <= 3e-6
@@ -276,7 +276,7 @@ def test_linear_and_the_sum_after_it(rows: int, inputs: int, outputs: int, tilin
 
 
 @interpreted
-def test_linear_in_float8() -> None:
+def test_linear_in_float8_is_close_to_float64() -> None:
     from veca.kernels.linear import linear as kernel
     from veca.kernels.linear import quantize_normalized
 
@@ -294,7 +294,7 @@ def test_linear_in_float8() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (7, 96), (6, 100)])
-def test_norm(rows: int, width: int) -> None:
+def test_layer_norm_kernel_matches_float64(rows: int, width: int) -> None:
     from veca.kernels.linear import layer_norm as kernel
 
     (norm, _), x = layer(width, 1), tokens(rows, width) + 30
@@ -318,7 +318,7 @@ def test_a_row_without_variance_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("layout", "patch"), [("contiguous", 4), ("contiguous", 6), ("channels last", 4), ("slice", 4), ("one for all", 3)]
 )
-def test_patchify(layout: str, patch: int) -> None:
+def test_patchify_matches_unfold_in_any_layout(layout: str, patch: int) -> None:
     from veca.kernels.linear import patchify
 
     images = random_images(2, 2 * patch, 3 * patch)
@@ -350,7 +350,7 @@ def test_patchify_of_a_wide_picture() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("cores", "grid", "width"), [(1, (1, 3), 32), (8, (7, 10), 32), (20, (5, 13), 64)], ids=str)
-def test_probabilities(cores: int, grid: tuple[int, int], width: int) -> None:
+def test_probabilities_match_float64(cores: int, grid: tuple[int, int], width: int) -> None:
     from veca.kernels.few_cores import averaging_weights, first_core_logits, probabilities
 
     torch.manual_seed(cores)
@@ -379,7 +379,7 @@ def test_probabilities(cores: int, grid: tuple[int, int], width: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize(("cores", "patches", "heads", "dim"), [(1, 3, 2, 64), (13, 70, 2, 96), (8, 9, 3, 100)])
-def test_mix(cores: int, patches: int, heads: int, dim: int) -> None:
+def test_mix_residual_matches_float64(cores: int, patches: int, heads: int, dim: int) -> None:
     from veca.kernels.few_cores import mix_residual
 
     torch.manual_seed(cores)
@@ -429,7 +429,7 @@ def test_cores_stay_inside_the_picture() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (48, 7)])
-def test_fold_norm(inputs: int, outputs: int) -> None:
+def test_fold_norm_leaves_one_factor_per_row(inputs: int, outputs: int) -> None:
     (norm, linear), x = layer(inputs, outputs), tokens(9, inputs).double()
     weight, bias = fold_norm(norm, linear)
     sigma = (x.var(1, correction=0, keepdim=True) + norm.eps).sqrt()
@@ -438,7 +438,7 @@ def test_fold_norm(inputs: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("hidden", [1, 64, 90, 128, 2730])
-def test_pair_swiglu(hidden: int) -> None:
+def test_interleave_swiglu_alternates_groups_of_rows(hidden: int) -> None:
     weight, bias = torch.randn(2 * hidden, 5), torch.randn(2 * hidden)
     paired, paired_bias = interleave_swiglu(weight, bias)
     turns = math.ceil(hidden / 64)
@@ -450,7 +450,7 @@ def test_pair_swiglu(hidden: int) -> None:
             assert not mine[hidden:].any()
 
 
-def test_to_float8() -> None:
+def test_to_float8_scales_rows_to_its_range() -> None:
     weight = torch.randn(6, 512) * torch.logspace(-6, 3, 6)[:, None]
     weight[3] = 0
     values, scale = to_float8(weight)

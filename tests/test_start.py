@@ -85,7 +85,7 @@ metadata.version = version
 """
 
 
-def test_without_installed_metadata(tmp_path: Path) -> None:
+def test_the_version_of_a_source_copy_is_that_of_pyproject(tmp_path: Path) -> None:
     """As from a copy of the sources, or through torch.hub: the version is that of the sources, and says so."""
     copy = tmp_path / "copy"
     shutil.copytree(SOURCES, copy / "src" / "veca", ignore=shutil.ignore_patterns("*.pyc", "weights"))

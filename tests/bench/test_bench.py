@@ -437,7 +437,7 @@ def test_times_stand_where_float64_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("bench", ["model", "train", "attention"])
-def test_commands_write_results(bench: str, tmp_path: Path) -> None:
+def test_bench_commands_write_their_results(bench: str, tmp_path: Path) -> None:
     name = "two-sdpa" if bench == "attention" else "veca-eager"
     options = ["--model", "tiny", "--size", "32,48", "--batch-size", "1", "--cores", "8", "--repeats", "1"]
     options += ["--contender", name, "--device", "cpu", "--out", str(tmp_path), "--no-errors"]
@@ -449,7 +449,7 @@ def test_commands_write_results(bench: str, tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and row["error"] is None for row in rows)
 
 
-def test_plots_are_files(tmp_path: Path) -> None:
+def test_plots_are_written_as_files(tmp_path: Path) -> None:
     rows = [
         BenchRow("model forward", name, "veca_base", size, batch, 64, ms=size * batch * factor)
         for name, factor in (("veca", 1.0), ("dense compiled", 2.0))

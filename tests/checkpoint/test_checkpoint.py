@@ -142,7 +142,7 @@ def test_convert_a_model_of_ours_to_the_released_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "student.", "module.student.", "_orig_mod.module."])
-def test_prefixes(released: dict[str, object], tmp_path: Path, prefix: str) -> None:
+def test_prefixes_of_wrapped_models_are_removed(released: dict[str, object], tmp_path: Path, prefix: str) -> None:
     student = released["student"]
     released["student"] = {prefix + name: tensor for name, tensor in student.items()}  # type: ignore[attr-defined]
     torch.save(released, tmp_path / "x.pt")
@@ -418,7 +418,7 @@ def test_finite_weights_do_not_warn(tmp_path: Path, recwarn: pytest.WarningsReco
         veca.load(tmp_path, dtype=torch.float16)
 
 
-def test_provenance_of_others(tmp_path: Path) -> None:
+def test_provenance_of_untrusted_files_is_checked(tmp_path: Path) -> None:
     config = make_tiny(depth=1).config.to_dict()
     tensors = dict(make_tiny(depth=1).state_dict())
     for told, message in (

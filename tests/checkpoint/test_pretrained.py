@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return weights
 
 
-def test_names(folder: Path) -> None:
+def test_a_size_alone_means_its_first_tag(folder: Path) -> None:
     assert veca.list_models(pretrained=True) == ["veca_tiny.birds_coco", "veca_tiny.cats_coco"]
     birds, cats, first = (veca.load(name) for name in ("veca_tiny.birds_coco", "veca_tiny.cats_coco", "veca_tiny"))
     assert torch.equal(features(first), features(birds)), "a size alone is its first tag by the alphabet"
@@ -81,7 +81,7 @@ def test_they_are_float32_unless_asked_otherwise(folder: Path) -> None:
     assert {p.dtype for p in veca.load("veca_tiny", dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
-def test_create_model_pretrained(folder: Path) -> None:
+def test_create_model_takes_pretrained_weights_and_a_new_classifier(folder: Path) -> None:
     model = veca.create_model("veca_tiny.cats_coco", pretrained=True, num_classes=5)
     assert model.training
     assert model.head.weight.shape == (5, 40)
@@ -109,7 +109,7 @@ def test_a_path_of_that_name_comes_first(folder: Path) -> None:
     assert pretrained_name("veca_tiny") is None
 
 
-def test_timm(folder: Path) -> None:
+def test_timm_lists_the_pretrained_tags(folder: Path) -> None:
     """What it registers is decided when it is imported; here it is asked for, and a file of the folder is named."""
     cfgs = veca.hub.timm._cfgs()
     assert [name for name in cfgs if "." in name] == ["veca_tiny_patch16.birds_coco", "veca_tiny_patch16.cats_coco"]
@@ -141,7 +141,7 @@ def test_commands_say_what_the_weights_are(folder: Path) -> None:
     assert (facts["dtype"], facts["provenance"]) == ("float16", PROVENANCE)
 
 
-def test_convert_for_others(tmp_path: Path) -> None:
+def test_convert_makes_a_folder_fit_for_publication(tmp_path: Path) -> None:
     run = make_tiny(output_dim=40)
     run.provenance = PROVENANCE
     veca.save(run, tmp_path / "run")
@@ -221,7 +221,7 @@ def test_the_repository_stays_small() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_card(name: str) -> None:
+def test_cards_name_licence_data_and_teacher(name: str) -> None:
     card = (WEIGHTS / name / "README.md").read_text(encoding="utf-8")
     teacher = veca.load(name, "meta").provenance["teacher"]["name"]
     assert card.startswith("---\n"), "a model card opens with metadata, as the Hub reads it"
@@ -233,7 +233,7 @@ def test_card(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_file(name: str) -> None:
+def test_files_are_float16_and_agree_with_their_config(name: str) -> None:
     with safe_open(WEIGHTS / name / "model.safetensors", "pt") as file:
         header = json.loads(file.metadata()["veca"])
         assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"F16"}  # noqa: SIM118 (it is no dict)

@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command", [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"], ["export"], ["explore"]]
 )
-def test_help_teaches(command: list[str]) -> None:
+def test_help_of_every_command_is_complete(command: list[str]) -> None:
     result = run(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
@@ -52,11 +52,11 @@ def test_help_teaches(command: list[str]) -> None:
         )
 
 
-def test_version() -> None:
+def test_version_is_that_of_the_package() -> None:
     assert run(app, ["--version"]).output.startswith(f"veca {veca.__version__}")
 
 
-def test_embed(folder: Path) -> None:
+def test_embed_writes_features_and_lists_failures(folder: Path) -> None:
     out = folder / "features.parquet"
     options = ["--model", str(folder / "model"), "--cores", "16", "--size", "48", "--dense", "--workers", "0"]
     result = run(app, ["embed", str(folder / "photos"), "--out", str(out), *options])
@@ -84,7 +84,7 @@ def test_embed_with_a_named_size_says_the_weights_are_random(folder: Path) -> No
 
 
 @pytest.mark.usefixtures("nothing_ships")
-def test_info(folder: Path) -> None:
+def test_info_shows_size_and_cost(folder: Path) -> None:
     shown = run(app, ["info", "--model", str(folder / "model"), "--size", "64", "--cores", "24"])
     assert shown.exit_code == 0
     assert "GFLOPs, 64 px, C = 24" in shown.output
@@ -99,7 +99,7 @@ def test_info(folder: Path) -> None:
         assert isinstance(run(app, ["info", "--model", "veca_tiny", *wrong]).exception, ValueError)
 
 
-def test_convert_and_back(tmp_path: Path) -> None:
+def test_converting_there_and_back_changes_nothing(tmp_path: Path) -> None:
     source = GOLDEN / "official_checkpoint.pt"
     assert run(app, ["convert", "--model", str(source), "--out", str(tmp_path / "ours")]).exit_code == 0
     assert run(app, ["convert", "--model", str(tmp_path / "ours"), "--out", str(tmp_path / "back.pt")]).exit_code == 0
@@ -111,7 +111,7 @@ def test_convert_and_back(tmp_path: Path) -> None:
     assert run(app, ["convert", "--model", str(source), "--out", str(tmp_path / "ours"), "--overwrite"]).exit_code == 0
 
 
-def test_demo(folder: Path) -> None:
+def test_demo_writes_its_page(folder: Path) -> None:
     out = folder / "r.html"
     picture, model = str(folder / "photos" / "a.png"), str(folder / "model")
     result = run(app, ["demo", picture, "--out", str(out), "--model", model, "--size", "64"])
@@ -178,7 +178,7 @@ def test_warnings_are_one_line(
     assert told[0].endswith(" to JPEG or PNG first")
 
 
-def test_interrupt_and_continue(folder: Path) -> None:
+def test_an_interrupted_embed_resumes_to_the_same_file(folder: Path) -> None:
     """Ctrl-C in the middle: status 130 and a hint; the same command then gives what an uninterrupted one gives."""
     for i in range(60):
         noise_image(i, 64, 64).save(folder / "photos" / f"p{i:03d}.png")

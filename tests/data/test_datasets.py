@@ -160,7 +160,7 @@ def test_a_dataset_for_another_task_is_refused(tmp_path: Path) -> None:
         load_dataset("food101", tmp_path, "depth")
 
 
-def test_names_are_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_dataset_name_suggests_a_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DatasetError, match="'food10' is neither the name of a dataset.*did you mean .food101.*(.|\n)*CLASS/7.jpg"

@@ -281,7 +281,7 @@ def test_pictures_and_masks_without_anything_else(tmp_path: Path) -> None:
         load_dataset(str(tmp_path))
 
 
-def test_pictures_and_depths(tmp_path: Path) -> None:
+def test_folders_of_images_and_depths_are_read(tmp_path: Path) -> None:
     for i in range(10):
         picture(tmp_path, f"images/{i}.jpg")
         values(tmp_path / f"depths/{i}.png", [0, 65535, 1234], np.uint16)
@@ -329,7 +329,7 @@ def members(keys: str, *ends: str) -> dict[str, bytes]:
     return {name: data for name, data in made.items() if name.partition(".")[2] in ("webp", *ends)}
 
 
-def test_shards_of_classes(tmp_path: Path) -> None:
+def test_shards_with_classes_are_read(tmp_path: Path) -> None:
     paths = [
         shard(tmp_path / "zoo-trainval-00.tar", members("a b c d e f", "cls", "json")),
         shard(tmp_path / "zoo-trainval-01.tar", members("g h i", "cls")),
@@ -405,7 +405,7 @@ def test_a_link_in_a_shard_is_refused(tmp_path: Path) -> None:
         load_dataset(str(path))
 
 
-def test_relative_paths_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tmp_path / "zoo-train.tar", members("a b c d", "cls"))
     monkeypatch.chdir(tmp_path)
     data = load_dataset("zoo-train.tar")

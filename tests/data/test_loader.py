@@ -121,7 +121,7 @@ def test_an_epoch_shows_each_picture_once(photos: Path) -> None:
     assert len({image.numpy().tobytes() for image in shown.images}) == 20
 
 
-def test_workers_change_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_workers_changes_no_batch(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_SLOT_BYTES", 3 * 70**2)  # three pictures, one, and less than one
     options = {"resolution_of": lambda forward: (32, 64, 80)[forward % 3]}
     alone, helped = (batches(find(photos), 6, workers=workers, **options) for workers in (0, 2))
@@ -231,7 +231,7 @@ def test_large_jpegs_are_decoded_smaller_and_look_the_same(size: tuple[int, int]
         assert apart.quantile(0.999) <= 2
 
 
-def test_odd_pictures(tmp_path: Path) -> None:
+def test_odd_shapes_and_modes_become_crops(tmp_path: Path) -> None:
     rotated = Image.Exif()
     rotated[0x0112] = 6
     grainy_image(0, 1, 1).save(tmp_path / "a.png")
@@ -474,7 +474,7 @@ def test_damaged_shards_give_what_they_have(tmp_path: Path, members: dict[str, b
     assert "damaged archive" in reason
 
 
-def test_thousands_of_names(tmp_path: Path) -> None:
+def test_an_index_of_thousands_of_names_is_complete(tmp_path: Path) -> None:
     tar = shard(tmp_path / "s.tar", {f"é{i:05}.jpg": b"%d" % i for i in range(5000)})
     for _ in range(2):
         found = find(tar, cache=tmp_path / "train.index")
@@ -547,7 +547,9 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
     fs.pseudo_dirs[:] = [""]
 
 
-def test_addresses(photos: Path, tmp_path: Path, members: dict[str, bytes], memory: fsspec.AbstractFileSystem) -> None:
+def test_images_at_remote_addresses_are_indexed(
+    photos: Path, tmp_path: Path, members: dict[str, bytes], memory: fsspec.AbstractFileSystem
+) -> None:
     memory.pipe("/bucket/shards/s.tar", shard(tmp_path / "s.tar", members).read_bytes())
     for path in sorted(photos.iterdir()):
         memory.pipe(f"/bucket/photos/{path.name}", path.read_bytes())
@@ -590,7 +592,7 @@ def test_a_shard_elsewhere_is_read_by_ranges(
         found.read(2)
 
 
-def test_hugging_face_datasets(photos: Path, tmp_path: Path) -> None:
+def test_hugging_face_datasets_are_indexed(photos: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     paths = sorted(str(path) for path in photos.iterdir())
     rows = {"label": list(range(10)), "picture": [{"bytes": Path(path).read_bytes()} for path in paths]}
@@ -622,7 +624,7 @@ def test_the_progress_line_is_shown_when_asked_for(photos: Path, capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
-def test_the_benchmark_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_data_benchmark_prints_its_rates(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_data([str(photos)], resolution=32, workers=1, batch_size=2, seconds=0.1)
     shown = capsys.readouterr().out
     assert "10 images at 32" in shown

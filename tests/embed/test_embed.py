@@ -206,7 +206,7 @@ def test_inputs_keep_their_order_and_named_files_are_always_tried(tmp_path, mode
         ("**/**/[bc].png", ["x/b.png", "x/y/c.png"]),
     ],
 )
-def test_globs(tmp_path, model, pattern, found):
+def test_globs_match_as_in_a_shell(tmp_path, model, pattern, found):
     for name in ("a.png", "x/b.png", "x/y/c.png", "x/y/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(noise_png())
@@ -223,7 +223,7 @@ def test_relative_globs_and_names_with_brackets(tmp_path, model, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
-def test_shards(tmp_path, model, suffix):
+def test_shards_give_one_row_per_image(tmp_path, model, suffix):
     members = {
         "0001.png": noise_png(1),
         "0001.cls": b"7",
@@ -257,7 +257,7 @@ def rows_of(out: Path, model: Veca, seeds: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["binary", "large_binary", "struct"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_parquet(tmp_path, model, kind, workers):
+def test_parquet_columns_of_every_type_are_read(tmp_path, model, kind, workers):
     data = [noise_png(1), b"broken", None, noise_png(2)] + [noise_png(3)] * 20
     values = [{"bytes": each, "path": "x.png"} for each in data] if kind == "struct" else data
     kinds = {
@@ -327,7 +327,7 @@ def remote(tmp_path) -> Iterator[str]:
     fs.rm("/bucket", recursive=True)
 
 
-def test_addresses(remote, tmp_path, model):
+def test_remote_sources_are_embedded(remote, tmp_path, model):
     given = [f"{remote}/a", f"{remote}/*.tar", f"{remote}/t.parquet", f"{remote}/a/1.png"]
     report = go(given, tmp_path / "f.parquet", model, progress=True)
     names = ["a/1.png", "a/b/2.png", "s.tar/5.png", "t.parquet/0", "a/1.png"]
@@ -513,7 +513,7 @@ def test_what_cannot_work_is_refused_up_front(photos, tmp_path, model, out, sett
 
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"batch": 2.0}, {"fit": "squeeze"}, {"save_dtype": "int8"}])
-def test_settings_are_checked(wrong):
+def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(EmbedError, match=next(iter(wrong))):
         EmbedSettings(**wrong)
 
@@ -1182,7 +1182,7 @@ def test_the_callers_model_and_random_numbers_stay_as_they_were(photos, tmp_path
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "g.parquet").read_bytes()
 
 
-def test_precision(photos, tmp_path, model):
+def test_bfloat16_features_are_close_to_float32(photos, tmp_path, model):
     go(photos, tmp_path / "f.parquet", model)
     go(photos, tmp_path / "g.parquet", model, EmbedSettings(cores=8, size=32, batch=2, precision="bfloat16"))
     full, half = (np.array(pq.read_table(tmp_path / n)["cls"].to_pylist()) for n in ("f.parquet", "g.parquet"))

@@ -178,7 +178,7 @@ def test_segmentation_is_learnt_from_patch_and_global_feature(norm: str) -> None
     ],
     ids=["bins", "l1", "l2", "regression-sig"],
 )
-def test_depth_is_learnt(head: DepthHead) -> None:
+def test_a_depth_head_learns_synthetic_scenes(head: DepthHead) -> None:
     found = fit_one(head, scenes(1, 150, depth=True), scenes(2, 5, depth=True), rates=(0.02,), steps=150, every=150)
     guess = evaluate(head.stack(1), scenes(2, 5, depth=True)())[0]
     assert best_scores(found)["rmse"] < 0.6 * guess["rmse"]

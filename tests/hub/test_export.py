@@ -162,7 +162,7 @@ def test_the_command_says_that_classes_stay_behind(tmp_path: Path, monkeypatch: 
         assert ("classifier of 3 classes will not be in the file" in done.stderr) == bool(classes)
 
 
-def test_int8(folder: Path, model: veca.Veca) -> None:
+def test_int8_files_are_close_to_the_model(folder: Path, model: veca.Veca) -> None:
     checks = [ExportCheck(*each) for each in json.loads((folder / "int8.json").read_text())]
     assert [each.batch for each in checks] == [1, 2]
     assert all(1e-4 < each.errors[key] < 0.3 for each in checks for key in ("cls", "patches"))  # felt, not fatal
@@ -241,7 +241,9 @@ def test_a_file_that_is_wrong_is_not_kept(model: veca.Veca, tmp_path: Path, monk
         ("m.pt2", {"dtype": "int8"}, "ends in .onnx"),
     ],
 )
-def test_mistakes(model: veca.Veca, tmp_path: Path, name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_export_options_are_refused(
+    model: veca.Veca, tmp_path: Path, name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         export(model, tmp_path / name, **options)
     assert not list(tmp_path.iterdir())
@@ -263,7 +265,7 @@ def test_models_that_cannot_be_exported(model: veca.Veca, tmp_path: Path, monkey
         export(model, tmp_path / "m.onnx")
 
 
-def test_without_the_extra(model: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(model: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
 
     def missing(name: str) -> Any:
@@ -276,7 +278,7 @@ def test_without_the_extra(model: veca.Veca, tmp_path: Path, monkeypatch: pytest
         export(model, tmp_path / "m.onnx")
 
 
-def test_sizes_as_typed() -> None:
+def test_sizes_are_parsed_as_height_by_width() -> None:
     assert parse_size("512x768") == (512, 768)
     for wrong in ("512x", "big", "-16x16", "16x16x16", ""):
         with pytest.raises(ValueError, match="give HEIGHTxWIDTH"):

@@ -35,7 +35,7 @@ def test_without_weights_it_says_so() -> None:
     assert logits.shape == (1, 3)
 
 
-def test_weights_that_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_weights_load_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("veca.checkpoint.loading.WEIGHTS", tmp_path)
     source = veca.create_model("veca_tiny", output_dim=40).eval()
     veca.save(source, tmp_path / "veca_tiny.cats_coco")

@@ -53,7 +53,7 @@ assert timm.is_model("veca_small_patch16")
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_names_and_sizes() -> None:
+def test_every_size_is_registered_in_timm() -> None:
     assert sorted(timm.list_models("veca*")) == sorted(NAMES)
     for name in NAMES:
         model = timm.create_model(name, device="meta")
@@ -163,7 +163,7 @@ def test_made_on_the_meta_device_and_filled_later() -> None:
     assert model(random_images().double()).isfinite().all()
 
 
-def test_features_only() -> None:
+def test_features_only_gives_maps_of_the_blocks() -> None:
     model = create(features_only=True, out_indices=(0, 1), cores=16)
     same = create(cores=16)
     assert model.feature_info.channels() == [64, 64]
@@ -186,7 +186,7 @@ def test_features_of_a_model_with_output_map() -> None:
     assert not any("output_proj" in name for name, _ in model.named_parameters())
 
 
-def test_intermediates() -> None:
+def test_intermediates_agree_with_feature_info() -> None:
     model = create()
     info = FeatureInfo(model.feature_info, len(model.feature_info))
     final, found = model.forward_intermediates(random_images())
@@ -202,7 +202,7 @@ def test_intermediates() -> None:
         assert [t.shape for t in ours["image_intermediates"]] == [t.shape for t in theirs["image_intermediates"]]
 
 
-def test_input_size() -> None:
+def test_set_input_size_checks_its_arguments() -> None:
     model = create(img_size=64, dynamic_img_size=True)
     assert model.patch_embed.grid_size == (4, 4)
     model.set_input_size((48, 80))
@@ -243,7 +243,7 @@ def test_weight_decay_and_layers() -> None:
     assert group[id(model.cores[0])]["lr_scale"] == pytest.approx(0.5**4)
 
 
-def test_stochastic_depth() -> None:
+def test_stochastic_depth_acts_in_training_only() -> None:
     model = create(drop_path_rate=0.5, coordinate_shift=0.0, coordinate_rescale=1.0)
     same_weights(model)
     plain = create()
@@ -307,7 +307,7 @@ def test_tools_of_veca_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         veca.optimize(model)
 
 
-def test_compiles() -> None:
+def test_the_timm_model_compiles_as_one_graph() -> None:
     model = create(num_classes=3)
     same_weights(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -250,7 +250,7 @@ def test_pictures_are_prepared_as_by_veca(tmp_path: Path) -> None:
         processor(fractal_image(), size=50)
 
 
-def test_pipelines(tmp_path: Path) -> None:
+def test_pipelines_of_transformers_run(tmp_path: Path) -> None:
     plain = make_tiny(num_classes=3)
     VecaForImageClassification.from_veca(plain).save_pretrained(tmp_path)
     VecaImageProcessor(size=32).save_pretrained(tmp_path)

@@ -115,7 +115,7 @@ def test_every_extension_is_one_pillow_knows_for_a_format_we_take() -> None:
 
 @pytest.mark.parametrize("colours", [2, 4, 16, 256])
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
-def test_palettes(image: Image.Image, colours: int, kind: str) -> None:
+def test_palettes_are_resolved_to_their_colours(image: Image.Image, colours: int, kind: str) -> None:
     indexed = image.quantize(colours)
     palette = np.array(indexed.getpalette()).reshape(-1, 3)
     np.testing.assert_array_equal(array(encode(indexed, kind)), palette[np.asarray(indexed)])
@@ -162,7 +162,7 @@ def test_palette_alpha_and_transparent_index(image: Image.Image) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "RGB"])
-def test_transparent_colour(image: Image.Image, mode: str) -> None:
+def test_a_transparent_colour_takes_the_background(image: Image.Image, mode: str) -> None:
     plain = image.convert(mode)
     key = plain.getpixel((5, 5))
     values = np.asarray(plain.convert("RGB")).astype(int)
@@ -292,7 +292,7 @@ def test_pillow_images_are_converted_and_never_changed(image: Image.Image) -> No
     assert opened.getpixel((0, 0)) != (1, 2, 3)
 
 
-def test_sources(image: Image.Image, tmp_path: Path) -> None:
+def test_paths_bytes_and_streams_open_alike(image: Image.Image, tmp_path: Path) -> None:
     data = encode(image, "PNG")
     path = tmp_path / "picture.png"
     path.write_bytes(data)
@@ -337,7 +337,7 @@ def test_everything_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read all")
-def test_unreadable_file(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     path = tmp_path / "locked.png"
     path.write_bytes(flat_png(4, 4))
     path.chmod(0)
@@ -404,7 +404,7 @@ def test_an_interrupt_is_not_swallowed(image: Image.Image, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF"])
-def test_pixel_limit(kind: str, image: Image.Image) -> None:
+def test_more_pixels_than_the_limit_are_refused(kind: str, image: Image.Image) -> None:
     data = encode(image, kind)
     pixels = 61 * 47
     # WebP is allowed seven eighths, because its decoder needs more memory.
@@ -637,7 +637,7 @@ def test_crop_is_the_centre_of_the_picture_at_1_125(rng: np.random.Generator) ->
         np.testing.assert_allclose(found, np.asarray(reference(picture)), atol=1)
 
 
-def test_stretch(rng: np.random.Generator) -> None:
+def test_stretch_is_a_bicubic_resize(rng: np.random.Generator) -> None:
     picture = photo(rng, 100, 72)
     for size, sides in ((64, (64, 64)), ((32, 96), (96, 32)), ((96, 112), (112, 96))):
         expected = picture.resize(sides, Image.Resampling.BICUBIC)
@@ -674,7 +674,7 @@ def test_stretch_of_a_very_narrow_picture_needs_little_memory() -> None:
         ((24, 40), None, (32, 48)),
     ],
 )
-def test_keep(sides: tuple[int, int], size: int | None, expected: tuple[int, int]) -> None:
+def test_keep_preserves_the_aspect_ratio(sides: tuple[int, int], size: int | None, expected: tuple[int, int]) -> None:
     assert fit_image(Image.new("RGB", sides), size, "keep").size == expected
 
 
@@ -769,7 +769,7 @@ def test_load_image_is_the_sum_of_its_parts(image: Image.Image, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("sides", [(250, 333), (16, 16), (5, 40), (47, 61)])
-def test_tensors_to_multiples(sides: tuple[int, int]) -> None:
+def test_tensors_are_resized_and_padded_to_multiples(sides: tuple[int, int]) -> None:
     x = torch.rand(2, 3, 3, *sides, generator=torch.Generator().manual_seed(0))
     rows, columns = nearest_sizes(*sides)
     resized = resize_to_multiple(x)
@@ -788,7 +788,7 @@ def test_tensors_to_multiples(sides: tuple[int, int]) -> None:
             function(x[..., :2, :, :])
 
 
-def test_nearest_sizes() -> None:
+def test_nearest_sizes_are_nearest() -> None:
     for side in range(1, 200):
         rows, columns = nearest_sizes(side, 2 * side, 14)
         for found, wanted in ((rows, side), (columns, 2 * side)):

@@ -10,7 +10,7 @@ from veca.images.resize import Mode, resize_maps
 @pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(64, 96), (20, 17), (32, 48), (3, 300)])
-def test_resized_is_interpolate(size: tuple[int, int], mode: Mode, antialias: bool) -> None:
+def test_resize_maps_matches_interpolate(size: tuple[int, int], mode: Mode, antialias: bool) -> None:
     images = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     expected = F.interpolate(images, size, mode=mode, antialias=antialias)
     torch.testing.assert_close(resize_maps(images, size, mode, antialias), expected, rtol=1e-5, atol=1e-5)

@@ -459,7 +459,7 @@ def test_pictures_in_formats_that_are_not_read_are_told(pictures, tmp_path):
         (["model"], "model: no pictures there"),
     ],
 )
-def test_mistakes_are_named(folder, options, says, monkeypatch):
+def test_invalid_options_of_cores_are_refused(folder, options, says, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "a.json").mkdir(exist_ok=True)
     before = sorted(folder.iterdir())

@@ -101,7 +101,7 @@ def test_nothing_is_fetched_from_elsewhere(page, tree):
     assert "{{" not in text, "an unfilled place in the template"
 
 
-def test_names_are_escaped(page, tree):
+def test_names_are_escaped_in_the_page(page, tree):
     assert "<b>" not in page
     assert "<i>name" not in page
     assert [heading.text for heading in tree.iter("h2")] == [NAME, "What a budget costs"]

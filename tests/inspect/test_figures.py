@@ -520,7 +520,7 @@ def test_images_need_no_file(model, photos):
         (draw_budgets, {"size": 0}, "size is 0"),
     ],
 )
-def test_mistakes_are_named(model, photos, draw, settings, says):
+def test_invalid_arguments_of_figures_are_refused(model, photos, draw, settings, says):
     if draw is not draw_features:
         settings = {"size": SIZE} | settings
     with pytest.raises(ValueError, match=re.escape(says)):

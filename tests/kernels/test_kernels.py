@@ -100,7 +100,7 @@ CASES = [
 
 @interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_reference(case: Case) -> None:
+def test_attention_matches_the_reference(case: Case) -> None:
     assert max(errors("triton", *inputs(case), case.grid)) <= 1e-6
 
 
@@ -144,7 +144,7 @@ def test_an_empty_batch_stays_empty() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("shape", "width"), [((2, 37), 48), ((100,), 256), ((3, 5), 300), ((0, 4), 16)])
-def test_swiglu_against_float64(shape: tuple[int, ...], width: int) -> None:
+def test_swiglu_matches_float64(shape: tuple[int, ...], width: int) -> None:
     torch.manual_seed(0)
     h, bias, d_out = torch.randn(*shape, 2 * width), torch.randn(2 * width), torch.randn(*shape, width)
     results = []
@@ -259,7 +259,7 @@ def test_takes_any_layout_of_the_gradient(layout: str) -> None:
 @interpreted
 @pytest.mark.parametrize("logits", ["far apart", "all low", "all high"])
 @pytest.mark.parametrize("cores", [24, 40])
-def test_large_logits(cores: int, logits: str) -> None:
+def test_large_logits_do_not_overflow(cores: int, logits: str) -> None:
     """Hundreds, of which a plain exponential would overflow; far apart they also make rows nearly one-hot."""
     case = Case(cores, 1, (5, 7), 64, heads=1)
     qkv, points, d_out = inputs(case)
@@ -488,7 +488,7 @@ def test_gpu_compiles_as_one_graph(dynamic: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_exports() -> None:
+def test_an_exported_program_on_gpu_holds_the_operator() -> None:
     model = make_tiny().cuda().bfloat16()
     images = torch.randn(2, 2, 3, 48, 80, device="cuda", dtype=torch.bfloat16)
     program = torch.export.export(model, (images[0],), {"cores": 64})

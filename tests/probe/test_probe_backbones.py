@@ -142,12 +142,12 @@ def test_weights_decide_the_hash() -> None:
         ("timm:vit_smal_patch16_dinov3", TeacherError, "did you mean"),
     ],
 )
-def test_wrong_names(name: str, error: type[ValueError], says: str) -> None:
+def test_unknown_backbones_are_refused(name: str, error: type[ValueError], says: str) -> None:
     with pytest.raises(error, match=says):
         load_backbone(name, "cpu")
 
 
-def test_a_wrong_device() -> None:
+def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match="device 'nonsense' cannot be used"):
         load_backbone("veca_tiny", "nonsense")
 

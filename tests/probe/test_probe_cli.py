@@ -38,14 +38,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: (row["size"], row["cores"] or 0))
 
 
-def test_help_teaches() -> None:
+def test_help_of_every_probe_is_complete() -> None:
     for command in ([], ["classify"], ["knn"], ["segment"], ["depth"]):
         result = run(app, ["probe", *command, "--help"])
         assert result.exit_code == 0
         assert "Usage" in result.output
 
 
-def test_classify(folder: Path, tmp_path: Path) -> None:
+def test_classify_writes_rows_and_a_table(folder: Path, tmp_path: Path) -> None:
     options = ["--cores", "8,64", "--size", "32,48", "--epochs", "4", "--rates", "0.1", "--decays", "0,1e-4", *QUICK]
     command = [
         "probe",
@@ -78,7 +78,7 @@ def test_knn_at_all_budgets(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("task", "data", "metric"), [("segment", "halves", "mIoU"), ("depth", "steps", "rmse")])
-def test_dense_tasks(folder: Path, tmp_path: Path, task: str, data: str, metric: str) -> None:
+def test_dense_probes_write_one_row(folder: Path, tmp_path: Path, task: str, data: str, metric: str) -> None:
     options = ["--cores", "8", "--size", "32", "--steps", "2", "--batch-size", "2", "--norm", "standard", *QUICK]
     command = ["probe", task, "--model", str(folder / "model"), "--data", str(folder / data), "--out", str(tmp_path)]
     result = run(app, [*command, *options])

@@ -213,7 +213,7 @@ def test_depths_count_where_the_benchmark_looks(depths: ProbeData) -> None:
     assert (learned > 0).float().mean() > 0.8
 
 
-def test_bad_pictures(tmp_path: Path) -> None:
+def test_unreadable_pairs_stop_or_are_skipped(tmp_path: Path) -> None:
     root = make_pairs(tmp_path / "halves", "masks")
     (root / "val/images/3.png").write_bytes(b"nothing")
     Image.new("L", (7, 7)).save(root / "train/masks/2.png")
@@ -225,7 +225,7 @@ def test_bad_pictures(tmp_path: Path) -> None:
     assert "1 pictures of halves val cannot be read and were left out: val/images/3.png" in said[1]
 
 
-def test_wrong_tasks(masks: ProbeData, depths: ProbeData, tmp_path: Path) -> None:
+def test_a_dataset_of_another_task_is_refused(masks: ProbeData, depths: ProbeData, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="labels to segment: `veca probe segment`"):
         probe_dense(backbone(), masks, tmp_path, DEPTH)
     with pytest.raises(DatasetError, match="labels to depth: `veca probe depth`"):
@@ -256,7 +256,7 @@ def test_many_heads_learn_as_each_would_alone() -> None:
         assert torch.equal(found.head.weight, alone.head.weight)
 
 
-def test_colours() -> None:
+def test_class_colours_are_distinct() -> None:
     colours = class_colours(150)
     assert len({tuple(colour) for colour in colours.tolist()}) == 150
     assert colours.any(1).all()

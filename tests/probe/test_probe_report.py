@@ -249,7 +249,7 @@ def test_curves_hold_our_points_and_the_papers(sweep: Path) -> None:
     assert "Higher is better. Grey squares: the paper's." in "".join(tree_of(sweep).itertext())
 
 
-def test_grids_and_classes(sweep: Path) -> None:
+def test_grids_are_shaded_by_score(sweep: Path) -> None:
     found = tables(tree_of(sweep), "imagenet · classify, top1")
     grid = next(table for table in found if table[0] == ["cores", "8", "16", "64"])
     assert grid[1:] == [["256 px", "58.56", "60.56", "62.06"], ["512 px", "61.12", "63.12", "64.62"]]

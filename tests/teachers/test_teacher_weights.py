@@ -100,7 +100,9 @@ class Surprise:
     ],
     ids=["missing", "empty", "text", "code", "list", "no tensors", "shape", "part", "other model"],
 )
-def test_wrong_files(contents: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_weight_files_are_refused(
+    contents: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "weights.pt"
     if isinstance(contents, bytes):
@@ -112,7 +114,7 @@ def test_wrong_files(contents: Any, message: str, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "surprise").exists()
 
 
-def test_hostile_files(tmp_path: Path) -> None:
+def test_hostile_weight_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     for hostile in (torch.zeros(1).expand(2**31), torch.zeros(1).expand(64, 3, 7, 7)):
         torch.save({"conv1.weight": hostile}, file)

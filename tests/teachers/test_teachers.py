@@ -129,7 +129,7 @@ def test_cells_are_where_the_picture_is() -> None:
     assert strength[5:, :4].mean() > 2 * strength[:3, 8:].mean()
 
 
-def test_never_trained() -> None:
+def test_teachers_are_frozen() -> None:
     teacher = make("resnet18", {}).train()
     assert not teacher.training
     assert not teacher.model.training
@@ -149,7 +149,7 @@ class Fixed(Teacher):
         return dense.mean((2, 3)), dense
 
 
-def test_standardized_features() -> None:
+def test_standardized_features_have_zero_mean_and_unit_variance() -> None:
     torch.manual_seed(0)
     batches = [torch.randn(count, 3, 64, 96) for count in (3, 5, 1)]
     standard = Standardized(Fixed())
@@ -165,7 +165,7 @@ def test_standardized_features() -> None:
     assert torch.equal(again(batches[0], (4, 6)).patches, targets[0].patches)
 
 
-def test_statistics_of_nothing() -> None:
+def test_statistics_need_images() -> None:
     with pytest.raises(TeacherError, match="no images"):
         Standardized(Fixed()).fit([], (4, 6))
 
@@ -203,7 +203,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any, in
 
 
 @pytest.mark.parametrize("saved", HF, indirect=True)
-def test_transformers_tokens(saved: tuple[Path, Any, int]) -> None:
+def test_transformers_teachers_give_their_tokens(saved: tuple[Path, Any, int]) -> None:
     folder, model, prefix = saved
     teacher = load_teacher(str(folder))
     stride = teacher.stride
@@ -318,7 +318,7 @@ def test_radio_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert relative_error(cls, (tokens.mean(1) + tokens.amax(1) + tokens.amin(1)) / 3) <= 1e-5
 
 
-def test_radio(tmp_path: Path) -> None:
+def test_radio_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     """Transformers' own: class tokens and registers dropped, the picture normalised once."""
     shape = {**WIDTHS, "max_img_size": 128, "num_cls_tokens": 3, "num_registers": 7, "summary_idxs": [0, 2]}
     config = transformers.RadioConfig(**shape)

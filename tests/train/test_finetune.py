@@ -305,7 +305,7 @@ def test_batches_without_a_picture_that_can_be_read(place: Path, tmp_path: Path)
 # Pixels
 
 
-def test_it_learns_pixels(place: Path, tmp_path: Path) -> None:
+def test_segmentation_learns_synthetic_masks(place: Path, tmp_path: Path) -> None:
     asked = FinetuneSegmentSettings(
         size=64, cores=(16, 64), epochs=5, batch=4, rate=2e-3, scales=(0.8, 1.5), every=7, progress=False
     )

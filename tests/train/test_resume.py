@@ -284,7 +284,7 @@ def at_step(place: Place, alone: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("asked", ["one", "all"])
-def test_processes_stop_together(place: Place, pair: Path, tmp_path: Path, asked: str) -> None:
+def test_all_processes_stop_at_the_same_step(place: Place, pair: Path, tmp_path: Path, asked: str) -> None:
     """They save the same step and leave: when one alone was asked, and when all were, with those that read pictures."""
     run = start(place.recipe(data__workers=1), tmp_path / "run", 2)
     wait_for(tmp_path / "run", 4, run)

@@ -156,7 +156,7 @@ def test_pictures_keep_their_shape_and_long_ones_are_cut(client: TestClient) -> 
     assert client.get(f"/api/pictures/{about['id']}/about").json() == about
 
 
-def test_samples_come_along(client: TestClient) -> None:
+def test_about_lists_samples_and_budgets(client: TestClient) -> None:
     about = client.get("/api/about").json()
     assert [sample["id"] for sample in about["samples"]] == ["astronaut", "chelsea", "coffee", "rocket"]
     assert client.get("/api/pictures/astronaut").headers["content-type"] == "image/jpeg"
@@ -242,7 +242,9 @@ def test_a_body_of_unknown_length_is_cut_off(client: TestClient) -> None:
         ("features", {"format": "pickle"}, 422, "format"),
     ],
 )
-def test_mistakes_are_named(client: TestClient, picture: str, path: str, change: dict, status: int, says: str) -> None:
+def test_invalid_queries_are_refused_by_name(
+    client: TestClient, picture: str, path: str, change: dict, status: int, says: str
+) -> None:
     asked = {"picture": picture, **SETTING, **({"layer": 1} if path == "layer" else {}), **change}
     assert says in problem(client.get(f"/api/{path}", params=asked), status)
 
