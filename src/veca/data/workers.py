@@ -1,7 +1,6 @@
 """Worker processes that apply a function to a stream of tasks and return the results in order."""
 
 import atexit
-import gc
 import multiprocessing
 import signal
 import threading
@@ -102,8 +101,6 @@ def _close_all() -> None:
 
 
 def _init_worker(_: int) -> None:
-    # A forked worker must not collect garbage of its parent: a CUDA object there would end it.
-    gc.freeze()
     init_signals_of_worker()
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     # Pillow keeps freed memory for the next image; allocating anew is a quarter of the time a JPEG takes.

@@ -1,5 +1,6 @@
 """Signal handling: commands that stop cleanly, and worker processes that end with their parent."""
 
+import gc
 import math
 import multiprocessing
 import os
@@ -124,8 +125,11 @@ def starting_workers(forked: bool) -> Iterator[None]:
     """Defer signals while processes are started that call `init_signals_of_worker`.
 
     The interpreter ignores exceptions in its hooks around a fork, so a handler that raises would be lost. In `forked`
-    workers signals are blocked until they ignore them, or one sent to the whole group would end them before.
+    workers signals are blocked until they ignore them, or one sent to the whole group would end them before. Nor do
+    they collect garbage of this process: freeing a CUDA object would abort them.
     """
+    if forked:
+        gc.freeze()
     block = forked and hasattr(signal, "pthread_sigmask")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING) if block else set()
     deferred: list[tuple[int, FrameType | None]] = []
@@ -135,6 +139,8 @@ def starting_workers(forked: bool) -> Iterator[None]:
         finally:
             if block:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if forked:
+                gc.unfreeze()
     if deferred:
         previous[deferred[0][0]](*deferred[0])
 
