@@ -123,15 +123,6 @@ def core_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) ->
     return patch_to_core.to(qk.dtype), core_to_all.to(qk.dtype)
 
 
-def patch_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
-    """`core_probabilities` without core_to_all: patch_to_core (B, N, H·C)."""
-    cores = core_rotary.cos.shape[-2]
-    with _no_autocast(qk):
-        q, k = _at_least_float32(qk).permute(2, 0, 3, 1, 4)  # (B, H, S, d), views
-        patch_to_core = _patch_to_core(rotate(q[:, :, cores:], patch_rotary), rotate(k[:, :, :cores], core_rotary))
-    return patch_to_core.to(qk.dtype)
-
-
 def _core_to_all(q_core: Tensor, k_core: Tensor, k_patch: Tensor) -> Tensor:
     q_core = q_core / q_core.shape[-1] ** 0.5
     return torch.cat([q_core @ k_core.mT, q_core @ k_patch.mT], dim=-1).softmax(dim=-1).flatten(1, 2)

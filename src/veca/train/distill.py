@@ -7,6 +7,7 @@ A run's folder has `recipe.yaml`, `split.json` (which optimizer updates which pa
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from veca.train.logger import grid_means
 from veca.train.objective import Losses, Student, TeacherMaps, TeacherRunner, validate
 from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
 from veca.train.parallel import World
-from veca.train.plan import run_length
+from veca.train.plan import PASSES, expected_flops, run_length, shares
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.report import write_distill_report
 from veca.utils.files import atomic_path
+from veca.utils.timing import matrix_rate
 
 _CHANGEABLE_KEYS = (
     "data.train", "data.validation", "data.workers", "data.augment_on", "grad_checkpointing", "log_every",
@@ -195,6 +197,19 @@ class Distillation(RunEngine):
         return f"{what}; {way_out}{', or data.resident=null' if recipe.data.resident else ''}"
 
     # Logging and validation
+
+    def extra_metrics(self, images_per_s: float) -> dict[str, float]:
+        """The share of a large matrix product's speed that the student's products reach; nan where not on a GPU."""
+        recipe = self.recipe
+        sizes, budgets = shares(recipe.odds_at(self.step - 1)), shares(recipe.budgets)
+        flops = PASSES * expected_flops(self.model.config, sizes, budgets)
+        return {"floor_share": images_per_s / self.world.size * flops / self._peak_rate}
+
+    @cached_property
+    def _peak_rate(self) -> float:
+        """FLOP/s of a large matrix product."""
+        dtype = torch.bfloat16 if self.recipe.precision == "bfloat16" else torch.float32
+        return matrix_rate(self.device, dtype) if self.device.type == "cuda" else float("nan")
 
     def log_unreadable(self) -> None:
         unreadable = [pair for pairs in parallel.gathered(self.runner.unreadable, self.world) for pair in pairs]

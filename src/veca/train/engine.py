@@ -270,6 +270,10 @@ class RunEngine:
     def log_unreadable(self) -> None:
         """Log images that could not be used since the last call, in all processes."""
 
+    def extra_metrics(self, images_per_s: float) -> dict[str, float]:
+        """Further columns of metrics.csv."""
+        return {}
+
     def save_weights_only(self, tensors: TensorFiles) -> str:
         """Try to save at least the weights when a checkpoint cannot be written; says where they are."""
         return f"the best weights so far are in {self.folder}"
@@ -378,6 +382,7 @@ class RunEngine:
         sums = sum_of([values[name] for name in names], self.world)
         values |= {name: total / self.world.size for name, total in zip(names, sums, strict=True)}
         values |= {"memory_gib": peak_memory_gib(self.device), "learning_rate": self.rate}
+        values |= self.extra_metrics(values["images_per_s"])
         self.log_unreadable()
         if values["nonfinite"]:
             self.event(f"skipped: {values['nonfinite']:.0f} steps without a finite loss or gradient")
