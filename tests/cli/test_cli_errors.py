@@ -216,7 +216,7 @@ def test_a_defect_shows_its_traceback(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("veca.cli.models.load_or_random", fail)
+    monkeypatch.setattr("veca.cli.info.load_or_random", fail)
     monkeypatch.setattr(sys, "argv", ["veca", "info", "--model", "m"])
     with pytest.raises(type(error)):
         veca.cli.main.main()
@@ -239,7 +239,7 @@ def test_what_a_user_can_mend_is_short(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("veca.cli.models.load_or_random", fail)
+    monkeypatch.setattr("veca.cli.info.load_or_random", fail)
     assert call(["info", "--model", "m"], place, monkeypatch) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")

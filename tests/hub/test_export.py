@@ -144,7 +144,7 @@ def test_the_command_says_how_far_and_how_fast(folder: Path) -> None:
 
 
 def test_the_command_says_that_classes_stay_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("veca.cli.models.export", lambda model, to, **_: to.touch())
+    monkeypatch.setattr("veca.cli.export.export", lambda model, to, **_: to.touch())
     for classes in (0, 3):
         veca.save(make_tiny(num_classes=classes), tmp_path / str(classes))
         done = CliRunner().invoke(

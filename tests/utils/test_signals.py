@@ -295,7 +295,7 @@ def test_two_probes_at_once_share_a_folder(
 def test_any_command_exits_as_shells_expect(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr("veca.cli.inspect.write_demo", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr("veca.cli.demo.write_demo", lambda *_, **__: signal.raise_signal(number))
     monkeypatch.setattr(sys, "argv", ["veca", "demo", "--out", str(tmp_path / "report.html")])
     before = signal.signal(number, signal.SIG_DFL)
     try:

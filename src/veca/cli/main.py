@@ -14,12 +14,18 @@ import typer
 import veca
 from veca.cli.bench import bench_app
 from veca.cli.common import Command, Commands, err, out, warn
+from veca.cli.convert import convert_command
+from veca.cli.cores import cores_command
+from veca.cli.demo import demo_command
+from veca.cli.distill import distill_command
 from veca.cli.embed import embed_command
 from veca.cli.explore import explore_command
-from veca.cli.inspect import cores_command, demo_command, figure_app
-from veca.cli.models import convert_command, export_command, info_command
+from veca.cli.export import export_command
+from veca.cli.figure import figure_app
+from veca.cli.finetune import finetune_app
+from veca.cli.info import info_command
 from veca.cli.probe import probe_app
-from veca.cli.train import distill_command, finetune_app, report_command
+from veca.cli.report import report_command
 from veca.errors import VecaError
 from veca.utils.console import as_message
 from veca.utils.signals import terminable

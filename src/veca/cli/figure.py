@@ -1,24 +1,18 @@
-"""`veca figure`, `veca cores`, `veca demo`: figures, statistics and one page of what a model does."""
+"""`veca figure`: figures of what a model does with images, one command per kind."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from veca.checkpoint.loading import pretrained_name
 from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import load_model, print_path
 from veca.errors import needs_extra
-from veca.inspect import draw_story, figures, measure_cores, story_table, write_story
-from veca.inspect.demo import write_demo
+from veca.inspect import figures
 from veca.inspect.figure_layout import FeatureFunction, check_out, write_figure
 from veca.inspect.projections import ProjectionMethod
-from veca.inspect.story_report import check_story
 from veca.model import Veca
-from veca.report.charts import write_chart
 
 figure_app = common.make_group(
     "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
@@ -74,7 +68,7 @@ def _run_figure(
     to = check_out(Path(f"{kind}.png") if to is None else to)
     loaded = load_model(model, device)
     if "budgets" in values:
-        values["budgets"] = _trained_budgets(values["budgets"], loaded)
+        values["budgets"] = trained_budgets(values["budgets"], loaded)
     with common.err.status("opening images") as status:
         if values.get("beside"):
             values["beside"] = {name: _load_backbone(name, loaded) for name in values["beside"]}
@@ -91,7 +85,7 @@ for _kind, (_function, _keywords) in FIGURES.items():
     figure_app.command(_kind, cls=common.Command, help=FIGURE_HELP[_kind])(_command)
 
 
-def _trained_budgets(budgets: Sequence[int] | None, model: Veca) -> Sequence[int] | None:
+def trained_budgets(budgets: Sequence[int] | None, model: Veca) -> Sequence[int] | None:
     """The values of `--cores`; "all" stands for those the model was trained at."""
     return budgets if budgets or budgets is None else model.config.budgets
 
@@ -101,53 +95,3 @@ def _load_backbone(name: str, model: Veca) -> FeatureFunction:
     with needs_extra("--beside needs", "train"):
         from veca.teachers import load_teacher
     return load_teacher(name).to(model.norm.weight.device)
-
-
-def cores_command(
-    sources: opt.Sources,
-    to: Annotated[Path, opt.option("cores.out")] = Path("cores.json"),
-    model: opt.Model = "veca_tiny",
-    cores: opt.Budgets = None,
-    size: opt.Size = 256,
-    limit: opt.Limit = None,
-    chart: Annotated[Path | None, opt.option("cores.chart")] = None,
-    batch_size: opt.AutoBatchSize = None,
-    workers: opt.Workers = None,
-    device: opt.Device = "auto",
-    progress: opt.ShowProgress = True,
-) -> None:
-    """Measure what the cores do over many images: how far they move, where they look, which ones patches attend to.
-
-    Example: veca cores photos/ --limit 600 --chart cores.png
-
-    Unreadable images do not stop the run; the exit status is then 3.
-    """
-    common.check_sources(sources)
-    check_story(to, chart)
-    loaded = load_model(model, device)
-    story = measure_cores(
-        loaded, sources, budgets=_trained_budgets(cores, loaded), size=size, limit=limit, batch=batch_size,
-        workers=common.count_workers(workers), progress=progress, name=common.display_name(model),
-    )  # fmt: skip
-    common.out.print(story_table(story))
-    print_path("Numbers", write_story(story, to))
-    if chart is not None:
-        print_path("Chart", write_chart(draw_story(story), chart))
-    if failed := story.about["failed"]:
-        common.warn(f"{failed:,} failed: see {to}")
-        raise typer.Exit(3)
-
-
-def demo_command(
-    images: Annotated[
-        list[Path] | None, typer.Argument(metavar="[IMAGE…]", help="Your images.", show_default="four sample photos")
-    ] = None,
-    to: Annotated[Path, opt.option("demo.out")] = Path("veca-demo/report.html"),
-    model: opt.Model = "veca_tiny",
-    size: opt.Size = 512,
-    device: opt.Device = "auto",
-) -> None:
-    """Run a model on a few photos at every budget and write one HTML page that shows what it sees and costs."""
-    common.check_sources(images or [])
-    name = pretrained_name(model) or model
-    print_path("Report", write_demo(images, to, model=load_model(model, device), model_name=name, size=size))

@@ -1,0 +1,62 @@
+"""`veca info`: what a model is and costs."""
+
+import json
+from typing import Annotated, Any
+
+from rich.table import Table
+
+from veca.checkpoint.loading import load_or_random, pretrained_name
+from veca.cli.common import out, warn_if_random
+from veca.cli.options import Cores, Model, Size, option
+from veca.config import size_name
+from veca.errors import ArgumentError
+from veca.flops import model_flops
+from veca.utils.text import origin, printable, quoted, shorten
+
+MAX_SIDE = 2**20  # pixels; the cost beyond it would not be meaningful
+
+
+def info_command(
+    model: Model = "veca_tiny",
+    size: Size = 512,
+    cores: Cores = None,
+    as_json: Annotated[bool, option("info.json")] = False,
+) -> None:
+    """Show what a model is: sizes, budgets, provenance, parameters, and its FLOPs at a resolution.
+
+    Without --cores, FLOPs are shown for every trained budget. Example: veca info --model veca_base --size 1024
+    """
+    loaded = load_or_random(model, device="meta", dtype=None)  # facts do not depend on the values of the weights
+    config = loaded.config
+    if not config.patch_size <= size <= MAX_SIDE or size % config.patch_size:
+        raise ArgumentError(f"size={quoted(size)}: must be a multiple of {config.patch_size} up to {MAX_SIDE:,}")
+    if cores is not None and not 1 <= cores <= config.num_cores:
+        raise ArgumentError(f"cores={quoted(cores)}; a budget is an integer from 1 to {config.num_cores}")
+    budgets = [cores] if cores else list(config.budgets)
+    facts: dict[str, Any] = {
+        "size": size_name(config) or "custom",
+        "parameters": sum(p.numel() for p in loaded.parameters()),
+        "dtype": str(loaded.norm.weight.dtype).removeprefix("torch."),
+        "provenance": loaded.provenance,
+        "config": config.to_dict(),
+        "gflops": {str(c): model_flops(config, size, size, c) / 1e9 for c in budgets},
+    }
+    if as_json:
+        print(json.dumps({**facts, "pixels": size}))
+        return
+    table = Table("", _cell(pretrained_name(model) or model), box=None, header_style="bold")
+    table.add_row("size", facts["size"])
+    table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
+    weights = {"weights": phrase} if (phrase := origin(loaded.provenance)) else {}
+    for key, value in {**config.to_dict(), **loaded.provenance, **weights}.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = text if len(text) <= 100 else f"{text[:80]}… (all of it: --json)"
+        table.add_row(_cell(key.replace("_", " ")), printable(text))
+    for budget, gflops in facts["gflops"].items():
+        table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
+    out.print(table)
+    warn_if_random(loaded.provenance, model)
+
+
+def _cell(text: str) -> str:
+    return shorten(printable(text), 100)
