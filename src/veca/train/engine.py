@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -186,28 +187,8 @@ class SkippedSteps:
         return total, most
 
 
-class RunEngine:
-    """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`.
-
-    It defines the methods declared first; it may override those before `run`.
-    """
-
-    write_settings: Callable[[], dict[str, Any]]
-    """Writes all settings to the folder and returns them; with `restart` removes what the old run left."""
-    batches: Callable[[], AbstractContextManager[Any]]
-    """Context manager of the batches from `step` on."""
-    train_step: Callable[[Iterator[Any]], None]
-    """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`. A VecaError comes from
-    the data, before anything has changed."""
-    validate: Callable[[], None]
-    """Validates, logs the result and saves the weights if they are the best so far."""
-    checkpoint_tensors: Callable[[], dict[str, dict[str, Tensor]]]
-    checkpoint_facts: Callable[[], dict[str, Any]]
-    """Plain data to resume from, beside what the engine itself adds."""
-    finish: Callable[[], None]
-    """Saves the model and the results of a run whose steps are done, `result_file` last."""
-    memory_advice: Callable[[], str]
-    """For an error when the device is out of memory: what needed it, and what to set."""
+class RunEngine(ABC):
+    """One process of a run. A subclass sets the attributes below in its constructor and calls `resume_counts`."""
 
     model: nn.Module
     """The module whose weights are averaged, saved and validated."""
@@ -264,10 +245,48 @@ class RunEngine:
         self.resumed = self.checkpoint is not None
         self.checkpoint = None  # its tensors have been copied
 
-    def prepare(self) -> None:
+    # What a kind of run defines
+
+    @abstractmethod
+    def write_settings(self) -> dict[str, Any]:
+        """Write all settings to the folder and return them; with `restart` remove what the old run left."""
+
+    @abstractmethod
+    def batches(self) -> AbstractContextManager[Any]:
+        """Context manager of the batches from `step` on."""
+
+    @abstractmethod
+    def train_step(self, batches: Iterator[Any]) -> None:
+        """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`.
+
+        A VecaError comes from the data, before anything has changed.
+        """
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Validate, log the result and save the weights if they are the best so far."""
+
+    @abstractmethod
+    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]: ...
+
+    @abstractmethod
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """Plain data to resume from, beside what the engine itself adds."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Save the model and the results of a run whose steps are done, `result_file` last."""
+
+    @abstractmethod
+    def memory_advice(self) -> str:
+        """For an error when the device is out of memory: what needed it, and what to set."""
+
+    # What it may override
+
+    def prepare(self) -> None:  # noqa: B027
         """Work before the first step that has its own progress bars. Signals end it at once."""
 
-    def log_unreadable(self) -> None:
+    def log_unreadable(self) -> None:  # noqa: B027
         """Log images that could not be used since the last call, in all processes."""
 
     def extra_metrics(self, images_per_s: float) -> dict[str, float]:
