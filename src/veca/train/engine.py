@@ -299,6 +299,7 @@ class RunEngine(ABC):
 
     def model_metadata(self) -> dict[str, str] | None:
         """Metadata of the file `model` of a checkpoint."""
+        return None
 
     # The run
 
