@@ -222,7 +222,7 @@ def test_unreadable_pairs_stop_or_are_skipped(tmp_path: Path) -> None:
         probe_dense(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,)))
     (row,) = probe_dense(backbone(), data, tmp_path / "f", ask(SEGMENT, cores=(8,), skip_bad=True), said.append)
     assert list(row["protocol"]["skipped"]) == ["halves train", "halves val"]
-    assert "1 pictures of halves val cannot be read and were left out: val/images/3.png" in said[1]
+    assert "left out 1 picture of halves val that cannot be read: val/images/3.png" in said[1]
 
 
 def test_a_dataset_of_another_task_is_refused(masks: ProbeData, depths: ProbeData, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_bad_pictures_stop_a_run_or_are_left_out_and_said(tmp_path: Path) -> Non
     assert not (tmp_path / "f/rows").exists()
     (row,) = knn(backbone(), data, tmp_path / "f", ask(NEAR, cores=(8,), skip_bad=True), said.append)
     assert "test/red/2.png" in row["protocol"]["skipped"]["mine test"][0]
-    assert "1 pictures of mine test cannot be read and were left out: test/red/2.png" in said[0]
+    assert "left out 1 picture of mine test that cannot be read: test/red/2.png" in said[0]
 
 
 def test_limited_takes_pictures_from_all_over(data: ProbeData) -> None:

@@ -74,6 +74,16 @@ def test_types_and_bounds_hold_for_instances_made_in_python_too(values: dict[str
         Outer(**values)
 
 
+def test_a_missing_key_without_a_default_is_named() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Needy(Settings):
+        section: ClassVar[str] = "needy"
+        count: int
+
+    with pytest.raises(ArgumentError, match=r"needy\.count: missing, and there is no default"):
+        Needy.from_dict({})
+
+
 def test_a_retired_key_with_its_default_is_let_pass() -> None:
     assert Outer.from_dict({"inner": {"old": None}}) == Outer()
 

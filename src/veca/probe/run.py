@@ -411,7 +411,8 @@ def run_probe(probe: Job, protocol: Callable[[int], dict[str, Any]], compute: Co
         for job, values, skipped in compute(todo, side) if todo else ():
             for where in sorted(skipped.keys() - warned):
                 bad = skipped[where]
-                warn(f"{len(bad):,} pictures of {where} cannot be read and were left out: {join_some(bad)}")
+                count = f"{len(bad):,} picture{'s' * (len(bad) > 1)} of {where}"
+                warn(f"left out {count} that cannot be read: {join_some(bad)}")
             warned |= skipped.keys()
             done[job.cores] = job.finish(values, skipped)
         rows += [row for row in done.values() if row is not None]

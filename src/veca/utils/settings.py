@@ -109,6 +109,9 @@ class Settings:
             if key not in known:
                 unknown = f"unknown key {quoted(_in_section(cls, key))}{did_you_mean(key, known)}"
                 raise cls.error(f"{unknown}. Known: {', '.join(known)}")
+        required = (f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING)
+        if missing := [_in_section(cls, name) for name in required if name not in values]:
+            raise cls.error(f"{', '.join(missing)}: missing, and there is no default. Set it")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
