@@ -73,21 +73,23 @@ def _write_npz(
 def _write_safetensors(
     path: Path, arrays: dict[str, _Array], rows: int, names: Callable[[], Iterator[NDArray[Any]]], metadata: str
 ) -> None:
-    def encoded() -> Iterator[bytes]:
-        return (name.encode() for chunk in names() for name in chunk)
+    def encoded() -> Iterator[list[bytes]]:
+        return ([name.encode() for name in chunk] for chunk in names())
 
     def offsets() -> Iterator[NDArray[np.int64]]:
         end = 0
         yield np.zeros(1, np.int64)
-        for name in encoded():
-            yield np.array([end := end + len(name)])
+        for chunk in encoded():
+            yield end + np.cumsum([len(name) for name in chunk], dtype=np.int64)
+            end += sum(map(len, chunk))
 
-    characters = (np.frombuffer(name, np.uint8) for name in encoded())
+    characters = (np.frombuffer(b"".join(chunk), np.uint8) for chunk in encoded())
+    length = sum(len(name) for chunk in encoded() for name in chunk)
     # Wide numbers before narrow ones, so that every array is aligned.
     arrays = {
         "path_offsets": _Array(np.dtype("<i8"), (rows + 1,), offsets()),
         **arrays,
-        "path": _Array(np.dtype(np.uint8), (sum(map(len, encoded())),), characters),
+        "path": _Array(np.dtype(np.uint8), (length,), characters),
     }
     header, end = dict[str, Any](__metadata__={"veca": metadata}), 0
     for key, array in arrays.items():
