@@ -259,8 +259,9 @@ class Graph:
     def __init__(self, call: Callable[[Tensor], Any], x: Tensor, neighbour: Graph | None) -> None:
         self.x, self.call = x, call  # the graph reads their memory: they must live as long
         self.graph = torch.cuda.CUDAGraph()
-        # Graphs never run at the same time, so they can share memory.
-        with torch.cuda.graph(self.graph, pool=neighbour.graph.pool() if neighbour else None):
+        # Graphs never run at the same time, so they can share memory. Other threads may use the GPU meanwhile.
+        pool = neighbour.graph.pool() if neighbour else None
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.output = call(x)
 
     def replay(self) -> Any:

@@ -16,11 +16,12 @@ import fuzz_archives as fuzz
 import pytest
 from fuzz_archives import HONEST, MIB, header, honest, member, packed, pax, record, tail
 
-from veca.data import loader, parquet
+from veca.data import parquet
+from veca.data import records as record_stream
 from veca.data.index import ImageIndex
-from veca.data.loader import Record, decode_items
+from veca.data.records import decode_items
 from veca.data.remote import read_span
-from veca.data.sources import Item, count_images, iter_items, shard_items
+from veca.data.sources import count_images, iter_items, shard_items
 from veca.data.tar import HEADER_BYTES, TarReader, iter_members
 from veca.data.workers import WorkerPool
 from veca.embed import EmbedSettings, embed
@@ -183,27 +184,29 @@ def test_bytes_on_their_way_to_decoding_are_bounded(
     path = tmp_path / "s.tgz"
     sizes = [60_000, 10, 200_000, *[30_000] * 20, 10, 150_000, 150_000]
     path.write_bytes(packed(*(member(f"{i:02}.bmp", bytes(size)) for i, size in enumerate(sizes)), tail()))
-    monkeypatch.setattr(loader, "_SENT_BYTES", 100_000)
+    monkeypatch.setattr(record_stream, "_SENT_BYTES", 100_000)
     sent: list[int] = []
     seen = []
 
-    class Watched(WorkerPool[Record | None]):
-        def __init__(self, function: Any, tasks: Iterator[Item | None], *options: Any, **more: Any) -> None:
+    monkeypatch.setattr(record_stream, "TASK_IMAGES", 1)
+
+    class Watched(WorkerPool[Any]):
+        def __init__(self, function: Any, tasks: Iterator[Any], *options: Any, **more: Any) -> None:
             super().__init__(function, self.watch(tasks), *options, **more)
 
-        def watch(self, tasks: Iterator[Item | None]) -> Iterator[Item | None]:
-            for item in tasks:
-                if item is not None:
-                    sent.append(len(item.data or b""))
-                seen.append((-1 if item is None else item.number, sum(sent)))
-                yield item
+        def watch(self, tasks: Iterator[Any]) -> Iterator[Any]:
+            for task in tasks:
+                if task is not None:
+                    sent.append(sum(len(item.data or b"") for item in task.items))
+                seen.append((-1 if task is None else task.number, sum(sent)))
+                yield task
 
-        def __next__(self) -> Record | None:
-            if (record := super().__next__()) is not None:
+        def __next__(self) -> Any:
+            if (result := super().__next__()) is not None:
                 sent.pop(0)
-            return record
+            return result
 
-    monkeypatch.setattr(loader, "WorkerPool", Watched)
+    monkeypatch.setattr(record_stream, "WorkerPool", Watched)
     with decode_items(iter_items([str(path)]), 32, "crop", 10**6, workers) as records:
         found = list(records)
     assert [record.name for record in found] == [item.name for item in iter_items([str(path)])]

@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 import veca
 from veca import Veca, VecaConfig, images
 from veca.cli.main import app
-from veca.data import loader, sources
+from veca.data import records, sources
 from veca.embed import EmbedError, EmbedReport, EmbedSettings, batches, embed, partitions
 from veca.embed import run as engine
 from veca.embed.partitions import PartitionFolder, RunTotals
@@ -87,7 +87,9 @@ def shard(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def go(inputs, out, model, settings: EmbedSettings = SETTINGS, **options) -> EmbedReport:
-    return embed(inputs, out, model=model, model_name="tiny", settings=settings, **{"progress": False, **options})
+    return embed(
+        inputs, out, model=model, model_name="tiny", settings=settings, **{"progress": False, "workers": 0, **options}
+    )
 
 
 def paths(out: Path) -> list[str]:
@@ -366,7 +368,7 @@ def test_large_remote_files_are_not_fetched(remote, tmp_path, model, monkeypatch
 @pytest.mark.parametrize(("times", "name"), [(1, "s.tar"), (9, "s.tar"), (1, "t.parquet"), (9, "t.parquet"), (9, "a")])
 def test_what_cannot_be_fetched_is_no_damage(remote, tmp_path, model, monkeypatch, times, name):
     left = itertools.chain([True] * times, itertools.repeat(False))
-    real, real_bytes = MemoryFile.read, loader.read_remote
+    real, real_bytes = MemoryFile.read, records.read_remote
 
     def flaky(call, *args):
         if next(left):
@@ -375,7 +377,7 @@ def test_what_cannot_be_fetched_is_no_damage(remote, tmp_path, model, monkeypatc
 
     monkeypatch.setattr("veca.data.remote._RETRY_PAUSES", (0, 0))
     monkeypatch.setattr(MemoryFile, "read", lambda *args: flaky(real, *args))
-    monkeypatch.setattr(loader, "read_remote", lambda *args: flaky(real_bytes, *args))
+    monkeypatch.setattr(records, "read_remote", lambda *args: flaky(real_bytes, *args))
     if times == 1:
         assert go(f"{remote}/{name}", tmp_path / "f.parquet", model).pictures == 1
     else:
@@ -554,7 +556,10 @@ def counted(real, calls: int):
 
 def interrupted(photos, out, model, settings=SETTINGS, count: int = 5, **options) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "normalize", counted(batches.normalize, count))
+        if options.get("workers"):  # stops before an image of the partition that has the batch
+            patch.setattr(batches.PartitionWriter, "_add", counted(batches.PartitionWriter._add, 4 * (count // 3) + 1))
+        else:
+            patch.setattr(batches, "normalize", counted(batches.normalize, count))
         with pytest.raises(Stop):
             go(photos, out, model, settings, **options)
 
@@ -588,7 +593,7 @@ def test_a_stopped_run_keeps_its_whole_batches(
     assert not list((tmp_path / "f.parquet.parts").glob("0*.parquet"))
     report = go(photos, tmp_path / "f.parquet", model, settings)
     if part == 1000:
-        assert report[:3] == (11, 1, 2 * count + 3)  # the two of another batch; the broken picture is the third
+        assert report[:3] == (11, 1, 2 * count + 2)  # the two of another batch; one is the broken picture
     assert (tmp_path / "f.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert failures(tmp_path / "f.parquet") == failures(tmp_path / "whole.parquet")
     assert not (tmp_path / "f.parquet.parts").exists()
@@ -675,15 +680,15 @@ SCRIPT = """
 import sys, time, torch
 from veca import Veca, VecaConfig
 from veca.embed import EmbedSettings, batches, embed, partitions
-from veca.data import loader
+from veca.data import records
 
 batches.PART_IMAGES = partitions.PARTITION = 4
 torch.set_num_threads(1)
-real = loader.open_image
+real = records.load_pixels
 def slow(*args, **kwargs):
     time.sleep(float(sys.argv[3]))
     return real(*args, **kwargs)
-loader.open_image = slow
+records.load_pixels = slow
 torch.manual_seed(0)
 model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
 settings = EmbedSettings(cores=8, size=32, batch=2)
@@ -742,17 +747,17 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(photos, tmp_path, mo
 
 def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = loader.open_image
+        real = records.load_pixels
 
-        def deadly(source, **kwargs):
+        def deadly(source, *args, **kwargs):
             if str(source).endswith("08.png"):
                 deadline = time.monotonic() + 60
                 while not any((tmp_path / "f.parquet.parts").glob("*.parquet")) and time.monotonic() < deadline:
                     time.sleep(0.01)  # until the first partition is done
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(source, **kwargs)
+            return real(source, *args, **kwargs)
 
-        patch.setattr(loader, "open_image", deadly)
+        patch.setattr(records, "load_pixels", deadly)
         with pytest.raises(EmbedError, match=r"a decoding process died.*--workers.*kept in .*f\.parquet\.parts"):
             go(photos, tmp_path / "f.parquet", model, workers=1)
     go(photos, tmp_path / "whole.parquet", model)
@@ -848,19 +853,16 @@ def test_a_replaced_remote_file_is_noticed(photos, tmp_path, model):
 
 def broken_model(monkeypatch, values: dict[str, float]) -> Veca:
     """A model whose features of the named pictures have these values in them."""
-    model, names = _model(), []
-    real = batches.PartitionWriter._run_batch
+    model = _model()
+    real = batches.PartitionWriter._add
 
-    def run_named(writer, group):
-        names[:] = [Path(row["path"]).name for row, _ in group]
-        real(writer, group)
+    def poison(writer, record):
+        if (value := values.get(Path(record.name).name)) is not None:
+            record.features["cls"] = record.features["cls"].copy()
+            record.features["cls"][0] = value
+        real(writer, record)
 
-    def poison(_, __, output):
-        for row, name in enumerate(names):
-            output.cls[row, 0] = values.get(name, output.cls[row, 0])
-
-    monkeypatch.setattr(batches.PartitionWriter, "_run_batch", run_named)
-    model.register_forward_hook(poison)
+    monkeypatch.setattr(batches.PartitionWriter, "_add", poison)
     return model
 
 
@@ -1064,7 +1066,7 @@ def test_a_folder_of_others_is_not_replaced(photos, tmp_path, model):
 
 
 def test_workers_end_with_the_run(photos, tmp_path, model, monkeypatch):
-    monkeypatch.setattr(batches, "normalize", counted(batches.normalize, 1))
+    monkeypatch.setattr(batches.PartitionWriter, "_add", counted(batches.PartitionWriter._add, 1))
     with pytest.raises(Stop) as stopped:
         go(photos, tmp_path / "f.parquet", model, workers=2)
     assert stopped.traceback  # which refers to the frames, and they to the processes
@@ -1093,6 +1095,7 @@ def test_waiting_pictures_are_bounded(tmp_path, model, monkeypatch):
         (tmp_path / f"{i:02}.png").write_bytes(noise_png(i, 64 + 16 * i, 64))
     monkeypatch.setattr(batches, "PART_IMAGES", 64)
     monkeypatch.setattr(batches, "PART_BYTES", 1000)
+    monkeypatch.setattr(batches.EmbedJob, "by_task", False)  # as on a GPU
     waiting = []
     real = batches.PartitionWriter._add
 
@@ -1114,8 +1117,8 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     about = describe_features(model, "mine", settings, device)
     job = batches.EmbedJob(PartitionFolder(tmp_path), settings, model.config, about, device)
     items = sources.iter_items([str(tmp_path / "a.png")])
-    with loader.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as records:
-        kept = batches.FeatureModel(model, job)(next(records).pixels[None])["cls"][0]
+    with records.decode_items(items, 32, "crop", images.MAX_PIXELS, 0) as decoded:
+        kept = batches.FeatureModel(model, job)([next(decoded).pixels]).columns()["cls"][0]
     np.testing.assert_array_equal(kept, tokens[0][0, 0])
     assert not np.shares_memory(kept, tokens[0])
 
@@ -1193,7 +1196,7 @@ def test_an_interrupt_during_the_fork_is_not_lost(photos: Path) -> None:
     """The interpreter ignores whatever is raised in its hooks around a fork."""
     script = f"""
 import os, signal
-from veca.data.loader import decode_items
+from veca.data.records import decode_items
 from veca.data.sources import iter_items
 
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import veca
 from veca import Veca, VecaConfig, VecaError
 from veca.cli.main import app
-from veca.data import loader, remote
+from veca.data import records, remote
 from veca.data.sources import Item, list_files
 from veca.embed import EmbedError, EmbedSettings, batches, embed
 from veca.embed import partitions as partitions_module
@@ -236,7 +236,7 @@ def test_partitions_that_cannot_be_had_are_given_up(cluster, inputs, tmp_path, m
         raise ConnectionError("no route")
 
     monkeypatch.setattr(remote, "_RETRY_PAUSES", ())
-    monkeypatch.setattr(loader, "read_remote", unreachable)
+    monkeypatch.setattr(records, "read_remote", unreachable)
     found = tried("memory://bucket/a.png")
     assert found["given_up"], found
     assert "memory://bucket/a.png: cannot be read (ConnectionError: no route)" in found["error"]

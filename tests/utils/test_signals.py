@@ -28,6 +28,7 @@ import veca
 import veca.cli.main
 from veca.data import loader
 from veca.data.datasets import batches
+from veca.data.records import decode_items
 from veca.data.sources import iter_items
 from veca.train.checkpoints import list_checkpoints
 from veca.utils.signals import Terminated, deferred_signals, terminable
@@ -261,7 +262,7 @@ def test_workers_outlive_the_thread_that_started_them(tmp_path: Path) -> None:
     """The system would end those it is to end with their parent at the end of the *thread* that forked them."""
     for i in range(40):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
-    block = loader.decode_items(iter_items([str(tmp_path)]), 16, "crop", 1000, workers=1)
+    block = decode_items(iter_items([str(tmp_path)]), 16, "crop", 1000, workers=1)
     records: list[Any] = []
 
     def start() -> None:

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from veca.config import SIZES
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
-from veca.utils.device import choose_device
+from veca.utils.device import choose_device, usable_cpus
 from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import did_you_mean, origin
 
@@ -163,8 +162,7 @@ def count_workers(workers: int | None, limit: int | None = 8) -> int:
     """The number given, else one per CPU this process may use, up to `limit`."""
     if workers is not None:
         return workers
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return usable if limit is None else min(limit, usable)
+    return usable_cpus() if limit is None else min(limit, usable_cpus())
 
 
 def warn(text: str) -> None:

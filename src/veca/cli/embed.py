@@ -6,7 +6,8 @@ import typer
 
 from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
-from veca.cli.common import check_sources, count_workers, load_model, out, resumable, warn, with_settings
+from veca.cli.common import check_sources, load_model, out, resumable, warn, with_settings
+from veca.data.records import DecodeChoice
 from veca.embed import EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
 from veca.embed.ray_engine import Engine
@@ -18,10 +19,12 @@ SETTINGS_OPTIONS = {
     "fit": opt.FitOption,
     "dense": Annotated[bool, opt.option("embed.dense")],
     "with_global": Annotated[bool, opt.option("embed.with-global")],
-    "batch": opt.BatchSize,
+    "batch": Annotated[int | None, opt.option("embed.batch")],
     "precision": Annotated[Precision, opt.option("embed.precision")],
     "save_dtype": Annotated[SaveDtype, opt.option("embed.save-dtype")],
     "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
+    "decode": Annotated[DecodeChoice, opt.option("embed.decode")],
+    "compile": Annotated[bool, opt.option("embed.compile")],
 }
 
 
@@ -58,13 +61,18 @@ def _run_embed(
             sources, to, model=load_model(model, "cpu" if on_ray else device),
             model_name=pretrained_name(model) or model, settings=EmbedSettings(**values), column=column, engine=engine,
             device=device if on_ray and device != "auto" else None, address=address, partition=partition,
-            workers=workers if on_ray else count_workers(workers), overwrite=overwrite,
+            workers=workers, overwrite=overwrite,
             skip_nonfinite=skip_nonfinite, ignore_dates=ignore_dates, progress=progress,
         )  # fmt: skip
     resumed = report.resumed - report.resumed_failures
     earlier = f", {resumed:,} of them in an earlier run" if resumed else ""
     count = f"{report.pictures:,} image{'s' * (report.pictures != 1)}"
     out.print(f"{report.out}: {count}{earlier}, {report.seconds:.1f} s", soft_wrap=True)
+    if report.rates:
+        rates = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in report.rates.items())
+        out.print(
+            f"{report.how}. Images/s of each stage: {rates}; {report.bottleneck} is the bottleneck", soft_wrap=True
+        )
     if report.failures:
         warn(f"{report.failures:,} failed: see {report.out}.failures.csv")
         raise typer.Exit(3)

@@ -1,21 +1,17 @@
-"""Decode and transform images in worker processes: single records for embedding, batches for training.
+"""Batches for training, from an index of images: decoded and transformed in worker processes.
 
 Shapes: B images, R rows and columns.
 """
 
 import math
-import mmap
 import queue
 import sys
 import threading
-import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count, tee
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,91 +20,16 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.index import DataError, ImageIndex
-from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
+from veca.data.records import describe_error
 from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
-from veca.data.sources import Item
 from veca.data.transforms import Augmentation, augment_batch, augment_image
-from veca.data.workers import WorkerDiedError, WorkerPool
-from veca.images import MAX_PIXELS, Fit, ImageError, fit_image, normalize, open_image, resample, to_tensor
+from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool
+from veca.images import MAX_PIXELS, normalize, open_image, resample
 
-# Encoded images on their way to worker processes, together; a larger one is sent alone
-_SENT_BYTES = 1 << 27
 # Images that a worker returns at a time
 _TASK_IMAGES = 16
-# Shared memory for them, enough at 1024 × 1024. Pages that are never written take no memory.
+# Shared memory for them, enough at 1024 × 1024
 _SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
-
-
-def describe_error(error: Exception, name: str) -> str:
-    """Return why an image cannot be read, without its name, fit for a table."""
-    reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
-    return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
-
-
-# Embedding: a stream of items to a stream of records
-
-
-class Record(NamedTuple):
-    """A decoded image, (3, height, width) uint8, with its original (width, height); or an error."""
-
-    name: str
-    size: tuple[int, int] = (0, 0)
-    pixels: NDArray[np.uint8] | None = None
-    error: str = ""
-    stamp: str = ""
-    number: int = 0
-
-
-def _decode_item(size: int, fit: Fit, max_pixels: int, item: Item | None) -> Record | None:
-    if item is None:
-        return None
-    try:
-        if item.error:
-            raise ImageError(item.error)
-        source: str | bytes = item.path if item.data is None else item.data
-        if item.span is not None:
-            source = read_span(item.path, *item.span)
-        elif is_remote(item.path):
-            source = retry(item.path, lambda: read_remote(item.path, item.file_size))
-        with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
-            image = open_image(source, max_pixels=max_pixels)
-        # An array, not a tensor: tensors travel in shared memory, of which containers have little.
-        pixels = to_tensor(fit_image(image, size, fit, max_pixels)).numpy()
-        return Record(item.name, image.size, pixels, stamp=item.stamp, number=item.number)
-    except SourceError:
-        raise
-    except Exception as error:  # no image may end the run
-        return Record(item.name, error=describe_error(error, item.path), stamp=item.stamp, number=item.number)
-
-
-@contextmanager
-def decode_items(
-    items: Iterator[Item], size: int, fit: Fit, max_pixels: int, workers: int
-) -> Iterator[Iterator[Record]]:
-    """Decode and fit `items` in `workers` processes (0: in this one) while the block runs; records keep their order."""
-    sizes = deque[int]()  # of the items on their way
-
-    def limit_bytes() -> Iterator[Item | None]:
-        for item in items:
-            size = len(item.data or b"")
-            # `WorkerPool` limits only the number of tasks. It asks for one whenever a record comes back, and cannot be
-            # made to wait: while too many bytes are on their way it is given tasks without work.
-            while any(sizes) and sum(sizes) + size > _SENT_BYTES:
-                yield None
-            sizes.append(size)
-            yield item
-
-    def receive(records: Iterable[Record | None]) -> Iterator[Record]:
-        for record in records:
-            if record is not None:
-                sizes.popleft()
-                yield record
-
-    with WorkerPool(partial(_decode_item, size, fit, max_pixels), limit_bytes(), workers, prefetch=4) as records:
-        yield receive(records)
-
-
-# Training: an index of images to batches
 
 
 def load_crop(
@@ -183,8 +104,8 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
     replace: bool
     apply_op: bool = True
     _pool: WorkerPool[Any] | None = None
-    # Slots for the pixels of tasks under way, shared by forked processes
-    _shared: mmap.mmap | None = None
+    # For the pixels of tasks under way
+    _shared: SharedSlots | None = None
 
     def __post_init__(self) -> None:
         batch_size, workers = self.sampler.batch_size, max(1, self.workers)
@@ -192,9 +113,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         # Two batches ahead, shared by the workers
         self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * workers)))
         if self.workers and sys.platform == "linux":
-            # Anonymous memory: it is not taken from /dev/shm, of which containers have little. One slot more than tasks
-            # under way: a slot is read before the task after those is begun.
-            self._shared = mmap.mmap(-1, (workers * self._prefetch + 1) * _SLOT_BYTES)
+            self._shared = SharedSlots(workers * self._prefetch + 1, _SLOT_BYTES)
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
@@ -224,7 +143,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         """Return the shared memory for the pixels of task `number`, None where there is none or not enough."""
         if self._shared is None or math.prod(plan.shape) > _SLOT_BYTES:
             return None
-        return np.ndarray(plan.shape, np.uint8, self._shared, number * _SLOT_BYTES % len(self._shared))
+        return self._shared[number][: math.prod(plan.shape)].reshape(plan.shape)
 
     def _decode(self, task: tuple[int, BatchPlan]) -> tuple[list[int], list[tuple[str, str]], NDArray[np.uint8] | None]:
         """Decode a task, in a worker: images that were read, those skipped, and pixels unless they are in its slot."""

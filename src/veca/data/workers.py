@@ -1,6 +1,7 @@
 """Worker processes that apply a function to a stream of tasks and return the results in order."""
 
 import atexit
+import mmap
 import multiprocessing
 import signal
 import threading
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import AvifImagePlugin, Image
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
@@ -22,6 +25,20 @@ ResultT = TypeVar("ResultT")
 
 class WorkerDiedError(VecaError, RuntimeError):
     """A worker process was killed or crashed."""
+
+
+class SharedSlots:
+    """Memory that forked workers share with this process: task n has slot n modulo their number.
+
+    There must be one slot more than tasks under way: a slot is read before the task after those is begun. The memory is
+    anonymous, not taken from /dev/shm, of which containers have little; pages that are never written take none.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        self.size, self._memory = size, mmap.mmap(-1, count * size)
+
+    def __getitem__(self, task: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._memory, np.uint8, self.size, task * self.size % len(self._memory))
 
 
 class _Tasks(Dataset[Any]):

@@ -8,23 +8,28 @@ features do not depend on interruptions, on the number of workers or on the engi
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from veca.config import VecaConfig
-from veca.data.loader import Record
+from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, Record, RecordDecoder, split_tasks
+from veca.data.sources import Item
+from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_schema
 from veca.embed.settings import EmbedSettings
 from veca.errors import NonFiniteError
@@ -32,9 +37,11 @@ from veca.images import normalize
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused, unfusable_reason
 
-PART_IMAGES = 1024
+PART_IMAGES = 4096
 PART_BYTES = 256 << 20
 """Bytes of features in a part, about; also of decoded images that wait for their batch."""
+_WRITES = 2
+"""Row groups that wait to be written, at most."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +60,47 @@ class EmbedJob:
     ignore_dates: bool = False
     cwd: str = field(default_factory=os.getcwd)
 
+    @property
+    def by_task(self) -> bool:
+        """Whether the model runs on the tasks of workers, in their processes: on a CPU, which decoding shares."""
+        return self.device.type == "cpu"
+
+    @property
+    def decoder(self) -> RecordDecoder:
+        """What makes records of images."""
+        s = self.settings
+        return RecordDecoder(s.size, s.fit, s.max_pixels, cast(Decode, s.decode))
+
+    def split_tasks(self, items: Iterable[Item]) -> Iterator[list[Item]]:
+        """Images in groups that a worker takes at a time: batches, where it runs the model."""
+        if self.by_task:
+            return split_tasks(items, self.settings.batch_size, max_bytes=None)
+        return split_tasks(items, GPU_TASK_IMAGES if self.settings.decode == "gpu" else TASK_IMAGES)
+
+    def processes(self) -> dict[str, int]:
+        """How many processes share each stage, where there are several."""
+        stages = ["read"] if self.settings.decode == "gpu" else ["decode", *["model"] * self.by_task]
+        return dict.fromkeys(stages, self.workers)
+
+    def describe(self) -> str:
+        """How the images are taken, in a few words."""
+        decoders = {"gpu": f"{self.device} decodes", "pillow": "decoded by Pillow"}
+        count = f"{self.workers} process{'es' * (self.workers != 1)}"
+        return ", ".join(filter(None, [f"batch {self.settings.batch}", count, decoders.get(self.settings.decode, "")]))
+
     def feature_bytes(self, height: int, width: int) -> int:
         """Bytes of the saved features of one image of height × width pixels."""
         vectors = self.settings.with_global + self.settings.dense * (height * width // self.config.patch_size**2)
         return vectors * self.config.num_features * np.dtype(self.settings.save_dtype).itemsize
 
+    def batch_of(self, height: int, width: int) -> int:
+        """How many images of height × width pixels go through the model at a time."""
+        batch, size = self.settings.batch_size, self.settings.size
+        return min(batch, max(1, batch * size**2 // (height * width)))
+
     def part_limits(self) -> tuple[int, int]:
         """Images in a part, a multiple of the batch size, and the bytes of features after which it ends early."""
-        batch, size = self.settings.batch, self.settings.size
+        batch, size = self.settings.batch_size, self.settings.size
         image = self.feature_bytes(size, size)
         max_bytes = max(PART_BYTES, batch * image)
         return max(1, min(PART_IMAGES, max_bytes // image) // batch) * batch, max_bytes
@@ -72,7 +112,7 @@ class EmbedJob:
 
 
 def prepare_model(model: Veca, settings: EmbedSettings, device: torch.device) -> Veca:
-    """Move the model to the device and optimize it where that is supported."""
+    """Move the model to the device and optimize it where that is supported or asked for."""
     model.to(device).eval()
     for tensor in chain(model.parameters(), model.buffers()):
         # Weights mapped from a file may be unaligned, and on CPUs the bits of small matrix products depend on it.
@@ -80,48 +120,147 @@ def prepare_model(model: Veca, settings: EmbedSettings, device: torch.device) ->
             tensor.data = tensor.data.clone()
     dtype: torch.dtype = getattr(torch, settings.precision)
     supported = supports_fused(model.config, device, dtype) and not unfusable_reason(model)
-    return optimize(model, dtype=dtype) if supported else model
+    return optimize(model, dtype=dtype) if supported or settings.compile else model
+
+
+class Features:
+    """Features of a batch, on their way from the device until they are asked for."""
+
+    def __init__(self, columns: dict[str, Tensor], events: Sequence[torch.cuda.Event], seconds: float) -> None:
+        self._columns, self._events = columns, events
+        self.seconds = seconds
+        """What the model took."""
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Wait for them: columns (B, numbers)."""
+        if self._events:
+            began, ended, copied = self._events
+            copied.synchronize()
+            self.seconds, self._events = began.elapsed_time(ended) / 1000, ()
+        return {name: values.numpy() for name, values in self._columns.items()}
 
 
 class FeatureModel:
-    """The model of a run: a batch of images to their features."""
+    """The model of a run: a batch of images to their features. The device is not waited for."""
 
     def __init__(self, model: Veca, job: EmbedJob) -> None:
-        self.job, self.schema = job, feature_schema(job.about)
-        self.model = prepare_model(model, job.settings, job.device)
+        """`model` is as `prepare_model` returns it."""
+        self.job, self.schema, self.model = job, feature_schema(job.about), model
         # A subclass may return something else when called, as timm's models do.
         plain = type(self.model).forward is Veca.forward
         self._forward = self.model if plain else partial(Veca.forward, self.model)
+        self._dtype: torch.dtype = getattr(torch, job.settings.precision)
+        compiled = job.settings.compile and not supports_fused(job.config, job.device, self._dtype)
+        self._autocast = self._dtype != torch.float32 and not compiled  # a compiled model has that dtype itself
 
-    def __call__(self, pixels: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Images (B, 3, height, width) → columns of features, (B, numbers) each."""
+    def __call__(self, images: Sequence[Any]) -> Features:
+        """Images (3, height, width) uint8 of one shape, as arrays or as tensors on the GPU, to their features."""
         s, device = self.job.settings, self.job.device
-        autocast = torch.autocast(device.type, getattr(torch, s.precision), enabled=s.precision != "float32")
-        with torch.inference_mode(), autocast:
-            images = normalize(torch.from_numpy(pixels).to(device))
-            output = self._forward(images, cores=s.cores, cls_only=not s.dense)
-        # copy=True: a view of the first token would keep all tokens in memory.
-        saved = {"device": "cpu", "dtype": getattr(torch, s.save_dtype), "copy": True}
-        return {name: getattr(output, name).to(**saved).flatten(1).numpy() for name in self.schema.names[6:]}
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
+        began, ended, copied = (event.record for event in events) if events else (lambda: None,) * 3
+        start = time.perf_counter()
+        with torch.inference_mode(), torch.autocast(device.type, self._dtype, enabled=self._autocast):
+            pixels = _stack(images, device)
+            began()
+            output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense)
+            ended()
+            dtype = getattr(torch, s.save_dtype)
+            found = {name: getattr(output, name).to(dtype).flatten(1) for name in self.schema.names[6:]}
+            # New memory: a view of the first token would keep all tokens.
+            columns = {k: torch.empty(v.shape, dtype=dtype, pin_memory=v.is_cuda) for k, v in found.items()}
+            for name, values in found.items():
+                columns[name].copy_(values, non_blocking=True)
+            copied()
+        return Features(columns, events, time.perf_counter() - start)
+
+    def compute(self, records: list[Record]) -> list[Record]:
+        """Replace the pixels of records, those of a task, by their features: batches of one shape.
+
+        A worker process that is a fork of this one may call it.
+        """
+        # After a fork the compiler would wait forever for its threads, so a new shape must run eagerly.
+        eager = torch.compiler.set_stance("eager_on_recompile") if self.job.settings.compile else nullcontext()
+        by_shape: dict[tuple[int, int], list[Record]] = {}
+        for record in records:
+            if record.pixels is not None:
+                by_shape.setdefault(record.shape, []).append(record)
+        with eager:
+            for (height, width), group in by_shape.items():
+                count = self.job.batch_of(height, width)
+                for start in range(0, len(group), count):
+                    some = group[start : start + count]
+                    columns = self([record.pixels for record in some]).columns()
+                    for i, record in enumerate(some):
+                        record.pixels, record.features = None, {name: values[i] for name, values in columns.items()}
+        return records
+
+    def warm_up(self) -> None:
+        """Run the model once as forked workers will: they inherit what it compiles, and errors surface sooner."""
+        side, batch = self.job.settings.size, self.job.settings.batch_size
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a forked process would wait forever for threads it does not have
+        try:
+            self([np.zeros((3, side, side), np.uint8)] * batch)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _stack(images: Sequence[Any], device: torch.device) -> Tensor:
+    """Stack images on the device, wherever each of them is."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.stack(images))
+    here = [i for i, image in enumerate(images) if isinstance(image, Tensor)]
+    if len(here) == len(images):
+        return torch.stack(list(images))
+    elsewhere = [i for i, image in enumerate(images) if not isinstance(image, Tensor)]
+    host = torch.empty(len(elsewhere), *images[elsewhere[0]].shape, dtype=torch.uint8, pin_memory=True)
+    np.stack([images[i] for i in elsewhere], out=host.numpy())
+    moved = host.to(device, non_blocking=True)
+    if not here:
+        return moved
+    order = torch.tensor(here + elsewhere).argsort().pin_memory().to(device, non_blocking=True)
+    return torch.cat([torch.stack([images[i] for i in here]), moved])[order]
+
+
+class _Row:
+    """An image of the part in progress: its columns before the features, and where its features are; or an error."""
+
+    __slots__ = ("error", "features", "index", "name", "nbytes", "numbers")
+
+    def __init__(self, name: str, error: str) -> None:
+        self.name, self.error, self.nbytes = name, error, 0
+        self.numbers: tuple[int, ...] = ()
+        self.features: Features | dict[str, NDArray[Any]] | None = None
+        self.index = 0
 
 
 class PartitionWriter:
     """Runs the images of one partition through the model, in batches of one shape, and writes its file.
 
-    `slices` of an earlier run are continued; the file is the same with and without them. An image whose features are
-    not finite is an error, or with `skip_nonfinite` a failure.
+    Rows are written by a thread, while the model is at work on the next. `slices` of an earlier run are continued; the
+    file is the same with and without them. An image whose features are not finite is an error, or with
+    `skip_nonfinite` a failure.
     """
 
-    def __init__(self, model: FeatureModel, partition: Partition, slices: Iterable[PartitionState] = ()) -> None:
+    def __init__(
+        self,
+        model: FeatureModel,
+        partition: Partition,
+        slices: Iterable[PartitionState] = (),
+        meter: StageMeter | None = None,
+    ) -> None:
         self.model, self.job, self.partition, self.slices = model, model.job, partition, list(slices)
+        self._meter = meter or StageMeter()
         self._state = self.slices[-1].next() if self.slices else PartitionState()
         self.added, self._part_bytes = self._state.end, self._state.part_bytes  # with what is not written yet
-        # Of each image after those written its columns, or a reason in `error`; those before `_settled` are finished.
-        self._rows: list[dict[str, Any]] = []
+        # Images after those written; those before `_settled` are finished.
+        self._rows: list[_Row] = []
         self._settled = 0
-        # Rows and decoded images that wait for their batch, by shape (height, width).
-        self.waiting: dict[tuple[int, int], list[tuple[dict[str, Any], NDArray[np.uint8]]]] = {}
+        # Rows and images that wait for their batch, by shape (height, width).
+        self.waiting: dict[tuple[int, int], list[tuple[_Row, Any]]] = {}
         self._waiting_bytes = 0
+        self._writes = deque[Future[None]]()
+        self._failed = False
 
     def write(self, records: Iterable[Record], save_seconds: float | None = None) -> PartitionState:
         """Embed `records`, the images after those in slices, and write the file.
@@ -129,20 +268,24 @@ class PartitionWriter:
         With `save_seconds`, finished rows are saved as a slice that often and when the run is stopped.
         """
         records, complete = iter(records), False
-        while not complete:
-            with self.job.folder.new_file(self.model.schema) as (path, writer):
-                try:
-                    complete = self._add_records(records, writer, save_seconds)
-                except BaseException:
-                    if save_seconds is not None:
-                        with suppress(Exception):  # the first error is the one to report
-                            self._write_rows(writer)
-                            self._save_slice(path, writer)
-                    raise
-                if complete and not self.slices:
-                    state = PartitionState(pictures=self._state.pictures, failures=self._state.failures)
-                    return self._publish(path, writer, state)
-                self._save_slice(path, writer)
+        with ThreadPoolExecutor(1, "parquet") as self._thread:
+            while not complete:
+                with self.job.folder.new_file(self.model.schema) as (path, writer):
+                    try:
+                        complete = self._add_records(records, writer, save_seconds)
+                        self._finish_writes()
+                    except BaseException:
+                        if save_seconds is not None:
+                            with suppress(Exception):  # the first error is the one to report
+                                self._write_rows(writer)
+                            wait(self._writes)
+                            with suppress(Exception):
+                                self._save_slice(path, writer)
+                        raise
+                    if complete and not self.slices:
+                        state = PartitionState(pictures=self._state.pictures, failures=self._state.failures)
+                        return self._publish(path, writer, state)
+                    self._save_slice(path, writer)
         return self._join_slices()
 
     def _add_records(self, records: Iterator[Record], writer: pq.ParquetWriter, save_seconds: float | None) -> bool:
@@ -151,11 +294,13 @@ class PartitionWriter:
         for record in records:
             self._add(record)
             # Images larger than size × size may fill a part before it has `part_images`.
-            if self.added % part_images == 0 or self._part_bytes > max_part_bytes:
+            full = self.added % part_images == 0 or self._part_bytes > max_part_bytes
+            if full and (record.last or not self.job.by_task):
                 self._end_part(writer)
             due = save_seconds is not None and time.monotonic() - began > save_seconds
-            if due and not self.waiting:  # images that wait for their batch cannot be saved
+            if due and self._settled == len(self._rows):  # images that wait for their batch cannot be saved
                 self._write_rows(writer)
+                self._finish_writes()
                 if self._state.pictures:
                     return False
         self._end_part(writer)
@@ -163,67 +308,120 @@ class PartitionWriter:
 
     def _add(self, record: Record) -> None:
         """Add an image; runs the model when a batch is full."""
-        row: dict[str, Any] = {"path": record.name, "error": record.error, "nbytes": 0}
+        row = _Row(record.name, record.error)
         self._rows.append(row)
         self.added += 1
-        if record.pixels is not None:
-            s, patch = self.job.settings, self.job.config.patch_size
-            height, width = shape = record.pixels.shape[1:]
-            numbers = (*record.size, height // patch, width // patch, s.cores)
-            row |= dict(zip(self.model.schema.names[1:6], numbers, strict=True), nbytes=self.job.feature_bytes(*shape))
-            self._part_bytes += row["nbytes"]
-            self._waiting_bytes += record.pixels.nbytes
-            group = self.waiting.setdefault(shape, [])
-            group.append((row, record.pixels))
-            batch_pixels = s.batch * s.size**2
-            if len(group) >= min(s.batch, max(1, batch_pixels // (height * width))):
-                self._run_batch(self.waiting.pop(shape))
-            elif self._waiting_bytes > max(PART_BYTES, 3 * batch_pixels):
-                self._run_waiting()
-        if not self.waiting:
+        if not record.error:
+            s, patch, (height, width) = self.job.settings, self.job.config.patch_size, record.shape
+            row.numbers = *record.size, height // patch, width // patch, s.cores or 0
+            row.nbytes, row.features = self.job.feature_bytes(height, width), record.features
+            self._part_bytes += row.nbytes
+            if record.features is None:
+                self._add_to_batch(row, record)
+        # Where the model runs by task, a part or slice that ends within one would change the batches after it.
+        if not self.waiting and (record.last or not self.job.by_task):
             self._settled = len(self._rows)
+
+    def _add_to_batch(self, row: _Row, record: Record) -> None:
+        s, (height, width) = self.job.settings, record.shape
+        self._waiting_bytes += 3 * height * width
+        group = self.waiting.setdefault(record.shape, [])
+        group.append((row, record.pixels))
+        if len(group) >= self.job.batch_of(height, width):
+            self._run_batch(record.shape)
+        elif self._waiting_bytes > max(PART_BYTES, 3 * s.batch_size * s.size**2):
+            self._run_waiting()
 
     def _run_waiting(self) -> None:
         """Run the model on all images that wait, full batches or not."""
         while self.waiting:
-            self._run_batch(self.waiting.pop(next(iter(self.waiting))))
+            self._run_batch(next(iter(self.waiting)))
         self._settled = len(self._rows)
 
-    def _run_batch(self, group: list[tuple[dict[str, Any], NDArray[np.uint8]]]) -> None:
-        pixels, s = np.stack([pixels for _, pixels in group]), self.job.settings
-        self._waiting_bytes -= pixels.nbytes
-        for name, features in self.model(pixels).items():
-            for (row, _), values in zip(group, features, strict=True):
-                row[name] = values
-                if not np.isfinite(values).all():
-                    how = f"computed in {s.precision} and saved in {s.save_dtype}"
-                    check = "check the weights, --precision and --dtype (float16 overflows)"
-                    row["error"] = f"its features are not finite, {how}: {check}"
-                    if not self.job.skip_nonfinite:
-                        way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
-                        raise NonFiniteError(f"{row['path']}: {row['error']}; {way}")
+    def _run_batch(self, shape: tuple[int, int]) -> None:
+        group = self.waiting.pop(shape)
+        self._waiting_bytes -= len(group) * 3 * shape[0] * shape[1]
+        features = self.model([pixels for _, pixels in group])
+        for i, (row, _) in enumerate(group):
+            row.features, row.index = features, i
 
     def _end_part(self, writer: pq.ParquetWriter) -> None:
         self._run_waiting()
-        self._write_rows(writer)
-        self._state.part, self._state.part_bytes, self._part_bytes = self._state.end, 0, 0
+        self._write_rows(writer, end_part=True)
+        self._part_bytes = 0
 
-    def _write_rows(self, writer: pq.ParquetWriter) -> None:
-        """Write the finished rows as one row group."""
-        state, schema = self._state, self.model.schema
+    def _write_rows(self, writer: pq.ParquetWriter, end_part: bool = False) -> None:
+        """Have the finished rows written as one row group."""
         rows, self._rows, self._settled = self._rows[: self._settled], self._rows[self._settled :], 0
-        if good := [row for row in rows if not row["error"]]:
-            columns: dict[str, Any] = {name: [row[name] for row in good] for name in schema.names}
-            for name in schema.names[6:]:
-                ends, values = np.cumsum([0, *(row.size for row in columns[name])]), np.concatenate(columns[name])
-                lists = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))
-                columns[name] = lists.cast(schema.field(name).type)
+        self._writes.append(self._thread.submit(self._write, writer, rows, end_part))
+        self._finish_writes(_WRITES)
+
+    def _finish_writes(self, but: int = 0) -> None:
+        """Wait until all writes but the last few are done."""
+        while len(self._writes) > but:
+            self._writes.popleft().result()
+
+    def _write(self, writer: pq.ParquetWriter, rows: list[_Row], end_part: bool) -> None:
+        """Wait for the features of rows and write them, in a thread; nothing is written after a failure."""
+        state, schema = self._state, self.model.schema
+        if self._failed:
+            raise RuntimeError("rows before these were not written")
+        self._failed = True  # until they are written
+        values = {name: self._collect(name, rows) for name in schema.names[6:]}
+        began = time.perf_counter()
+        if good := [i for i, row in enumerate(rows) if not row.error]:
+            numbers = np.array([rows[i].numbers for i in good], np.int32)
+            columns: dict[str, Any] = {"path": pa.array([rows[i].name for i in good], pa.string())}
+            columns |= dict(zip(schema.names[1:6], map(pa.array, numbers.T.copy()), strict=True))
+            for name, arrays in values.items():
+                kept = [arrays[i] for i in good]
+                flat, kind = pa.array(np.concatenate(kept)), schema.field(name).type
+                if pa.types.is_fixed_size_list(kind):
+                    columns[name] = pa.FixedSizeListArray.from_arrays(flat, kind.list_size)
+                else:
+                    ends = np.cumsum([0, *(array.size for array in kept)])
+                    columns[name] = pa.LargeListArray.from_arrays(pa.array(ends), flat).cast(kind)
             writer.write_table(pa.table(columns, schema))
             state.groups.append(state.part)
         state.pictures += len(good)
-        state.failures += [(row["path"], row["error"]) for row in rows if row["error"]]
+        state.failures += [(row.name, row.error) for row in rows if row.error]
         state.end += len(rows)
-        state.part_bytes += sum(row["nbytes"] for row in rows)
+        state.part_bytes += sum(row.nbytes for row in rows)
+        if end_part:
+            state.part, state.part_bytes = state.end, 0
+        self._failed = False
+        self._meter.add("write", len(rows), time.perf_counter() - began)
+
+    def _collect(self, name: str, rows: list[_Row]) -> list[NDArray[Any]]:
+        """A column of the features of each row, empty where there are none; those that are not finite are refused."""
+        collected, batches = list[NDArray[Any]](), dict[int, tuple[NDArray[Any], NDArray[Any]]]()
+        for row in rows:
+            features = row.features
+            if isinstance(features, Features):
+                if id(features) not in batches:
+                    values = features.columns()[name]
+                    batches[id(features)] = values, np.isfinite(values).all(1)
+                    if name == self.model.schema.names[6]:
+                        self._meter.add("model", len(values), features.seconds)
+                values, finite = batches[id(features)]
+                collected.append(values[row.index])
+                is_finite = finite[row.index]
+            else:
+                collected.append(np.empty(0) if features is None else features[name])
+                is_finite = np.isfinite(collected[-1]).all()
+            if not is_finite:
+                self._refuse(row)
+        return collected
+
+    def _refuse(self, row: _Row) -> None:
+        """Make an image whose features are not finite an error or a failure."""
+        s = self.job.settings
+        how = f"computed in {s.precision} and saved in {s.save_dtype}"
+        check = "check the weights, --precision and --dtype (float16 overflows)"
+        row.error = f"its features are not finite, {how}: {check}"
+        if not self.job.skip_nonfinite:
+            way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
+            raise NonFiniteError(f"{row.name}: {row.error}; {way}")
 
     def _save_slice(self, path: Path, writer: pq.ParquetWriter) -> None:
         if self._state.pictures:

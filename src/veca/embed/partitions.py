@@ -205,6 +205,13 @@ class PartitionFolder:
         self._write_json(_JOB, job)
         return set()
 
+    def unfinished_job(self) -> dict[str, Any]:
+        """The description of a run that was left unfinished here, or an empty one."""
+        with suppress(OSError, ValueError, RecursionError):
+            old = json.loads(self._fs.cat_file(f"{self._root}/{_JOB}"))
+            return old if isinstance(old, dict) and not self.exists(_DONE) else {}
+        return {}
+
     def numbers(self) -> set[int]:
         """Numbers of the partitions that are there."""
         return {int(name[:8]) for name in self._names() if re.fullmatch(r"\d{8}\.parquet", name)}

@@ -23,10 +23,11 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from veca.data.loader import decode_items
+from veca.data.gpu_decode import GpuDecoder, unusable_reason
+from veca.data.records import decode_tasks
 from veca.data.remote import SourceError, is_remote
 from veca.data.sources import Item, is_container, unpack_files
-from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, feature_schema
 from veca.embed.settings import EmbedError
 from veca.model import Veca
@@ -113,6 +114,7 @@ class RayWorker:
     def __init__(self, job: EmbedJob, weights: list[Any], tries: Any) -> None:
         self.job, self.weights, self.tries = job, weights, tries
         self.model: FeatureModel | None = None
+        self.gpu: GpuDecoder | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         import ray
@@ -145,9 +147,10 @@ class RayWorker:
             place = os.path.dirname(next((file.path for file in partition.files if file.path), ""))
             if place and not is_remote(place) and not os.path.isdir(place):
                 raise EmbedError(f"{place} is not there; images must be on a disk that all machines share, or remote")
-            self.model = self.model or FeatureModel(self._load_model(), job)
-            items = unpack_files(partition.files, job.column, s.max_pixels)
-            with decode_items(items, s.size, s.fit, s.max_pixels, job.workers) as records:
+            self.model = self.model or FeatureModel(prepare_model(self._load_model(), s, job.device), job)
+            tasks = job.split_tasks(unpack_files(partition.files, job.column, s.max_pixels))
+            compute = self.model.compute if job.by_task else None
+            with decode_tasks(tasks, job.decoder, job.workers, gpu=self.gpu, compute=compute) as records:
                 state = PartitionWriter(self.model, partition).write(records)
         return PartitionResult(partition.number, state.pictures, len(state.failures), kept is not None)
 
@@ -168,6 +171,10 @@ class RayWorker:
         model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)
         if job.device.type == "cpu":
             torch.set_num_threads(max(1, job.workers))
+        if job.settings.decode == "gpu":
+            if reason := unusable_reason(job.device):
+                raise EmbedError(f"--decode gpu: {reason}. Use --decode cpu")
+            self.gpu = GpuDecoder(job.device)
         return model
 
 

@@ -1,8 +1,10 @@
 """`embed`: features of many images, computed by one model in this process or by many on Ray.
 
-    sources → partitions → decoding processes → batches of one shape → partition files → one file, if asked for
+    sources → partitions → processes that read, check and decode → GPU decoder → batches of one shape → model
+            → partition files → one file, if asked for
 
-A run that was interrupted is resumed by the partitions in its folder (`veca.embed.partitions`).
+Each stage works ahead of the next, within bounds. On a CPU the processes that decode run the model too. A run that was
+interrupted is resumed by the partitions in its folder (`veca.embed.partitions`).
 """
 
 import dataclasses
@@ -21,23 +23,29 @@ from typing import Any
 import torch
 
 from veca.checkpoint.format import weights_hash
-from veca.data.loader import Record, decode_items
+from veca.data.gpu_decode import GpuDecoder, choose_decoder
+from veca.data.records import Record, Seconds, decode_tasks
 from veca.data.remote import is_remote
 from veca.data.sources import Item, OnRead, count_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
-from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
+from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
 from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings
+from veca.embed.tuning import choose_batch, default_batch
 from veca.errors import NonFiniteError
 from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
+from veca.utils.device import usable_cpus
 from veca.utils.files import check_utf8, check_writable, list_paths
 from veca.version import __version__
 
+_SHOW_SECONDS = 0.1
+"""How often the progress line changes."""
 _SAVE_SECONDS = 60.0
 """How often the finished images of a partition in progress are saved: what a killed run loses at most."""
 
@@ -66,8 +74,9 @@ def embed(
     and Parquet files with encoded images in `column` (None: the only one of bytes, or `image`), on this machine or at
     addresses that fsspec reads; rows keep their order, and folders are sorted. An image that cannot be read is a row
     in `<out>.failures.csv`; one whose features have NaN or infinity stops the run, unless `skip_nonfinite` makes it
-    such a row too. The model moves to `device` (None: it stays where it is). `workers` processes decode images (None
-    or 0: this process does); compressed shards are unpacked by this process alone. Called again after an interruption,
+    such a row too. The model moves to `device` (None: it stays where it is). `workers` processes read and decode
+    images (None: one per CPU; 0: this process does), and run the model if that is on a CPU; compressed shards are
+    unpacked by this process alone. Called again after an interruption,
     with the same arguments, it continues if files have the names, sizes and dates they had (`ignore_dates`: names and
     sizes); `overwrite` starts anew and replaces an earlier `out`. `partition` is the number of image files per file of
     features in the folder.
@@ -105,33 +114,41 @@ def embed(
         where, models = device or next(model.parameters()).device, 1
         if on_ray:
             models, where, workers = find_slots(device, workers)
-        about = describe_features(model, model_name, settings, torch.device(where))
-        job = EmbedJob(
-            folder,
-            settings,
-            model.config,
-            about,
-            torch.device(where),
-            workers or 0,
-            column,
-            skip_nonfinite,
-            ignore_dates,
-        )
+        workers, device = usable_cpus() if workers is None else workers, torch.device(where)
+        settings = dataclasses.replace(settings, decode=choose_decoder(settings.decode, device, check=not on_ray))
+        if settings.batch is None:
+            settings = dataclasses.replace(settings, batch=folder.unfinished_job().get("batch"))
+        ready = model if on_ray else prepare_model(model, settings, device)
+        if settings.batch is None:
+            batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
+            settings = dataclasses.replace(settings, batch=batch)
+        about = describe_features(model, model_name, settings, device)
+        job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
         length = job.partition_length(partition or partitions.PARTITION)
         present = folder.start(describe_job(about, model, sources, column, length), overwrite)
-        plan = plan_partitions(sources, length)
+        plan, meter = plan_partitions(sources, length), StageMeter(job.processes())
         if on_ray:
             totals = run_on_ray(job, model, list(plan), present, models, progress)
         else:
             try:
                 # Compressed shards are not counted: it would take as long as reading them.
                 total = count_images(sources, unpack=False) if progress else None
-                totals = _PlainRun(job, model, plan).run(total, progress)
+                totals = _PlainRun(job, ready, plan, meter).run(total, progress)
             finally:
                 model.train(was_training)
     left_out.warn()
     seconds, to = time.perf_counter() - began, folder.out if on_ray else Path(folder.out)
-    return EmbedReport(totals.pictures, totals.failures, totals.resumed, seconds, to, totals.resumed_failures)
+    return EmbedReport(
+        totals.pictures,
+        totals.failures,
+        totals.resumed,
+        seconds,
+        to,
+        totals.resumed_failures,
+        meter.rates(),
+        meter.bottleneck,
+        job.describe(),
+    )
 
 
 def _check_sources(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
@@ -170,31 +187,44 @@ def describe_job(
 class _PlainRun:
     """Computes the partitions of a run one after another, in this process."""
 
-    def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition]) -> None:
-        self.job, self.plan, self.totals, self.last_image = job, plan, RunTotals(), ""
+    def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition], meter: StageMeter) -> None:
+        self.job, self.plan, self.totals, self.meter, self.last_image = job, plan, RunTotals(), meter, ""
         self.model = FeatureModel(model, job)
         self.loading = deque[PartitionWriter]()  # of each image that the loader has been given, its partition
         self.saved = list[PartitionState]()  # slices of the partition in progress
 
     def run(self, total: int | None, progress: bool) -> RunTotals:
         """Compute all partitions and complete the folder."""
-        s, totals, folder, on_read = self.job.settings, self.totals, self.job.folder, ReadingLine()
-        # One loader for all partitions, so that its processes never wait for the next. They start before the bar:
-        # forking is safest before that has its thread.
+        job, totals, on_read = self.job, self.totals, ReadingLine()
+        s, compute = job.settings, None
+        if job.by_task:
+            compute = self.model.compute
+            if job.workers:
+                self.model.warm_up()
+        # One pool for all partitions, so that its processes never wait for the next. They start before the bar and the
+        # decoder: forking is safest before those have their threads.
         with (
             self._explaining_errors(),
-            decode_items(self._items(on_read), s.size, s.fit, s.max_pixels, self.job.workers) as records,
-            bar("embedding", total, "images", progress, failures=True) as advance,
+            GpuDecoder(job.device, self.meter.add) if s.decode == "gpu" else nullcontext() as gpu,
+            decode_tasks(
+                self._tasks(on_read), job.decoder, job.workers, gpu=gpu, compute=compute, on_work=self._on_work
+            ) as records,
+            bar("embedding", total, "images", progress, failures=True, note=job.describe()) as advance,
         ):
             on_read.show = advance.describe
             for writer, group in groupby(self._watch(records, advance, on_read), lambda _: self.loading.popleft()):
                 self._write(writer, group)
-            advance(0, completed=totals.pictures + totals.failures, failed=totals.failures)
-            if folder.file:
+            advance(0, completed=totals.pictures + totals.failures, failed=totals.failures, note="")
+            if job.folder.file:
                 advance.describe("joining")
-            folder.complete(totals, self.model.schema)
+            job.folder.complete(totals, self.model.schema)
             advance.describe("embedded")
         return totals
+
+    def _on_work(self, images: int, seconds: Seconds) -> None:
+        self.meter.add("read" if self.job.settings.decode == "gpu" else "decode", images, seconds.decode)
+        if self.job.by_task:
+            self.meter.add("model", images, seconds.compute)
 
     @contextmanager
     def _explaining_errors(self) -> Iterator[None]:
@@ -216,8 +246,8 @@ class _PlainRun:
             images = self.totals.pictures + sum(state.pictures for state in self.saved)
             raise EmbedError(f"{reason}. {self.job.folder.kept_message(images)}") from error
 
-    def _items(self, on_read: ReadingLine) -> Iterator[Item]:
-        """The images still to be embedded, of the partitions as the loader comes to them."""
+    def _tasks(self, on_read: ReadingLine) -> Iterator[list[Item]]:
+        """The images still to be embedded, of the partitions as the workers come to them."""
         job, totals = self.job, self.totals
         for partition in map(Partition.with_stamps, self.plan):
             totals.partitions += 1
@@ -229,12 +259,12 @@ class _PlainRun:
             if finished:
                 totals.add(partition.number, finished.pictures, len(finished.failures))
                 continue
-            writer = PartitionWriter(self.model, partition, slices)
-            item, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
-            for item in islice(images, writer.added, None):
-                self.loading.append(writer)
-                yield item
-            if item is None:  # a shard without images, or all of them are in slices
+            writer = PartitionWriter(self.model, partition, slices, self.meter)
+            task, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
+            for task in job.split_tasks(islice(images, writer.added, None)):
+                self.loading.extend([writer] * len(task))
+                yield task
+            if task is None:  # a shard without images, or all of them are in slices
                 self._write(writer, ())
 
     def _write(self, writer: PartitionWriter, records: Iterable[Record]) -> None:
@@ -244,14 +274,19 @@ class _PlainRun:
         self.saved = []
 
     def _watch(self, records: Iterator[Record], advance: ProgressTask, on_read: ReadingLine) -> Iterator[Record]:
-        done = failed = 0
+        done = failed = counted = 0
+        shown = time.monotonic()
         for record in records:
             self.last_image = record.name
             on_read.image_came()
             yield record
-            on_read.image_came()
-            done, failed = done + 1, failed + (record.pixels is None)
-            advance.describe("embedding")
-            # What an earlier run has done counts as soon as the loader has passed it, and not for the rate.
-            totals = self.totals
-            advance(counted=1, completed=totals.resumed + done, failed=totals.resumed_failures + failed)
+            done, failed, counted = done + 1, failed + bool(record.error), counted + 1
+            if (now := time.monotonic()) - shown > _SHOW_SECONDS:
+                shown, limit = now, self.meter.bottleneck
+                advance.describe("embedding")
+                note = f"{self.job.describe()}, {limit} is the bottleneck" if limit else self.job.describe()
+                # What an earlier run has done counts as soon as the workers have passed it, and not for the rate.
+                totals = self.totals
+                completed, all_failed = totals.resumed + done, totals.resumed_failures + failed
+                advance(counted=counted, completed=completed, failed=all_failed, note=note)
+                counted = 0

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
 
+from veca.data.records import DecodeChoice
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS, PATCH, Fit
 from veca.model import Veca
@@ -36,17 +37,29 @@ class EmbedSettings(Settings):
     """Save the patch features."""
     with_global: bool = True
     """Save the global feature."""
-    batch: Positive = 32
-    """Images of size × size per forward pass; of larger images, as many as have no more pixels in total."""
+    batch: Positive | None = None
+    """Images of size × size per forward pass; of larger images, as many as have no more pixels in total. None: chosen
+    for the device (`veca.embed.tuning`)."""
     precision: Precision = "float32"
     """Precision of the computation; other than float32: autocast."""
     save_dtype: SaveDtype = "float32"
     max_pixels: Positive = MAX_PIXELS
+    decode: DecodeChoice = "auto"
+    """Decoder: "gpu" decodes ordinary JPEGs on the GPU and the rest as "cpu" does; "cpu" is fast, its pixels differ
+    from Pillow's by a few grey levels; "pillow" is exact; "auto" is "gpu" where there is one, or else "cpu"."""
+    compile: bool = False
+    """Compile the model where no fused kernels run: faster after a start of about half a minute."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.dense and not self.with_global:
             raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
+
+    @property
+    def batch_size(self) -> int:
+        """The batch, once it is chosen."""
+        assert self.batch is not None
+        return self.batch
 
     def resolve(self, model: Veca) -> Self:
         """These settings with the budget filled in; raises EmbedError if the model cannot run with them."""
@@ -72,3 +85,9 @@ class EmbedReport(NamedTuple):
     """The file, the folder or the address of the folder."""
     resumed_failures: int = 0
     """How many of `resumed` are failures."""
+    rates: dict[str, float] = {}  # noqa: RUF012 (never changed)
+    """Images per second of each stage while it is at work, of this process."""
+    bottleneck: str = ""
+    """The slowest of the stages."""
+    how: str = ""
+    """Batch size, processes and decoder, in words."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images.decode import MAX_PIXELS, ImageError, ImageTooLargeError, Source, decode, image_errors, orientation
-from veca.images.resize import PATCH, cached_tensors, check_tensor, resample
+from veca.images.resize import PATCH, Crop, cached_tensors, check_tensor, resample
 from veca.inputs import nearest_sizes
 
 Fit = Literal["crop", "stretch", "keep", "pad"]
@@ -154,9 +154,18 @@ def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: 
     >>> fit_image(Image.new("RGB", (640, 400)), 64, "keep").size
     (96, 64)
     """
-    _check_fit(size, fit)
     _check_rgb(image)
-    width, height = image.size
+    crop = plan_fit(*image.size, size, fit, max_pixels)
+    image = resample(image, (crop.columns, crop.rows), crop.box)
+    if (crop.width, crop.height) != image.size:
+        padding = (0, crop.height - crop.rows), (0, crop.width - crop.columns), (0, 0)
+        image = Image.fromarray(np.pad(np.asarray(image), padding, mode="edge"))
+    return image
+
+
+def plan_fit(width: int, height: int, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Crop:
+    """What `fit_image` makes of an image of this size."""
+    _check_fit(size, fit)
     if isinstance(size, tuple):
         rows, columns = size
     elif size is not None and fit in ("crop", "stretch"):
@@ -166,26 +175,24 @@ def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: 
         rows, columns = round(height * scale), round(width * scale)
         if fit == "keep":
             rows, columns = nearest_sizes(height * scale, width * scale)
-    pad_rows, pad_columns = -rows % PATCH, -columns % PATCH
-    total = (rows + pad_rows) * (columns + pad_columns)
-    if total > max_pixels:
-        made = f"{rows + pad_rows}×{columns + pad_columns} = {total:,} pixels"
+    full_rows, full_columns = rows + -rows % PATCH, columns + -columns % PATCH
+    if (total := full_rows * full_columns) > max_pixels:
+        made = f"{full_rows}×{full_columns} = {total:,} pixels"
         rule = f"at most {max_pixels:,} are allowed. Use a smaller size, fit='crop' or max_pixels={total}"
         raise ImageTooLargeError(f"{height}×{width}; fit={fit!r} with size={size} would make it {made}, and {rule}")
-    if fit == "crop":
-        return crop_centre(image, columns, rows)
-    image = resample(image, (columns, rows), (0, 0, width, height))
-    if pad_rows or pad_columns:
-        image = Image.fromarray(np.pad(np.asarray(image), ((0, pad_rows), (0, pad_columns), (0, 0)), mode="edge"))
-    return image
+    box = _centre_box(width, height, columns, rows) if fit == "crop" else (0, 0, width, height)
+    return Crop(box, columns, rows, full_columns, full_rows)
 
 
 def crop_centre(image: Image.Image, columns: int, rows: int) -> Image.Image:
     """Resize the short side to 1.125 × that of the crop and keep the centre, `columns` × `rows`, of an RGB image."""
-    width, height = image.size
+    return resample(image, (columns, rows), _centre_box(*image.size, columns, rows))
+
+
+def _centre_box(width: int, height: int, columns: int, rows: int) -> tuple[float, float, float, float]:
     scale = min(height / rows, width / columns) / CROP_RATIO
     left, top = (width - columns * scale) / 2, (height - rows * scale) / 2
-    return resample(image, (columns, rows), (left, top, width - left, height - top))
+    return left, top, width - left, height - top
 
 
 def _check_fit(size: FitSize, fit: str) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,29 @@ from veca.inputs import nearest_sizes
 
 PATCH = 16
 Mode: TypeAlias = Literal["bilinear", "bicubic"]
+
+
+class Crop(NamedTuple):
+    """Which part of an upright image becomes a result of `columns` × `rows` pixels, and how the image is stored.
+
+    `box` is (left, top, right, bottom) in pixels of the upright image, `orientation` the EXIF code of the stored one,
+    which may be turned. The result is repeated at its right and bottom edges up to `height` × `width`; `flip` mirrors
+    it.
+    """
+
+    box: tuple[float, float, float, float]
+    columns: int
+    rows: int
+    width: int
+    height: int
+    orientation: int = 1
+    flip: bool = False
+
+    @property
+    def grows_first(self) -> bool:
+        """Whether `resample` resizes rows first: columns would grow before the image shrinks."""
+        left, top, right, bottom = self.box
+        return self.columns > right - left and self.rows < bottom - top
 
 
 def cached_tensors(build: Callable[..., Tensor]) -> Callable[..., Tensor]:

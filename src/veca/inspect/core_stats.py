@@ -24,7 +24,7 @@ from torch import Tensor
 
 from veca.checkpoint.format import weights_hash
 from veca.config import size_name
-from veca.data.loader import decode_items
+from veca.data.records import decode_items
 from veca.data.remote import SourceError
 from veca.data.sources import count_images, iter_items
 from veca.errors import ArgumentError

@@ -1,7 +1,9 @@
 """Devices: choosing one by name, its versions for results, peak memory of a call or a process."""
 
 import gc
+import os
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -31,6 +33,11 @@ def choose_device(name: str = "auto") -> torch.device:
         available = ", ".join(["cpu", *(f"{accelerator}:{i}" for i in range(torch.accelerator.device_count()))])
         raise ArgumentError(f"device {quoted(name)} cannot be used: {reason}. On this machine there is {available}")
     return device
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def describe_versions(device: torch.device) -> dict[str, str]:

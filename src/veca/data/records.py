@@ -1,0 +1,293 @@
+"""A stream of encoded images to a stream of records: read, checked and decoded in worker processes, on a GPU if asked.
+
+    items → worker processes (read, check; decode and resize on the CPU) → GPU (decode and resize JPEGs) → records
+
+Records keep the order of the items. What a worker returns lies in memory it shares with this process. Files are not
+trusted: a JPEG goes to the GPU only if its header leaves no doubt (`veca.images.jpeg`), everything else is decoded by
+the worker.
+"""
+
+import math
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
+from veca.data.sources import Item
+from veca.data.workers import SharedSlots, WorkerPool
+from veca.images import Fit, ImageError
+from veca.images.jpeg import gpu_decodable, read_header
+from veca.images.load import load_pixels, plan_fit
+from veca.images.resize import Crop
+
+if TYPE_CHECKING:
+    from veca.data.gpu_decode import GpuDecoder
+
+Decode = Literal["gpu", "cpu", "pillow"]
+"""Which decoder: the GPU's for JPEGs, and the CPU's for the rest; the fast one of the CPU; exactly Pillow's pixels."""
+DecodeChoice = Literal["auto", "gpu", "cpu", "pillow"]
+"""A decoder as asked for; "auto" is "gpu" where there is one, or else "cpu"."""
+
+# Encoded images on their way to worker processes, together; a larger one is sent alone
+_SENT_BYTES = 1 << 27
+# Images and encoded bytes of a task, where nothing else decides
+TASK_IMAGES, _TASK_BYTES = 16, 1 << 23
+# Images of a task where the GPU decodes, which takes them together
+GPU_TASK_IMAGES = 64
+# Memory that a worker shares for the results of a task; what does not fit is sent
+_SLOT_BYTES = 1 << 25
+# Tasks that each worker is given in advance
+_PREFETCH = 2
+# Tasks that the GPU is given in advance
+_GPU_TASKS = 4
+
+
+def describe_error(error: Exception, name: str) -> str:
+    """Return why an image cannot be read, without its name, fit for a table."""
+    reason = str(error) if isinstance(error, ImageError) else f"{type(error).__name__}: {error}"
+    return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
+
+
+@dataclass(slots=True)
+class Record:
+    """An image, (3, height, width) uint8, with its original (width, height); or an error.
+
+    `pixels` is an array, or a tensor on the GPU that decoded it; of a JPEG that still has to be decoded there, `jpeg`
+    is the file and `crop` what becomes of it. Where the worker has a model, `features` is what it made of an image of
+    `shape` (height, width), and there are no pixels. `last` marks the last record of a task.
+    """
+
+    name: str
+    size: tuple[int, int] = (0, 0)
+    pixels: Any = None
+    error: str = ""
+    stamp: str = ""
+    number: int = 0
+    jpeg: Any = None
+    crop: Crop | None = None
+    features: dict[str, NDArray[Any]] | None = None
+    shape: tuple[int, int] = (0, 0)
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class RecordDecoder:
+    """Makes the records of items."""
+
+    size: int
+    fit: Fit
+    max_pixels: int
+    decode: Decode = "pillow"
+
+    def __call__(self, item: Item, gpu: bool = False) -> Record:
+        """Read and decode an image; with `gpu`, an ordinary JPEG is left to it."""
+        try:
+            if item.error:
+                raise ImageError(item.error)
+            source: str | bytes = item.path if item.data is None else item.data
+            if item.span is not None:
+                source = read_span(item.path, *item.span)
+            elif is_remote(item.path):
+                source = retry(item.path, lambda: read_remote(item.path, item.file_size))
+            if gpu and (record := self._for_gpu(item, source)) is not None:
+                return record
+            return self.from_source(item.name, source, item.stamp, item.number)
+        except SourceError:
+            raise
+        except Exception as error:  # no image may end the run
+            return Record(item.name, error=describe_error(error, item.path), stamp=item.stamp, number=item.number)
+
+    def from_source(self, name: str, source: str | bytes, stamp: str = "", number: int = 0) -> Record:
+        """Decode an image on the CPU."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
+                decode = "pillow" if self.decode == "pillow" else "cpu"
+                pixels, size = load_pixels(source, self.size, self.fit, max_pixels=self.max_pixels, decode=decode)
+        except Exception as error:  # no image may end the run
+            path = source if isinstance(source, str) else name
+            return Record(name, error=describe_error(error, path), stamp=stamp, number=number)
+        # An array, not a tensor: tensors travel in shared memory, of which containers have little.
+        return Record(name, size, pixels.numpy(), stamp=stamp, number=number, shape=tuple(pixels.shape[1:]))
+
+    def _for_gpu(self, item: Item, source: str | bytes) -> Record | None:
+        """The record of a JPEG that the GPU takes; None for any other image."""
+        if isinstance(source, str):
+            if not source.lower().endswith((".jpg", ".jpeg", ".jpe", ".jfif")) or item.file_size > _SLOT_BYTES:
+                return None
+            with open(source, "rb") as file:
+                source = file.read(_SLOT_BYTES + 1)
+        header = read_header(source)
+        if not gpu_decodable(source, header, self.max_pixels):
+            return None
+        size = header.width, header.height
+        size = size[::-1] if header.orientation >= 5 else size
+        crop = plan_fit(*size, self.size, self.fit, self.max_pixels)
+        if crop.grows_first:
+            return None
+        record = Record(item.name, size, stamp=item.stamp, number=item.number, shape=(crop.height, crop.width))
+        record.jpeg, record.crop = np.frombuffer(source, np.uint8), crop._replace(orientation=header.orientation)
+        return record
+
+
+class Seconds(NamedTuple):
+    """What a task took a worker: to read and decode, and to compute features."""
+
+    decode: float
+    compute: float
+
+
+class _Task(NamedTuple):
+    number: int
+    items: Sequence[Item]
+    gpu: bool
+
+
+class _Placed(NamedTuple):
+    """An array in the slot of its task."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """Does tasks, in a worker process; `compute` then makes features of the images of each."""
+
+    decoder: RecordDecoder
+    compute: Callable[[list[Record]], list[Record]] | None
+    slots: SharedSlots | None
+
+    def __call__(self, task: _Task | None) -> tuple[list[Record], Seconds] | None:
+        if task is None:
+            return None
+        began = time.perf_counter()
+        records = [self.decoder(item, task.gpu) for item in task.items]
+        decoded = time.perf_counter()
+        if self.compute is not None:
+            records = self.compute(records)
+        computed = time.perf_counter()
+        if self.slots is not None:
+            slot, end = self.slots[task.number], 0
+            for record, key, array in _arrays(records):
+                if end + array.size <= len(slot):
+                    slot[end : end + array.size] = array.reshape(-1)
+                    setattr(record, key, _Placed(end, array.shape))
+                    end += array.size
+        return records, Seconds(decoded - began + time.perf_counter() - computed, computed - decoded)
+
+    def unpack(self, number: int, records: list[Record]) -> list[Record]:
+        """Copy what a worker left in its slot, in this process."""
+        placed = [found for found in _arrays(records) if isinstance(found[2], _Placed)]
+        if placed and self.slots is not None:
+            end = placed[-1][2].offset + math.prod(placed[-1][2].shape)
+            buffer = self.slots[number][:end].copy()
+            for record, key, (offset, shape) in placed:
+                setattr(record, key, buffer[offset : offset + math.prod(shape)].reshape(shape))
+        records[-1].last = True
+        return records
+
+
+def _arrays(records: Iterable[Record]) -> Iterator[tuple[Record, str, Any]]:
+    """The arrays of records, each with its record and the name of its field."""
+    for record in records:
+        key = "pixels" if record.jpeg is None else "jpeg"
+        if (array := getattr(record, key)) is not None:
+            yield record, key, array
+
+
+def split_tasks(
+    items: Iterable[Item], count: int = TASK_IMAGES, max_bytes: int | None = _TASK_BYTES
+) -> Iterator[list[Item]]:
+    """Group items into tasks of `count`, or fewer where they bring more than `max_bytes`."""
+    task, size = list[Item](), 0
+    for item in items:
+        task.append(item)
+        size += len(item.data or b"")
+        if len(task) == count or (max_bytes is not None and size > max_bytes):
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+@contextmanager
+def decode_tasks(
+    tasks: Iterable[list[Item]],
+    decoder: RecordDecoder,
+    workers: int,
+    *,
+    gpu: "GpuDecoder | None" = None,
+    compute: Callable[[list[Record]], list[Record]] | None = None,
+    on_work: Callable[[int, Seconds], object] = lambda images, seconds: None,
+) -> Iterator[Iterator[Record]]:
+    """Decode tasks in `workers` processes (0: in this one) while the block runs; records keep their order.
+
+    JPEGs go to `gpu`. `compute` is what becomes of the records of each task, in its worker where that is a fork of this
+    process, or else in this one. `on_work` is told of each task how many images it has and what it took a worker.
+    """
+    sent = deque[tuple[int, int]]()  # number and bytes of the tasks on their way
+
+    def limit_bytes() -> Iterator[_Task | None]:
+        for number, items in enumerate(tasks):
+            size = sum(len(item.data or b"") for item in items)
+            # `WorkerPool` limits only the number of tasks. It asks for one whenever a result comes back, and cannot be
+            # made to wait: while too many bytes are on their way it is given tasks without work.
+            while any(size for _, size in sent) and sum(size for _, size in sent) + size > _SENT_BYTES:
+                yield None
+            sent.append((number, size))
+            yield _Task(number, items, gpu is not None and gpu.works)
+
+    def receive(results: Iterable[tuple[list[Record], Seconds] | None]) -> Iterator[list[Record]]:
+        for result in results:
+            if result is not None:
+                records, seconds = result
+                records = work.unpack(sent.popleft()[0], records)
+                if compute is not None and work.compute is None:
+                    began = time.perf_counter()
+                    records = compute(records)
+                    seconds = seconds._replace(compute=time.perf_counter() - began)
+                on_work(len(records), seconds)
+                yield records
+
+    fork = sys.platform == "linux"
+    # Tasks without work have slots of nobody; those with work are at most as many as are under way.
+    slots = SharedSlots(workers * _PREFETCH + 1, _SLOT_BYTES) if workers and fork else None
+    work = _Worker(decoder, compute if fork or not workers else None, slots)
+    with WorkerPool(work, limit_bytes(), workers, _PREFETCH, fork=fork and bool(workers)) as results:
+        chunks = receive(results)
+        yield _flatten(chunks) if gpu is None else _decode_on_gpu(chunks, decoder, gpu)
+
+
+def _flatten(chunks: Iterable[list[Record]]) -> Iterator[Record]:
+    for records in chunks:
+        yield from records
+
+
+def _decode_on_gpu(chunks: Iterator[list[Record]], decoder: RecordDecoder, gpu: "GpuDecoder") -> Iterator[Record]:
+    """Have JPEGs decoded while the tasks after theirs are read."""
+    waiting = deque[Callable[[], list[Record]]]()
+    for records in chunks:
+        waiting.append(gpu.submit(records, decoder))
+        if len(waiting) > _GPU_TASKS:
+            yield from waiting.popleft()()
+    while waiting:
+        yield from waiting.popleft()()
+
+
+@contextmanager
+def decode_items(
+    items: Iterable[Item], size: int, fit: Fit, max_pixels: int, workers: int, decode: Decode = "pillow"
+) -> Iterator[Iterator[Record]]:
+    """Decode and fit `items` on the CPU, in `workers` processes (0: in this one), while the block runs."""
+    with decode_tasks(
+        split_tasks(items, TASK_IMAGES), RecordDecoder(size, fit, max_pixels, decode), workers
+    ) as records:
+        yield records

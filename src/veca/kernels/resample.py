@@ -1,0 +1,151 @@
+"""Resize crops of images of different sizes to one size, all in three launches, with the pixels of Pillow's bicubic.
+
+Pillow resizes columns first, then rows, with 8 bits in between. A pixel is the sum of its taps in 32-bit integers, with
+weights rounded to 22 bits; so are they here, and the pixels are the same, bit for bit.
+
+Shapes: B images, T taps at most, S the longest side of the result. An axis is 0 (columns) or 1 (rows).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from veca.images.resize import Crop
+
+_BITS = tl.constexpr(22)
+_ONE, _HALF = tl.constexpr(1 << 22), tl.constexpr(1 << 21)
+# A tile, of few lines: more would take all registers of a thread
+_LINES, _PIXELS = 4, 128
+# Columns of the table of images
+_FIELDS = tl.constexpr(12)
+
+
+def resample_crops(images: Sequence[Tensor], crops: Sequence[Crop], out: Tensor) -> None:
+    """Resize a crop of each image, uint8 (3, height, width) on a GPU, into `out`, uint8 (B, 3, height, width).
+
+    Images may have any strides, as (height, width, 3) in memory has. The sizes of all results are those of `out`. None
+    of the crops may grow first.
+    """
+    device, (height, width), count = out.device, out.shape[-2:], len(images)
+    table, boxes = np.empty((count, _FIELDS.value), np.int64), np.empty((count, 4), np.float32)
+    half, taps, lines = 0, 1, 1
+    for i, (image, crop) in enumerate(zip(images, crops, strict=True)):
+        left, top, right, bottom = crop.box
+        base, steps, size = _upright(image, crop.orientation)
+        # The rows that the second pass reads
+        scale = (bottom - top) / crop.rows
+        support = 2 * max(1.0, scale)
+        first = max(0, int(top + 0.5 * scale - support))
+        rows = min(size[1], int(top + (crop.rows - 0.5) * scale + support + 2)) - first
+        table[i] = (image.data_ptr() + base, *steps, *size, crop.columns, crop.rows, first, rows, half, crop.flip)
+        boxes[i] = left, right, top, bottom
+        half, lines = half + 3 * rows * width, max(lines, 3 * rows)
+        taps = max(taps, 2 * math.ceil(support) + 1, 2 * math.ceil(2 * max(1.0, (right - left) / crop.columns)) + 1)
+    places, spans = (torch.from_numpy(array).to(device, non_blocking=True) for array in (table, boxes))
+    side = max(width, height)
+    between = torch.empty(half, dtype=torch.uint8, device=device)
+    weights = torch.empty(count, 2, taps, side, dtype=torch.int32, device=device)
+    starts = torch.empty(count, 2, side, dtype=torch.int32, device=device)
+    _weigh[(count, 2, triton.cdiv(side, _PIXELS))](places, spans, weights, starts, taps, side, PIXELS=_PIXELS)
+    for axis, longest in enumerate((lines, 3 * height)):
+        grid = count, triton.cdiv(longest, _LINES), triton.cdiv(width, _PIXELS)
+        sizes = {"AXIS": axis, "LINES": _LINES, "PIXELS": _PIXELS}
+        _resize[grid](places, weights, starts, between, out, taps, side, width, height, **sizes)
+
+
+def _upright(image: Tensor, orientation: int) -> tuple[int, tuple[int, int, int], tuple[int, int]]:
+    """Where the first pixel of the upright image is, its steps to the next channel, row and column, and its size."""
+    (_, height, width), (channel, row, column) = image.shape, image.stride()
+    base = 0
+    if orientation in (2, 3, 7, 8):
+        base, column = base + (width - 1) * column, -column
+    if orientation in (3, 4, 6, 7):
+        base, row = base + (height - 1) * row, -row
+    return (
+        (base, (channel, column, row), (height, width))
+        if orientation >= 5
+        else (base, (channel, row, column), (width, height))
+    )
+
+
+@triton.jit
+def _cubic(x):
+    x = tl.abs(x)
+    near = ((1.5 * x - 2.5) * x) * x + 1.0
+    far = (((x - 5.0) * x + 8.0) * x - 4.0) * -0.5
+    return tl.where(x < 1.0, near, tl.where(x < 2.0, far, 0.0))
+
+
+@triton.jit
+def _weigh(table, boxes, weights, starts, taps, side, PIXELS: tl.constexpr):
+    """The first tap of each column or row of a result, and the weights of its taps, as Pillow computes them."""
+    i, axis = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pixel = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)
+    size = tl.load(table + i * _FIELDS + 4 + axis)
+    count = tl.load(table + i * _FIELDS + 6 + axis)
+    start, end = tl.load(boxes + i * 4 + 2 * axis), tl.load(boxes + i * 4 + 2 * axis + 1)
+    scale = (end - start).to(tl.float64) / count.to(tl.float64)  # Pillow takes boxes in single precision
+    start = start.to(tl.float64)
+    stretch = tl.maximum(scale, 1.0)
+    support = 2.0 * stretch
+    inverse = 1.0 / stretch
+    # Columns and rows after the last repeat it.
+    centre = start + (tl.minimum(pixel, (count - 1).to(tl.int32)).to(tl.float64) + 0.5) * scale
+    first = tl.maximum(centre - support + 0.5, 0.0).to(tl.int32)
+    last = tl.minimum((centre + support + 0.5).to(tl.int32), size.to(tl.int32))
+    total = tl.zeros((PIXELS,), tl.float64)
+    for tap in range(taps):
+        weight = _cubic(((tap + first).to(tl.float64) - centre + 0.5) * inverse)
+        total += tl.where(tap < last - first, weight, 0.0)
+    mask = pixel < side
+    tl.store(starts + (i * 2 + axis) * side + pixel, first, mask)
+    for tap in range(taps):
+        weight = _cubic(((tap + first).to(tl.float64) - centre + 0.5) * inverse)
+        weight = tl.where(tap < last - first, weight / total, 0.0) * _ONE
+        rounded = (weight + tl.where(weight < 0.0, -0.5, 0.5)).to(tl.int32)
+        tl.store(weights + ((i * 2 + axis) * taps + tap) * side + pixel, rounded, mask)
+
+
+@triton.jit
+def _resize(
+    table, weights, starts, between, out, taps, side, width, height,
+    AXIS: tl.constexpr, LINES: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    """One pass: columns of the image to `between` (3, rows of the image, columns), or rows of that to `out`."""
+    i = tl.program_id(0).to(tl.int64)
+    row = table + i * _FIELDS
+    size = tl.load(row + 4 + AXIS).to(tl.int32)
+    first_row, rows = tl.load(row + 8).to(tl.int32), tl.load(row + 9).to(tl.int32)
+    x = tl.program_id(2) * PIXELS + tl.arange(0, PIXELS)[None, :]
+    line = tl.program_id(1) * LINES + tl.arange(0, LINES)[:, None]
+    lines = 3 * rows if AXIS == 0 else 3 * height
+    if tl.program_id(1) * LINES < lines:
+        inside, line = (line < lines) & (x < width), tl.minimum(line, lines - 1)
+        x = tl.minimum(x, width - 1)
+        middle = between + tl.load(row + 10)
+        if AXIS == 0:
+            channel, y = line // rows, line % rows
+            source = tl.load(row).to(tl.pointer_type(tl.uint8))
+            channel_step, row_step = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+            step, last = tl.load(row + 3).to(tl.int32), size - 1
+            place, offset = x, channel * channel_step + (y + first_row) * row_step
+            target = middle + line * width + x
+        else:
+            channel, y = line // height, line % height
+            source, step, last = middle, width, first_row + rows - 1
+            place, offset = y, (channel * rows - first_row) * width + x
+            column = tl.where(tl.load(row + 11) != 0, width - 1 - x, x)
+            target = out + i * 3 * height * width + line * width + column
+        start = tl.load(starts + (i * 2 + AXIS) * side + place)
+        weight = weights + (i * 2 + AXIS) * taps * side + place
+        total = tl.full((LINES, PIXELS), _HALF, tl.int32)
+        for tap in range(taps):
+            # Beyond the last pixel weights are zero.
+            pixel = tl.load(source + (offset + tl.minimum(start + tap, last) * step))
+            total += pixel.to(tl.int32) * tl.load(weight + tap * side)
+        tl.store(target, tl.minimum(tl.maximum(total >> _BITS, 0), 255).to(tl.uint8), inside)
