@@ -29,7 +29,8 @@ from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformPa
 from veca.data.sources import Item
 from veca.data.transforms import Augmentation, augment_batch, augment_image
 from veca.data.workers import WorkerDiedError, WorkerPool
-from veca.images import MAX_PIXELS, Fit, ImageError, fit_image, normalize, open_image, resample, to_tensor
+from veca.images import MAX_PIXELS, Fit, ImageError, normalize, open_image, resample
+from veca.images.load import Decoder, load_pixels
 
 # Encoded images on their way to worker processes, together; a larger one is sent alone
 _SENT_BYTES = 1 << 27
@@ -59,7 +60,7 @@ class Record(NamedTuple):
     number: int = 0
 
 
-def _decode_item(size: int, fit: Fit, max_pixels: int, item: Item | None) -> Record | None:
+def _decode_item(size: int, fit: Fit, max_pixels: int, item: Item | None, decoder: Decoder = "pillow") -> Record | None:
     if item is None:
         return None
     try:
@@ -71,10 +72,9 @@ def _decode_item(size: int, fit: Fit, max_pixels: int, item: Item | None) -> Rec
         elif is_remote(item.path):
             source = retry(item.path, lambda: read_remote(item.path, item.file_size))
         with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
-            image = open_image(source, max_pixels=max_pixels)
+            pixels, original = load_pixels(source, size, fit, max_pixels=max_pixels, decoder=decoder)
         # An array, not a tensor: tensors travel in shared memory, of which containers have little.
-        pixels = to_tensor(fit_image(image, size, fit, max_pixels)).numpy()
-        return Record(item.name, image.size, pixels, stamp=item.stamp, number=item.number)
+        return Record(item.name, original, pixels.numpy(), stamp=item.stamp, number=item.number)
     except SourceError:
         raise
     except Exception as error:  # no image may end the run

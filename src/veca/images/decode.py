@@ -119,7 +119,8 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
     """Decode the image in `source`, in the mode of the file; call it inside `image_errors`.
 
     With `at_least`, a JPEG may be decoded at a half, a quarter or an eighth of its size, its short side no shorter than
-    that. `info["extent"]` is then its exact size: the image may cover its last column and row only in part.
+    that. `info["extent"]` is then its exact size: the image may cover its last column and row only in part. The size in
+    the file is `info["full_size"]`.
     """
     if isinstance(source, Image.Image):
         _check_pixels(source, max_pixels)
@@ -152,7 +153,8 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
             if image.format == "TIFF" and unsupported_suffix(source):
                 raise UnidentifiedImageError
             _check_header(image, size, passes, max_pixels)
-            extent: tuple[float, float] = image.size
+            full_size = image.size
+            extent: tuple[float, float] = full_size
             # A rotated image would begin with its partly covered pixels, which an extent cannot describe.
             if at_least is not None and image.format in ("JPEG", "MPO") and orientation(image) == 1:
                 drafted = image.draft(image.mode, (at_least, at_least))
@@ -161,7 +163,7 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
                 _load_png(image, stream)
             else:
                 image.load()
-            image.info["extent"] = extent  # the file may have metadata of this name
+            image.info |= {"extent": extent, "full_size": full_size}  # the file may have metadata of these names
             return image
 
 
