@@ -25,7 +25,7 @@ from veca.data.sources import Item
 from veca.data.workers import SharedSlots, WorkerPool
 from veca.images import Fit, ImageError
 from veca.images.jpeg import gpu_decodable, read_header
-from veca.images.load import load_pixels, plan_fit
+from veca.images.load import Decoder, load_pixels, plan_fit
 from veca.images.resize import Crop
 
 if TYPE_CHECKING:
@@ -109,13 +109,14 @@ class RecordDecoder:
         """Decode an image on the CPU."""
         try:
             with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
-                decode = "pillow" if self.decode == "pillow" else "cpu"
-                pixels, size = load_pixels(source, self.size, self.fit, max_pixels=self.max_pixels, decode=decode)
+                decoder: Decoder = "pillow" if self.decode == "pillow" else "cpu"
+                pixels, size = load_pixels(source, self.size, self.fit, max_pixels=self.max_pixels, decoder=decoder)
         except Exception as error:  # no image may end the run
             path = source if isinstance(source, str) else name
             return Record(name, error=describe_error(error, path), stamp=stamp, number=number)
         # An array, not a tensor: tensors travel in shared memory, of which containers have little.
-        return Record(name, size, pixels.numpy(), stamp=stamp, number=number, shape=tuple(pixels.shape[1:]))
+        _, height, width = pixels.shape
+        return Record(name, size, pixels.numpy(), stamp=stamp, number=number, shape=(height, width))
 
     def _for_gpu(self, item: Item, source: str | bytes) -> Record | None:
         """The record of a JPEG that the GPU takes; None for any other image."""

@@ -18,6 +18,7 @@ from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from veca.errors import VecaError
 from veca.images.formats import unsupported_suffix
+from veca.images.jpeg import guard_end, read_header
 
 Source = str | os.PathLike[str] | bytes | BinaryIO | Image.Image
 
@@ -118,7 +119,8 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
     """Decode the image in `source`, in the mode of the file; call it inside `image_errors`.
 
     With `at_least`, a JPEG may be decoded at a half, a quarter or an eighth of its size, its short side no shorter than
-    that. `info["extent"]` is then its exact size: the image may cover its last column and row only in part.
+    that. `info["extent"]` is then its exact size: the image may cover its last column and row only in part. The size in
+    the file is `info["full_size"]`.
     """
     if isinstance(source, Image.Image):
         _check_pixels(source, max_pixels)
@@ -137,8 +139,11 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
         start, passes = stream.read(4), 1
         stream.seek(0)
         if start[:3] == b"\xff\xd8\xff":
-            jpeg, passes = _check_jpeg(stream.read())
-            stream = io.BytesIO(jpeg)
+            data = stream.read()
+            header = read_header(data)
+            if header.problem:
+                raise ImageError(header.problem)
+            passes, stream = header.passes, io.BytesIO(guard_end(data, header))
         for magic, check in _CHECKS.items():
             if start.startswith(magic):
                 check(stream, size)
@@ -148,7 +153,8 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
             if image.format == "TIFF" and unsupported_suffix(source):
                 raise UnidentifiedImageError
             _check_header(image, size, passes, max_pixels)
-            extent: tuple[float, float] = image.size
+            full_size = image.size
+            extent: tuple[float, float] = full_size
             # A rotated image would begin with its partly covered pixels, which an extent cannot describe.
             if at_least is not None and image.format in ("JPEG", "MPO") and orientation(image) == 1:
                 drafted = image.draft(image.mode, (at_least, at_least))
@@ -157,7 +163,7 @@ def decode(source: Source, max_pixels: int, at_least: int | None = None) -> Imag
                 _load_png(image, stream)
             else:
                 image.load()
-            image.info["extent"] = extent  # the file may have metadata of this name
+            image.info |= {"extent": extent, "full_size": full_size}  # the file may have metadata of these names
             return image
 
 
@@ -187,53 +193,6 @@ def _open_regular(path: str, flags: int) -> int:
         return handle
     os.close(handle)
     raise ImageError("a directory, pipe or device; pass a regular file, bytes or a stream")
-
-
-# Any JPEG marker except those without a length: stuffed bytes, fill bytes, restarts.
-_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
-_SOS, _EOI = 0xDA, 0xD9
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
-
-
-def _check_jpeg(data: bytes) -> tuple[bytes, int]:
-    """Return the bytes of a JPEG to decode and its number of passes; refuse a truncated one.
-
-    libjpeg silently fills missing data with grey. Two checks reveal it. All passes together must
-    send every coefficient of every component. And the data of a single Huffman pass are decoded
-    with eight bytes of ones in place of the end marker: a complete image never reads them, while
-    one that lacks more than its last block does and fails, because ones are no valid code and
-    even an empty block takes 34 bits of them.
-    """
-    position, segments, stray = 2, 0, 0
-    frame, components, passes, sent, scan_end = 0, 1, 0, 0, 0
-    while match := _MARKER.search(data, position):
-        marker, start = data[match.start() + 1], match.end()
-        if passes and not scan_end:
-            scan_end = match.start()
-        if marker == _EOI:
-            break
-        segments += 1
-        stray += 0 if passes else match.start() - position
-        if segments > 1024 or stray > 2**16:
-            raise ImageError("JPEG full of stray segments or bytes; save it again")
-        position = start + int.from_bytes(data[start : start + 2])
-        body = data[start + 2 : position]
-        if marker in _FRAMES:
-            frame, components = marker, body[5]
-        elif marker == _SOS:
-            passes += 1
-            if frame not in _PROGRESSIVE:
-                sent += 64 * body[0]
-            elif body[-1] & 15 == 0:
-                sent += (body[-2] - body[-3] + 1) * body[0]
-    if sent < 64 * components:
-        raise ImageError("truncated JPEG, it stops before its last pass; save it again")
-    end = match.start() if match else len(data)
-    view = memoryview(data)  # avoids a second copy of large data
-    if passes == 1 and frame in (0xC0, 0xC1):
-        return b"".join((view[: scan_end or end], b"\xff\x00" * 8)), passes
-    return bytes(view[: end + 2]), passes
 
 
 # Largest number of PNG chunks or GIF blocks, and of bytes in a PPM header: Pillow parses them one by one, in Python.
