@@ -17,6 +17,7 @@ import yaml
 from PIL import Image
 
 import veca
+from veca.cli.common import LazyCommand
 from veca.cli.main import app
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
 from veca.train.recipe import Recipe
@@ -46,6 +47,7 @@ def test_the_readme_has_an_example() -> None:
 
 def _commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
+        command = command.load() if isinstance(command, LazyCommand) else command
         yield from _commands(command, f"{above}{name} ") if hasattr(command, "commands") else [(above + name, command)]
 
 

@@ -47,6 +47,42 @@ def test_importing_the_package_does_not_import_torch(tmp_path: Path) -> None:
     assert all(repr(name) in ended.stdout for name in veca.__all__)
 
 
+# Slow to import, and needed by few commands or none
+HEAVY = {"torch", "numpy", "pyarrow", "PIL", "fsspec", "pandas", "scipy", "matplotlib", "jinja2", "datasets", "ray"}
+HEAVY |= {"timm", "transformers", "torchvision", "onnx", "onnxruntime", "sklearn"}
+REPORT_IMPORTS = """
+import sys
+from veca.__main__ import main
+sys.argv = ["veca", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print("imported", *sys.modules)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"]])
+def test_the_overview_of_commands_imports_nothing_slow(arguments: list[str], tmp_path: Path) -> None:
+    ended = start("-c", REPORT_IMPORTS, *arguments, path=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    imported = set(ended.stdout.rpartition("imported ")[2].split())
+    assert "typer" in imported
+    assert not imported & HEAVY
+    assert not {name for name in imported if name.startswith("veca.cli.")} - {"veca.cli.common", "veca.cli.main"}
+
+
+def test_embed_imports_only_what_it_needs(tmp_path: Path) -> None:
+    ended = start("-c", REPORT_IMPORTS, "embed", "--help", path=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    imported = set(ended.stdout.rpartition("imported ")[2].split())
+    assert "veca.embed" in imported
+    needed = {"torch", "numpy", "pyarrow", "PIL", "fsspec"}
+    assert imported & HEAVY == needed
+    assert not {"pyarrow.compute", "pyarrow.dataset", "torch._dynamo", "torch._inductor", "sympy"} & imported
+    assert not {f"veca.{task}" for task in ("train", "probe", "inspect", "bench", "heads", "hub", "web")} & imported
+
+
 def test_the_backbone_does_not_import_pillow(tmp_path: Path) -> None:
     (tmp_path / "PIL.py").write_text("raise SystemExit('Pillow was imported')\n")
     code = "import veca.optimized; print(veca.Veca(veca.config.SIZES['veca_tiny']).num_features)"

@@ -14,11 +14,13 @@ import typer
 from typer.testing import CliRunner
 
 import veca.cli
+from veca.cli.common import LazyCommand
 from veca.cli.main import app
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """All commands that can be run, with the words that name them."""
+    command = command.load() if isinstance(command, LazyCommand) else command
     nested = getattr(command, "commands", None)
     if nested is None:
         yield path, command
@@ -31,6 +33,13 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300"})
+
+
+def test_summaries_are_the_first_lines_of_the_commands() -> None:
+    """`veca --help` shows those of a table, because the commands themselves are slow to import."""
+    group: Any = typer.main.get_command(app)
+    summaries = {name: command.load().help.partition("\n\n")[0] for name, command in group.commands.items()}
+    assert {name: command.help for name, command in group.commands.items()} == summaries
 
 
 def test_every_option_has_help_and_one_of_few_declarations() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import random
 import subprocess
 import tarfile
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +23,8 @@ from veca.data import records as record_stream
 from veca.data.index import ImageIndex
 from veca.data.records import decode_items
 from veca.data.remote import read_span
-from veca.data.sources import count_images, iter_items, shard_items
-from veca.data.tar import HEADER_BYTES, TarReader, iter_members
+from veca.data.sources import count_images, counting_images, iter_items, shard_items
+from veca.data.tar import HEADER_BYTES, TarReader, _parse_usual, iter_members
 from veca.data.workers import WorkerPool
 from veca.embed import EmbedSettings, embed
 from veca.model import Veca
@@ -67,6 +69,45 @@ def test_members_are_those_of_tarfile(kind: int) -> None:
     assert len(found) == len(names) + 5
     assert of_ours(io.BytesIO(stream.getvalue())) == found
     assert of_ours(gzip.GzipFile(fileobj=io.BytesIO(gzip.compress(stream.getvalue())))) == found
+
+
+def usual_headers() -> list[bytes]:
+    """Headers of a file as Python, GNU tar (with a large user number), libarchive and Go write them."""
+    blocks = []
+    for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT):
+        info = tarfile.TarInfo(f"{'folder' * 14}/photo.png" if kind == tarfile.USTAR_FORMAT else "photo.png")
+        info.size, info.uid, info.mtime = 61_234, 1000 if kind == tarfile.USTAR_FORMAT else 1 << 30, 1_700_000_000
+        blocks.append(info.tobuf(kind))
+    libarchive = bytearray(blocks[0])
+    libarchive[100:148] = b"000644 \0" + b"001750 \0" * 2 + b"00000167462 14524532000 "
+    go = bytearray(blocks[0])
+    go[329:345] = bytes(16)
+    long_name, records = header("././@LongLink", 120, b"L"), header("PaxHeader/photo.png", 300, b"x")
+    return [*blocks, fuzz.summed(libarchive), fuzz.summed(go), long_name, records]
+
+
+def test_headers_parsed_by_a_pattern_are_those_of_tarfile() -> None:
+    """With fields and bits changed at random, and with checksums that fit or do not: the same, or left to tarfile."""
+    dice, good, parsed = random.Random(0), usual_headers(), 0
+    assert all(_parse_usual(block) for block in good)
+    fields = [(0, 100), (100, 124), (124, 136), (136, 148), (156, 157), (157, 345), (329, 345), (345, 500), (500, 512)]
+    values = [b"\0", b" ", b"0", b"7", b"8", b"-", b"_", b"/", b"\x80", b"\xff", b"o", "ü".encode(), b"\n"]
+    for _ in range(20_000):
+        block = bytearray(dice.choice(good))
+        for start, end in dice.sample(fields, dice.choice((0, 1, 2))):
+            at, value = dice.randrange(start, end), dice.choice([*values, dice.randbytes(12)])
+            block[at : at + len(value)] = value[: 512 - at]
+        block = bytearray(fuzz.summed(block)) if dice.random() < 0.8 else block
+        if dice.random() < 0.3:
+            block[dice.randrange(148, 156)] = dice.choice(b"01234567 \0x")
+        ours = _parse_usual(bytes(block))
+        if ours:
+            parsed += 1
+            info = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
+            assert ours == (info.type, info.name.encode("utf-8", "surrogateescape"), info.size), bytes(block)
+    assert 5_000 < parsed < 15_000
+    assert _parse_usual(good[0][:-1]) is None  # the archive ends there
+    assert _parse_usual(fuzz.summed(bytearray(b"\xff" * 100 + good[0][100:345] + b"\xff" * 155 + good[0][500:])))
 
 
 def test_sizes_of_many_gigabytes_are_followed(tmp_path: Path) -> None:
@@ -256,6 +297,30 @@ def test_compressed_shards_are_counted_only_where_it_is_asked_for(tmp_path: Path
     assert count_images([str(tmp_path / "s.tar")], unpack=False) == 2
     assert count_images([str(tmp_path / "s.tar"), str(tmp_path / "s.tgz")], unpack=False) is None
     assert count_images([str(tmp_path / "s.tar"), str(tmp_path / "s.tgz")]) == 3
+
+
+def test_images_are_counted_in_the_background(tmp_path: Path) -> None:
+    (tmp_path / "s.tgz").write_bytes(packed(tail()))
+    (tmp_path / "s.tar").write_bytes(member("a.png", honest()) + tail())
+    (tmp_path / "b.png").write_bytes(honest())
+    counted, known = list[int](), threading.Event()
+    with counting_images([str(tmp_path), str(tmp_path / "s.tar")], lambda n: (counted.append(n), known.set())):
+        assert known.wait(10)
+    assert counted == [3]
+    for unknown in ("s.tgz", "missing.tar"):
+        with counting_images([str(tmp_path / unknown)], counted.append):
+            pass
+    assert counted == [3]
+
+
+def test_counting_ends_with_its_block(tmp_path: Path) -> None:
+    counted = list[int]()
+    (tmp_path / "s.tar").write_bytes(b"".join(header(f"{i}.png") for i in range(100_000)))
+    threads = threading.active_count()
+    with counting_images([str(tmp_path / "s.tar")], counted.append):
+        pass
+    assert threading.active_count() == threads
+    assert counted == []
 
 
 def test_reading_without_pictures_is_shown(

@@ -1,23 +1,24 @@
 """Helpers shared by the commands: consoles, usage errors, options of settings, models, interruption."""
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from veca.checkpoint.loading import load_or_random, pretrained_name
 from veca.config import SIZES
 from veca.errors import ArgumentError, needs_extra
-from veca.model import Veca
 from veca.utils.console import PlainConsole, as_message
-from veca.utils.device import choose_device, usable_cpus
 from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import did_you_mean, origin
+
+if TYPE_CHECKING:
+    from veca.model import Veca
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
 
@@ -56,6 +57,26 @@ class Command(TyperCommand):
             if "--model" in options and str(error.message).startswith("Got unexpected extra argument"):
                 error.message += ". The model is named by --model" + (", the output by --out" * ("--out" in options))
             raise
+
+
+class LazyCommand(TyperCommand):
+    """A command, or group of them, whose module `veca.cli.NAME` is imported when it is used.
+
+    `veca --help` imports none of them, and each command only what it needs: that of all would take seconds.
+    """
+
+    def load(self) -> Any:
+        """Import the command itself."""
+        with resumable("Interrupted."):
+            module = importlib.import_module(f"veca.cli.{self.name}")
+        if group := getattr(module, f"{self.name}_app", None):
+            return typer.main.get_group(group)
+        holder = typer.Typer(add_completion=False)
+        holder.command(self.name, cls=Command)(getattr(module, f"{self.name}_command"))
+        return typer.main.get_command(holder)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        return self.load().make_context(*args, **options)
 
 
 class Commands(TyperGroup):
@@ -115,8 +136,11 @@ def with_settings(
     return command
 
 
-def load_model(source: str, device: str) -> Veca:
+def load_model(source: str, device: str) -> "Veca":
     """Load the model a user named onto a device; say so where the weights are random or the pretrained ones."""
+    from veca.checkpoint.loading import load_or_random, pretrained_name
+    from veca.utils.device import choose_device
+
     model = load_or_random(source, device=choose_device(device))
     warn_if_random(model.provenance, source)
     if name := pretrained_name(source):
@@ -126,6 +150,8 @@ def load_model(source: str, device: str) -> Veca:
 
 def display_name(source: str) -> str:
     """What a model is called in results: its pretrained name, or the last part of its path."""
+    from veca.checkpoint.loading import pretrained_name
+
     return pretrained_name(source) or Path(source).name or source
 
 
@@ -140,6 +166,8 @@ def warn_if_random(provenance: dict[str, Any], source: str) -> None:
 
 def check_sources(sources: Sequence[str | Path]) -> None:
     """Refuse the name of a model where images are expected: it was the first argument of some commands once."""
+    from veca.checkpoint.loading import pretrained_name
+
     first = str(sources[0]) if sources else ""
     if not Path(first).exists() and (first in SIZES or pretrained_name(first)):
         raise ArgumentError(f"{first} is a model, not an image; name the model by --model {first}")
@@ -160,6 +188,8 @@ def register_timm_models(teacher: str) -> None:
 
 def count_workers(workers: int | None, limit: int | None = 8) -> int:
     """The number given, else one per CPU this process may use, up to `limit`."""
+    from veca.utils.device import usable_cpus
+
     if workers is not None:
         return workers
     return usable_cpus() if limit is None else min(limit, usable_cpus())

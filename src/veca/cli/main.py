@@ -4,34 +4,59 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
 import veca
-from veca.cli.bench import bench_app
-from veca.cli.common import Command, Commands, err, out, warn
-from veca.cli.convert import convert_command
-from veca.cli.cores import cores_command
-from veca.cli.demo import demo_command
-from veca.cli.distill import distill_command
-from veca.cli.embed import embed_command
-from veca.cli.explore import explore_command
-from veca.cli.export import export_command
-from veca.cli.figure import figure_app
-from veca.cli.finetune import finetune_app
-from veca.cli.info import info_command
-from veca.cli.probe import probe_app
-from veca.cli.report import report_command
+from veca.cli.common import Commands, LazyCommand, err, out, warn
 from veca.errors import VecaError
 from veca.utils.console import as_message
 from veca.utils.signals import terminable
 
+# Name and summary of each command, by the panels of `veca --help`
+COMMANDS = {
+    "Look": {
+        "demo": "Run a model on a few photos at every budget and write one HTML page that shows what it sees and "
+        "costs.",
+        "explore": "Serve a local page that shows what a model does with your images at any budget and resolution.",
+        "figure": "Draw what a model does with images.",
+        "cores": "Measure what the cores do over many images: how far they move, where they look, which ones patches "
+        "attend to.",
+    },
+    "Use": {
+        "embed": "Write features of many images to one file, or with Ray to a folder of files.",
+        "info": "Show what a model is: sizes, budgets, provenance, parameters, and its FLOPs at a resolution.",
+        "convert": "Convert released checkpoints to ours and back; tensors stay the same bit for bit.",
+        "export": "Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor.",
+    },
+    "Train": {
+        "distill": "Train a VECA to reproduce its teacher's features, as a recipe says.",
+        "finetune": "Fine-tune a VECA on your own labelled images; the result is a model and a report.",
+    },
+    "Measure": {
+        "probe": "Measure what the features of a frozen model are worth, at all budgets and sizes; rows are added to a "
+        "folder.",
+        "report": "Write report.html again from what `veca distill`, `veca finetune` or `veca probe` left in a folder.",
+        "bench": "Measure speed and memory beside the dense ViT of the same size, and against the limits of this "
+        "machine.",
+    },
+}
+
+
+class _AllCommands(Commands):
+    """The group of all commands, none of them imported."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for panel, summaries in COMMANDS.items():
+            for name, summary in summaries.items():
+                self.add_command(LazyCommand(name, help=summary, rich_help_panel=panel))
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=_AllCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -39,19 +64,6 @@ app = typer.Typer(
     epilog="Start with `veca demo`. Exit status: 0 done, 1 failed, 2 wrong usage, 3 done but some images failed, "
     "130 interrupted (Ctrl-C), 143 or 129 stopped by SIGTERM or SIGHUP.",
 )
-# By the panels of `veca --help`.
-COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Look": {"demo": demo_command, "explore": explore_command, "figure": figure_app, "cores": cores_command},
-    "Use": {"embed": embed_command, "info": info_command, "convert": convert_command, "export": export_command},
-    "Train": {"distill": distill_command, "finetune": finetune_app},
-    "Measure": {"probe": probe_app, "report": report_command, "bench": bench_app},
-}
-for _panel, _commands in COMMANDS.items():
-    for _name, _command in _commands.items():
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, name=_name, rich_help_panel=_panel)
-        else:
-            app.command(_name, cls=Command, rich_help_panel=_panel)(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -59,6 +71,8 @@ def _version(
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     if version:
+        import torch
+
         out.print(f"veca {veca.__version__}, torch {torch.__version__}")
         raise typer.Exit
 
@@ -93,6 +107,8 @@ def _user_message(error: Exception) -> str:
     """The line to print for an error that a user can mend; empty for a defect of the program."""
     if isinstance(error, VecaError | OSError):
         return str(error)
+    import torch
+
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     if not out_of_memory:
         return ""

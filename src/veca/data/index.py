@@ -22,7 +22,6 @@ from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 from rich.progress import TimeElapsedColumn
 
@@ -207,6 +206,8 @@ class ImageIndex:
     def _add_source(self, source: str, saved: ImageIndex, shards: dict[tuple[str, str], _Container]) -> Iterator[int]:
         """Add the images of one source, yielding the count after each; `shards` of `saved` are not read again."""
         if source.startswith("hf:"):
+            import pyarrow.compute as pc  # slow to import, and few sources are datasets
+
             dataset = _open_dataset(source)
             self._containers.append(_Container("dataset", source, len(self), dataset._fingerprint))
             sizes = pc.binary_length(pc.struct_field(dataset.data.column(dataset.column_names[0]), "bytes"))

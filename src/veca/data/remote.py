@@ -29,7 +29,7 @@ class SourceError(VecaError, ValueError):
 
 def as_text(name: str) -> str:
     """Return a name as text that can be written to any file: bytes that are not UTF-8 become escapes."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_remote(source: str) -> bool:

@@ -7,12 +7,13 @@ so any number of images can be streamed.
 import glob
 import gzip
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,11 +80,10 @@ def unpack_files(
     for file in map(add_stamp, files):
         if is_container(file):
             if file.path.lower().endswith(TABLES):
-                items = table_items(file.path, column, limit)
+                yield from table_items(file.path, column, limit, file.stamp)
             else:
-                items = shard_items(file.path, read=is_remote(file.path), limit=limit, on_read=on_read)
-            # Not `_replace`: it is slow, and leaves memory behind in the interpreter's list of free tuples
-            yield from (Item(*item[:-2], file.stamp, i) for i, item in enumerate(items))
+                read = is_remote(file.path)
+                yield from shard_items(file.path, read=read, limit=limit, on_read=on_read, stamp=file.stamp)
             number = 0
         else:
             too_large = is_remote(file.path) and file.file_size > limit
@@ -111,17 +111,49 @@ def is_container(file: Item) -> bool:
 def count_images(sources: Sequence[str], unpack: bool = True, on_read: OnRead | None = None) -> int | None:
     """Count the images; None if that would mean to fetch a remote shard, or without `unpack` to decompress one."""
     total = 0
+    for count in _counts(sources, unpack, on_read):
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+@contextmanager
+def counting_images(sources: Sequence[str], on_total: Callable[[int], object]) -> Iterator[None]:
+    """Count the images in a thread while the block runs; call `on_total` if `count_images` knows without unpacking."""
+    ended = threading.Event()
+
+    def count() -> None:
+        total = 0
+        with suppress(Exception):  # reported by whoever reads the images
+            for number in _counts(sources, unpack=False):
+                if number is None or ended.is_set():
+                    return
+                total += number
+            on_total(total)
+
+    thread = threading.Thread(target=count, name="count images", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _counts(sources: Sequence[str], unpack: bool, on_read: OnRead | None = None) -> Iterator[int | None]:
+    """Yield numbers of images, as they are found, whose sum is the number of all; None for a shard that is not read."""
     for file in _list_all(sources):
         if file.path.lower().endswith(TABLES):
             with suppress(Exception), open_source(file.path) as raw:
-                total += pq.read_metadata(raw).num_rows
+                yield pq.read_metadata(raw).num_rows
         elif not is_container(file):
-            total += 1
+            yield 1
         elif is_remote(file.path) or (file.path.lower().endswith("gz") and not unpack):
-            return None
-        else:  # with this limit no image is read, only headers
-            total += sum(1 for _ in shard_items(file.path, limit=-1, on_read=on_read))
-    return total
+            yield None
+        else:  # with a limit of -1 no image is unpacked, only headers
+            limit = -1 if file.path.lower().endswith("gz") else MAX_IMAGE_BYTES
+            yield from (1 for _ in shard_items(file.path, limit=limit, on_read=on_read))
 
 
 def _list_all(sources: Sequence[str]) -> Iterator[Item]:
@@ -196,8 +228,11 @@ def _match_part(name: str, state: int, pattern: Sequence[str]) -> int:
 
 def is_image_name(member: str) -> bool:
     """Tell whether a member of an archive is an image, by its name; labels beside one (`7.seg.png`) are not."""
-    *stem, suffix = member.rpartition("/")[2].lower().split(".")
-    return f".{suffix}" in EXTENSIONS and any(stem[:1]) and not _LABELS.intersection(stem[1:])
+    stem, _, suffix = member.rpartition("/")[2].lower().rpartition(".")
+    if f".{suffix}" not in EXTENSIONS:
+        return False
+    name, _, kinds = stem.partition(".")
+    return bool(name) and (not kinds or _LABELS.isdisjoint(kinds.split(".")))
 
 
 def shard_items(
@@ -206,12 +241,13 @@ def shard_items(
     read: bool = False,
     limit: int = MAX_IMAGE_BYTES,
     on_read: OnRead | None = None,
+    stamp: str = "",
 ) -> Iterator[Item]:
     """Yield the members of a tar archive whose names are `wanted`, as spans, or as bytes with `read`.
 
     Members of a compressed archive always come as bytes; those of more than `limit` bytes as errors.
     """
-    compressed, last = path.lower().endswith("gz"), "its start"
+    compressed, last, number = path.lower().endswith("gz"), "its start", 0
     try:
         with open_source(path) as raw, gzip.open(raw) if compressed else nullcontext(raw) as file:
             reader = TarReader(file, None if on_read is None else lambda size: on_read(path, size))
@@ -222,37 +258,42 @@ def shard_items(
                     if not error and member.size > limit:
                         error = f"{member.size:,} bytes in an archive; at most {limit:,} are read"
                     if error:
-                        yield Item(name, error=error)
+                        yield Item(name, "", None, None, error, stamp, number)
                     elif not (compressed or read):
-                        yield Item(name, path, (member.offset, member.size))
+                        yield Item(name, path, (member.offset, member.size), None, "", stamp, number)
                     elif len(data := reader.read(member.size)) == member.size:
-                        yield Item(name, data=data)
+                        yield Item(name, "", None, data, "", stamp, number)
                     else:
                         raise TarError(f"it ends within {member.name}")
+                    number += 1
                 last = member.name
     except SourceError:
         raise
     except Exception as error:  # a damaged archive may raise almost anything
-        yield Item(as_text(path), error=as_text(f"damaged archive, nothing was read after {last}: {error}"))
+        reason = as_text(f"damaged archive, nothing was read after {last}: {error}")
+        yield Item(as_text(path), error=reason, stamp=stamp, number=number)
 
 
-def table_items(path: str, column: str | None = None, limit: int = MAX_IMAGE_BYTES) -> Iterator[Item]:
+def table_items(path: str, column: str | None = None, limit: int = MAX_IMAGE_BYTES, stamp: str = "") -> Iterator[Item]:
     """Yield the rows of a Parquet file, named by their numbers, with the bytes of the images in `column`.
 
     Rows of more than `limit` bytes come as errors.
     """
-    row = 0
+    row = number = 0
     try:
-        with open_source(path) as raw, pq.ParquetFile(raw) as table:
+        # pyarrow reads its own files without the interpreter's lock. Its type hints lack paths that are not UTF-8.
+        opened: Any = open_source(path) if is_remote(path) else pa.OSFile(os.fsencode(path), "rb")  # type: ignore[arg-type]
+        with opened as raw, pq.ParquetFile(raw) as table:
             column = _image_column(path, table.schema_arrow, column)
             for data, error, rows in parquet.iter_values(raw, table, column, limit):
                 which = f"rows {row} to {row + rows - 1} are not read: " if rows > 1 else ""
-                yield Item(as_text(f"{path}/{row}"), data=data, error=f"{which}{error}")
-                row += rows
+                yield Item(as_text(f"{path}/{row}"), "", None, data, f"{which}{error}", stamp, number)
+                row, number = row + rows, number + 1
     except SourceError:
         raise
     except Exception as error:  # a damaged table may raise almost anything
-        yield Item(as_text(path), error=as_text(f"damaged table, nothing was read from row {row} on: {error}"))
+        reason = as_text(f"damaged table, nothing was read from row {row} on: {error}")
+        yield Item(as_text(path), error=reason, stamp=stamp, number=number)
 
 
 def _image_column(path: str, schema: pa.Schema, wanted: str | None) -> str:
