@@ -20,7 +20,7 @@ SETTINGS_OPTIONS = {
     "with_global": Annotated[bool, opt.option("embed.with-global")],
     "batch": opt.BatchSize,
     "precision": Annotated[Precision, opt.option("embed.precision")],
-    "save_dtype": Annotated[SaveDtype, opt.option("embed.save-dtype")],
+    "save_dtype": Annotated[SaveDtype | None, opt.option("embed.save-dtype")],
     "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
 }
 
