@@ -67,8 +67,9 @@ def test_embed_writes_features_and_lists_failures(folder: Path) -> None:
     assert "broken.jpg" in (folder / "features.parquet.failures.csv").read_text()
     with torch.no_grad():
         expected = veca.load(folder / "model")(veca.images.load_image(folder / "photos" / "b.jpg", 48)[None], 16)
-    np.testing.assert_allclose(table["cls"][1], expected.cls[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(table["patches"][1], expected.patches.flatten(), rtol=1e-4, atol=1e-5)
+    patches = np.frombuffer(table["patches"][1], "<f2")
+    np.testing.assert_allclose(table["cls"][1], expected.cls[0], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(patches, expected.patches.flatten(), rtol=1e-3, atol=1e-3)
 
     again = run(app, ["embed", str(folder / "photos"), "--out", str(out), *options])
     assert isinstance(again.exception, ValueError)

@@ -28,7 +28,7 @@ def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, s
         name: np.array(table[name].to_pylist(), np.int32) for name in ("width", "height", "rows", "columns", "cores")
     }
     numbers["cls"] = np.array(table["cls"].to_pylist(), save_dtype)
-    numbers["patches"] = np.array(table["patches"].to_pylist(), save_dtype).reshape(11, 4, 32)
+    numbers["patches"] = np.frombuffer(b"".join(table["patches"].to_pylist()), save_dtype).reshape(11, 4, 32)
     about = json.loads(table.schema.metadata[b"veca"])
 
     with np.load(outs[".npz"], allow_pickle=False) as npz:

@@ -109,7 +109,7 @@ def expected(path, model, settings: EmbedSettings):
 
 @pytest.mark.parametrize("fit", ["crop", "keep"])
 def test_features_are_those_of_the_model(photos, tmp_path, model, fit):
-    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit)
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit, save_dtype="float32")
     report = go(photos, tmp_path / "f.parquet", model, settings)
     assert report[:3] == (11, 1, 0)
     assert report.out == tmp_path / "f.parquet"
@@ -120,7 +120,7 @@ def test_features_are_those_of_the_model(photos, tmp_path, model, fit):
         assert (row["rows"], row["columns"], row["cores"]) == (*want.grid, 8)
         assert (row["width"], row["height"]) == Image.open(row["path"]).size
         torch.testing.assert_close(torch.tensor(row["cls"]), want.cls[0], atol=1e-5, rtol=1e-4)
-        patches = torch.tensor(row["patches"]).unflatten(0, (-1, 32))
+        patches = torch.from_numpy(np.frombuffer(row["patches"], "<f4").copy()).unflatten(0, (-1, 32))
         torch.testing.assert_close(patches, want.patches[0], atol=1e-5, rtol=1e-4)
     assert len({row["columns"] for row in rows}) == (3 if fit == "keep" else 1)
 
@@ -129,8 +129,8 @@ def test_the_table_says_what_it_holds(photos, tmp_path, model):
     out = tmp_path / "f.parquet"
     go(photos, out, model, EmbedSettings(size=32, dense=True, save_dtype="float16"))
     schema = pq.read_schema(out)
-    assert schema.field("cls").type == pa.list_(pa.float16(), 32)
-    assert schema.field("patches").type == pa.large_list(pa.float16())
+    assert schema.field("cls").type == pa.list_(pa.field("element", pa.float16(), nullable=False), 32)
+    assert schema.field("patches").type == pa.large_binary()
     assert schema.field("width").type == pa.int32()
     about = json.loads(schema.metadata[b"veca"])
     assert about["model"] == "tiny"
@@ -1113,7 +1113,7 @@ def test_features_are_copies_that_hold_no_other_tokens(tmp_path):
     (tmp_path / "a.png").write_bytes(noise_png())
     model, tokens = _model(), []
     model.register_forward_hook(lambda *call: tokens.append(call[-1].cores.numpy()))
-    settings, device = EmbedSettings(size=32, batch=1, cores=8), torch.device("cpu")
+    settings, device = EmbedSettings(size=32, batch=1, cores=8).resolve(model), torch.device("cpu")
     about = describe_features(model, "mine", settings, device)
     job = batches.EmbedJob(PartitionFolder(tmp_path), settings, model.config, about, device)
     items = sources.iter_items([str(tmp_path / "a.png")])

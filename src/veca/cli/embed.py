@@ -21,7 +21,7 @@ SETTINGS_OPTIONS = {
     "with_global": Annotated[bool, opt.option("embed.with-global")],
     "batch": Annotated[int | None, opt.option("embed.batch")],
     "precision": Annotated[Precision, opt.option("embed.precision")],
-    "save_dtype": Annotated[SaveDtype, opt.option("embed.save-dtype")],
+    "save_dtype": Annotated[SaveDtype | None, opt.option("embed.save-dtype")],
     "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
     "decode": Annotated[DecodeChoice, opt.option("embed.decode")],
     "compile": Annotated[bool, opt.option("embed.compile")],

@@ -42,7 +42,8 @@ class EmbedSettings(Settings):
     for the device (`veca.embed.tuning`)."""
     precision: Precision = "float32"
     """Precision of the computation; other than float32: autocast."""
-    save_dtype: SaveDtype = "float32"
+    save_dtype: SaveDtype | None = None
+    """Type of the saved features; None: float16 if dense, float32 if not."""
     max_pixels: Positive = MAX_PIXELS
     decode: DecodeChoice = "auto"
     """Decoder: "gpu" decodes ordinary JPEGs on the GPU and the rest as "cpu" does; "cpu" is fast, its pixels differ
@@ -62,13 +63,14 @@ class EmbedSettings(Settings):
         return self.batch
 
     def resolve(self, model: Veca) -> Self:
-        """These settings with the budget filled in; raises EmbedError if the model cannot run with them."""
+        """These settings with every None filled in; raises EmbedError if the model cannot run with them."""
         bank, step = model.config.num_cores, math.lcm(model.config.patch_size, PATCH)
         budget = bank if self.cores is None else self.cores
         self.require("cores", 1 <= budget <= bank, f"from 1 to {bank}, or None for all {bank}")
         nearest = max(step, round(self.size / step) * step)
         self.require("size", self.size % step == 0, f"a multiple of {step}. Nearest: {nearest}")
-        return dataclasses.replace(self, cores=budget)
+        save_dtype = self.save_dtype or ("float16" if self.dense else "float32")
+        return dataclasses.replace(self, cores=budget, save_dtype=save_dtype)
 
 
 class EmbedReport(NamedTuple):
