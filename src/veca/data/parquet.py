@@ -19,8 +19,8 @@ from veca.errors import VecaError
 PAGE_BYTES = 1 << 29
 # Largest encoded image, and largest dictionary
 VALUE_BYTES = 1 << 27
-# Rows held in memory at a time: about a mebibyte, because larger buffers are slower, and how many and how much at most
-_BATCH_MEAN_BYTES, _BATCH_ROWS, _BATCH_BYTES = 1 << 20, 256, 1 << 27
+# Rows held in memory at a time, and their bytes
+_BATCH_ROWS, _BATCH_BYTES = 16, 1 << 27
 # Largest page header, as in pyarrow
 _PAGE_HEADER_BYTES = 1 << 24
 # This many rows may take less than a byte each
@@ -56,9 +56,8 @@ def iter_values(
             continue
         page_bytes += sum(pages)
         max_read = max(_REPEATED_BYTES, _REPEATS * page_bytes)
-        rows = min(_BATCH_ROWS, _BATCH_MEAN_BYTES * group.num_rows // max(sum(pages), 1))
         # No value is larger than the largest page.
-        rows = max(1, min(rows, _BATCH_BYTES // max(pages, default=1)))
+        rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(pages, default=1)))
         for batch in table.iter_batches(rows, row_groups=[i], columns=[leaves[leaf]]):
             if (read_bytes := read_bytes + batch.nbytes) > max_read:
                 raise TableError(f"its rows repeat the same values, over {max_read:,} bytes together")
