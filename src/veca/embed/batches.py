@@ -164,7 +164,7 @@ class FeatureModel:
             began()
             output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense)
             ended()
-            dtype = getattr(torch, s.save_dtype)
+            dtype = getattr(torch, str(s.save_dtype))
             found = {name: getattr(output, name).to(dtype).flatten(1) for name in self.schema.names[6:]}
             # New memory: a view of the first token would keep all tokens.
             columns = {k: torch.empty(v.shape, dtype=dtype, pin_memory=v.is_cuda) for k, v in found.items()}
@@ -375,12 +375,13 @@ class PartitionWriter:
             columns |= dict(zip(schema.names[1:6], map(pa.array, numbers.T.copy()), strict=True))
             for name, arrays in values.items():
                 kept = [arrays[i] for i in good]
-                flat, kind = pa.array(np.concatenate(kept)), schema.field(name).type
+                kind: Any = schema.field(name).type
+                flat = pa.array(np.concatenate(kept))
                 if pa.types.is_fixed_size_list(kind):
-                    columns[name] = pa.FixedSizeListArray.from_arrays(flat, kind.list_size)
+                    columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)  # type: ignore[call-overload]
                 else:
-                    ends = np.cumsum([0, *(array.size for array in kept)])
-                    columns[name] = pa.LargeListArray.from_arrays(pa.array(ends), flat).cast(kind)
+                    ends = pa.array(np.cumsum([0, *(array.size for array in kept)]))
+                    columns[name] = pa.LargeListArray.from_arrays(ends, flat, type=kind)
             writer.write_table(pa.table(columns, schema))
             state.groups.append(state.part)
         state.pictures += len(good)

@@ -26,7 +26,7 @@ from veca.checkpoint.format import weights_hash
 from veca.data.gpu_decode import GpuDecoder, choose_decoder
 from veca.data.records import Record, Seconds, decode_tasks
 from veca.data.remote import is_remote
-from veca.data.sources import Item, OnRead, count_images, iter_items, unpack_files
+from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
 from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
@@ -131,9 +131,7 @@ def embed(
             totals = run_on_ray(job, model, list(plan), present, models, progress)
         else:
             try:
-                # Compressed shards are not counted: it would take as long as reading them.
-                total = count_images(sources, unpack=False) if progress else None
-                totals = _PlainRun(job, ready, plan, meter).run(total, progress)
+                totals = _PlainRun(job, ready, plan, meter).run(sources if progress else [])
             finally:
                 model.train(was_training)
     left_out.warn()
@@ -193,8 +191,8 @@ class _PlainRun:
         self.loading = deque[PartitionWriter]()  # of each image that the loader has been given, its partition
         self.saved = list[PartitionState]()  # slices of the partition in progress
 
-    def run(self, total: int | None, progress: bool) -> RunTotals:
-        """Compute all partitions and complete the folder."""
+    def run(self, shown: Sequence[str]) -> RunTotals:
+        """Compute all partitions and complete the folder; the images of `shown` are the total of a progress bar."""
         job, totals, on_read = self.job, self.totals, ReadingLine()
         s, compute = job.settings, None
         if job.by_task:
@@ -209,7 +207,9 @@ class _PlainRun:
             decode_tasks(
                 self._tasks(on_read), job.decoder, job.workers, gpu=gpu, compute=compute, on_work=self._on_work
             ) as records,
-            bar("embedding", total, "images", progress, failures=True, note=job.describe()) as advance,
+            bar("embedding", None, "images", bool(shown), failures=True, note=job.describe()) as advance,
+            # Compressed shards are not counted: it would take as long as reading them.
+            counting_images(shown, lambda total: advance(total=total)),
         ):
             on_read.show = advance.describe
             for writer, group in groupby(self._watch(records, advance, on_read), lambda _: self.loading.popleft()):
