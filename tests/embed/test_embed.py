@@ -151,7 +151,8 @@ def test_the_global_feature_alone_costs_no_last_patches(photos, tmp_path, model)
     with model.norm.register_forward_hook(lambda _, __, out: tokens.append(out.shape[1])):
         go(photos, tmp_path / "f.parquet", model)
         assert set(tokens) == {1}
-        go(photos, tmp_path / "d.parquet", model, EmbedSettings(cores=8, size=32, batch=2, dense=True))
+        dense = EmbedSettings(cores=8, size=32, batch=2, dense=True, save_dtype="float32")
+        go(photos, tmp_path / "d.parquet", model, dense)
         assert set(tokens) == {1, 8 + 4}
     alone, both = (np.stack(pq.read_table(tmp_path / name)["cls"].to_numpy()) for name in ("f.parquet", "d.parquet"))
     np.testing.assert_allclose(alone, both, rtol=1e-4, atol=1e-5)
