@@ -109,7 +109,7 @@ def expected(path, model, settings: EmbedSettings):
 
 @pytest.mark.parametrize("fit", ["crop", "keep"])
 def test_features_are_those_of_the_model(photos, tmp_path, model, fit):
-    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit, save_dtype="float32")
+    settings = EmbedSettings(cores=8, size=32, batch=2, dense=True, fit=fit, save_dtype="float32", decode="pillow")
     report = go(photos, tmp_path / "f.parquet", model, settings)
     assert report[:3] == (11, 1, 0)
     assert report.out == tmp_path / "f.parquet"
@@ -692,7 +692,7 @@ def slow(*args, **kwargs):
 records.load_pixels = slow
 torch.manual_seed(0)
 model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
-settings = EmbedSettings(cores=8, size=32, batch=2)
+settings = EmbedSettings(cores=8, size=32, batch=2, decode="pillow")
 options = {"model_name": "tiny", "workers": int(sys.argv[4]), "progress": False}
 embed(sys.argv[1], sys.argv[2], model=model, settings=settings, **options)
 """

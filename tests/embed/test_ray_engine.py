@@ -76,6 +76,7 @@ def at_hand(
     inputs: list[str], out: Path, model: Veca, settings: EmbedSettings, partition: int = 1, name: str = "tiny"
 ) -> dict[str, Any]:
     """The plan of a run, its description, and a worker in this process."""
+    settings = settings.resolve(model)
     about = describe_features(model, name, settings, torch.device("cpu"))
     job = EmbedJob(PartitionFolder(f"{out}/"), settings, model.config, about, torch.device("cpu"))
     length = job.partition_length(partition)

@@ -146,7 +146,7 @@ class FeatureWriter(pq.ParquetWriter):
     def __init__(self, path: Path, schema: pa.Schema, checksums: bool) -> None:
         for index in schema.get_all_field_indices("patches"):
             schema = schema.set(index, pa.field("patches", pa.large_binary(), nullable=False))
-        # Features hardly compress (lossless: by a sixth, at a third of the speed), and queries do not filter by them.
+        # Features compress little and at less than disk speed, and queries do not filter by them.
         small = schema.names[:6]
         options: dict[str, Any] = {"use_dictionary": small[1:], "write_statistics": small}
         options |= {"compression": dict.fromkeys(small, "zstd"), "write_page_checksum": checksums}
