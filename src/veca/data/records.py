@@ -204,15 +204,13 @@ def _arrays(records: Iterable[Record]) -> Iterator[tuple[Record, str, Any]]:
             yield record, key, array
 
 
-def split_tasks(
-    items: Iterable[Item], count: int = TASK_IMAGES, max_bytes: int | None = _TASK_BYTES
-) -> Iterator[list[Item]]:
-    """Group items into tasks of `count`, or fewer where they bring more than `max_bytes`."""
+def split_tasks(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
+    """Group items into tasks of `count`, or fewer where they bring many bytes."""
     task, size = list[Item](), 0
     for item in items:
         task.append(item)
         size += len(item.data or b"")
-        if len(task) == count or (max_bytes is not None and size > max_bytes):
+        if len(task) == count or size > _TASK_BYTES:
             yield task
             task, size = [], 0
     if task:

@@ -74,7 +74,7 @@ class EmbedJob:
     def split_tasks(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         """Images in groups that a worker takes at a time: batches, where it runs the model."""
         if self.by_task:
-            return split_tasks(items, self.settings.batch_size, max_bytes=None)
+            return split_tasks(items, self.settings.batch_size)
         return split_tasks(items, GPU_TASK_IMAGES if self.settings.decode == "gpu" else TASK_IMAGES)
 
     def processes(self) -> dict[str, int]:
@@ -252,7 +252,8 @@ class PartitionWriter:
         self.model, self.job, self.partition, self.slices = model, model.job, partition, list(slices)
         self._meter = meter or StageMeter()
         self._state = self.slices[-1].next() if self.slices else PartitionState()
-        self.added, self._part_bytes = self._state.end, self._state.part_bytes  # with what is not written yet
+        # With what is not written yet
+        self.added, self._part, self._part_bytes = self._state.end, self._state.part, self._state.part_bytes
         # Images after those written; those before `_settled` are finished.
         self._rows: list[_Row] = []
         self._settled = 0
@@ -294,7 +295,7 @@ class PartitionWriter:
         for record in records:
             self._add(record)
             # Images larger than size × size may fill a part before it has `part_images`.
-            full = self.added % part_images == 0 or self._part_bytes > max_part_bytes
+            full = self.added - self._part >= part_images or self._part_bytes > max_part_bytes
             if full and (record.last or not self.job.by_task):
                 self._end_part(writer)
             due = save_seconds is not None and time.monotonic() - began > save_seconds
@@ -348,7 +349,7 @@ class PartitionWriter:
     def _end_part(self, writer: pq.ParquetWriter) -> None:
         self._run_waiting()
         self._write_rows(writer, end_part=True)
-        self._part_bytes = 0
+        self._part, self._part_bytes = self.added, 0
 
     def _write_rows(self, writer: pq.ParquetWriter, end_part: bool = False) -> None:
         """Have the finished rows written as one row group."""

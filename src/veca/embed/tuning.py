@@ -9,8 +9,9 @@ from veca.embed.settings import EmbedSettings
 from veca.images import normalize
 from veca.model import Veca
 
-# Pixels per forward pass: enough to fill a large GPU, and what stays in the caches of a CPU
+# Pixels per forward pass: enough to fill a large GPU, and what stays in the caches of a CPU; and images at most
 _PIXELS, _PIXELS_ON_CPU = 256 * 256**2, 8 * 256**2
+_IMAGES, _IMAGES_ON_CPU = 1024, 64
 # A batch this much slower than the fastest is taken if it is smaller.
 _TOLERANCE = 1.03
 _REPEATS = 3
@@ -18,7 +19,8 @@ _REPEATS = 3
 
 def default_batch(settings: EmbedSettings, device: torch.device) -> int:
     """The batch size by rule: a number of pixels."""
-    return max(1, (_PIXELS if device.type == "cuda" else _PIXELS_ON_CPU) // settings.size**2)
+    pixels, images = (_PIXELS, _IMAGES) if device.type == "cuda" else (_PIXELS_ON_CPU, _IMAGES_ON_CPU)
+    return min(max(1, pixels // settings.size**2), images)
 
 
 def choose_batch(model: Veca, settings: EmbedSettings, device: torch.device) -> int:
