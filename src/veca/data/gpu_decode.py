@@ -1,53 +1,151 @@
-"""Decode JPEGs on a GPU by torchvision's binding of nvJPEG, and resize them there, in a thread of its own.
+"""Finish images on a GPU: decode JPEGs by torchvision's binding of nvJPEG, and resize all as Pillow does.
 
-Only files whose header was checked come here. What the decoder refuses is decoded by the CPU, image by image; a decoder
-that does not answer is given up, and the CPU decodes all that follows.
+Only JPEGs whose header was checked come here. What the decoder refuses is decoded by the CPU, image by image; a decoder
+that does not answer is given up, and the CPU does all that follows.
 """
 
+import importlib.util
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder
 from veca.errors import ArgumentError, warn_caller
+from veca.images import to_tensor
+from veca.images.load import apply_crop
+from veca.images.resize import Crop
 
-# After this many seconds without an answer the decoder is given up.
+# After this many seconds without an answer the GPU is given up.
 PATIENCE = 60.0
 # Pixels that are decoded at a time: three bytes each
 _PIXELS = 1 << 28
+_RGB = 3  # of torchvision's ImageReadMode
 
 
-def unusable_reason(device: torch.device) -> str:
+def can_resize(device: torch.device) -> bool:
+    """Whether images can be resized on a device: by a kernel in Triton."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def undecodable_reason(device: torch.device) -> str:
     """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one."""
-    if device.type != "cuda":
-        return f"{device} is no NVIDIA GPU"
+    if not can_resize(device):
+        return f"{device} is no NVIDIA GPU with Triton"
     try:
-        import triton  # noqa: F401 (resizes what is decoded)
-        from torchvision.io import encode_jpeg
-
-        tiny = encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8))
-        (image,) = _decode([tiny], device)
+        load_decoder()
+        tiny = torch.ops.image.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8), 75)
+        (image,) = decode_jpegs([tiny], device)
     except ImportError as error:
-        return f"it needs {error.name}, which is not installed: pip install 'veca[gpu]'"
-    except (RuntimeError, ValueError) as error:  # built without nvJPEG
+        return f"{error}: pip install 'veca[gpu]'"
+    except (RuntimeError, AttributeError, ValueError) as error:  # built without nvJPEG
         return str(error).splitlines()[0]
-    return "" if image.shape == (3, 16, 16) else "its decoder gives images of the wrong size"
+    return "" if tuple(image.shape) == (3, 16, 16) else "its decoder gives images of the wrong size"
 
 
-def _decode(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg
+@cache
+def load_decoder() -> None:
+    """Load torchvision's operators for images, without the rest of it, which would take seconds to import."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        raise ImportError("it needs torchvision, which is not installed")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    found = [path for folder in folders for path in folder.glob("image*.so")]
+    if found:
+        torch.ops.load_library(str(found[0]))
+    if not hasattr(torch.ops.image, "decode_jpegs_cuda"):
+        importlib.import_module("torchvision.io")
 
-    return list(decode_jpeg(list(files), mode=ImageReadMode.RGB, device=device))
+
+def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Decode JPEG files, uint8 tensors on the CPU, to RGB (3, height, width) on the device; all or none."""
+    return list(torch.ops.image.decode_jpegs_cuda(list(files), _RGB, device))
+
+
+def finish_crops(
+    sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], shape: tuple[int, int], device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """Decode and resize images to uint8 (B, 3, height, width) on a GPU, B all that can be; and which cannot.
+
+    Sources are JPEG files, or pixels (height, width, 3). Results may be used on the device's default stream.
+    """
+    from veca.kernels.resample import resample_crops
+
+    images = list[Tensor | None]()
+    for part in _parts(sources, crops):
+        jpegs = [i for i in part if sources[i].ndim == 1]
+        decoded = dict(zip(jpegs, _decode_some([sources[i] for i in jpegs], device), strict=True))
+        for i, image in decoded.items():
+            if image is not None and not _covers(image, crops[i]):
+                decoded[i] = None
+        images += [decoded[i] if i in decoded else _upload(sources[i], device) for i in part]
+    refused = [i for i, image in enumerate(images) if image is None]
+    kept = [(image, crop) for image, crop in zip(images, crops, strict=True) if image is not None]
+    out = torch.empty(len(kept), 3, *shape, dtype=torch.uint8, device=device)
+    if kept:
+        resample_crops([image for image, _ in kept], [crop for _, crop in kept], out)
+    if out.is_cuda:
+        # It is read on another stream: its memory must not be used again before that is done.
+        out.record_stream(torch.cuda.default_stream(device))
+        torch.cuda.current_stream(device).synchronize()
+    return out, refused
+
+
+def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[list[int]]:
+    """All indices in order, in parts that are decoded at a time."""
+    parts, pixels = [list[int]()], 0
+    for i, (source, crop) in enumerate(zip(sources, crops, strict=True)):
+        # Of a JPEG, at least what its crop covers
+        size = source.size // 3 if source.ndim == 3 else int(crop.source[0] * crop.source[1])
+        if parts[-1] and pixels + size > _PIXELS:
+            parts.append([])
+            pixels = 0
+        parts[-1].append(i)
+        pixels += size
+    return parts
+
+
+def _covers(image: Tensor, crop: Crop) -> bool:
+    """Whether a decoded image is as large as its header told."""
+    height, width = image.shape[1:] if crop.orientation < 5 else image.shape[:0:-1]
+    return crop.source[0] <= width and crop.source[1] <= height
+
+
+def _upload(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
+    return torch.from_numpy(pixels).to(device, non_blocking=True).permute(2, 0, 1)
+
+
+def _decode_some(files: Sequence[NDArray[np.uint8]], device: torch.device) -> list[Tensor | None]:
+    """Decode files together; None for those that are refused."""
+    if not files:
+        return []
+    try:
+        return list(decode_jpegs([torch.from_numpy(file) for file in files], device))
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    except torch.AcceleratorError:  # the device is lost for this process
+        raise
+    except RuntimeError:
+        pass
+    if len(files) == 1:
+        return [None]
+    middle = len(files) // 2
+    return _decode_some(files[:middle], device) + _decode_some(files[middle:], device)
 
 
 class GpuDecoder(AbstractContextManager["GpuDecoder"]):
-    """Decodes the JPEGs among records on a GPU, task by task, in order.
+    """Finishes the images of records on a GPU, task by task, in order and in a thread.
 
     `refused` counts the images that the CPU had to decode. `on_work` is told the stage, "decode", and of each task how
     many images it has and how many seconds it took.
@@ -62,116 +160,77 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
         self._tasks.put(None)
 
     def submit(self, records: list[Record], decoder: RecordDecoder) -> Callable[[], list[Record]]:
-        """Have the JPEGs of a task decoded; returns a function that waits for the records and returns them."""
+        """Have the images of a task finished; returns a function that waits for the records and returns them."""
         future: Future[list[Record]] = Future()
         if self._thread is None:
-            # A daemon: the interpreter does not wait for it if the decoder hangs.
+            # A daemon: the interpreter does not wait for it if the GPU hangs.
             self._thread = threading.Thread(target=self._run, name="gpu decoder", daemon=True)
             self._thread.start()
-        if self.works and any(record.jpeg is not None for record in records):
+        if self.works and any(record.source is not None for record in records):
             self._tasks.put((future, records))
         else:
             future.set_result(records)
 
         def wait() -> list[Record]:
             try:
-                decoded = future.result(PATIENCE if self.works else 0.0)
+                finished = future.result(PATIENCE if self.works else 0.0)
             except TimeoutError:
                 if self.works:
                     self.works = False
                     warn_caller(f"the JPEG decoder of {self.device} does not answer: the CPU decodes what follows")
-                decoded = records
-            return [self._on_cpu(record, decoder) if record.jpeg is not None else record for record in decoded]
+                finished = records
+            return [self._on_cpu(record, decoder) if record.source is not None else record for record in finished]
 
         return wait
 
     def _on_cpu(self, record: Record, decoder: RecordDecoder) -> Record:
         self.refused += 1
-        made = decoder.from_source(record.name, record.jpeg.tobytes(), record.stamp, record.number)
+        if record.source.ndim == 1:
+            made = decoder.from_source(record.name, record.source.tobytes(), record.stamp, record.number)
+        else:
+            assert record.crop is not None
+            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
+            made = Record(record.name, record.size, pixels, "", record.stamp, record.number, shape=record.shape)
         made.last = record.last
         return made
 
     def _run(self) -> None:
-        stream = torch.cuda.Stream(self.device)
+        on_gpu = self.device.type == "cuda"
+        stream: Any = torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext()
         while (task := self._tasks.get()) is not None:
             future, records = task
             began = time.perf_counter()
             try:
-                with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.inference_mode():
-                    decoded = self._decode_task(records, stream)
+                with stream, torch.inference_mode():
+                    finished = self._finish(records)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 self._on_work("decode", len(records), time.perf_counter() - began)
-                future.set_result(decoded)
+                future.set_result(finished)
 
-    def _decode_task(self, records: list[Record], stream: torch.cuda.Stream) -> list[Record]:
+    def _finish(self, records: list[Record]) -> list[Record]:
         """The records with pixels on the GPU; those that it refused are left as they were."""
-        from veca.kernels.resample import resample_crops
-
-        decoded = list(records)
-        by_shape: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        for part in self._parts(records):
-            for i, image in zip(part, self._decode_some([records[i] for i in part]), strict=True):
-                if image is not None:
-                    by_shape.setdefault(records[i].shape, []).append((i, image))
-            for shape, some in by_shape.items():
-                out = torch.empty(len(some), 3, *shape, dtype=torch.uint8, device=self.device)
-                resample_crops([image for _, image in some], [records[i].crop for i, _ in some], out)  # type: ignore[misc]
-                # The model reads it on another stream: its memory must not be used again before that is done.
-                out.record_stream(torch.cuda.default_stream(self.device))
-                for (i, _), pixels in zip(some, out, strict=True):
-                    r = records[i]
-                    decoded[i] = Record(r.name, r.size, pixels, "", r.stamp, r.number, shape=r.shape, last=r.last)
-            by_shape.clear()
-        stream.synchronize()
-        return decoded
-
-    def _parts(self, records: list[Record]) -> list[list[int]]:
-        """Indices of the JPEGs, in parts of at most `_PIXELS` pixels."""
-        parts, pixels = list[list[int]](), 0
+        finished = list(records)
+        by_shape: dict[tuple[int, int], list[int]] = {}
         for i, record in enumerate(records):
-            if record.jpeg is not None:
-                width, height = record.size
-                if not parts or pixels + width * height > _PIXELS:
-                    parts.append([])
-                    pixels = 0
-                parts[-1].append(i)
-                pixels += width * height
-        return parts
-
-    def _decode_some(self, records: Sequence[Record]) -> list[Tensor | None]:
-        """Decode files together; None for those that are refused."""
-        try:
-            images = _decode([torch.from_numpy(record.jpeg) for record in records], self.device)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            images = None
-        except torch.AcceleratorError:  # the device is lost for this process
-            raise
-        except RuntimeError:
-            images = None
-        if images is not None:
-            return [image if _fits(image, record) else None for image, record in zip(images, records, strict=True)]
-        if len(records) == 1:
-            return [None]
-        middle = len(records) // 2
-        return self._decode_some(records[:middle]) + self._decode_some(records[middle:])
-
-
-def _fits(image: Tensor, record: Record) -> bool:
-    """Whether a decoded image has the size that its header told."""
-    assert record.crop is not None
-    width, height = record.size
-    turned = record.crop.orientation >= 5
-    return tuple(image.shape) == (3, width, height) if turned else tuple(image.shape) == (3, height, width)
+            if record.source is not None:
+                by_shape.setdefault(record.shape, []).append(i)
+        for shape, some in by_shape.items():
+            sources, crops = zip(*((records[i].source, records[i].crop) for i in some), strict=True)
+            pixels, refused = finish_crops(sources, crops, shape, self.device)
+            done = [i for place, i in enumerate(some) if place not in refused]
+            for i, image in zip(done, pixels, strict=True):
+                r = records[i]
+                finished[i] = Record(r.name, r.size, image, "", r.stamp, r.number, shape=r.shape, last=r.last)
+        return finished
 
 
 def choose_decoder(choice: DecodeChoice, device: torch.device, check: bool = True) -> Decode:
     """Which decoder is used: with "auto" the GPU's where there is one; `check` decodes an image by it."""
     if choice in ("cpu", "pillow"):
         return choice
-    reason = unusable_reason(device) if check or device.type != "cuda" else ""
+    reason = undecodable_reason(device) if check or device.type != "cuda" else ""
     if reason and choice == "gpu":
         raise ArgumentError(f"decode='gpu': {reason}. Use decode='cpu'")
     return "cpu" if reason else "gpu"

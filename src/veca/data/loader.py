@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, count, tee
 from typing import Any
@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from veca.data.gpu_decode import finish_crops
 from veca.data.index import DataError, ImageIndex
-from veca.data.records import describe_error
+from veca.data.records import describe_error, for_resizing, read_jpeg
 from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
 from veca.data.transforms import Augmentation, augment_batch, augment_image
 from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool
-from veca.images import MAX_PIXELS, normalize, open_image, resample
+from veca.images import MAX_PIXELS, normalize, open_image
+from veca.images.load import apply_crop
+from veca.images.resize import Crop
 
 # Images that a worker returns at a time
 _TASK_IMAGES = 16
@@ -32,25 +35,37 @@ _TASK_IMAGES = 16
 _SLOT_BYTES = _TASK_IMAGES * 3 * 1024**2
 
 
+def plan_crop(width: float, height: float, params: TransformParams, resolution: int, short_side: float) -> Crop:
+    """Return the crop of an image of this size whose short side becomes `short_side` × resolution."""
+    short = round(short_side * resolution)
+    # Sizes as torchvision's Resize rounds them
+    columns = short if width <= height else int(short * width / height)
+    rows = short if height <= width else int(short * height / width)
+    left, top = int(crop_offset(params.x, columns - resolution)), int(crop_offset(params.y, rows - resolution))
+    right, bottom = (left + resolution) * width / columns, (top + resolution) * height / rows
+    box = left * width / columns, top * height / rows, right, bottom
+    return Crop(box, *(resolution,) * 4, flip=bool(params.flip))
+
+
+def open_crop(
+    source: str | bytes, params: TransformParams, resolution: int, short_side: float, max_pixels: int
+) -> tuple[Image.Image, Crop]:
+    """Open an image, with the crop of it that a batch takes; a large JPEG is decoded at reduced size."""
+    # As long as two pixels are left for each one of the result
+    image = open_image(source, max_pixels=max_pixels, at_least=2 * round(short_side * resolution))
+    width, height = image.info.get("extent", image.size)
+    return image, plan_crop(width, height, params, resolution, short_side)
+
+
 def load_crop(
     source: str | bytes, params: TransformParams, resolution: int, short_side: float, max_pixels: int
 ) -> Image.Image:
     """Open an image, resize its short side to `short_side` × resolution, crop and flip it.
 
-    Nothing outside the crop is resized, and a large JPEG is decoded at reduced size. The operation of
-    TrivialAugmentWide is left to the caller.
+    Nothing outside the crop is resized. The operation of TrivialAugmentWide is left to the caller.
     """
-    short = round(short_side * resolution)
-    # A JPEG is decoded at reduced size as long as two pixels are left for each one of the result.
-    image = open_image(source, max_pixels=max_pixels, at_least=2 * short)
-    width, height = image.info.get("extent", image.size)
-    # Sizes as torchvision's Resize rounds them
-    columns = short if width <= height else int(short * width / height)
-    rows = short if height <= width else int(short * height / width)
-    left, top = int(crop_offset(params.x, columns - resolution)), int(crop_offset(params.y, rows - resolution))
-    box = left * width / columns, top * height / rows, (left + resolution) * width / columns
-    image = resample(image, (resolution, resolution), (*box, (top + resolution) * height / rows))
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if params.flip else image
+    image, crop = open_crop(source, params, resolution, short_side, max_pixels)
+    return apply_crop(crop, image)
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,8 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
 
     Made by `train_loader` and `validation_loader`. Iterating again starts over. Unreadable images are skipped, or
     replaced by others if `replace`. Without `apply_op` the operation of TrivialAugmentWide is left to `to_model_input`,
-    with the same pixels.
+    with the same pixels. Images are cropped and resized on `device`, again with the same pixels, or where that is None
+    by the workers; with `decode_on_device` that decodes ordinary JPEGs too.
     """
 
     index: ImageIndex
@@ -103,8 +119,10 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
     max_pixels: int
     replace: bool
     apply_op: bool = True
+    device: torch.device | None = None
+    decode_on_device: bool = False
     _pool: WorkerPool[Any] | None = None
-    # For the pixels of tasks under way
+    # For the images of tasks under way
     _shared: SharedSlots | None = None
 
     def __post_init__(self) -> None:
@@ -114,6 +132,9 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         self._prefetch = max(2, math.ceil(2 * batch_size / (self._task_images * workers)))
         if self.workers and sys.platform == "linux":
             self._shared = SharedSlots(workers * self._prefetch + 1, _SLOT_BYTES)
+        self._pin = torch.cuda.is_available() and self.device is None
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        self._stream: Any = torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext()
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
@@ -139,64 +160,107 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
             part = slice(start, start + size)
             yield BatchPlan(plan.resolution, plan.images[part], plan.variants[part])
 
-    def _slot(self, number: int, plan: BatchPlan) -> NDArray[np.uint8] | None:
-        """Return the shared memory for the pixels of task `number`, None where there is none or not enough."""
-        if self._shared is None or math.prod(plan.shape) > _SLOT_BYTES:
-            return None
-        return self._shared[number][: math.prod(plan.shape)].reshape(plan.shape)
-
-    def _decode(self, task: tuple[int, BatchPlan]) -> tuple[list[int], list[tuple[str, str]], NDArray[np.uint8] | None]:
-        """Decode a task, in a worker: images that were read, those skipped, and pixels unless they are in its slot."""
+    def _decode(self, task: tuple[int, BatchPlan]) -> tuple[list[int], list[tuple[str, str]], Any, list[Crop]]:
+        """Decode a task, in a worker: images that were read, those skipped, their pixels and what to crop of them."""
         number, plan = task
-        slot = self._slot(number, plan)
-        pixels = np.empty(plan.shape, np.uint8) if slot is None else slot
-        images, skipped, sampler = list[int](), list[tuple[str, str]](), self.sampler
+        images, skipped, arrays, crops = list[int](), list[tuple[str, str]](), list[NDArray[np.uint8]](), list[Crop]()
         for first, variant in zip(plan.images, plan.variants, strict=True):
-            for image in sampler.candidates(first, variant) if self.replace else (first,):
-                params = sample_transforms(sampler.seed, [image], [variant], sampler.augment).item()
-                short = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
-                try:
-                    crop = load_crop(self.index.read(image), params, plan.resolution, float(short), self.max_pixels)
-                    crop = augment_image(crop, params.op, params.strength) if self.apply_op else crop
-                    pixels[len(images)] = np.asarray(crop)
-                    images.append(image)
-                    break
-                except Exception as error:  # no image may end the run
-                    name = self.index.name(image)
-                    skipped.append((name, describe_error(error, name)))
-            else:
-                if self.replace:  # `_collect` will abort the run
-                    break
-        return images, skipped, pixels if slot is None else None
+            found = self._load(first, variant, plan.resolution, skipped, self.decode_on_device)
+            if found is not None:
+                images.append(found[0])
+                arrays.append(found[1])
+                crops.append(found[2])
+            elif self.replace:  # `_collect` will abort the run
+                break
+        return images, skipped, arrays if self._shared is None else self._shared.put(number, arrays), crops
+
+    def _load(
+        self, first: int, variant: int, resolution: int, skipped: list[tuple[str, str]], as_jpeg: bool
+    ) -> tuple[int, NDArray[np.uint8], Crop] | None:
+        """Load an image, or its replacement: its number, what is sent of it, and the crop that is left to make."""
+        sampler = self.sampler
+        for image in sampler.candidates(first, variant) if self.replace else (first,):
+            params = sample_transforms(sampler.seed, [image], [variant], sampler.augment).item()
+            short = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
+            try:
+                source = self.index.read(image)
+                jpeg = read_jpeg(source, self.max_pixels) if as_jpeg else None
+                if jpeg is not None:
+                    data, size, orientation = jpeg
+                    crop = plan_crop(*size, params, resolution, float(short))._replace(orientation=orientation)
+                    if not crop.grows_first:
+                        return image, data, crop
+                opened, crop = open_crop(source, params, resolution, float(short), self.max_pixels)
+                if self.device is not None:
+                    return image, *for_resizing(opened, crop)
+                cropped = apply_crop(crop, opened)
+                cropped = augment_image(cropped, params.op, params.strength) if self.apply_op else cropped
+                return image, np.asarray(cropped), crop
+            except Exception as error:  # no image may end the run
+                name = self.index.name(image)
+                skipped.append((name, describe_error(error, name)))
+        return None
 
     def _collect(self, results: Iterator[Any], plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
         numbers = count()
         try:
             for plan in plans:
-                pixels = torch.empty(plan.shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                pixels = torch.empty(plan.shape if self.device is None else 0, dtype=torch.uint8, pin_memory=self._pin)
                 images, skipped = list[int](), list[tuple[str, str]]()
+                sources, crops = list[NDArray[np.uint8]](), list[Crop]()
                 for part in self._split(plan):
-                    slot: Any = self._slot(next(numbers), part)
-                    found, failed, data = next(results)
-                    # Copied by numpy: torch would use a thread per core, which the workers need.
-                    target = pixels.numpy()[len(images) : len(images) + len(found)]
-                    target[:] = (slot if data is None else data)[: len(found)]
+                    number = next(numbers)
+                    found, failed, arrays, some = next(results)
+                    arrays = arrays if self._shared is None else self._shared.get(number, arrays)
+                    if self.device is None:
+                        # Copied by numpy: torch would use a thread per core, which the workers need.
+                        for target, array in zip(pixels.numpy()[len(images) :], arrays, strict=False):
+                            target[:] = array
+                    else:
+                        sources += [array.copy() for array in arrays]
+                        crops += some
                     images += found
                     skipped += failed
                     if self.replace and len(found) < len(part.images):
                         raise DataError(f"{too_many_failures(*skipped[-1])}. Check the sources and data.max_pixels")
+                if self.device is None:
+                    finished = pixels[: len(images)].permute(0, 3, 1, 2)
+                else:
+                    finished = self._finish(plan, images, skipped, sources, crops)
                 variants, augmentation = plan.variants[: len(images)], None
                 if not self.apply_op:
                     params = sample_transforms(self.sampler.seed, images, variants, self.sampler.augment)
                     augmentation = params.augmentation()
                 indices, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
-                yield Batch(pixels[: len(images)].permute(0, 3, 1, 2), augmentation, indices, which, skipped)
+                yield Batch(finished, augmentation, indices, which, skipped)
         except RuntimeError as error:  # a builtin: an open loop may end with the interpreter, after this module is gone
             if not isinstance(error, WorkerDiedError):
                 raise
             reason = "Memory may be short (fewer data.workers need less), or somebody killed it"
             raise DataError(f"a process that reads pictures has died: {error}. {reason}") from error
+
+    def _finish(
+        self,
+        plan: BatchPlan,
+        images: list[int],
+        skipped: list[tuple[str, str]],
+        sources: list[NDArray[np.uint8]],
+        crops: list[Crop],
+    ) -> Tensor:
+        """Make a batch on the device; what that refuses to decode is loaded anew, in this process."""
+        assert self.device is not None
+        shape = plan.resolution, plan.resolution
+        with self._stream, torch.inference_mode():
+            pixels, refused = finish_crops(sources, crops, shape, self.device)
+            while refused:
+                for i in refused:
+                    found = self._load(plan.images[i], plan.variants[i], plan.resolution, skipped, as_jpeg=False)
+                    if found is None:
+                        raise DataError(f"{too_many_failures(*skipped[-1])}. Check the sources and data.max_pixels")
+                    images[i], sources[i], crops[i] = found
+                pixels, refused = finish_crops(sources, crops, shape, self.device)
+        return pixels
 
 
 def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -229,11 +293,24 @@ def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def train_loader(
-    index: ImageIndex, sampler: TrainSampler, workers: int = 8, max_pixels: int = MAX_PIXELS, where: str = "cpu"
+    index: ImageIndex,
+    sampler: TrainSampler,
+    workers: int = 8,
+    max_pixels: int = MAX_PIXELS,
+    where: str = "cpu",
+    device: torch.device | None = None,
+    decode_on_device: bool = False,
 ) -> ImageLoader:
-    """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`."""
+    """Load the batches of a sampler, without end; with `where="gpu"` TrivialAugmentWide is left to `to_model_input`.
+
+    Then images are resized on `device` too, if there is one, and ordinary JPEGs are decoded there if asked for.
+    """
     apply_op = where == "cpu" or sampler.augment in ("flip", "none")
-    return ImageLoader(index, sampler, sampler, workers, max_pixels, replace=True, apply_op=apply_op)
+    on_device = device if where == "gpu" else None
+    decode = decode_on_device and on_device is not None
+    return ImageLoader(
+        index, sampler, sampler, workers, max_pixels, True, apply_op and on_device is None, on_device, decode
+    )
 
 
 def validation_loader(

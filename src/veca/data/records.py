@@ -7,7 +7,6 @@ trusted: a JPEG goes to the GPU only if its header leaves no doubt (`veca.images
 the worker.
 """
 
-import math
 import sys
 import time
 import warnings
@@ -19,13 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from veca.data.remote import SourceError, as_text, is_remote, read_remote, read_span, retry
 from veca.data.sources import Item
 from veca.data.workers import SharedSlots, WorkerPool
 from veca.images import Fit, ImageError
+from veca.images.decode import open_regular
 from veca.images.jpeg import gpu_decodable, read_header
-from veca.images.load import Decoder, load_pixels, plan_fit
+from veca.images.load import Decoder, apply_crop, load_pixels, open_for_fit, plan_fit
 from veca.images.resize import Crop
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ TASK_IMAGES, _TASK_BYTES = 16, 1 << 23
 GPU_TASK_IMAGES = 64
 # Memory that a worker shares for the results of a task; what does not fit is sent
 _SLOT_BYTES = 1 << 25
+# Largest image whose pixels a worker sends to be resized by the GPU
+_RAW_PIXELS = 1 << 20
+_JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 # Tasks that each worker is given in advance
 _PREFETCH = 2
 # Tasks that the GPU is given in advance
@@ -60,9 +64,10 @@ def describe_error(error: Exception, name: str) -> str:
 class Record:
     """An image, (3, height, width) uint8, with its original (width, height); or an error.
 
-    `pixels` is an array, or a tensor on the GPU that decoded it; of a JPEG that still has to be decoded there, `jpeg`
-    is the file and `crop` what becomes of it. Where the worker has a model, `features` is what it made of an image of
-    `shape` (height, width), and there are no pixels. `last` marks the last record of a task.
+    `pixels` is an array, or a tensor on the GPU. Of an image that the GPU is to finish, `source` is the JPEG file, or
+    what was decoded of another, uint8 (height, width, 3), and `crop` what becomes of it. Where the worker has a model,
+    `features` is what it made of an image of `shape` (height, width), and there are no pixels. `last` marks the last
+    record of a task.
     """
 
     name: str
@@ -71,7 +76,7 @@ class Record:
     error: str = ""
     stamp: str = ""
     number: int = 0
-    jpeg: Any = None
+    source: Any = None
     crop: Crop | None = None
     features: dict[str, NDArray[Any]] | None = None
     shape: tuple[int, int] = (0, 0)
@@ -88,7 +93,7 @@ class RecordDecoder:
     decode: Decode = "pillow"
 
     def __call__(self, item: Item, gpu: bool = False) -> Record:
-        """Read and decode an image; with `gpu`, an ordinary JPEG is left to it."""
+        """Read and decode an image; with `gpu`, what that can do is left to it."""
         try:
             if item.error:
                 raise ImageError(item.error)
@@ -97,8 +102,9 @@ class RecordDecoder:
                 source = read_span(item.path, *item.span)
             elif is_remote(item.path):
                 source = retry(item.path, lambda: read_remote(item.path, item.file_size))
-            if gpu and (record := self._for_gpu(item, source)) is not None:
-                return record
+            if gpu:
+                with warnings.catch_warnings(action="ignore"):
+                    return self._for_gpu(item, source)
             return self.from_source(item.name, source, item.stamp, item.number)
         except SourceError:
             raise
@@ -118,24 +124,43 @@ class RecordDecoder:
         _, height, width = pixels.shape
         return Record(name, size, pixels.numpy(), stamp=stamp, number=number, shape=(height, width))
 
-    def _for_gpu(self, item: Item, source: str | bytes) -> Record | None:
-        """The record of a JPEG that the GPU takes; None for any other image."""
-        if isinstance(source, str):
-            if not source.lower().endswith((".jpg", ".jpeg", ".jpe", ".jfif")) or item.file_size > _SLOT_BYTES:
-                return None
-            with open(source, "rb") as file:
-                source = file.read(_SLOT_BYTES + 1)
-        header = read_header(source)
-        if not gpu_decodable(source, header, self.max_pixels):
-            return None
-        size = header.width, header.height
-        size = size[::-1] if header.orientation >= 5 else size
-        crop = plan_fit(*size, self.size, self.fit, self.max_pixels)
-        if crop.grows_first:
-            return None
+    def _for_gpu(self, item: Item, source: str | bytes) -> Record:
+        """The record of an image that the GPU decodes and resizes, or only resizes."""
+        jpeg = read_jpeg(source, self.max_pixels) if self.decode == "gpu" else None
+        if jpeg is not None:
+            data, size, orientation = jpeg
+            crop = plan_fit(*size, self.size, self.fit, self.max_pixels)._replace(orientation=orientation)
+        if jpeg is None or crop.grows_first:
+            decoder: Decoder = "pillow" if self.decode == "pillow" else "cpu"
+            options = {"max_pixels": self.max_pixels, "decoder": decoder}
+            image, crop, size = open_for_fit(source, self.size, self.fit, **options)  # type: ignore[arg-type]
+            data, crop = for_resizing(image, crop)
         record = Record(item.name, size, stamp=item.stamp, number=item.number, shape=(crop.height, crop.width))
-        record.jpeg, record.crop = np.frombuffer(source, np.uint8), crop._replace(orientation=header.orientation)
+        record.source, record.crop = data, crop
         return record
+
+
+def read_jpeg(source: str | bytes, max_pixels: int) -> tuple[NDArray[np.uint8], tuple[int, int], int] | None:
+    """Read a JPEG that a GPU can decode: its bytes, upright (width, height) and orientation. None for other images."""
+    if isinstance(source, str):
+        if not source.lower().endswith(_JPEG_SUFFIXES):
+            return None
+        with open(source, "rb", opener=open_regular) as file:
+            source = file.read(_SLOT_BYTES + 1)
+    header = read_header(source)
+    if len(source) > _SLOT_BYTES or not gpu_decodable(source, header, max_pixels):
+        return None
+    turned = header.orientation >= 5
+    size = (header.height, header.width) if turned else (header.width, header.height)
+    return np.frombuffer(source, np.uint8), size, header.orientation
+
+
+def for_resizing(image: Image.Image, crop: Crop) -> tuple[NDArray[np.uint8], Crop]:
+    """Pixels (height, width, 3) of an image that a GPU is to resize; a large one is resized here."""
+    if image.width * image.height > _RAW_PIXELS or crop.grows_first:
+        image = apply_crop(crop, image)
+        crop = Crop((0, 0, *image.size), *image.size, *image.size)
+    return np.asarray(image), crop
 
 
 class Seconds(NamedTuple):
@@ -149,13 +174,6 @@ class _Task(NamedTuple):
     number: int
     items: Sequence[Item]
     gpu: bool
-
-
-class _Placed(NamedTuple):
-    """An array in the slot of its task."""
-
-    offset: int
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -176,32 +194,30 @@ class _Worker:
             records = self.compute(records)
         computed = time.perf_counter()
         if self.slots is not None:
-            slot, end = self.slots[task.number], 0
-            for record, key, array in _arrays(records):
-                if end + array.size <= len(slot):
-                    slot[end : end + array.size] = array.reshape(-1)
-                    setattr(record, key, _Placed(end, array.shape))
-                    end += array.size
+            fields, arrays = _arrays(records)
+            for (record, key), placed in zip(fields, self.slots.put(task.number, arrays), strict=True):
+                setattr(record, key, placed)
         return records, Seconds(decoded - began + time.perf_counter() - computed, computed - decoded)
 
     def unpack(self, number: int, records: list[Record]) -> list[Record]:
         """Copy what a worker left in its slot, in this process."""
-        placed = [found for found in _arrays(records) if isinstance(found[2], _Placed)]
-        if placed and self.slots is not None:
-            end = placed[-1][2].offset + math.prod(placed[-1][2].shape)
-            buffer = self.slots[number][:end].copy()
-            for record, key, (offset, shape) in placed:
-                setattr(record, key, buffer[offset : offset + math.prod(shape)].reshape(shape))
+        if self.slots is not None:
+            fields, arrays = _arrays(records)
+            for (record, key), array in zip(fields, self.slots.get(number, arrays), strict=True):
+                setattr(record, key, array.copy())
         records[-1].last = True
         return records
 
 
-def _arrays(records: Iterable[Record]) -> Iterator[tuple[Record, str, Any]]:
-    """The arrays of records, each with its record and the name of its field."""
+def _arrays(records: Iterable[Record]) -> tuple[list[tuple[Record, str]], list[Any]]:
+    """The arrays of records, and the record and the name of the field of each."""
+    fields, arrays = list[tuple[Record, str]](), list[Any]()
     for record in records:
-        key = "pixels" if record.jpeg is None else "jpeg"
+        key = "pixels" if record.source is None else "source"
         if (array := getattr(record, key)) is not None:
-            yield record, key, array
+            fields.append((record, key))
+            arrays.append(array)
+    return fields, arrays
 
 
 def split_tasks(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
@@ -229,8 +245,9 @@ def decode_tasks(
 ) -> Iterator[Iterator[Record]]:
     """Decode tasks in `workers` processes (0: in this one) while the block runs; records keep their order.
 
-    JPEGs go to `gpu`. `compute` is what becomes of the records of each task, in its worker where that is a fork of this
-    process, or else in this one. `on_work` is told of each task how many images it has and what it took a worker.
+    `gpu` finishes what it can. `compute` is what becomes of the records of each task, in its worker where that is a
+    fork of this process, or else in this one. `on_work` is told of each task how many images it has and what it took a
+    worker.
     """
     sent = deque[tuple[int, int]]()  # number and bytes of the tasks on their way
 
@@ -271,7 +288,7 @@ def _flatten(chunks: Iterable[list[Record]]) -> Iterator[Record]:
 
 
 def _decode_on_gpu(chunks: Iterator[list[Record]], decoder: RecordDecoder, gpu: "GpuDecoder") -> Iterator[Record]:
-    """Have JPEGs decoded while the tasks after theirs are read."""
+    """Have images finished by the GPU while the tasks after theirs are read."""
     waiting = deque[Callable[[], list[Record]]]()
     for records in chunks:
         waiting.append(gpu.submit(records, decoder))

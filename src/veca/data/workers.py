@@ -1,6 +1,7 @@
 """Worker processes that apply a function to a stream of tasks and return the results in order."""
 
 import atexit
+import math
 import mmap
 import multiprocessing
 import signal
@@ -8,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ class WorkerDiedError(VecaError, RuntimeError):
     """A worker process was killed or crashed."""
 
 
+class Placed(NamedTuple):
+    """An array in the slot of its task."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+
 class SharedSlots:
     """Memory that forked workers share with this process: task n has slot n modulo their number.
 
@@ -37,8 +45,31 @@ class SharedSlots:
     def __init__(self, count: int, size: int) -> None:
         self.size, self._memory = size, mmap.mmap(-1, count * size)
 
-    def __getitem__(self, task: int) -> NDArray[np.uint8]:
+    def _slot(self, task: int) -> NDArray[np.uint8]:
         return np.frombuffer(self._memory, np.uint8, self.size, task * self.size % len(self._memory))
+
+    def put(self, task: int, arrays: Iterable[NDArray[np.uint8]]) -> list[Placed | NDArray[np.uint8]]:
+        """Copy arrays into the slot of a task, in a worker; those that do not fit are returned as they are."""
+        slot, end = self._slot(task), 0
+        placed = list[Placed | NDArray[np.uint8]]()
+        for array in arrays:
+            if end + array.size > len(slot):
+                placed.append(array)
+                continue
+            slot[end : end + array.size].reshape(array.shape)[...] = array
+            placed.append(Placed(end, array.shape))
+            end += array.size
+        return placed
+
+    def get(self, task: int, placed: Iterable[Placed | NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
+        """Return what `put` was given; views of the slot, which the next tasks overwrite."""
+        slot = self._slot(task)
+        return [
+            slot[each.offset : each.offset + math.prod(each.shape)].reshape(each.shape)
+            if isinstance(each, Placed)
+            else each
+            for each in placed
+        ]
 
 
 class _Tasks(Dataset[Any]):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.config import VecaConfig
+from veca.data.gpu_decode import can_resize
 from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, Record, RecordDecoder, split_tasks
 from veca.data.sources import Item
 from veca.embed.meter import StageMeter
@@ -77,10 +78,19 @@ class EmbedJob:
             return split_tasks(items, self.settings.batch_size)
         return split_tasks(items, GPU_TASK_IMAGES if self.settings.decode == "gpu" else TASK_IMAGES)
 
+    @property
+    def resizes_on_gpu(self) -> bool:
+        """Whether the GPU resizes the images, and decodes them if `decode` says so."""
+        return can_resize(self.device)
+
     def processes(self) -> dict[str, int]:
         """How many processes share each stage, where there are several."""
-        stages = ["read"] if self.settings.decode == "gpu" else ["decode", *["model"] * self.by_task]
-        return dict.fromkeys(stages, self.workers)
+        return dict.fromkeys([self.reading, *["model"] * self.by_task], self.workers)
+
+    @property
+    def reading(self) -> str:
+        """The stage of the processes that read: on a GPU another decodes, or resizes."""
+        return "read" if self.resizes_on_gpu else "decode"
 
     def describe(self) -> str:
         """How the images are taken, in a few words."""

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from veca.data.gpu_decode import GpuDecoder, unusable_reason
+from veca.data.gpu_decode import GpuDecoder, undecodable_reason
 from veca.data.records import decode_tasks
 from veca.data.remote import SourceError, is_remote
 from veca.data.sources import Item, is_container, unpack_files
@@ -171,10 +171,9 @@ class RayWorker:
         model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)
         if job.device.type == "cpu":
             torch.set_num_threads(max(1, job.workers))
-        if job.settings.decode == "gpu":
-            if reason := unusable_reason(job.device):
-                raise EmbedError(f"--decode gpu: {reason}. Use --decode cpu")
-            self.gpu = GpuDecoder(job.device)
+        if job.settings.decode == "gpu" and (reason := undecodable_reason(job.device)):
+            raise EmbedError(f"--decode gpu: {reason}. Use --decode cpu")
+        self.gpu = GpuDecoder(job.device) if job.resizes_on_gpu else None
         return model
 
 

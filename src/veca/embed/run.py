@@ -194,7 +194,7 @@ class _PlainRun:
     def run(self, shown: Sequence[str]) -> RunTotals:
         """Compute all partitions and complete the folder; the images of `shown` are the total of a progress bar."""
         job, totals, on_read = self.job, self.totals, ReadingLine()
-        s, compute = job.settings, None
+        compute = None
         if job.by_task:
             compute = self.model.compute
             if job.workers:
@@ -203,7 +203,7 @@ class _PlainRun:
         # decoder: forking is safest before those have their threads.
         with (
             self._explaining_errors(),
-            GpuDecoder(job.device, self.meter.add) if s.decode == "gpu" else nullcontext() as gpu,
+            GpuDecoder(job.device, self.meter.add) if job.resizes_on_gpu else nullcontext() as gpu,
             decode_tasks(
                 self._tasks(on_read), job.decoder, job.workers, gpu=gpu, compute=compute, on_work=self._on_work
             ) as records,
@@ -222,7 +222,7 @@ class _PlainRun:
         return totals
 
     def _on_work(self, images: int, seconds: Seconds) -> None:
-        self.meter.add("read" if self.job.settings.decode == "gpu" else "decode", images, seconds.decode)
+        self.meter.add(self.job.reading, images, seconds.decode)
         if self.job.by_task:
             self.meter.add("model", images, seconds.compute)
 

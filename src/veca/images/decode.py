@@ -177,13 +177,14 @@ def orientation(image: Image.Image) -> int:
 
 def _open_stream(source: str | os.PathLike[str] | bytes | BinaryIO, limit: int) -> AbstractContextManager[BinaryIO]:
     if isinstance(source, str | os.PathLike):
-        return open(source, "rb", opener=_open_regular)
+        return open(source, "rb", opener=open_regular)
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     return nullcontext(source if source.seekable() else io.BytesIO(source.read(limit + 1)))
 
 
-def _open_regular(path: str, flags: int) -> int:
+def open_regular(path: str, flags: int) -> int:
+    """Opener for `open` that refuses whatever is no regular file, and waits for nothing."""
     try:
         # Without this flag, opening a pipe would wait for its writer, forever if there is none.
         handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

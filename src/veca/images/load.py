@@ -61,7 +61,7 @@ def load_pixels(
     """
     image, crop, full_size = open_for_fit(source, size, fit, max_pixels=max_pixels, decoder=decoder)
     if decoder == "pillow":
-        return to_tensor(_apply(crop, image)), full_size
+        return to_tensor(apply_crop(crop, image)), full_size
     return repeat_edges(resample_fast(image, (crop.columns, crop.rows), crop.box), PATCH).contiguous(), full_size
 
 
@@ -211,11 +211,13 @@ def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: 
     (96, 64)
     """
     _check_rgb(image)
-    return _apply(plan_fit(*image.size, size, fit, max_pixels), image)
+    return apply_crop(plan_fit(*image.size, size, fit, max_pixels), image)
 
 
-def _apply(crop: Crop, image: Image.Image) -> Image.Image:
+def apply_crop(crop: Crop, image: Image.Image) -> Image.Image:
+    """Make of an upright image what its crop says, with Pillow."""
     image = resample(image, (crop.columns, crop.rows), crop.box)
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crop.flip else image
     if (crop.width, crop.height) == image.size:
         return image
     padding = (0, crop.height - crop.rows), (0, crop.width - crop.columns), (0, 0)

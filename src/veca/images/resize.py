@@ -39,6 +39,11 @@ class Crop(NamedTuple):
     flip: bool = False
 
     @property
+    def source(self) -> tuple[float, float]:
+        """Width and height of what it certainly has of the image."""
+        return self.box[2], self.box[3]
+
+    @property
     def grows_first(self) -> bool:
         """Whether `resample` resizes rows first: columns would grow before the image shrinks."""
         left, top, right, bottom = self.box

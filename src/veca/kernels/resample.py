@@ -6,8 +6,11 @@ weights rounded to 22 bits; so are they here, and the pixels are the same, bit f
 Shapes: B images, T taps at most, S the longest side of the result. An axis is 0 (columns) or 1 (rows).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.images.resize import Crop
+if TYPE_CHECKING:
+    from veca.images.resize import Crop
 
 _BITS = tl.constexpr(22)
 _ONE, _HALF = tl.constexpr(1 << 22), tl.constexpr(1 << 21)

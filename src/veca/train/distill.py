@@ -18,6 +18,7 @@ import veca
 from veca.checkpoint.format import save_tensors
 from veca.config import VecaConfig
 from veca.data.device_cache import DeviceImageCache, DeviceLoader
+from veca.data.gpu_decode import can_resize, undecodable_reason
 from veca.data.index import ImageIndex
 from veca.data.loader import Batch, ImageLoader, to_model_input, train_loader
 from veca.data.sampler import TrainSampler
@@ -153,7 +154,11 @@ class Distillation(RunEngine):
         )  # fmt: skip
         if data.resident is None:
             on_gpu = self.device.type == "cuda" and data.augment_on != "cpu"
-            return train_loader(self.images, sampler, data.workers, data.max_pixels, "gpu" if on_gpu else "cpu")
+            device = self.device if can_resize(self.device) else None
+            if data.decode == "gpu" and (reason := undecodable_reason(self.device)):
+                raise RecipeError(f"data.decode=gpu: {reason}. Set data.decode=cpu")
+            options = "gpu" if on_gpu else "cpu", device, data.decode == "gpu"
+            return train_loader(self.images, sampler, data.workers, data.max_pixels, *options)
         cache = DeviceImageCache(self.images, data.resident, self.device, data.workers, data.max_pixels, world.first)
         dtypes = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
         precision = recipe.teacher.resident

@@ -107,6 +107,9 @@ class DataRecipe(RecipeSection, section="data"):
     pixels. `flip`: crop and flip. `none`: the centre crop."""
     augment_on: Literal["auto", "cpu", "gpu"] = "auto"
     """Where TrivialAugmentWide runs; the pixels are the same. `auto`: on the GPU where there is one."""
+    decode: Literal["cpu", "gpu"] = "cpu"
+    """Where ordinary JPEGs are decoded. The GPU's pixels differ by some grey levels, so a run keeps what it began with;
+    images are resized on the GPU in any case where `augment_on` allows, with the same pixels as on the CPU."""
     views: Positive | None = None
     """Number of random views per image, which epochs take in turn; null: a new one every epoch."""
     resident: Annotated[int, Bounds(ge=16, le=4096)] | None = None
@@ -123,6 +126,7 @@ class DataRecipe(RecipeSection, section="data"):
             valid = len(self.crops) == 2 and 0.1 <= self.crops[0] <= self.crops[1] <= 1
             self.require("crops", valid, "null, or two shares from 0.1 to 1, the smaller first", list(self.crops))
             self.require("augment", self.augment != "none", "another with data.crops, which draws crops")
+        self.require("decode", self.decode == "cpu" or self.augment_on != "cpu", "cpu with data.augment_on=cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
