@@ -60,6 +60,8 @@ def load_pixels(
     (torch.Size([3, 64, 96]), (640, 400))
     """
     _check_fit(size, fit)
+    if decoder not in get_args(Decoder):
+        raise ArgumentError(f"decoder is {decoder!r}; it must be one of {', '.join(get_args(Decoder))}")
     if decoder == "pillow":
         image = open_image(source, max_pixels=max_pixels)
         return to_tensor(fit_image(image, size, fit, max_pixels)), image.size

@@ -95,7 +95,7 @@ def resample_fast(image: Image.Image, size: tuple[int, int], box: Box) -> Tensor
 
 
 def _align(start: float, scale: float) -> tuple[int, int]:
-    """Return a whole pixel, and how many pixels of the result, `scale` pixels each, (almost) lead from it to `start`."""
+    """Return a whole pixel, and how many pixels of the result, of `scale` pixels each, (almost) lead to `start`."""
     reach = math.ceil(2 * max(scale, 1) / scale)
     found = []
     for count in range(reach + 32):
