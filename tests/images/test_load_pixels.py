@@ -114,14 +114,27 @@ def test_cpu_converts_modes_as_pillow_does(rng: np.random.Generator, mode: str) 
 
 
 def test_crops_begin_within_a_twentieth_of_a_pixel_or_are_left_to_pillow(rng: np.random.Generator) -> None:
+    shifts = []
     for start, scale in zip(rng.uniform(10, 500, 999), rng.uniform(0.5, 6, 999), strict=True):
         first, count = _align(start, scale)
         assert first >= 0
         assert first == 0 or count * scale >= 2 * max(scale, 1)
-        assert abs(first + count * scale - start) <= 0.5 + 1e-9
+        shifts.append(abs(first + count * scale - start) / scale)
+    assert max(shifts) <= 1 + 1e-9
+    assert np.mean(np.array(shifts) <= 0.05) > 0.9
     # At a scale of 1 no window of whole pixels begins half a pixel off.
     data = encode(photo(rng, 72, 101), "PNG")
     assert torch.equal(load_pixels(data, 64, decoder="cpu")[0], by_parts(data, 64, "crop"))
+
+
+def test_pixels_around_a_crop_contribute_at_its_edges() -> None:
+    image = Image.new("RGB", (600, 300), (255, 255, 255))
+    scale = 300 / 1.125 / 64
+    edges = [round(middle + side * (32 * scale + 2)) for side in (-1, 1) for middle in (300, 150)]
+    image.paste((128, 128, 128), tuple(edges))
+    pixels, expected = load_pixels(image, 64, decoder="cpu")[0], by_parts(image, 64, "crop")
+    assert {int(expected[0, 32, 0]), int(expected[0, 32, 63]), int(expected[0, 0, 32])} == {123}
+    assert difference(pixels, expected).max() <= 2
 
 
 def test_cpu_refuses_what_pillow_refuses(rng: np.random.Generator, tmp_path: Path) -> None:
