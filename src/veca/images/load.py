@@ -72,7 +72,9 @@ def load_pixels(
     columns, rows, box = _plan_fit(*opened.full_size, size, fit, max_pixels)
     across, down = (part / whole for part, whole in zip(opened.extent, opened.full_size, strict=True))
     box = box[0] * across, box[1] * down, box[2] * across, box[3] * down
-    return repeat_edges(resample_fast(opened.image, (columns, rows), box), PATCH).contiguous(), opened.full_size
+    pixels = repeat_edges(resample_fast(opened.image, (columns, rows), box), PATCH)
+    # Copied by numpy: torch would start a thread per core.
+    return torch.from_numpy(np.ascontiguousarray(pixels.numpy())), opened.full_size
 
 
 def open_image(
