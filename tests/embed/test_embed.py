@@ -679,11 +679,11 @@ from veca.data import loader
 
 batches.PART_IMAGES = partitions.PARTITION = 4
 torch.set_num_threads(1)
-real = loader.open_image
+real = loader.load_pixels
 def slow(*args, **kwargs):
     time.sleep(float(sys.argv[3]))
     return real(*args, **kwargs)
-loader.open_image = slow
+loader.load_pixels = slow
 torch.manual_seed(0)
 model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1)).eval()
 settings = EmbedSettings(cores=8, size=32, batch=2)
@@ -742,17 +742,17 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(photos, tmp_path, mo
 
 def test_a_dead_worker_loses_nothing(photos, tmp_path, model, monkeypatch):
     with monkeypatch.context() as patch:
-        real = loader.open_image
+        real = loader.load_pixels
 
-        def deadly(source, **kwargs):
+        def deadly(source, *args, **kwargs):
             if str(source).endswith("08.png"):
                 deadline = time.monotonic() + 60
                 while not any((tmp_path / "f.parquet.parts").glob("*.parquet")) and time.monotonic() < deadline:
                     time.sleep(0.01)  # until the first partition is done
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(source, **kwargs)
+            return real(source, *args, **kwargs)
 
-        patch.setattr(loader, "open_image", deadly)
+        patch.setattr(loader, "load_pixels", deadly)
         with pytest.raises(EmbedError, match=r"a decoding process died.*--workers.*kept in .*f\.parquet\.parts"):
             go(photos, tmp_path / "f.parquet", model, workers=1)
     go(photos, tmp_path / "whole.parquet", model)
