@@ -114,15 +114,15 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module in (loader, batches):
-            real: Any = module.open_image
+        for module, name in ((loader, "open_image"), (loader, "load_pixels"), (batches, "open_image")):
+            real: Any = getattr(module, name)
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:
                 decoding.touch()
                 time.sleep(seconds)
                 return _real(*arguments, **options)
 
-            module.open_image = slow  # type: ignore[attr-defined]
+            setattr(module, name, slow)
 
     return before
 

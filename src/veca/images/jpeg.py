@@ -244,7 +244,7 @@ def _ends_with_block(data: bytes, header: JpegHeader, code: HuffmanCode) -> bool
     tail = data[max(header.scan_start, header.scan_stop - 8) : header.scan_stop].replace(b"\xff\0", b"\xff")
     value = int.from_bytes(tail)
     ends = (value >> ones for ones in range(8) if value & ((1 << ones) - 1) == (1 << ones) - 1)
-    return any(end & ((1 << code.end_bits) - 1) == code.end for end in ends)
+    return code.end_bits > 0 and any(end & ((1 << code.end_bits) - 1) == code.end for end in ends)
 
 
 def _coded_bits(data: bytes, header: JpegHeader, units: int) -> int:
@@ -259,9 +259,9 @@ def _coded_bits(data: bytes, header: JpegHeader, units: int) -> int:
 
 
 def _read_tables(data: bytes, header: JpegHeader) -> tuple[dict[int, HuffmanCode], set[int]]:
-    """Return the least bits that each Huffman table takes for a value, and which quantisation tables there are.
+    """Return the Huffman codes by number, plus 16 for AC coefficients, and which quantisation tables there are.
 
-    Keys are the tables' numbers, plus 16 for those of AC coefficients. Raises where baseline does not allow a table.
+    Raises `ValueError` where baseline does not allow a table.
     """
     codes, quantisation = dict[int, HuffmanCode](), set[int]()
     for marker, start, stop in header.segments:
@@ -275,14 +275,14 @@ def _read_tables(data: bytes, header: JpegHeader) -> tuple[dict[int, HuffmanCode
             body = body[65:]
         while body and marker == _DHT:
             length = 17 + sum(body[1:17])
-            codes[body[0]] = _least_bits(body[:length], length)
+            codes[body[0]] = _huffman_code(body[:length], length)
             body = body[length:]
     return codes, quantisation
 
 
 @lru_cache(maxsize=64)  # most files have the tables of the standard
-def _least_bits(table: bytes, length: int) -> HuffmanCode:
-    """Return the least bits that a Huffman table takes for a code and the value after it."""
+def _huffman_code(table: bytes, length: int) -> HuffmanCode:
+    """Return what is needed of a Huffman table; raise `ValueError` where baseline does not allow it."""
     counts, symbols = table[1:17], table[17:].translate(_LOW_NIBBLE)
     largest = max(symbols) + 1 if table[0] & 16 else max(table[17:])  # of AC and DC, in bits
     full = sum(count << (15 - bits) for bits, count in enumerate(counts)) > 0xFFFF

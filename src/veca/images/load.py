@@ -62,7 +62,9 @@ def load_pixels(
     image, crop, full_size = open_for_fit(source, size, fit, max_pixels=max_pixels, decoder=decoder)
     if decoder == "pillow":
         return to_tensor(apply_crop(crop, image)), full_size
-    return repeat_edges(resample_fast(image, (crop.columns, crop.rows), crop.box), PATCH).contiguous(), full_size
+    pixels = repeat_edges(resample_fast(image, (crop.columns, crop.rows), crop.box), PATCH)
+    # Copied by numpy: torch would start a thread per core.
+    return torch.from_numpy(np.ascontiguousarray(pixels.numpy())), full_size
 
 
 def open_for_fit(
@@ -74,6 +76,8 @@ def open_for_fit(
     may then be that of the decoder.
     """
     _check_fit(size, fit)
+    if decoder not in get_args(Decoder):
+        raise ArgumentError(f"decoder is {decoder!r}; it must be one of {', '.join(get_args(Decoder))}")
     side = max(size) if isinstance(size, tuple) else size
     at_least = math.ceil(2 * side * (CROP_RATIO if fit == "crop" else 1)) if side and decoder == "cpu" else None
     opened = _open_rgb(source, max_pixels, WHITE, at_least)
