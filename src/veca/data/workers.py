@@ -158,6 +158,7 @@ def _init_worker(_: int) -> None:
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     # Freed memory is kept for the next image: allocating anew is a quarter of the time a JPEG takes.
     Image.core.set_blocks_max(4)  # type: ignore[attr-defined]
-    if hasattr(libc := ctypes.CDLL(None) if sys.platform == "linux" else None, "mallopt"):
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
         for option, size in _MALLOC_OPTIONS.items():
             libc.mallopt(option, size)

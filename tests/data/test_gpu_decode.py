@@ -1,0 +1,292 @@
+"""`veca.data.gpu_decode`: what the GPU makes of images, and what becomes of those it refuses.
+
+Without a GPU the kernels run in Triton's interpreter, in a process of its own; torchvision then decodes on the CPU.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+import veca
+from veca.data import gpu_decode
+from veca.data.gpu_decode import GpuDecoder, choose_decoder, decode_jpegs, finish_crops, load_decoder
+from veca.data.index import ImageIndex
+from veca.data.loader import to_model_input, train_loader
+from veca.data.records import Record, RecordDecoder, read_jpeg
+from veca.data.sampler import TrainSampler
+from veca.data.sources import Item
+from veca.embed import EmbedSettings, embed
+from veca.errors import ArgumentError
+from veca.images.load import apply_crop, plan_fit
+from veca.images.resize import Crop
+
+GPU = torch.device("cuda")
+KINDS = {"crop": (640, 480), "keep": (333, 251), "pad": (251, 333), "stretch": (90, 40)}
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture with edges and texture, another for each seed."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+    values = np.asarray(small) + rng.integers(-12, 13, (height, width, 3))
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+
+
+def jpeg(size: tuple[int, int], seed: int = 0, orientation: int = 1, **options: Any) -> bytes:
+    image, stream, exif = picture(*size, seed), io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    image.save(stream, "JPEG", exif=exif, **{"quality": 90, **options})
+    return stream.getvalue()
+
+
+def shard(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+INTERPRETED = """
+import sys
+import numpy as np, torch
+from PIL import Image
+from veca.images.load import _TRANSPOSE, apply_crop
+from veca.images.resize import Crop
+from veca.kernels.resample import resample_crops
+
+rng = np.random.default_rng(0)
+images, crops, want = [], [], []
+for orientation in (*range(1, 9), *range(1, 9)):
+    height, width = rng.integers(36, 60, 2)
+    stored = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    turn = _TRANSPOSE.get(orientation)
+    upright = Image.fromarray(stored) if turn is None else Image.fromarray(stored).transpose(turn)
+    across, down = upright.size
+    box = (*rng.random(2) * 6, across - rng.random() * 6, down - rng.random() * 6)
+    crop = Crop(tuple(map(float, box)), 15, 12, 16, 16, flip=False)
+    want.append(np.asarray(apply_crop(crop, upright)))
+    tensor = torch.from_numpy(stored).permute(2, 0, 1)
+    images.append(tensor if orientation % 2 else tensor.contiguous())
+    crops.append(crop._replace(orientation=orientation))
+flipped = Crop((0.0, 0.0, 20.0, 20.0), 16, 16, 16, 16, flip=True)
+square = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+images.append(torch.from_numpy(square).permute(2, 0, 1))
+crops.append(flipped)
+want.append(np.asarray(apply_crop(flipped, Image.fromarray(square))))
+out = torch.full((len(images), 3, 16, 16), 7, dtype=torch.uint8)
+resample_crops(images, crops, out)
+np.testing.assert_array_equal(out.permute(0, 2, 3, 1).numpy(), np.stack(want))
+"""
+
+
+def test_the_kernel_gives_the_pixels_of_pillow() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def records_of(*files: bytes, decode: str = "gpu", fit: Any = "crop") -> tuple[list[Record], RecordDecoder]:
+    decoder = RecordDecoder(64, fit, 10**8, decode)  # type: ignore[arg-type]
+    return [decoder(Item(f"{i}.jpg", data=data), gpu=True) for i, data in enumerate(files)], decoder
+
+
+def test_ordinary_jpegs_are_left_to_the_gpu_and_others_only_resized() -> None:
+    stream = io.BytesIO()
+    picture(90, 70).save(stream, "PNG")
+    files = [jpeg((80, 60)), stream.getvalue(), jpeg((80, 60), progressive=True), jpeg((80, 60))[:-400], b"no picture"]
+    found, _ = records_of(*files)
+    assert [None if r.source is None else r.source.ndim for r in found] == [1, 3, 3, None, None]
+    assert ["truncated" in r.error or "not one of" in r.error for r in found] == [False, False, False, True, True]
+    assert [r.size for r in found[:3]] == [(80, 60), (90, 70), (80, 60)]
+    found, _ = records_of(*files[:2], decode="pillow")
+    assert [r.source.ndim for r in found] == [3, 3]
+
+
+def test_images_too_large_to_send_are_resized_by_the_worker() -> None:
+    (record,), _ = records_of(jpeg((1600, 1200), quality=30), decode="pillow")
+    assert record.source.shape == (64, 64, 3)
+    assert record.size == (1600, 1200)
+    want = apply_crop(plan_fit(1600, 1200, 64, "crop"), Image.open(io.BytesIO(jpeg((1600, 1200), quality=30))))
+    np.testing.assert_array_equal(record.source, np.asarray(want))
+
+
+class FakeGpu(GpuDecoder):
+    """One that refuses, or that never answers: faults a real GPU cannot be made to have."""
+
+    def __init__(self, hang: bool = False, error: Exception | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.hang, self.error, self.released = hang, error, threading.Event()
+
+    def _finish(self, records: list[Record]) -> list[Record]:
+        if self.hang:
+            self.released.wait(60)
+        if self.error is not None:
+            raise self.error
+        return records
+
+
+def test_what_the_gpu_refuses_is_decoded_by_the_cpu() -> None:
+    records, decoder = records_of(jpeg((80, 60)), jpeg((60, 80), seed=1))
+    with FakeGpu() as gpu:
+        finished = gpu.submit(records, decoder)()
+    assert gpu.refused == 2
+    for record, made in zip(records, finished, strict=True):
+        want = decoder.from_source(record.name, record.source.tobytes())
+        np.testing.assert_array_equal(made.pixels, want.pixels)
+        assert made.size == want.size == record.size
+
+
+def test_a_gpu_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "PATIENCE", 0.2)
+    records, decoder = records_of(jpeg((80, 60)))
+    with FakeGpu(hang=True) as gpu:
+        first, second = gpu.submit(records, decoder), gpu.submit(records, decoder)
+        began = time.monotonic()
+        with pytest.warns(UserWarning, match="does not answer"):
+            assert first()[0].pixels.shape == (3, 64, 64)
+        assert second()[0].pixels.shape == (3, 64, 64)
+        assert time.monotonic() - began < 10
+        assert not gpu.works
+        gpu.released.set()
+
+
+def test_an_error_of_the_gpu_reaches_the_caller() -> None:
+    records, decoder = records_of(jpeg((80, 60)))
+    with FakeGpu(error=torch.OutOfMemoryError("none left")) as gpu, pytest.raises(torch.OutOfMemoryError):
+        gpu.submit(records, decoder)()
+
+
+def test_the_choice_of_a_decoder() -> None:
+    cpu = torch.device("cpu")
+    assert choose_decoder("auto", cpu) == "cpu"
+    assert choose_decoder("pillow", cpu) == "pillow"
+    with pytest.raises(ArgumentError, match=r"decode='gpu': cpu is no NVIDIA GPU.*decode='cpu'"):
+        choose_decoder("gpu", cpu)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fit", KINDS)
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_resized_on_the_gpu_as_by_pillow(fit: Any, orientation: int) -> None:
+    data = jpeg(KINDS[fit], orientation=orientation, subsampling=0)
+    found = read_jpeg(data, 10**8)
+    assert found is not None
+    source, size, turn = found
+    crop = plan_fit(*size, 64, fit)._replace(orientation=turn)
+    load_decoder()
+    (decoded,) = decode_jpegs([torch.from_numpy(source.copy())], GPU)
+    stored = decoded.permute(1, 2, 0).cpu().numpy()
+    exact, refused = finish_crops([stored], [crop], (crop.height, crop.width), GPU)
+    both, also = finish_crops([source.copy()], [crop], (crop.height, crop.width), GPU)
+    upright = Image.fromarray(stored) if turn == 1 else Image.fromarray(stored).transpose(Image.Transpose.ROTATE_270)
+    want = np.asarray(apply_crop(crop._replace(orientation=1), upright)).transpose(2, 0, 1)
+    assert not refused
+    assert not also
+    np.testing.assert_array_equal(exact[0].cpu().numpy(), want)
+    np.testing.assert_array_equal(both[0].cpu().numpy(), want)
+
+
+def hostile(count: int) -> list[bytes]:
+    """JPEGs cut, closed with an end marker, overwritten and shuffled."""
+    rng, made = np.random.default_rng(0), list[bytes]()
+    for i in range(count):
+        data = bytearray(jpeg((64 + i % 64, 64 + i % 7 * 16), seed=i % 9, quality=60 + i % 40))
+        kind, place = i % 5, int(rng.integers(2, len(data) - 2))
+        if kind == 0:
+            data = data[:place] + b"\xff\xd9"
+        elif kind == 1:
+            data[place : place + 40] = rng.integers(0, 256, 40, dtype=np.uint8).tobytes()[: len(data) - place]
+        elif kind == 2:
+            data[place:place] = bytes(int(rng.integers(1, 500)))
+        elif kind == 3:
+            other = jpeg((96, 64), seed=i % 5)
+            data = data[:place] + bytearray(other[place % len(other) :])
+        else:
+            for spot in rng.integers(2, len(data), 30):
+                data[spot] = rng.integers(0, 256)
+        made.append(bytes(data))
+    return made
+
+
+@pytest.mark.gpu
+def test_hostile_files_neither_crash_nor_hang_and_give_the_same_rows_again(tmp_path: Path) -> None:
+    files = {f"{i:04}.jpg": data for i, data in enumerate(hostile(1000))}
+    files |= {f"good{i}.jpg": jpeg((128, 96), seed=i) for i in range(40)}
+    path = shard(tmp_path / "hostile.tar", files)
+    model, settings = veca.load("veca_tiny").to(GPU), EmbedSettings(size=64, cores=8, decode="gpu", batch=64)
+    tables: list[dict[str, Any]] = []
+    for name, workers in (("a", 4), ("b", 2)):
+        out = tmp_path / f"{name}.parquet"
+        report = embed(path, out, model=model, model_name="t", settings=settings, workers=workers, progress=False)
+        assert report.pictures + report.failures == 1040
+        tables.append({row["path"]: row["cls"] for row in pq.read_table(out).to_pylist()})
+    assert tables[0].keys() == tables[1].keys()
+    changed = [name for name in tables[0] if not np.array_equal(tables[0][name], tables[1][name])]
+    assert changed == []
+    assert sum("good" in name for name in tables[0]) == 40
+
+
+@pytest.mark.gpu
+def test_features_hardly_depend_on_the_decoder_and_runs_do_not_mix(tmp_path: Path) -> None:
+    path = shard(tmp_path / "s.tar", {f"{i}.jpg": jpeg((640, 480), seed=i) for i in range(64)})
+    model, found = veca.load("veca_tiny").to(GPU), dict[str, NDArray[np.float32]]()
+    for decode in ("gpu", "cpu", "pillow"):
+        settings = EmbedSettings(size=256, cores=32, decode=decode)  # type: ignore[arg-type]
+        out = tmp_path / f"{decode}.parquet"
+        embed(path, out, model=model, model_name="t", settings=settings, workers=2, progress=False)
+        found[decode] = np.stack(pq.read_table(out)["cls"].to_numpy())
+        assert f'"decode": "{decode}"' in pq.read_schema(out).metadata[b"veca"].decode()
+    for decode, least in (("gpu", 0.99), ("cpu", 0.999)):
+        a, b = found[decode], found["pillow"]
+        cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+        assert cosine.min() > least
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_batches_are_the_same_wherever_they_are_resized(tmp_path: Path, workers: int) -> None:
+    files = {f"{i}.jpg": jpeg((96 + 8 * i, 160 - 8 * i), seed=i, orientation=1 + i % 8) for i in range(12)}
+    files["broken.jpg"] = files["0.jpg"][:900]
+    index = ImageIndex.build([str(shard(tmp_path / "s.tar", files))], progress=False)
+    sampler = TrainSampler(len(index), 8, lambda i: (64, 96)[i % 2])
+    loaders = {"cpu": train_loader(index, sampler, workers, where="gpu")}
+    loaders["gpu"] = train_loader(index, sampler, workers, where="gpu", device=GPU)
+    loaders["jpeg"] = train_loader(index, sampler, workers, where="gpu", device=GPU, decode_on_device=True)
+    found: dict[str, list[Any]] = {}
+    for name, loader in loaders.items():
+        with loader:
+            batches = [batch for _, batch in zip(range(5), loader, strict=False)]
+        found[name] = [(to_model_input(batch, GPU).cpu(), batch.indices.tolist(), batch.skipped) for batch in batches]
+    for a, b, c in zip(*(found[name] for name in ("cpu", "gpu", "jpeg")), strict=True):
+        assert torch.equal(a[0], b[0])
+        assert a[1:] == b[1:]
+        assert a[1] == c[1]
+        assert (a[0] - c[0]).abs().mean() < 0.1
+
+
+def test_a_crop_that_grows_before_it_shrinks_is_left_to_the_cpu() -> None:
+    assert Crop((0, 0, 10, 400), 20, 100, 20, 100).grows_first
+    record = RecordDecoder(64, "stretch", 10**8, "gpu")(Item("a.jpg", data=jpeg((24, 200))), gpu=True)
+    assert record.source.shape == (64, 64, 3)
