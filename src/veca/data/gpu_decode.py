@@ -210,20 +210,18 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
                 future.set_result(finished)
 
     def _finish(self, records: list[Record]) -> list[Record]:
-        """The records with pixels on the GPU; those that it refused are left as they were."""
-        finished = list(records)
-        by_shape: dict[tuple[int, int], list[int]] = {}
-        for i, record in enumerate(records):
+        """Set the pixels of records on the GPU; those that it refused are left as they were."""
+        by_shape: dict[tuple[int, int], list[Record]] = {}
+        for record in records:
             if record.source is not None:
-                by_shape.setdefault(record.shape, []).append(i)
+                by_shape.setdefault(record.shape, []).append(record)
         for shape, some in by_shape.items():
-            sources, crops = zip(*((records[i].source, records[i].crop) for i in some), strict=True)
-            pixels, refused = finish_crops(sources, crops, shape, self.device)
-            done = [i for place, i in enumerate(some) if place not in refused]
-            for i, image in zip(done, pixels, strict=True):
-                r = records[i]
-                finished[i] = Record(r.name, r.size, image, "", r.stamp, r.number, shape=r.shape, last=r.last)
-        return finished
+            sources, crops = [record.source for record in some], [record.crop for record in some]
+            pixels, refused = finish_crops(sources, crops, shape, self.device)  # type: ignore[arg-type]
+            done = [record for i, record in enumerate(some) if i not in refused] if refused else some
+            for i, record in enumerate(done):
+                record.pixels, record.source = (pixels, i), None
+        return records
 
 
 def choose_decoder(choice: DecodeChoice, device: torch.device, check: bool = True) -> Decode:

@@ -64,10 +64,10 @@ def describe_error(error: Exception, name: str) -> str:
 class Record:
     """An image, (3, height, width) uint8, with its original (width, height); or an error.
 
-    `pixels` is an array, or a tensor on the GPU. Of an image that the GPU is to finish, `source` is the JPEG file, or
-    what was decoded of another, uint8 (height, width, 3), and `crop` what becomes of it. Where the worker has a model,
-    `features` is what it made of an image of `shape` (height, width), and there are no pixels. `last` marks the last
-    record of a task.
+    `pixels` is an array; or, on the GPU, a tensor of several images and which of them it is. Of an image that the GPU
+    is to finish, `source` is the JPEG file, or what was decoded of another, uint8 (height, width, 3), and `crop` what
+    becomes of it. Where the worker has a model, `features` is what it made of an image of `shape` (height, width), and
+    there are no pixels. `last` marks the last record of a task.
     """
 
     name: str
@@ -203,8 +203,8 @@ class _Worker:
         """Copy what a worker left in its slot, in this process."""
         if self.slots is not None:
             fields, arrays = _arrays(records)
-            for (record, key), array in zip(fields, self.slots.get(number, arrays), strict=True):
-                setattr(record, key, array.copy())
+            for (record, key), array in zip(fields, self.slots.get(number, arrays, copy=True), strict=True):
+                setattr(record, key, array)
         records[-1].last = True
         return records
 

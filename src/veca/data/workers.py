@@ -66,9 +66,14 @@ class SharedSlots:
             end += array.size
         return placed
 
-    def get(self, task: int, placed: Iterable[Placed | NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
-        """Return what `put` was given; views of the slot, which the next tasks overwrite."""
-        slot = self._slot(task)
+    def get(
+        self, task: int, placed: Iterable[Placed | NDArray[np.uint8]], copy: bool = False
+    ) -> list[NDArray[np.uint8]]:
+        """Return what `put` was given: views of the slot, which the next tasks overwrite, or with `copy` of a copy."""
+        placed, slot = list(placed), self._slot(task)
+        if copy:
+            ends = (each.offset + math.prod(each.shape) for each in placed if isinstance(each, Placed))
+            slot = slot[: max(ends, default=0)].copy()
         return [
             slot[each.offset : each.offset + math.prod(each.shape)].reshape(each.shape)
             if isinstance(each, Placed)

@@ -164,7 +164,7 @@ class FeatureModel:
         self._autocast = self._dtype != torch.float32 and not compiled  # a compiled model has that dtype itself
 
     def __call__(self, images: Sequence[Any]) -> Features:
-        """Images (3, height, width) uint8 of one shape, as arrays or as tensors on the GPU, to their features."""
+        """Images (3, height, width) uint8 of one shape, as `Record.pixels` has them, to their features."""
         s, device = self.job.settings, self.job.device
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
         began, ended, copied = (event.record for event in events) if events else (lambda: None,) * 3
@@ -216,20 +216,21 @@ class FeatureModel:
 
 
 def _stack(images: Sequence[Any], device: torch.device) -> Tensor:
-    """Stack images on the device, wherever each of them is."""
+    """Stack images on the device: arrays, or a tensor there and which of its images it is."""
     if device.type == "cpu":
         return torch.from_numpy(np.stack(images))
-    here = [i for i, image in enumerate(images) if isinstance(image, Tensor)]
-    if len(here) == len(images):
-        return torch.stack(list(images))
-    elsewhere = [i for i, image in enumerate(images) if not isinstance(image, Tensor)]
-    host = torch.empty(len(elsewhere), *images[elsewhere[0]].shape, dtype=torch.uint8, pin_memory=True)
-    np.stack([images[i] for i in elsewhere], out=host.numpy())
-    moved = host.to(device, non_blocking=True)
-    if not here:
-        return moved
-    order = torch.tensor(here + elsewhere).argsort().pin_memory().to(device, non_blocking=True)
-    return torch.cat([torch.stack([images[i] for i in here]), moved])[order]
+    parts = list[Tensor]()
+    for together, group in groupby(images, key=lambda image: id(image[0]) if isinstance(image, tuple) else None):
+        some = list(group)
+        if together is None:
+            host = torch.empty(len(some), *some[0].shape, dtype=torch.uint8, pin_memory=True)
+            np.stack(some, out=host.numpy())
+            parts.append(host.to(device, non_blocking=True))
+            continue
+        pixels, first, count = some[0][0], some[0][1], len(some)
+        consecutive = some[-1][1] - first == count - 1
+        parts.append(pixels[first : first + count] if consecutive else pixels[[i for _, i in some]])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Row:

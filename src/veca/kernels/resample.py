@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -36,23 +37,10 @@ def resample_crops(images: Sequence[Tensor], crops: Sequence[Crop], out: Tensor)
     of the crops may grow first.
     """
     device, (height, width), count = out.device, out.shape[-2:], len(images)
-    table, boxes = np.empty((count, _FIELDS.value), np.int64), np.empty((count, 4), np.float32)
-    half, taps, lines = 0, 1, 1
-    for i, (image, crop) in enumerate(zip(images, crops, strict=True)):
-        left, top, right, bottom = crop.box
-        base, steps, size = _upright(image, crop.orientation)
-        # The rows that the second pass reads
-        scale = (bottom - top) / crop.rows
-        support = 2 * max(1.0, scale)
-        first = max(0, int(top + 0.5 * scale - support))
-        rows = min(size[1], int(top + (crop.rows - 0.5) * scale + support + 2)) - first
-        table[i] = (image.data_ptr() + base, *steps, *size, crop.columns, crop.rows, first, rows, half, crop.flip)
-        boxes[i] = left, right, top, bottom
-        half, lines = half + 3 * rows * width, max(lines, 3 * rows)
-        taps = max(taps, 2 * math.ceil(support) + 1, 2 * math.ceil(2 * max(1.0, (right - left) / crop.columns)) + 1)
+    table, boxes, taps = _describe(images, crops, width)
     places, spans = (torch.from_numpy(array).to(device, non_blocking=True) for array in (table, boxes))
-    side = max(width, height)
-    between = torch.empty(half, dtype=torch.uint8, device=device)
+    side, lines = max(width, height), 3 * int(table[:, 9].max())
+    between = torch.empty(width * 3 * int(table[:, 9].sum()), dtype=torch.uint8, device=device)
     weights = torch.empty(count, 2, taps, side, dtype=torch.int32, device=device)
     starts = torch.empty(count, 2, side, dtype=torch.int32, device=device)
     _weigh[(count, 2, triton.cdiv(side, _PIXELS))](places, spans, weights, starts, taps, side, PIXELS=_PIXELS)
@@ -62,19 +50,34 @@ def resample_crops(images: Sequence[Tensor], crops: Sequence[Crop], out: Tensor)
         _resize[grid](places, weights, starts, between, out, taps, side, width, height, **sizes)
 
 
-def _upright(image: Tensor, orientation: int) -> tuple[int, tuple[int, int, int], tuple[int, int]]:
-    """Where the first pixel of the upright image is, its steps to the next channel, row and column, and its size."""
-    (_, height, width), (channel, row, column) = image.shape, image.stride()
-    base = 0
-    if orientation in (2, 3, 7, 8):
-        base, column = base + (width - 1) * column, -column
-    if orientation in (3, 4, 6, 7):
-        base, row = base + (height - 1) * row, -row
-    return (
-        (base, (channel, column, row), (height, width))
-        if orientation >= 5
-        else (base, (channel, row, column), (width, height))
-    )
+def _describe(
+    images: Sequence[Tensor], crops: Sequence[Crop], width: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
+    """Return for each image a row of the table that kernels read, and its box; and the most taps of any.
+
+    A row is: address of the first pixel of the upright image; steps to its next channel, row and column; its width and
+    height; columns and rows of the result; the first row that the second pass reads, and how many; where these begin
+    between the passes; whether to flip. In NumPy for all images at once: it keeps up with the decoder.
+    """
+    stored = np.array([(image.data_ptr(), *image.shape, *image.stride()) for image in images], np.int64)
+    address, _, height, across, channel, row, column = stored.T
+    box = np.array([crop.box for crop in crops], np.float64)
+    columns, rows, orientation, flip = np.array([(c.columns, c.rows, c.orientation, c.flip) for c in crops]).T
+    mirror_x, mirror_y = np.isin(orientation, (2, 3, 7, 8)), np.isin(orientation, (3, 4, 6, 7))
+    address = address + mirror_x * (across - 1) * column + mirror_y * (height - 1) * row
+    column, row = np.where(mirror_x, -column, column), np.where(mirror_y, -row, row)
+    turned = orientation >= 5
+    row, column = np.where(turned, column, row), np.where(turned, row, column)
+    height, across = np.where(turned, across, height), np.where(turned, height, across)
+    left, top, right, bottom = box.T
+    scale = (bottom - top) / rows
+    support = 2 * np.maximum(1.0, scale)
+    first = np.maximum(0, top + 0.5 * scale - support).astype(np.int64)
+    needed = np.minimum(height, (top + (rows - 0.5) * scale + support + 2).astype(np.int64)) - first
+    starts = 3 * width * (np.cumsum(needed) - needed)
+    table = np.stack([address, channel, row, column, across, height, columns, rows, first, needed, starts, flip], 1)
+    widest = max(support.max(), 2 * max(1.0, ((right - left) / columns).max()))
+    return table, np.stack([left, right, top, bottom], 1).astype(np.float32), 2 * math.ceil(widest) + 1
 
 
 @triton.jit
