@@ -76,7 +76,9 @@ def at_hand(
     inputs: list[str], out: Path, model: Veca, settings: EmbedSettings, partition: int = 1, name: str = "tiny"
 ) -> dict[str, Any]:
     """The plan of a run, its description, and a worker in this process."""
-    settings = settings.resolve(model)
+    settings = dataclasses.replace(
+        settings.resolve(model), decode="cpu" if settings.decode == "auto" else settings.decode
+    )
     about = describe_features(model, name, settings, torch.device("cpu"))
     job = EmbedJob(PartitionFolder(f"{out}/"), settings, model.config, about, torch.device("cpu"))
     length = job.partition_length(partition)
@@ -125,8 +127,8 @@ def test_pictures_of_two_shards_never_share_a_batch(inputs, tmp_path, model, mon
     seen = []
     real = batches.normalize
     monkeypatch.setattr(batches, "normalize", lambda pixels: (seen.append(len(pixels)), real(pixels))[1])
-    settings = EmbedSettings(cores=8, size=48, batch=5)
-    embed(inputs[1], tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
+    options = {"settings": EmbedSettings(cores=8, size=48, batch=5), "workers": 0, "progress": False}
+    embed(inputs[1], tmp_path / "plain.parquet", model=model, model_name="tiny", **options)
     assert seen == [5, 4] * 10
 
 

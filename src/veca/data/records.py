@@ -40,9 +40,9 @@ DecodeChoice = Literal["auto", "gpu", "cpu", "pillow"]
 # Encoded images on their way to worker processes, together; a larger one is sent alone
 _SENT_BYTES = 1 << 27
 # Images and encoded bytes of a task, where nothing else decides
-TASK_IMAGES, _TASK_BYTES = 16, 1 << 23
+TASK_IMAGES, _TASK_BYTES = 16, 3 << 23
 # Images of a task where the GPU decodes, which takes them together
-GPU_TASK_IMAGES = 64
+GPU_TASK_IMAGES = 256
 # Memory that a worker shares for the results of a task; what does not fit is sent
 _SLOT_BYTES = 1 << 25
 # Largest image whose pixels a worker sends to be resized by the GPU
@@ -50,8 +50,9 @@ _RAW_PIXELS = 1 << 20
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 # Tasks that each worker is given in advance
 _PREFETCH = 2
+_SWITCH_SECONDS = 1e-4
 # Tasks that the GPU is given in advance
-_GPU_TASKS = 4
+_GPU_TASKS = 2
 
 
 def describe_error(error: Exception, name: str) -> str:
@@ -225,7 +226,7 @@ def split_tasks(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
     task, size = list[Item](), 0
     for item in items:
         task.append(item)
-        size += len(item.data or b"")
+        size += len(item.data or b"") if item.span is None else item.span[1]
         if len(task) == count or size > _TASK_BYTES:
             yield task
             task, size = [], 0
@@ -289,13 +290,18 @@ def _flatten(chunks: Iterable[list[Record]]) -> Iterator[Record]:
 
 def _decode_on_gpu(chunks: Iterator[list[Record]], decoder: RecordDecoder, gpu: "GpuDecoder") -> Iterator[Record]:
     """Have images finished by the GPU while the tasks after theirs are read."""
-    waiting = deque[Callable[[], list[Record]]]()
-    for records in chunks:
-        waiting.append(gpu.submit(records, decoder))
-        if len(waiting) > _GPU_TASKS:
+    waiting, interval = deque[Callable[[], list[Record]]](), sys.getswitchinterval()
+    # By default a thread that is ready to run waits five milliseconds for another: longer than the GPU takes for a task
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        for records in chunks:
+            waiting.append(gpu.submit(records, decoder))
+            if len(waiting) > _GPU_TASKS:
+                yield from waiting.popleft()()
+        while waiting:
             yield from waiting.popleft()()
-    while waiting:
-        yield from waiting.popleft()()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @contextmanager
