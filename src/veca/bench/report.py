@@ -85,14 +85,7 @@ class Results:
 
     def save(self, folder: Path) -> None:
         """Write results.json, results.csv and table.txt."""
-        with atomic_path(folder / "results.json") as part:
-            part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        with atomic_path(folder / "results.csv") as part, part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(BenchRow)])
-            writer.writeheader()
-            writer.writerows(dataclasses.asdict(row) for row in self.rows)
-        with atomic_path(folder / "table.txt") as part, part.open("w") as file:
-            self.show(PlainConsole(file=file))
+        save_results(self, BenchRow, folder)
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -112,10 +105,7 @@ class Results:
         say(", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items()))
         say("Measured in this run, the floors:", ", ".join(f"{four_digits(v)} {key}" for key, v in self.floors.items()))
         for what in dict.fromkeys(row.what for row in self.rows):
-            table = _rows_table(what, [row for row in self.rows if row.what == what])
-            # A figure cut off to fit a narrow window would be worse than a line that wraps.
-            table.width = Measurement.get(console, console.options.update(width=1000), table).maximum
-            console.print(table, crop=False)
+            print_table(_rows_table(what, [row for row in self.rows if row.what == what]), console)
         for row in self.rows:
             if row.failure:
                 say(f"{row.what}, {row.case}, {row.contender}: {row.failure}")
@@ -123,6 +113,24 @@ class Results:
             say(f"\nWhere the time goes: {entry['what']}, {entry['case']}, {entry['contender']}")
             for name, seconds, times in entry["spent"]:
                 say(f"{four_digits(1e3 * seconds):>10} ms {times:5} × {name[:120]}")
+
+
+def save_results(results: Any, row: Any, folder: Path) -> None:
+    """Write results, whose `rows` are of the dataclass `row`, as results.json, results.csv and table.txt."""
+    with atomic_path(folder / "results.json") as part:
+        part.write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
+    with atomic_path(folder / "results.csv") as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(row)])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(each) for each in results.rows)
+    with atomic_path(folder / "table.txt") as part, part.open("w") as file:
+        results.show(PlainConsole(file=file))
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table in full width: a figure cut off to fit a narrow window would be worse than a line that wraps."""
+    table.width = Measurement.get(console, console.options.update(width=1000), table).maximum
+    console.print(table, crop=False)
 
 
 # Fields of a row that are columns of its table: heading, and format where it is not four digits.
