@@ -106,7 +106,7 @@ class EmbedResults:
         table = Table("stage", title="embedding", title_justify="left", title_style="bold", box=None)
         for heading in ("images/s", "µs/image", "spread"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True)
+        table.add_column("note", no_wrap=True)
         for row in self.rows:
             notes = {"for the first image": four_digits(row.start_s, ".1f") and f"{row.start_s:.1f} s"}
             notes |= {"of the model alone": four_digits(row.model_share, ".0%")}
@@ -144,10 +144,10 @@ def bench_embed(
         check_writable(out, folder=True)
     settings = settings.resolve(model)
     with tempfile.TemporaryDirectory(prefix="veca-bench-") as folder:
-        pictures = make_jpegs(*image_size)
+        count = images or (_IMAGES_ON_CPU if device.type == "cpu" else _IMAGES)
+        pictures = make_jpegs(*image_size, 1 if sources else min(count, _PICTURES))
         if not sources:
             sources = [f"{folder}/images.tar"]
-            count = images or (_IMAGES_ON_CPU if device.type == "cpu" else _IMAGES)
             _write_shard(Path(sources[0]), pictures, count)
         Path(folder, "one.jpg").write_bytes(pictures[0])
         bench = _EmbedBench(folder, list(sources), model, model_name, settings, device, workers)
@@ -340,8 +340,8 @@ class _EmbedBench:
             stages |= {"decode gpu": partial(self._decode_gpu, tasks), "resize gpu": self._resize_gpu(tasks)}
             stages["decode and resize gpu"] = partial(self._decode_resize_gpu, tasks)
         if not self.job.by_task:
-            images = [torch.randint(256, (3, *[self.settings.size] * 2), dtype=torch.uint8, device=self.device)]
-            images *= self.settings.batch_size
+            batch, side = self.settings.batch_size, self.settings.size
+            images = list(torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=self.device))
             stages["model"] = partial(self._run_model, images, True)
             stages["model, stack and copy"] = partial(self._run_model, images, False)
         return stages | {"write": self._write}
@@ -483,18 +483,20 @@ class _EmbedBench:
 
     def _run(self, decode: Decode, sources: list[str]) -> EmbedReport:
         settings = dataclasses.replace(self.settings, decode=decode)
-        return embed(
+        report = embed(
             sources, f"{self.folder}/features.parquet", model=self.model, model_name=self.name, settings=settings,
             device=self.device, workers=self.job.workers, overwrite=True, progress=False,
         )  # fmt: skip
+        if not report.pictures:
+            raise VecaError(f"no image of {', '.join(self.sources)} can be read; `veca embed` lists why")
+        return report
 
     def _run_row(self, decode: Decode, pairs: list[tuple[EmbedReport, EmbedReport]], model_rate: float) -> StageRow:
         samples, busy = list[_Sample](), list[float]()
         for one, whole in pairs:
             if (seconds := whole.seconds - one.seconds) > 0:
                 samples.append(_Sample(whole.pictures + whole.failures - 1, seconds))
-                model = [report.pictures / report.rates["model"] for report in (one, whole)]
-                busy.append((model[1] - model[0]) / seconds)
+                busy.append((whole.pictures / whole.rates["model"] - one.pictures / one.rates["model"]) / seconds)
         if not samples:
             raise VecaError(f"runs by {decode} take no longer than one image: use more --seconds or more images")
         row = _make_row(f"{_TO_END}, {decode}", samples)

@@ -86,7 +86,9 @@ Backbone = Annotated[str, option("backbone")]
 Images = Annotated[list[Path], typer.Argument(metavar="IMAGE…", help="Image files.", show_default=False)]
 _KINDS = "Image files, folders (recursive), quoted globs, tar shards, Parquet files; addresses such as s3://… too."
 Sources = Annotated[list[str], typer.Argument(metavar="SOURCE…", help=_KINDS)]
-OptionalSources = Annotated[list[str] | None, typer.Argument(metavar="[SOURCE…]", help=_KINDS)]
+OptionalSources = Annotated[
+    list[str] | None, typer.Argument(metavar="SOURCE…", help=_KINDS, show_default="JPEGs made on the spot")
+]
 
 Cores = Annotated[int | None, option("cores")]
 Budgets = Annotated[Any, option("budgets")]
