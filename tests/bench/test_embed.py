@@ -13,7 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import veca
-from veca.bench.embed import StageRow, bench_embed, make_jpegs
+from veca.bench.embed import bench_embed, make_jpegs
+from veca.bench.report import StageRow
 from veca.cli.main import app
 from veca.embed import EmbedSettings
 

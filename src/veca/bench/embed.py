@@ -28,12 +28,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
-from rich.table import Table
 
 from veca.bench.machine import child_environment, machine_facts
-from veca.bench.report import four_digits, print_table, save_results
+from veca.bench.report import EmbedResults, StageRow, four_digits
 from veca.data.gpu_decode import GpuDecoder, unusable_reason
 from veca.data.records import Decode, Record, RecordDecoder, decode_tasks
 from veca.data.sources import Item, iter_items
@@ -65,58 +63,6 @@ class _Sample(NamedTuple):
 
 _Stage = Callable[[float], _Sample]
 """Does its work for about that many seconds."""
-
-
-@dataclass(frozen=True)
-class StageRow:
-    """A stage at work alone, or a whole run."""
-
-    stage: str
-    images_per_s: float
-    """Median of the rounds."""
-    us_per_image: float
-    spread: float
-    """Highest less lowest rate of the rounds, over the median."""
-    start_s: float | None = None
-    """Seconds of a run of one image: the rate is that of the images after it."""
-    model_share: float | None = None
-    """Of a run: its rate over that of the model alone."""
-    gpu_busy: float | None = None
-    """Of a run on a GPU: share of the time in which the model is at work."""
-
-
-@dataclass
-class EmbedResults:
-    """A benchmark of embedding: machine, settings, stages, and what holds runs up."""
-
-    machine: dict[str, str]
-    settings: dict[str, str]
-    rows: list[StageRow]
-    start: dict[str, float]
-    """Seconds that the command takes for one image, in a new process."""
-    bottleneck: str
-
-    def save(self, folder: Path) -> None:
-        """Write results.json, results.csv and table.txt."""
-        save_results(self, StageRow, folder)
-
-    def show(self, console: Console) -> None:
-        """Print the table, and the bottleneck last."""
-        console.print(", ".join(f"{k} {v}" for k, v in {**self.machine, **self.settings}.items()), soft_wrap=True)
-        table = Table("stage", title="embedding", title_justify="left", title_style="bold", box=None)
-        for heading in ("images/s", "µs/image", "spread"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("note", no_wrap=True)
-        for row in self.rows:
-            notes = {"for the first image": four_digits(row.start_s, ".1f") and f"{row.start_s:.1f} s"}
-            notes |= {"of the model alone": four_digits(row.model_share, ".0%")}
-            notes |= {"GPU busy": four_digits(row.gpu_busy, ".0%")}
-            note = ", ".join(f"{value} {what}" for what, value in notes.items() if value)
-            table.add_row(row.stage, *map(four_digits, (row.images_per_s, row.us_per_image)), f"{row.spread:.0%}", note)
-        print_table(table, console)
-        for what, seconds in self.start.items():
-            console.print(f"`veca embed` of one image, {what}: {seconds:.1f} s", soft_wrap=True)
-        console.print(self.bottleneck, soft_wrap=True)
 
 
 def bench_embed(
@@ -152,8 +98,7 @@ def bench_embed(
         Path(folder, "one.jpg").write_bytes(pictures[0])
         bench = _EmbedBench(folder, list(sources), model, model_name, settings, device, workers)
         start = bench.time_command()
-        rates = bench.measure_stages(seconds, repeats)
-        rows = [_make_row(stage, samples) for stage, samples in rates.items()]
+        rows = [_make_row(*measured) for measured in bench.measure_stages(seconds, repeats).items()]
         rows += bench.measure_runs({row.stage: row.images_per_s for row in rows}, seconds, repeats)
         facts = {"model": model_name, **bench.describe(), "images": f"{bench.count:,}"}
         facts |= {"seconds": f"{seconds:g}", "repeats": str(repeats)}
@@ -189,10 +134,10 @@ def _write_shard(path: Path, pictures: Sequence[bytes], count: int) -> None:
             shard.addfile(member, io.BytesIO(data))
 
 
-def _make_row(stage: str, samples: Sequence[_Sample], **more: Any) -> StageRow:
+def _make_row(stage: str, samples: Sequence[_Sample]) -> StageRow:
     rates = [sample.images / sample.seconds for sample in samples]
     rate = statistics.median(rates)
-    return StageRow(stage, rate, 1e6 / rate, (max(rates) - min(rates)) / rate, **more)
+    return StageRow(stage, rate, 1e6 / rate, (max(rates) - min(rates)) / rate)
 
 
 class _FileReader(GpuDecoder):
@@ -331,9 +276,9 @@ class _EmbedBench:
         stages: dict[str, _Stage] = {"list": self._list}
         processes = {_ONE: 0} | ({_ALL: self.job.workers} if self.job.workers else {})
         for where, workers in processes.items():
-            stages[f"read, {where}"] = partial(self._read, workers)
-            for decode in ("pillow", "cpu"):
-                stages[f"decode {decode}, {where}"] = partial(self._decode, workers, decode)
+            stages[f"read, {where}"] = partial(self._take, workers, "gpu")
+            stages[f"decode pillow, {where}"] = partial(self._take, workers, "pillow")
+            stages[f"decode cpu, {where}"] = partial(self._take, workers, "cpu")
             if self.job.by_task:
                 stages[f"model, {where}"] = partial(self._compute, workers)
         if not self.no_gpu and (tasks := self._jpeg_tasks()):
@@ -346,6 +291,9 @@ class _EmbedBench:
             stages["model, stack and copy"] = partial(self._run_model, images, False)
         return stages | {"write": self._write}
 
+    def _job_by(self, decode: Decode) -> EmbedJob:
+        return dataclasses.replace(self.job, settings=dataclasses.replace(self.settings, decode=decode))
+
     def _list(self, seconds: float) -> _Sample:
         return _repeat(lambda: sum(1 for _ in iter_items(self.sources)), seconds)
 
@@ -354,7 +302,7 @@ class _EmbedBench:
 
     def _take(self, workers: int, decode: Decode, seconds: float, decoder: RecordDecoder | None = None) -> _Sample:
         """Records of endless tasks, once workers have their queues filled; the model computes if there is a decoder."""
-        job = dataclasses.replace(self.job, settings=dataclasses.replace(self.settings, decode=decode))
+        job = self._job_by(decode)
         gpu = _FileReader(self.device) if decode == "gpu" else None
         compute = self.feature_model.compute if decoder else None
         tasks, step = job.split_tasks(self._items()), max(1, workers)
@@ -371,12 +319,6 @@ class _EmbedBench:
                 take()
             return _repeat(take, seconds)
 
-    def _read(self, workers: int, seconds: float) -> _Sample:
-        return self._take(workers, "gpu", seconds)
-
-    def _decode(self, workers: int, decode: Decode, seconds: float) -> _Sample:
-        return self._take(workers, decode, seconds)
-
     def _compute(self, workers: int, seconds: float) -> _Sample:
         s, side = self.settings, self.settings.size
         pixels = np.random.default_rng(0).integers(0, 256, (3, side, side), np.uint8)
@@ -384,8 +326,7 @@ class _EmbedBench:
 
     def _jpeg_tasks(self) -> list[list[Record]]:
         """Some tasks of JPEGs that the GPU takes."""
-        job = dataclasses.replace(self.job, settings=dataclasses.replace(self.settings, decode="gpu"))
-        tasks = list[list[Record]]()
+        job, tasks = self._job_by("gpu"), list[list[Record]]()
         for items in itertools.islice(job.split_tasks(iter_items(self.sources)), 2 * _AHEAD):
             records = [record for item in items if (record := job.decoder(item, gpu=True)).jpeg is not None]
             for record in records:
@@ -482,7 +423,7 @@ class _EmbedBench:
         return [self._run_row(decode, pairs, model) for decode, pairs in runs.items()]
 
     def _run(self, decode: Decode, sources: list[str]) -> EmbedReport:
-        settings = dataclasses.replace(self.settings, decode=decode)
+        settings = self._job_by(decode).settings
         report = embed(
             sources, f"{self.folder}/features.parquet", model=self.model, model_name=self.name, settings=settings,
             device=self.device, workers=self.job.workers, overwrite=True, progress=False,
