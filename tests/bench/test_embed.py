@@ -17,6 +17,7 @@ from veca.bench.embed import bench_embed, make_jpegs
 from veca.bench.report import StageRow
 from veca.cli.main import app
 from veca.embed import EmbedSettings
+from veca.utils.files import InUseError, locked
 
 QUICK = ["--size", "32", "--cores", "8", "--seconds", "0.1", "--repeats", "2", "--device", "cpu"]
 ONE_CORE = ["read, one core", "decode pillow, one core", "decode cpu, one core", "model, one core"]
@@ -106,6 +107,12 @@ def test_bad_options_say_what_is_wrong(options: list[str], message: str, tmp_pat
     assert result.exit_code != 0
     said = f"{result.output} {result.exception}"
     assert message in re.sub(r"\s+", " ", said), said
+
+
+def test_a_folder_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        result = CliRunner().invoke(app, ["bench", "embed", *QUICK, "--images", "2", "--out", str(tmp_path)])
+    assert isinstance(result.exception, InUseError)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from veca.errors import ArgumentError, VecaError
 from veca.model import Veca
 from veca.utils.console import progress_bar
 from veca.utils.device import usable_cpus
-from veca.utils.files import check_writable
+from veca.utils.files import check_writable, locked
 from veca.utils.timing import synchronize
 
 # Images made on the spot: different ones, and how many in total on a GPU and on a CPU
@@ -89,7 +89,8 @@ def bench_embed(
     if out is not None:
         check_writable(out, folder=True)
     settings = settings.resolve(model)
-    with tempfile.TemporaryDirectory(prefix="veca-bench-") as folder:
+    keep = nullcontext() if out is None else locked(out)
+    with keep, tempfile.TemporaryDirectory(prefix="veca-bench-") as folder:
         count = images or (_IMAGES_ON_CPU if device.type == "cpu" else _IMAGES)
         pictures = make_jpegs(*image_size, 1 if sources else min(count, _PICTURES))
         if not sources:
@@ -103,8 +104,8 @@ def bench_embed(
         facts = {"model": model_name, **bench.describe(), "images": f"{bench.count:,}"}
         facts |= {"seconds": f"{seconds:g}", "repeats": str(repeats)}
         results = EmbedResults(machine_facts(device), facts, rows, start, bench.find_bottleneck(rows))
-    if out is not None:
-        results.save(out)
+        if out is not None:
+            results.save(out)
     return results
 
 
