@@ -44,6 +44,7 @@ bench: .venv/bench.stamp
 	$(BIN)/veca bench attention --out build/bench/attention
 	$(BIN)/veca bench plot build/bench/*/results.json --out build/bench
 	$(BIN)/veca bench memory
+	$(BIN)/veca bench embed --out build/bench/embed
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

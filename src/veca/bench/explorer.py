@@ -3,7 +3,6 @@
 import http.client
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 from PIL import Image
 
+from veca.bench.machine import child_environment
 from veca.errors import ArgumentError, VecaError, needs_extra
 from veca.utils.device import process_bytes
 from veca.utils.files import atomic_path
@@ -104,9 +104,7 @@ def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | Non
 def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """`veca explore` in a process of its own, and its port."""
     command = [sys.executable, "-m", "veca", "explore", "--port", "0", *options]
-    # The child imports the same veca, and prints its address at once.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as server:
         try:
             line = server.stdout.readline() if server.stdout else ""
             port = re.search(r":(\d+)/", line)

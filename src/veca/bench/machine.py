@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +36,11 @@ def empty_cache(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def child_environment() -> dict[str, str]:
+    """Environment of a process that is to import the same veca, and to print its lines at once."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
 
 
 def copy_rate(device: torch.device) -> float:

@@ -85,14 +85,7 @@ class Results:
 
     def save(self, folder: Path) -> None:
         """Write results.json, results.csv and table.txt."""
-        with atomic_path(folder / "results.json") as part:
-            part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        with atomic_path(folder / "results.csv") as part, part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(BenchRow)])
-            writer.writeheader()
-            writer.writerows(dataclasses.asdict(row) for row in self.rows)
-        with atomic_path(folder / "table.txt") as part, part.open("w") as file:
-            self.show(PlainConsole(file=file))
+        save_results(self, BenchRow, folder)
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -112,10 +105,7 @@ class Results:
         say(", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items()))
         say("Measured in this run, the floors:", ", ".join(f"{four_digits(v)} {key}" for key, v in self.floors.items()))
         for what in dict.fromkeys(row.what for row in self.rows):
-            table = _rows_table(what, [row for row in self.rows if row.what == what])
-            # A figure cut off to fit a narrow window would be worse than a line that wraps.
-            table.width = Measurement.get(console, console.options.update(width=1000), table).maximum
-            console.print(table, crop=False)
+            print_table(_rows_table(what, [row for row in self.rows if row.what == what]), console)
         for row in self.rows:
             if row.failure:
                 say(f"{row.what}, {row.case}, {row.contender}: {row.failure}")
@@ -123,6 +113,76 @@ class Results:
             say(f"\nWhere the time goes: {entry['what']}, {entry['case']}, {entry['contender']}")
             for name, seconds, times in entry["spent"]:
                 say(f"{four_digits(1e3 * seconds):>10} ms {times:5} × {name[:120]}")
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage of embedding at work alone, or a whole run."""
+
+    stage: str
+    images_per_s: float
+    """Median of the rounds."""
+    us_per_image: float
+    spread: float
+    """Highest less lowest rate of the rounds, over the median."""
+    start_s: float | None = None
+    """Seconds of a run of one image: the rate is that of the images after it."""
+    model_share: float | None = None
+    """Of a run: its rate over that of the model alone."""
+    gpu_busy: float | None = None
+    """Of a run on a GPU: share of the time in which the model is at work."""
+
+
+@dataclass
+class EmbedResults:
+    """A benchmark of embedding: machine, settings, stages, and what holds runs up."""
+
+    machine: dict[str, str]
+    settings: dict[str, str]
+    rows: list[StageRow]
+    start: dict[str, float]
+    """Seconds that the command takes for one image, in a new process."""
+    bottleneck: str
+
+    def save(self, folder: Path) -> None:
+        """Write results.json, results.csv and table.txt."""
+        save_results(self, StageRow, folder)
+
+    def show(self, console: Console) -> None:
+        """Print the table, and the bottleneck last."""
+        console.print(", ".join(f"{k} {v}" for k, v in {**self.machine, **self.settings}.items()), soft_wrap=True)
+        table = Table("stage", title="embedding", title_justify="left", title_style="bold", box=None)
+        for heading in ("images/s", "µs/image", "spread"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("note", no_wrap=True)
+        for row in self.rows:
+            notes = {"for the first image": four_digits(row.start_s, ".1f") and f"{row.start_s:.1f} s"}
+            notes |= {"of the model alone": four_digits(row.model_share, ".0%")}
+            notes |= {"GPU busy": four_digits(row.gpu_busy, ".0%")}
+            note = ", ".join(f"{value} {what}" for what, value in notes.items() if value)
+            table.add_row(row.stage, *map(four_digits, (row.images_per_s, row.us_per_image)), f"{row.spread:.0%}", note)
+        print_table(table, console)
+        for what, seconds in self.start.items():
+            console.print(f"`veca embed` of one image, {what}: {seconds:.1f} s", soft_wrap=True)
+        console.print(self.bottleneck, soft_wrap=True)
+
+
+def save_results(results: Any, row: Any, folder: Path) -> None:
+    """Write results, whose `rows` are of the dataclass `row`, as results.json, results.csv and table.txt."""
+    with atomic_path(folder / "results.json") as part:
+        part.write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
+    with atomic_path(folder / "results.csv") as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [column.name for column in dataclasses.fields(row)])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(each) for each in results.rows)
+    with atomic_path(folder / "table.txt") as part, part.open("w") as file:
+        results.show(PlainConsole(file=file))
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table in full width: a figure cut off to fit a narrow window would be worse than a line that wraps."""
+    table.width = Measurement.get(console, console.options.update(width=1000), table).maximum
+    console.print(table, crop=False)
 
 
 # Fields of a row that are columns of its table: heading, and format where it is not four digits.

@@ -7,12 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from veca.bench.contenders import Bench, choose_cases
+from veca.bench.embed import bench_embed
 from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, screenshot_explorer
 from veca.bench.machine import bench_data, bench_memory
 from veca.bench.report import PlotFormat, write_plots
 from veca.bench.run import FloatDtype, pick_setting, run_bench
 from veca.cli import options as opt
-from veca.cli.common import Command, make_group, out, with_settings
+from veca.cli.common import Command, check_sources, load_model, make_group, out, with_settings
+from veca.embed import EmbedSettings
+from veca.errors import ArgumentError
 from veca.hub.export import ExportDtype, bench_onnx
 
 bench_app = make_group(
@@ -96,6 +99,41 @@ def data_command(
 ) -> None:
     """Images per second that are read, decoded, cropped and augmented for training."""
     bench_data(sources, size, workers or 0, batch_size, seconds)
+
+
+@bench_app.command("embed", cls=Command)
+def embed_command(
+    sources: opt.OptionalSources = None,
+    model: opt.Model = "veca_tiny",
+    size: opt.Size = 256,
+    cores: Annotated[int | None, opt.option("cores", show_default="32")] = 32,
+    precision: BenchPrecision = None,
+    batch_size: Annotated[int | None, opt.option("embed.batch")] = None,
+    workers: Annotated[int | None, opt.option("embed.workers", show_default="one per CPU")] = None,
+    device: opt.Device = "auto",
+    images: Annotated[int | None, opt.option("bench.made-images")] = None,
+    image_size: Annotated[Any, opt.option("bench.made-size")] = (640, 480),
+    seconds: Seconds = 2.0,
+    repeats: Repeats = 3,
+    to: BenchOut = None,
+) -> None:
+    """Images per second of `veca embed`: each stage alone, then whole runs by each decoder.
+
+    Without sources, JPEGs are made on the spot. With them, all their images are embedded several times: name a sample.
+    """
+    check_sources(sources or [])
+    if sources and images:
+        raise ArgumentError("--images is for images that are made; leave it out, or name no sources")
+    setting = pick_setting(device, precision)
+    dtype: Any = str(setting.dtype).removeprefix("torch.")
+    settings = EmbedSettings(size=size, cores=cores, precision=dtype, batch=batch_size)
+    loaded = load_model(model, str(setting.device))
+    bench_embed(
+        sources or [], model=loaded, model_name=model, settings=settings, device=setting.device, workers=workers,
+        images=images, image_size=image_size, seconds=seconds, repeats=repeats, out=to,
+    ).show(out)  # fmt: skip
+    if to is not None:
+        out.print(f"Results: {to}", soft_wrap=True)
 
 
 ONNX_SIZES = ("224", "256", "320x480", "512", "768")

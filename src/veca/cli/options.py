@@ -41,6 +41,15 @@ def _parse_budget(text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is no budget; expected one whole number, as 32, or all") from None
 
 
+def _parse_image_size(text: Any) -> tuple[int, ...]:
+    if isinstance(text, tuple):  # a default, which Typer parses too
+        return text
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    if match and all(16 <= int(side) <= 16_384 for side in match.groups()):
+        return tuple(map(int, match.groups()))
+    raise typer.BadParameter(f"{text!r}: expected WIDTHxHEIGHT, sides of 16 to 16,384 pixels, as 640x480")
+
+
 def _list_parser(kind: Callable[[str], Any], expected: str, **words: Any) -> Callable[[Any], Any]:
     """A parser of values separated by commas, or of one of `words`. Numbers are finite and not below 0."""
 
@@ -63,6 +72,7 @@ def _list_parser(kind: Callable[[str], Any], expected: str, **words: Any) -> Cal
 _WHOLE_NUMBERS = "whole numbers separated by commas, none below 0, as 8,16"
 _PARSERS = {
     "budget": _parse_budget,
+    "image-size": _parse_image_size,
     "budgets": _list_parser(int, _WHOLE_NUMBERS, all=()),  # no budget stands for "all", which depends on the model
     "ints": _list_parser(int, _WHOLE_NUMBERS),
     "floats": _list_parser(float, "numbers separated by commas, none below 0, as 0.1,0.01"),
@@ -74,12 +84,10 @@ Model = Annotated[str, option("model")]
 Models = Annotated[Any, option("models")]
 Backbone = Annotated[str, option("backbone")]
 Images = Annotated[list[Path], typer.Argument(metavar="IMAGE…", help="Image files.", show_default=False)]
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE…",
-        help="Image files, folders (recursive), quoted globs, tar shards, Parquet files; addresses such as s3://… too.",
-    ),
+_KINDS = "Image files, folders (recursive), quoted globs, tar shards, Parquet files; addresses such as s3://… too."
+Sources = Annotated[list[str], typer.Argument(metavar="SOURCE…", help=_KINDS)]
+OptionalSources = Annotated[
+    list[str] | None, typer.Argument(metavar="SOURCE…", help=_KINDS, show_default="JPEGs made on the spot")
 ]
 
 Cores = Annotated[int | None, option("cores")]
