@@ -5,6 +5,7 @@
 Every stage is the code that a run uses, with ready input. All take turns, round by round.
 """
 
+import copy
 import dataclasses
 import io
 import itertools
@@ -32,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from veca.bench.machine import child_environment, machine_facts
 from veca.bench.report import EmbedResults, StageRow, four_digits
-from veca.data.gpu_decode import GpuDecoder, unusable_reason
+from veca.data.gpu_decode import GpuDecoder, decode_jpegs, undecodable_reason
 from veca.data.records import Decode, Record, RecordDecoder, decode_tasks
 from veca.data.sources import Item, iter_items
 from veca.embed.batches import EmbedJob, FeatureModel, Features, PartitionWriter, prepare_model
@@ -212,7 +213,7 @@ class _EmbedBench:
         self.job = EmbedJob(features, settings, model.config, about, device, workers)
         features.start(about, overwrite=True)
         self.feature_model = FeatureModel(ready, self.job)
-        self.no_gpu = unusable_reason(device)
+        self.no_gpu = undecodable_reason(device)
         """Why the GPU cannot decode."""
 
     @property
@@ -287,7 +288,8 @@ class _EmbedBench:
             stages["decode and resize gpu"] = partial(self._decode_resize_gpu, tasks)
         if not self.job.by_task:
             batch, side = self.settings.batch_size, self.settings.size
-            images = list(torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=self.device))
+            pixels = torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=self.device)
+            images = [(pixels, i) for i in range(batch)]
             stages["model"] = partial(self._run_model, images, True)
             stages["model, stack and copy"] = partial(self._run_model, images, False)
         return stages | {"write": self._write}
@@ -304,7 +306,7 @@ class _EmbedBench:
     def _take(self, workers: int, decode: Decode, seconds: float, decoder: RecordDecoder | None = None) -> _Sample:
         """Records of endless tasks, once workers have their queues filled; the model computes if there is a decoder."""
         job = self._job_by(decode)
-        gpu = _FileReader(self.device) if decode == "gpu" else None
+        gpu = _FileReader(self.device) if decode == "gpu" or job.resizes_on_gpu else None
         compute = self.feature_model.compute if decoder else None
         tasks, step = job.split_tasks(self._items()), max(1, workers)
         with _one_thread(), decode_tasks(tasks, decoder or job.decoder, workers, gpu=gpu, compute=compute) as records:
@@ -329,26 +331,27 @@ class _EmbedBench:
         """Some tasks of JPEGs that the GPU takes."""
         job, tasks = self._job_by("gpu"), list[list[Record]]()
         for items in itertools.islice(job.split_tasks(iter_items(self.sources)), 2 * _AHEAD):
-            records = [record for item in items if (record := job.decoder(item, gpu=True)).jpeg is not None]
+            records = [job.decoder(item, gpu=True) for item in items]
+            records = [record for record in records if record.source is not None and record.source.ndim == 1]
             for record in records:
-                record.jpeg = record.jpeg.copy()  # writable, as from a worker
+                record.source = record.source.copy()  # writable, as from a worker
             tasks += [records] if records else []
         return tasks
 
     def _decode_gpu(self, tasks: list[list[Record]], seconds: float) -> _Sample:
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        files = itertools.cycle([[torch.from_numpy(record.jpeg) for record in task] for task in tasks])
+        files = itertools.cycle([[torch.from_numpy(record.source) for record in task] for task in tasks])
 
         def decode() -> int:
-            images = decode_jpeg(next(files), mode=ImageReadMode.RGB, device=self.device)
+            images = decode_jpegs(next(files), self.device)
             synchronize(self.device)
             return len(images)
 
         return _repeat(decode, seconds)
 
     def _decode_resize_gpu(self, tasks: list[list[Record]], seconds: float) -> _Sample:
-        endless, decoder = itertools.cycle(tasks), self.job.decoder
+        # Copies: the decoder changes records.
+        endless = (list(map(copy.copy, task)) for task in itertools.cycle(tasks))
+        decoder = self.job.decoder
         with GpuDecoder(self.device) as gpu:
             waiting = deque(gpu.submit(next(endless), decoder) for _ in range(_AHEAD))
 
@@ -362,13 +365,10 @@ class _EmbedBench:
         return sample
 
     def _resize_gpu(self, tasks: list[list[Record]]) -> _Stage:
-        from torchvision.io import ImageReadMode, decode_jpeg
-
         from veca.kernels.resample import resample_crops
 
         records, side = tasks[0], self.settings.size
-        files = [torch.from_numpy(record.jpeg) for record in records]
-        images = decode_jpeg(files, mode=ImageReadMode.RGB, device=self.device)
+        images = decode_jpegs([torch.from_numpy(record.source) for record in records], self.device)
         crops = [record.crop for record in records if record.crop]
         out = torch.empty(len(images), 3, side, side, dtype=torch.uint8, device=self.device)
 
