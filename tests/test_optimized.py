@@ -754,3 +754,17 @@ def test_gpu_model_is_left_as_it_is_and_so_is_the_copy(dtype: torch.dtype) -> No
             parameter.zero_()
     for _ in range(2):
         assert_same(fast(images, 64), expected)
+
+
+@pytest.mark.gpu
+def test_kernels_are_compiled_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a pass needs: it compiles nothing more, whatever its batch and size."""
+    import triton
+
+    model = veca.optimize(veca.create_model("veca_tiny").cuda().eval(), dtype=torch.bfloat16)
+    model.compile_kernels(cores=32, cls_only=True)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, repr, **__: compiled.append(repr))
+    with torch.inference_mode():
+        model(torch.rand(5, 3, 256, 256, device="cuda"), cores=32, cls_only=True)
+    assert compiled == []

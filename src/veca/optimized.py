@@ -16,6 +16,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
@@ -142,6 +143,48 @@ class FastVeca(Veca):
             if i in take:
                 taken.append(x)
         return x, torch.stack(coordinates), taken
+
+    @torch.inference_mode()
+    def compile_kernels(self, cores: int | None = None, cls_only: bool = False) -> None:
+        """Compile the kernels of a forward pass, all at once in threads: the first pass compiles one after the other.
+
+        It saves time only where Triton's cache does not have them yet.
+        """
+        from veca.kernels.coordinates import move_cores
+        from veca.kernels.core_attention import launch_core_attention
+        from veca.kernels.linear import linear, linear_residual, moments, patchify
+
+        budget, side, dim = cores or self.budget or self.config.num_cores, 8, self.config.embed_dim
+        device, dtype, block = self.bank.device, self.bank.dtype, cast(FastBlock, self.blocks[0])
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        images = torch.zeros(2, 3, *(side * self.config.patch_size,) * 2, device=device)
+        x = torch.zeros(2, budget + side**2, dim, **like)
+        flat, hidden = x.flatten(0, 1), torch.zeros(x.numel() // dim, block.fc2.shape[1], **like)
+        sums, rotary = moments(flat), self._patch_rotary(side, side, self.states)
+        state, points = move_cores(x, budget, self.states[:budget], None)
+        positions = points, rotary.coordinates, rotary.frequencies
+        qkv = torch.zeros(2, x.shape[1], 3, block.num_heads, dim // block.num_heads, **like)
+        pixels = torch.zeros(len(flat), self.patch_weight.shape[1], **like)
+        calls: list[Callable[[], object]] = [
+            lambda: block.qkv.run(flat, sums),
+            lambda: launch_core_attention(qkv, *positions),
+            lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
+            lambda: block.fc1.run(flat, sums, swiglu=True),
+            lambda: linear_residual(hidden, block.fc2, block.fc2_bias, flat),
+            lambda: linear(pixels, self.patch_weight, self.patch_bias),
+            lambda: patchify(images, self.config.patch_size, budget, dtype),
+            lambda: self.norm(x),
+        ]
+        if len(self.blocks) > 1:
+            head = self.move_weights[0], self.move_biases[0], self.move_alphas[0]
+            calls.append(lambda: move_cores(x, budget, state, head))
+        if budget * block.num_heads <= FEW_CORES_MAX_RATIO * dim:
+            calls.append(lambda: block._few_cores(x, sums, positions))
+        if cls_only:
+            calls.append(lambda: block.first_core(x, sums, positions))
+        with torch.cuda.device(device), ThreadPoolExecutor(len(calls), "compile") as threads:
+            for done in [threads.submit(torch.inference_mode()(call)) for call in calls]:
+                done.result()
 
 
 class FastBlock(nn.Module):

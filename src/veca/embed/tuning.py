@@ -8,6 +8,7 @@ import torch
 from veca.embed.settings import EmbedSettings
 from veca.images import normalize
 from veca.model import Veca
+from veca.optimized import FastVeca
 
 # Pixels per forward pass: enough to fill a large GPU, and what stays in the caches of a CPU; and images at most
 _PIXELS, _PIXELS_ON_CPU = 256 * 256**2, 8 * 256**2
@@ -28,6 +29,8 @@ def choose_batch(model: Veca, settings: EmbedSettings, device: torch.device) -> 
     rule = default_batch(settings, device)
     if device.type != "cuda":
         return rule
+    if isinstance(model, FastVeca):
+        model.compile_kernels(settings.cores, cls_only=not settings.dense)
     best, rate = 1, 0.0
     dtype: torch.dtype = getattr(torch, settings.precision)
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
