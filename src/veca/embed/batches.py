@@ -233,16 +233,31 @@ def _stack(images: Sequence[Any], device: torch.device) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Row:
-    """An image of the part in progress: its columns before the features, and where its features are; or an error."""
+class _Shape:
+    """What images of one shape (height, width) have in common."""
 
-    __slots__ = ("error", "features", "index", "name", "nbytes", "numbers")
+    def __init__(self, job: EmbedJob, shape: tuple[int, int]) -> None:
+        height, width = shape
+        self.numbers = height // job.config.patch_size, width // job.config.patch_size, job.settings.cores or 0
+        self.batch, self.feature_bytes = job.batch_of(height, width), job.feature_bytes(height, width)
+        self.pixel_bytes = 3 * height * width
+
+
+class _Row:
+    """An image of the part in progress: its size and shape, and where its features are; or an error."""
+
+    __slots__ = ("error", "features", "index", "name", "shape", "size")
 
     def __init__(self, name: str, error: str) -> None:
-        self.name, self.error, self.nbytes = name, error, 0
-        self.numbers: tuple[int, ...] = ()
+        self.name, self.error, self.size, self.index = name, error, (0, 0), 0
+        self.shape: _Shape | None = None
         self.features: Features | dict[str, NDArray[Any]] | None = None
-        self.index = 0
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Its columns between the name and the features."""
+        assert self.shape is not None
+        return *self.size, *self.shape.numbers
 
 
 class PartitionWriter:
@@ -270,7 +285,9 @@ class PartitionWriter:
         self._settled = 0
         # Rows and images that wait for their batch, by shape (height, width).
         self.waiting: dict[tuple[int, int], list[tuple[_Row, Any]]] = {}
-        self._waiting_bytes = 0
+        self._waiting_bytes, self._by_task, s = 0, self.job.by_task, self.job.settings
+        self._max_waiting_bytes = max(PART_BYTES, 3 * s.batch_size * s.size**2)
+        self._shapes: dict[tuple[int, int], _Shape] = {}
         self._writes = deque[Future[None]]()
         self._failed = False
 
@@ -307,7 +324,7 @@ class PartitionWriter:
             self._add(record)
             # Images larger than size × size may fill a part before it has `part_images`.
             full = self.added - self._part >= part_images or self._part_bytes > max_part_bytes
-            if full and (record.last or not self.job.by_task):
+            if full and (record.last or not self._by_task):
                 self._end_part(writer)
             due = save_seconds is not None and time.monotonic() - began > save_seconds
             if due and self._settled == len(self._rows):  # images that wait for their batch cannot be saved
@@ -324,25 +341,22 @@ class PartitionWriter:
         self._rows.append(row)
         self.added += 1
         if not record.error:
-            s, patch, (height, width) = self.job.settings, self.job.config.patch_size, record.shape
-            row.numbers = *record.size, height // patch, width // patch, s.cores or 0
-            row.nbytes, row.features = self.job.feature_bytes(height, width), record.features
-            self._part_bytes += row.nbytes
+            shape = self._shapes.get(record.shape) or self._shapes.setdefault(
+                record.shape, _Shape(self.job, record.shape)
+            )
+            row.size, row.shape, row.features = record.size, shape, record.features
+            self._part_bytes += shape.feature_bytes
             if record.features is None:
-                self._add_to_batch(row, record)
+                self._waiting_bytes += shape.pixel_bytes
+                group = self.waiting.setdefault(record.shape, [])
+                group.append((row, record.pixels))
+                if len(group) >= shape.batch:
+                    self._run_batch(record.shape)
+                elif self._waiting_bytes > self._max_waiting_bytes:
+                    self._run_waiting()
         # Where the model runs by task, a part or slice that ends within one would change the batches after it.
-        if not self.waiting and (record.last or not self.job.by_task):
+        if not self.waiting and (record.last or not self._by_task):
             self._settled = len(self._rows)
-
-    def _add_to_batch(self, row: _Row, record: Record) -> None:
-        s, (height, width) = self.job.settings, record.shape
-        self._waiting_bytes += 3 * height * width
-        group = self.waiting.setdefault(record.shape, [])
-        group.append((row, record.pixels))
-        if len(group) >= self.job.batch_of(height, width):
-            self._run_batch(record.shape)
-        elif self._waiting_bytes > max(PART_BYTES, 3 * s.batch_size * s.size**2):
-            self._run_waiting()
 
     def _run_waiting(self) -> None:
         """Run the model on all images that wait, full batches or not."""
@@ -352,7 +366,7 @@ class PartitionWriter:
 
     def _run_batch(self, shape: tuple[int, int]) -> None:
         group = self.waiting.pop(shape)
-        self._waiting_bytes -= len(group) * 3 * shape[0] * shape[1]
+        self._waiting_bytes -= len(group) * self._shapes[shape].pixel_bytes
         features = self.model([pixels for _, pixels in group])
         for i, (row, _) in enumerate(group):
             row.features, row.index = features, i
@@ -399,7 +413,7 @@ class PartitionWriter:
         state.pictures += len(good)
         state.failures += [(row.name, row.error) for row in rows if row.error]
         state.end += len(rows)
-        state.part_bytes += sum(row.nbytes for row in rows)
+        state.part_bytes += sum(row.shape.feature_bytes for row in rows if row.shape)
         if end_part:
             state.part, state.part_bytes = state.end, 0
         self._failed = False

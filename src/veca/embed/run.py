@@ -278,15 +278,19 @@ class _PlainRun:
         shown = time.monotonic()
         for record in records:
             self.last_image = record.name
-            on_read.image_came()
             yield record
             done, failed, counted = done + 1, failed + bool(record.error), counted + 1
             if (now := time.monotonic()) - shown > _SHOW_SECONDS:
-                shown, limit = now, self.meter.bottleneck
+                shown = now
+                on_read.image_came()
                 advance.describe("embedding")
-                note = f"{self.job.describe()}, {limit} is the bottleneck" if limit else self.job.describe()
                 # What an earlier run has done counts as soon as the workers have passed it, and not for the rate.
                 totals = self.totals
                 completed, all_failed = totals.resumed + done, totals.resumed_failures + failed
-                advance(counted=counted, completed=completed, failed=all_failed, note=note)
+                advance(counted=counted, completed=completed, failed=all_failed, note=self._note())
                 counted = 0
+
+    def _note(self) -> str:
+        """What the progress line says beside the numbers."""
+        slowest = self.meter.bottleneck
+        return f"{self.job.describe()}, {slowest} is the bottleneck" if slowest else self.job.describe()
