@@ -756,15 +756,23 @@ def test_gpu_model_is_left_as_it_is_and_so_is_the_copy(dtype: torch.dtype) -> No
         assert_same(fast(images, 64), expected)
 
 
+@interpreted
+def test_compiling_runs_all_kernels_and_changes_nothing() -> None:
+    fast, images = FastVeca(make_small(), torch.float32, None, False), random_images(2, 8, 8)
+    before = fast(images, 8, cls_only=True).cls
+    fast.compile_kernels(2, 8, 8, cls_only=True)
+    assert torch.equal(fast(images, 8, cls_only=True).cls, before)
+
+
 @pytest.mark.gpu
 def test_kernels_are_compiled_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a pass needs: it compiles nothing more, whatever its batch and size."""
+    """All that a pass needs: it compiles nothing more."""
     import triton
 
     model = veca.optimize(veca.create_model("veca_tiny").cuda().eval(), dtype=torch.bfloat16)
-    model.compile_kernels(cores=32, cls_only=True)
+    model.compile_kernels(16, 256, cores=32, cls_only=True)
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, repr, **__: compiled.append(repr))
     with torch.inference_mode():
-        model(torch.rand(5, 3, 256, 256, device="cuda"), cores=32, cls_only=True)
+        model(torch.rand(16, 3, 256, 256, device="cuda"), cores=32, cls_only=True)
     assert compiled == []

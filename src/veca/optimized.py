@@ -145,46 +145,53 @@ class FastVeca(Veca):
         return x, torch.stack(coordinates), taken
 
     @torch.inference_mode()
-    def compile_kernels(self, cores: int | None = None, cls_only: bool = False) -> None:
-        """Compile the kernels of a forward pass, all at once in threads: the first pass compiles one after the other.
+    def compile_kernels(self, batch: int, side: int, cores: int | None = None, cls_only: bool = False) -> None:
+        """Compile the kernels of a pass over (batch, 3, side, side), at once in threads; a pass does one by one.
 
         It saves time only where Triton's cache does not have them yet.
         """
         from veca.kernels.coordinates import move_cores
         from veca.kernels.core_attention import launch_core_attention
-        from veca.kernels.linear import linear, linear_residual, moments, patchify
+        from veca.kernels.linear import linear, linear_residual, moment_parts, moments, patchify
 
-        budget, side, dim = cores or self.budget or self.config.num_cores, 8, self.config.embed_dim
-        device, dtype, block = self.bank.device, self.bank.dtype, cast(FastBlock, self.blocks[0])
+        budget, dim = cores or self.budget or self.config.num_cores, self.config.embed_dim
+        block = cast(FastBlock, self.blocks[0])
+        device, dtype, grid = self.bank.device, self.bank.dtype, side // self.config.patch_size
         like: dict[str, Any] = {"device": device, "dtype": dtype}
-        images = torch.zeros(2, 3, *(side * self.config.patch_size,) * 2, device=device)
-        x = torch.zeros(2, budget + side**2, dim, **like)
-        flat, hidden = x.flatten(0, 1), torch.zeros(x.numel() // dim, block.fc2.shape[1], **like)
-        sums, rotary = moments(flat), self._patch_rotary(side, side, self.states)
+        images, x = torch.zeros(batch, 3, side, side, device=device), torch.zeros(batch, budget + grid**2, dim, **like)
+        flat, hidden = x.flatten(0, 1), torch.zeros(batch * x.shape[1], block.fc2.shape[1], **like)
+        # Of the first block, and of those after it, whose moments come from another kernel
+        sums = moments(flat), torch.zeros(moment_parts(block.fc2), 2, len(flat), device=device)
         state, points = move_cores(x, budget, self.states[:budget], None)
+        rotary = self._patch_rotary(grid, grid, self.states)
         positions = points, rotary.coordinates, rotary.frequencies
-        qkv = torch.zeros(2, x.shape[1], 3, block.num_heads, dim // block.num_heads, **like)
+        qkv = torch.zeros(batch, x.shape[1], 3, block.num_heads, dim // block.num_heads, **like)
         pixels = torch.zeros(len(flat), self.patch_weight.shape[1], **like)
         calls: list[Callable[[], object]] = [
-            lambda: block.qkv.run(flat, sums),
+            *(functools.partial(block.qkv.run, flat, each) for each in sums),
             lambda: launch_core_attention(qkv, *positions),
             lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
-            lambda: block.fc1.run(flat, sums, swiglu=True),
+            lambda: block.fc1.run(flat, sums[1], swiglu=True),
             lambda: linear_residual(hidden, block.fc2, block.fc2_bias, flat),
             lambda: linear(pixels, self.patch_weight, self.patch_bias),
             lambda: patchify(images, self.config.patch_size, budget, dtype),
             lambda: self.norm(x),
         ]
-        if len(self.blocks) > 1:
-            head = self.move_weights[0], self.move_biases[0], self.move_alphas[0]
-            calls.append(lambda: move_cores(x, budget, state, head))
-        if budget * block.num_heads <= FEW_CORES_MAX_RATIO * dim:
-            calls.append(lambda: block._few_cores(x, sums, positions))
+        # Kernels depend on how the numbers of a layer are aligned in memory, which repeats after four layers.
+        for head in list(zip(self.move_weights, self.move_biases, self.move_alphas, strict=True))[:4]:
+            calls.append(functools.partial(move_cores, x, budget, state, head))
+        if budget * block.num_heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
+            calls += [functools.partial(block._few_cores, x, each, positions) for each in sums]
         if cls_only:
-            calls.append(lambda: block.first_core(x, sums, positions))
-        with torch.cuda.device(device), ThreadPoolExecutor(len(calls), "compile") as threads:
-            for done in [threads.submit(torch.inference_mode()(call)) for call in calls]:
-                done.result()
+            calls.append(lambda: block.first_core(x, sums[1], positions))
+
+        @torch.inference_mode()
+        def run(call: Callable[[], object]) -> None:
+            with torch.cuda.device_of(x):
+                call()
+
+        with ThreadPoolExecutor(len(calls), "compile") as threads:
+            list(threads.map(run, calls))
 
 
 class FastBlock(nn.Module):

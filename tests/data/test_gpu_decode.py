@@ -1,14 +1,11 @@
 """`veca.data.gpu_decode`: what the GPU makes of images, and what becomes of those it refuses.
 
-Without a GPU the kernels run in Triton's interpreter, in a process of its own; torchvision then decodes on the CPU.
+Without a GPU the kernel runs in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -19,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from interpreter import interpreted
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -32,7 +30,7 @@ from veca.data.sampler import TrainSampler
 from veca.data.sources import Item
 from veca.embed import EmbedSettings, embed
 from veca.errors import ArgumentError
-from veca.images.load import apply_crop, plan_fit
+from veca.images.load import _TRANSPOSE, apply_crop, plan_fit
 from veca.images.resize import Crop
 
 GPU = torch.device("cuda")
@@ -65,43 +63,31 @@ def shard(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-INTERPRETED = """
-import sys
-import numpy as np, torch
-from PIL import Image
-from veca.images.load import _TRANSPOSE, apply_crop
-from veca.images.resize import Crop
-from veca.kernels.resample import resample_crops
-
-rng = np.random.default_rng(0)
-images, crops, want = [], [], []
-for orientation in (*range(1, 9), *range(1, 9)):
-    height, width = rng.integers(36, 60, 2)
-    stored = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    turn = _TRANSPOSE.get(orientation)
-    upright = Image.fromarray(stored) if turn is None else Image.fromarray(stored).transpose(turn)
-    across, down = upright.size
-    box = (*rng.random(2) * 6, across - rng.random() * 6, down - rng.random() * 6)
-    crop = Crop(tuple(map(float, box)), 15, 12, 16, 16, flip=False)
-    want.append(np.asarray(apply_crop(crop, upright)))
-    tensor = torch.from_numpy(stored).permute(2, 0, 1)
-    images.append(tensor if orientation % 2 else tensor.contiguous())
-    crops.append(crop._replace(orientation=orientation))
-flipped = Crop((0.0, 0.0, 20.0, 20.0), 16, 16, 16, 16, flip=True)
-square = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
-images.append(torch.from_numpy(square).permute(2, 0, 1))
-crops.append(flipped)
-want.append(np.asarray(apply_crop(flipped, Image.fromarray(square))))
-out = torch.full((len(images), 3, 16, 16), 7, dtype=torch.uint8)
-resample_crops(images, crops, out)
-np.testing.assert_array_equal(out.permute(0, 2, 3, 1).numpy(), np.stack(want))
-"""
-
-
+@interpreted
 def test_the_kernel_gives_the_pixels_of_pillow() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    from veca.kernels.resample import resample_crops
+
+    rng = np.random.default_rng(0)
+    images, crops, want = list[torch.Tensor](), list[Crop](), list[NDArray[np.uint8]]()
+    for orientation in (*range(1, 9), *range(1, 9)):
+        height, width = rng.integers(36, 60, 2)
+        stored = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        turn = _TRANSPOSE.get(orientation)
+        upright = Image.fromarray(stored) if turn is None else Image.fromarray(stored).transpose(turn)
+        left, top, right, bottom = rng.random(4).tolist()
+        box = 6 * left, 6 * top, upright.width - 6 * right, upright.height - 6 * bottom
+        crop = Crop(box, 15, 12, 16, 16)
+        want.append(np.asarray(apply_crop(crop, upright)))
+        tensor = torch.from_numpy(stored).permute(2, 0, 1)
+        images.append(tensor if orientation % 2 else tensor.contiguous())
+        crops.append(crop._replace(orientation=orientation))
+    square = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    images.append(torch.from_numpy(square).permute(2, 0, 1))
+    crops.append(Crop((0.0, 0.0, 20.0, 20.0), 16, 16, 16, 16, flip=True))
+    want.append(np.asarray(apply_crop(crops[-1], Image.fromarray(square))))
+    out = torch.full((len(images), 3, 16, 16), 7, dtype=torch.uint8)
+    resample_crops(images, crops, out)
+    np.testing.assert_array_equal(out.permute(0, 2, 3, 1).numpy(), np.stack(want))
 
 
 def records_of(*files: bytes, decode: str = "gpu", fit: Any = "crop") -> tuple[list[Record], RecordDecoder]:

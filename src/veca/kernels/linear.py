@@ -123,12 +123,16 @@ def linear(
     return out
 
 
+def moment_parts(w: Tensor, tiling: LinearTiling | None = None) -> int:
+    """In how many parts `linear_residual` returns its moments, for a weight (outputs, inputs)."""
+    return triton.cdiv(w.shape[0], (tiling or _choose_linear_tiling(w.shape[1], w.shape[0], False, True)).block_n)
+
+
 def linear_residual(
     x: Tensor, w: Tensor, bias: Tensor, residual: Tensor, tiling: LinearTiling | None = None
 ) -> tuple[Tensor, Tensor]:
     """`residual + x Wᵀ + bias`, and its moments."""
-    out = torch.empty_like(residual)
-    parts = triton.cdiv(w.shape[0], (tiling or _choose_linear_tiling(x.shape[1], w.shape[0], False, True)).block_n)
+    out, parts = torch.empty_like(residual), moment_parts(w, tiling)
     moments = torch.empty(parts, 2, x.shape[0], device=x.device, dtype=torch.float32)
     _launch_linear(x, w, bias, out, None, 0.0, False, residual, moments, None, tiling)
     return out, moments
