@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -757,7 +758,9 @@ def test_gpu_model_is_left_as_it_is_and_so_is_the_copy(dtype: torch.dtype) -> No
 
 
 @interpreted
-def test_compiling_runs_all_kernels_and_changes_nothing() -> None:
+def test_compiling_runs_all_kernels_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Triton's interpreter takes one thread.
+    monkeypatch.setattr(fast_module, "ThreadPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     fast, images = FastVeca(make_small(), torch.float32, None, False), random_images(2, 8, 8)
     before = fast(images, 8, cls_only=True).cls
     fast.compile_kernels(2, 8, 8, cls_only=True)

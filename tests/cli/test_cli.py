@@ -59,6 +59,7 @@ def test_version_is_that_of_the_package() -> None:
 def test_embed_writes_features_and_lists_failures(folder: Path) -> None:
     out = folder / "features.parquet"
     options = ["--model", str(folder / "model"), "--cores", "16", "--size", "48", "--dense", "--workers", "0"]
+    options += ["--decode", "pillow"]
     result = run(app, ["embed", str(folder / "photos"), "--out", str(out), *options])
     assert result.exit_code == 3, result.output
     table = pq.read_table(out).to_pydict()

@@ -36,7 +36,7 @@ from veca.bench.report import EmbedResults, StageRow, four_digits
 from veca.data.gpu_decode import GpuDecoder, decode_jpegs, undecodable_reason
 from veca.data.records import Decode, Record, RecordDecoder, decode_tasks
 from veca.data.sources import Item, iter_items
-from veca.embed.batches import EmbedJob, FeatureModel, Features, PartitionWriter, prepare_model
+from veca.embed.batches import EmbedJob, FeatureBatch, FeatureModel, PartitionWriter, prepare_model
 from veca.embed.partitions import Partition, PartitionFolder
 from veca.embed.run import describe_features, embed
 from veca.embed.settings import EmbedReport, EmbedSettings
@@ -162,9 +162,9 @@ class _ReadyDecoder(RecordDecoder):
 class _ReadyModel(FeatureModel):
     """Computes nothing: each image has the same features."""
 
-    def __call__(self, images: Sequence[Any]) -> Features:
+    def __call__(self, images: Sequence[Any]) -> FeatureBatch:
         dtype = getattr(torch, str(self.job.settings.save_dtype))
-        return Features({"cls": torch.ones(len(images), self.job.config.num_features, dtype=dtype)}, (), 0.0)
+        return FeatureBatch({"cls": torch.ones(len(images), self.job.config.num_features, dtype=dtype)}, (), 0.0)
 
 
 @contextmanager

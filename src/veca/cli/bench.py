@@ -102,7 +102,7 @@ def data_command(
 
 
 @bench_app.command("embed", cls=Command)
-def embed_command(
+def bench_embed_command(
     sources: opt.OptionalSources = None,
     model: opt.Model = "veca_tiny",
     size: opt.Size = 256,

@@ -164,7 +164,7 @@ def for_resizing(image: Image.Image, crop: Crop) -> tuple[NDArray[np.uint8], Cro
     return np.asarray(image), crop
 
 
-class Seconds(NamedTuple):
+class TaskSeconds(NamedTuple):
     """What a task took a worker: to read and decode, and to compute features."""
 
     decode: float
@@ -185,7 +185,7 @@ class _Worker:
     compute: Callable[[list[Record]], list[Record]] | None
     slots: SharedSlots | None
 
-    def __call__(self, task: _Task | None) -> tuple[list[Record], Seconds] | None:
+    def __call__(self, task: _Task | None) -> tuple[list[Record], TaskSeconds] | None:
         if task is None:
             return None
         began = time.perf_counter()
@@ -198,7 +198,7 @@ class _Worker:
             fields, arrays = _arrays(records)
             for (record, key), placed in zip(fields, self.slots.put(task.number, arrays), strict=True):
                 setattr(record, key, placed)
-        return records, Seconds(decoded - began + time.perf_counter() - computed, computed - decoded)
+        return records, TaskSeconds(decoded - began + time.perf_counter() - computed, computed - decoded)
 
     def unpack(self, number: int, records: list[Record]) -> list[Record]:
         """Copy what a worker left in its slot, in this process."""
@@ -242,7 +242,7 @@ def decode_tasks(
     *,
     gpu: "GpuDecoder | None" = None,
     compute: Callable[[list[Record]], list[Record]] | None = None,
-    on_work: Callable[[int, Seconds], object] = lambda images, seconds: None,
+    on_work: Callable[[int, TaskSeconds], object] = lambda images, seconds: None,
 ) -> Iterator[Iterator[Record]]:
     """Decode tasks in `workers` processes (0: in this one) while the block runs; records keep their order.
 
@@ -262,7 +262,7 @@ def decode_tasks(
             sent.append((number, size))
             yield _Task(number, items, gpu is not None and gpu.works)
 
-    def receive(results: Iterable[tuple[list[Record], Seconds] | None]) -> Iterator[list[Record]]:
+    def receive(results: Iterable[tuple[list[Record], TaskSeconds] | None]) -> Iterator[list[Record]]:
         for result in results:
             if result is not None:
                 records, seconds = result

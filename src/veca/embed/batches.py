@@ -133,8 +133,8 @@ def prepare_model(model: Veca, settings: EmbedSettings, device: torch.device) ->
     return optimize(model, dtype=dtype) if supported or settings.compile else model
 
 
-class Features:
-    """Features of a batch, on their way from the device until they are asked for."""
+class FeatureBatch:
+    """FeatureBatch of a batch, on their way from the device until they are asked for."""
 
     def __init__(self, columns: dict[str, Tensor], events: Sequence[torch.cuda.Event], seconds: float) -> None:
         self._columns, self._events = columns, events
@@ -163,7 +163,7 @@ class FeatureModel:
         compiled = job.settings.compile and not supports_fused(job.config, job.device, self._dtype)
         self._autocast = self._dtype != torch.float32 and not compiled  # a compiled model has that dtype itself
 
-    def __call__(self, images: Sequence[Any]) -> Features:
+    def __call__(self, images: Sequence[Any]) -> FeatureBatch:
         """Images (3, height, width) uint8 of one shape, as `Record.pixels` has them, to their features."""
         s, device = self.job.settings, self.job.device
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
@@ -181,7 +181,7 @@ class FeatureModel:
             for name, values in found.items():
                 columns[name].copy_(values, non_blocking=True)
             copied()
-        return Features(columns, events, time.perf_counter() - start)
+        return FeatureBatch(columns, events, time.perf_counter() - start)
 
     def compute(self, records: list[Record]) -> list[Record]:
         """Replace the pixels of records, those of a task, by their features: batches of one shape.
@@ -251,7 +251,7 @@ class _Row:
     def __init__(self, name: str, error: str) -> None:
         self.name, self.error, self.size, self.index = name, error, (0, 0), 0
         self.shape: _Shape | None = None
-        self.features: Features | dict[str, NDArray[Any]] | None = None
+        self.features: FeatureBatch | dict[str, NDArray[Any]] | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -424,7 +424,7 @@ class PartitionWriter:
         collected, batches = list[NDArray[Any]](), dict[int, tuple[NDArray[Any], NDArray[Any]]]()
         for row in rows:
             features = row.features
-            if isinstance(features, Features):
+            if isinstance(features, FeatureBatch):
                 if id(features) not in batches:
                     values = features.columns()[name]
                     batches[id(features)] = values, np.isfinite(values).all(1)

@@ -24,7 +24,7 @@ import torch
 
 from veca.checkpoint.format import weights_hash
 from veca.data.gpu_decode import GpuDecoder, choose_decoder
-from veca.data.records import Record, Seconds, decode_tasks
+from veca.data.records import Record, TaskSeconds, decode_tasks
 from veca.data.remote import is_remote
 from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
@@ -221,7 +221,7 @@ class _PlainRun:
             advance.describe("embedded")
         return totals
 
-    def _on_work(self, images: int, seconds: Seconds) -> None:
+    def _on_work(self, images: int, seconds: TaskSeconds) -> None:
         self.meter.add(self.job.reading, images, seconds.decode)
         if self.job.by_task:
             self.meter.add("model", images, seconds.compute)
