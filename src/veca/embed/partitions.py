@@ -225,8 +225,8 @@ class PartitionFolder:
                 with suppress(OSError):  # not empty: the run is unfinished, or the user keeps a file in it
                     os.rmdir(self._root)
 
-    def start(self, job: dict[str, Any], overwrite: bool) -> set[int]:
-        """Begin or resume `job` in this folder; returns the partitions that are there. Refuses any other content."""
+    def check(self, overwrite: bool) -> dict[str, Any]:
+        """Refuse what a run must not replace; returns the description of an unfinished run here, or an empty one."""
         if self._fs.isfile(self._root):
             raise EmbedError(f"{self.address} is a file; choose another name for the folder of features")
         old: Any = None
@@ -235,35 +235,34 @@ class PartitionFolder:
         names = self._names()
         if names and not self.file and not isinstance(old, dict):
             raise EmbedError(f"{self.address} holds files that no run of this left, as {names[0]}; choose another name")
-        former = [name for name in names if self.file and _FORMER.fullmatch(name)]
-        if len(former) > 1 and not overwrite:
+        if len(self._former(names)) > 1 and not overwrite:
             reason = "holds an unfinished run of a former version of veca, which this one cannot continue"
             raise EmbedError(f"{self.address} {reason}: finish it with that version, or {ANEW}")
         unfinished = isinstance(old, dict) and _DONE not in names and any(map(_OURS.fullmatch, names))
-        if not overwrite:
-            if self.file.exists() and not unfinished if self.file else _DONE in names:
-                way = "choose another name, or overwrite it with --overwrite (overwrite=True)"
-                raise EmbedError(f"{self.out} exists; {way}")
-            if unfinished:
-                pairs = {key: (old.get(key), job.get(key)) for key in job | old}
-                changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
-                if changed:
-                    reason = f"holds an unfinished run that differs: {'; '.join(changed)}"
-                    raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
-                return self.numbers()
+        if not overwrite and (self.file.exists() and not unfinished if self.file else _DONE in names):
+            way = "choose another name, or overwrite it with --overwrite (overwrite=True)"
+            raise EmbedError(f"{self.out} exists; {way}")
+        return old if unfinished and not overwrite else {}
+
+    def _former(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.file and _FORMER.fullmatch(name)]
+
+    def start(self, job: dict[str, Any], overwrite: bool) -> set[int]:
+        """Begin or resume `job` in this folder; returns the partitions that are there. Refuses any other content."""
+        if old := self.check(overwrite):
+            pairs = {key: (old.get(key), job.get(key)) for key in job | old}
+            changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
+            if changed:
+                reason = f"holds an unfinished run that differs: {'; '.join(changed)}"
+                raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
+            return self.numbers()
         # Keep the old description until the new one replaces it: a folder of files without one is refused.
+        former = self._former(self._names())
         self._remove_all()
         for name in former:
             self.remove(name)
         self._write_json(_JOB, job)
         return set()
-
-    def unfinished_job(self) -> dict[str, Any]:
-        """The description of a run that was left unfinished here, or an empty one."""
-        with suppress(OSError, ValueError, RecursionError):
-            old = json.loads(self._fs.cat_file(f"{self._root}/{_JOB}"))
-            return old if isinstance(old, dict) and not self.exists(_DONE) else {}
-        return {}
 
     def numbers(self) -> set[int]:
         """Numbers of the partitions that are there."""

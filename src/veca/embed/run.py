@@ -76,10 +76,9 @@ def embed(
     in `<out>.failures.csv`; one whose features have NaN or infinity stops the run, unless `skip_nonfinite` makes it
     such a row too. The model moves to `device` (None: it stays where it is). `workers` processes read and decode
     images (None: one per CPU; 0: this process does), and run the model if that is on a CPU; compressed shards are
-    unpacked by this process alone. Called again after an interruption,
-    with the same arguments, it continues if files have the names, sizes and dates they had (`ignore_dates`: names and
-    sizes); `overwrite` starts anew and replaces an earlier `out`. `partition` is the number of image files per file of
-    features in the folder.
+    unpacked by this process alone. Called again after an interruption, with the same arguments, it continues if files
+    have the names, sizes and dates they had (`ignore_dates`: names and sizes); `overwrite` starts anew and replaces an
+    earlier `out`. `partition` is the number of image files per file of features in the folder.
 
     With `engine` "ray", `out` is on a disk that all machines share, or a folder at an address as s3://…. `address` is
     the cluster's (None: the one this process or RAY_ADDRESS names, or this machine alone). Models run on `device`
@@ -115,25 +114,26 @@ def embed(
         if on_ray:
             models, where, workers = find_slots(device, workers)
         workers, device = usable_cpus() if workers is None else workers, torch.device(where)
+        unfinished = folder.check(overwrite)  # before anything that takes long
         settings = dataclasses.replace(settings, decode=choose_decoder(settings.decode, device, check=not on_ray))
         if settings.batch is None:
-            settings = dataclasses.replace(settings, batch=folder.unfinished_job().get("batch"))
-        ready = model if on_ray else prepare_model(model, settings, device)
-        if settings.batch is None:
-            batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
-            settings = dataclasses.replace(settings, batch=batch)
-        about = describe_features(model, model_name, settings, device)
-        job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
-        length = job.partition_length(partition or partitions.PARTITION)
-        present = folder.start(describe_job(about, model, sources, column, length), overwrite)
-        plan, meter = plan_partitions(sources, length), StageMeter(job.processes())
-        if on_ray:
-            totals = run_on_ray(job, model, list(plan), present, models, progress)
-        else:
-            try:
+            settings = dataclasses.replace(settings, batch=unfinished.get("batch"))
+        try:
+            ready = model if on_ray else prepare_model(model, settings, device)
+            if settings.batch is None:
+                batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
+                settings = dataclasses.replace(settings, batch=batch)
+            about = describe_features(model, model_name, settings, device)
+            job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
+            length = job.partition_length(partition or partitions.PARTITION)
+            present = folder.start(describe_job(about, model, sources, column, length), overwrite)
+            plan, meter = plan_partitions(sources, length), StageMeter(job.processes())
+            if on_ray:
+                totals = run_on_ray(job, model, list(plan), present, models, progress)
+            else:
                 totals = _PlainRun(job, ready, plan, meter).run(sources if progress else [])
-            finally:
-                model.train(was_training)
+        finally:
+            model.train(was_training)
     left_out.warn()
     seconds, to = time.perf_counter() - began, folder.out if on_ray else Path(folder.out)
     return EmbedReport(
@@ -231,10 +231,12 @@ class _PlainRun:
         """Raise what stops a run as EmbedError that says what is kept and how to go on."""
         try:
             yield
-        except (NonFiniteError, torch.OutOfMemoryError, WorkerDiedError, OSError) as error:
+        except (NonFiniteError, torch.OutOfMemoryError, torch.AcceleratorError, WorkerDiedError, OSError) as error:
             reason = str(error)
             if isinstance(error, torch.OutOfMemoryError):
                 reason = f"no memory on {self.job.device} for batch={self.job.settings.batch}: lower it"
+            elif isinstance(error, torch.AcceleratorError):
+                reason = f"{self.job.device} failed soon after {self.last_image!r}: {reason.splitlines()[0]}"
             elif isinstance(error, WorkerDiedError):
                 reason = (
                     f"a decoding process died: {error}. Most often memory ran out (fewer --workers or a lower "
