@@ -107,6 +107,14 @@ def test_ordinary_jpegs_are_left_to_the_gpu_and_others_only_resized() -> None:
     assert [r.source.ndim for r in found] == [3, 3]
 
 
+def test_the_gpu_gets_nothing_after_the_image() -> None:
+    data = jpeg((80, 60))
+    found = read_jpeg(data + b"more" * 100, 10**8)
+    assert found is not None
+    assert found[0].tobytes() == data
+    assert read_jpeg(data, 80 * 60 - 1) is None
+
+
 def test_images_too_large_to_send_are_resized_by_the_worker() -> None:
     (record,), _ = records_of(jpeg((1600, 1200), quality=30), decode="pillow")
     assert record.source.shape == (64, 64, 3)

@@ -153,7 +153,8 @@ def read_jpeg(source: str | bytes, max_pixels: int) -> tuple[NDArray[np.uint8], 
         return None
     turned = header.orientation >= 5
     size = (header.height, header.width) if turned else (header.width, header.height)
-    return np.frombuffer(source, np.uint8), size, header.orientation
+    # Without what may follow the image, such as the second one of a stereo camera
+    return np.frombuffer(source, np.uint8, header.end + 2), size, header.orientation
 
 
 def for_resizing(image: Image.Image, crop: Crop) -> tuple[NDArray[np.uint8], Crop]:
