@@ -157,7 +157,7 @@ def test_no_memory_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Distillation(recipe, tmp_path / "run", CPU).run()
 
 
-@pytest.mark.parametrize("where", ["load_crop", "to_model_input"])
+@pytest.mark.parametrize("where", ["open_crop", "to_model_input"])
 def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
     recipe = small_recipe(
         tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0, "resident": 64, "augment": "flip"}
     )
-    place = "veca.data.loader.load_crop" if where == "load_crop" else "veca.train.distill.to_model_input"
+    place = "veca.data.loader.open_crop" if where == "open_crop" else "veca.train.distill.to_model_input"
     monkeypatch.setattr(place, lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(TeacherRunner, "targets", lambda *_: pytest.fail("went on to train"))
     with pytest.raises(Interrupted):
