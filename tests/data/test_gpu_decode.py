@@ -173,7 +173,7 @@ def test_the_choice_of_a_decoder() -> None:
     cpu = torch.device("cpu")
     assert choose_decoder("auto", cpu) == "cpu"
     assert choose_decoder("pillow", cpu) == "pillow"
-    with pytest.raises(ArgumentError, match=r"decode='gpu': cpu is no NVIDIA GPU.*decode='cpu'"):
+    with pytest.raises(ArgumentError, match=r"decode gpu \(decode='gpu'\): cpu is no NVIDIA GPU.*Use cpu, or auto"):
         choose_decoder("gpu", cpu)
 
 

@@ -230,5 +230,5 @@ def choose_decoder(choice: DecodeChoice, device: torch.device, check: bool = Tru
         return choice
     reason = undecodable_reason(device) if check or device.type != "cuda" else ""
     if reason and choice == "gpu":
-        raise ArgumentError(f"decode='gpu': {reason}. Use decode='cpu'")
+        raise ArgumentError(f"--decode gpu (decode='gpu'): {reason}. Use cpu, or auto")
     return "cpu" if reason else "gpu"
