@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from veca.data.transforms import random_crop_and_flip, slide_windows
+from veca.data.transforms import random_window, slide_windows
 from veca.heads import dense
 from veca.heads.dense import (
     DenseBatch,
@@ -342,19 +342,20 @@ def test_crops_of_image_and_label_stay_together() -> None:
     image = label.float().expand(3, 20, 30)
     generator, corners, flips = draw(0), set(), 0
     for _ in range(40):
-        part, own = random_crop_and_flip(image, label, (8, 12), generator)
+        window = random_window(20, 30, (8, 12), generator)
+        part, own = window.cut(image), window.cut(label)
         assert part.shape == (3, 8, 12)
         assert torch.equal(part[0].long(), own)
         flips += int(own[0, 0] > own[0, 1])
         corners.add(int(own.min()))
     assert 8 < flips < 32
     assert len(corners) > 20
-    again = random_crop_and_flip(image, label, (8, 12), draw(1))[1]
-    assert torch.equal(again, random_crop_and_flip(image, label, (8, 12), draw(1))[1])
+    assert random_window(20, 30, (8, 12), draw(1)) == random_window(20, 30, (8, 12), draw(1))
 
 
 def test_a_crop_larger_than_the_picture_is_filled_with_what_does_not_count() -> None:
-    part, own = random_crop_and_flip(torch.ones(3, 4, 6), torch.ones(4, 6), (8, 6), draw(0), fill=255)
+    window = random_window(4, 6, (8, 6), draw(0))
+    part, own = window.cut(torch.ones(3, 4, 6)), window.cut(torch.ones(4, 6), fill=255)
     assert int((own == 255).sum()) == 4 * 6
     assert part[:, own == 255].sum() == 0
     assert part[:, own == 1].mean() == 1

@@ -16,15 +16,10 @@ from torch import Tensor
 
 import veca
 from veca.checkpoint.format import weights_hash
-from veca.data.transforms import (
-    centre_crop,
-    random_resized_crop,
-    resize_nearest,
-    resize_short_side,
-    seeded_random,
-)
+from veca.data.transforms import plan_random_crop, plan_short_side, resize_nearest, seeded_random
 from veca.heads.features import BackboneError, FrozenPrecision, FrozenVeca
 from veca.images import fit_image, normalize, to_tensor
+from veca.images.load import crop_pixels, plan_centre
 from veca.probe.backbones import TeacherBackbone, load_backbone
 from veca.teachers import TeacherError
 from veca.teachers.from_timm import timm_teacher
@@ -154,29 +149,34 @@ def test_an_unknown_device_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (64, 64)])
 def test_the_centre_is_the_evaluation_view(size: tuple[int, int]) -> None:
-    assert torch.equal(centre_crop(fractal_image(*size), 128), to_tensor(fit_image(fractal_image(*size), 128, "crop")))
-    assert centre_crop(fractal_image(*size), 126).shape == (3, 126, 126)
+    image = fractal_image(*size)
+    assert torch.equal(crop_pixels(plan_centre(*size, 128), image), to_tensor(fit_image(image, 128, "crop")))
+    assert crop_pixels(plan_centre(*size, 126), image).shape == (3, 126, 126)
+
+
+def random_part(image: Image.Image, side: int, *numbers: int) -> Tensor:
+    return crop_pixels(plan_random_crop(*image.size, side, seeded_random(*numbers)), image)
 
 
 def test_random_parts_follow_from_their_numbers_alone() -> None:
     image = fractal_image(120, 80)
-    parts = [random_resized_crop(image, 32, seeded_random(0, turn, 7)) for turn in range(8)]
+    parts = [random_part(image, 32, 0, turn, 7) for turn in range(8)]
     assert all(part.shape == (3, 32, 32) for part in parts)
-    assert torch.equal(parts[3], random_resized_crop(image, 32, seeded_random(0, 3, 7)))
-    assert not torch.equal(parts[3], random_resized_crop(image, 32, seeded_random(1, 3, 7)))
+    assert torch.equal(parts[3], random_part(image, 32, 0, 3, 7))
+    assert not torch.equal(parts[3], random_part(image, 32, 1, 3, 7))
     assert len({part.numpy().tobytes() for part in parts}) == 8
-    assert random_resized_crop(fractal_image(400, 4), 32, seeded_random(1)).shape == (3, 32, 32)
+    assert random_part(fractal_image(400, 4), 32, 1).shape == (3, 32, 32)
 
 
 def test_random_parts_are_mirrored_in_half_the_cases() -> None:
     ramp = Image.linear_gradient("L").rotate(90).convert("RGB")
-    edges = [random_resized_crop(ramp, 16, seeded_random(0, 0, i))[0].float().mean(0)[[0, -1]] for i in range(200)]
+    edges = [random_part(ramp, 16, 0, 0, i)[0].float().mean(0)[[0, -1]] for i in range(200)]
     assert 70 < sum(bool(left < right) for left, right in edges) < 130
 
 
 def test_a_whole_picture_and_its_mask() -> None:
-    assert resize_short_side(fractal_image(300, 200), 64, 16).shape == (3, 64, 96)
-    assert resize_short_side(fractal_image(200, 300), 70, 14).shape == (3, 112, 70)  # 105 is halfway, which goes up
+    assert crop_pixels(plan_short_side(300, 200, 64, 16), fractal_image(300, 200)).shape == (3, 64, 96)
+    assert plan_short_side(200, 300, 70, 14)[1:] == (70, 112, 70, 112, 1, False)  # 105 is halfway, which goes up
     values = np.arange(6, dtype=np.uint8).reshape(2, 3)
     assert np.array_equal(resize_nearest(values, (4, 6)), values.repeat(2, 0).repeat(2, 1))
     assert resize_nearest(values, (2, 3)).dtype == torch.int32

@@ -7,7 +7,6 @@ import typer
 from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
 from veca.cli.common import check_sources, load_model, out, resumable, warn, with_settings
-from veca.data.records import DecodeChoice
 from veca.embed import EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
 from veca.embed.ray_engine import Engine
@@ -23,7 +22,7 @@ SETTINGS_OPTIONS = {
     "precision": Annotated[Precision, opt.option("embed.precision")],
     "save_dtype": Annotated[SaveDtype | None, opt.option("embed.save-dtype")],
     "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
-    "decode": Annotated[DecodeChoice, opt.option("embed.decode")],
+    "decode": opt.Decoding,
     "compile": Annotated[bool, opt.option("embed.compile")],
 }
 

@@ -27,6 +27,7 @@ TUNING_OPTIONS = {
     "layer_decay": Annotated[float, opt.option("finetune.layer-decay")],
     "head": Annotated[HeadStart, opt.option("finetune.head")],
     "workers": opt.Workers,
+    "decode": opt.Decoding,
     "skip_bad": opt.SkipBad,
 }
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
+from veca.data.records import DecodeChoice
 from veca.images import Fit
 
 _ENTRIES = tomllib.loads((files("veca.cli") / "options.toml").read_text(encoding="utf-8"))
@@ -100,6 +101,7 @@ BatchSize = Annotated[int, option("batch-size")]
 AutoBatchSize = Annotated[int | None, option("auto-batch-size")]
 TrainBatchSize = Annotated[int, option("train-batch-size")]
 Workers = Annotated[int | None, option("workers")]
+Decoding = Annotated[DecodeChoice, option("decode")]
 Overwrite = Annotated[bool, option("overwrite")]
 ShowProgress = Annotated[bool, option("show-progress")]
 

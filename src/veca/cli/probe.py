@@ -34,6 +34,7 @@ ALL_PROBES = {
     "rates": Annotated[Any, opt.option("probe.rates")],
     "seed": opt.Seed,
     "workers": opt.Workers,
+    "decode": opt.Decoding,
     "skip_bad": opt.SkipBad,
     "progress": opt.ShowProgress,
 }

@@ -8,7 +8,7 @@ import importlib.util
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -95,11 +95,16 @@ def finish_crops(
     out = torch.empty(len(kept), 3, *shape, dtype=torch.uint8, device=device)
     if kept:
         resample_crops([image for image, _ in kept], [crop for _, crop in kept], out)
-    if out.is_cuda:
-        # It is read on another stream: its memory must not be used again before that is done.
-        out.record_stream(torch.cuda.default_stream(device))
-        torch.cuda.current_stream(device).synchronize()
+    hand_over([out], device)
     return out, refused
+
+
+def hand_over(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Finish tensors of the current stream that are read on the default stream of their device."""
+    if device.type == "cuda":
+        for tensor in tensors:  # its memory must not be used again before it has been read
+            tensor.record_stream(torch.cuda.default_stream(device))
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[list[int]]:

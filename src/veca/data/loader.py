@@ -4,13 +4,11 @@ Shapes: B images, R rows and columns.
 """
 
 import math
-import queue
 import sys
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, count, tee
+from itertools import count, tee
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from veca.data.index import DataError, ImageIndex
 from veca.data.records import describe_error, for_resizing, read_jpeg
 from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
 from veca.data.transforms import Augmentation, augment_batch, augment_image
-from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool
+from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool, prefetch
 from veca.images import MAX_PIXELS, normalize, open_image
 from veca.images.load import apply_crop
 from veca.images.resize import Crop
@@ -148,7 +146,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         self._pool = pool = WorkerPool(self._decode, tasks, self.workers, self._prefetch, fork=self._shared is not None)
         batches = self._collect(pool, pending)
         try:
-            yield from _prefetch_batches(batches) if self.workers else batches
+            yield from prefetch(batches) if self.workers else batches
         finally:
             if self._pool is pool:  # and not that of a later loop
                 self.__exit__()
@@ -261,35 +259,6 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                     images[i], sources[i], crops[i] = found
                 pixels, refused = finish_crops(sources, crops, shape, self.device)
         return pixels
-
-
-def _prefetch_batches(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Assemble each batch in a thread while the one before it is in use."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(1)
-    stop = threading.Event()
-
-    def assemble() -> None:
-        try:
-            for batch in chain(batches, (None,)):
-                ready.put(batch)
-                if stop.is_set():
-                    return
-        except BaseException as error:
-            ready.put(error)
-
-    # A daemon, unlike the threads of an executor: the interpreter does not wait for it if a worker hangs.
-    thread = threading.Thread(target=assemble, name="batches", daemon=True)
-    thread.start()
-    try:
-        while (batch := ready.get()) is not None:
-            if isinstance(batch, BaseException):
-                raise batch
-            yield batch
-    finally:
-        stop.set()
-        with suppress(queue.Empty):
-            ready.get_nowait()  # room for the batch that the thread is about to put
-        thread.join(10.0)  # it may wait for a worker that hangs, which is killed after this
 
 
 def train_loader(

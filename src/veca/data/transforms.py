@@ -22,8 +22,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images import MAX_PIXELS, ImageTooLargeError, nearest_sizes, resample, to_tensor
-from veca.images.load import crop_centre
+from veca.images import MAX_PIXELS, ImageTooLargeError, nearest_sizes
+from veca.images.resize import Crop
 
 # Of a random resized crop: its share of the image's area, and its width over its height
 CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -34,22 +34,13 @@ def seeded_random(*numbers: int) -> random.Random:
     return random.Random(" ".join(map(str, numbers)))
 
 
-def centre_crop(image: Image.Image, side: int) -> Tensor:
-    """Resize the short side to 1.125 × `side` and keep the centre, uint8 (3, side, side).
-
-    This is "crop" of `fit_image`, for any side.
-    """
-    return to_tensor(crop_centre(image, side, side))
-
-
-def random_resized_crop(
-    image: Image.Image, side: int, rng: random.Random, area: tuple[float, float] = CROP_AREA
-) -> Tensor:
-    """Crop a random part, resize it and flip it in half the cases: uint8 (3, side, side).
+def plan_random_crop(
+    width: int, height: int, side: int, rng: random.Random, area: tuple[float, float] = CROP_AREA
+) -> Crop:
+    """Return a random part of an image that becomes `side` × `side`, flipped in half the cases.
 
     Drawn as in torchvision's RandomResizedCrop.
     """
-    width, height = image.size
     for _ in range(10):
         pixels = width * height * rng.uniform(*area)
         aspect = math.exp(rng.uniform(math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])))
@@ -60,18 +51,16 @@ def random_resized_crop(
     else:  # a very long image: the largest part of its centre with an allowed aspect ratio
         columns, rows = min(width, round(height * CROP_ASPECT[1])), min(height, round(width / CROP_ASPECT[0]))
         left, top = (width - columns) // 2, (height - rows) // 2
-    crop = to_tensor(resample(image, (side, side), (left, top, left + columns, top + rows)))
-    return crop.flip(-1) if rng.random() < 0.5 else crop
+    return Crop((left, top, left + columns, top + rows), *(side,) * 4, flip=rng.random() < 0.5)
 
 
-def resize_short_side(image: Image.Image, short: int, multiple: int = 1) -> Tensor:
-    """Resize the whole image, uint8 (3, rows, columns): the short side to `short`, both sides rounded to `multiple`."""
-    width, height = image.size
+def plan_short_side(width: int, height: int, short: int, multiple: int = 1) -> Crop:
+    """Return the whole image, its short side resized to `short` and both sides rounded to `multiple`."""
     scale = short / min(width, height)
     rows, columns = nearest_sizes(height * scale, width * scale, multiple)
     if rows * columns > MAX_PIXELS:
         raise ImageTooLargeError(f"{height}×{width}; with a short side of {short} it has over {MAX_PIXELS:,} pixels")
-    return to_tensor(resample(image, (columns, rows), (0, 0, width, height)))
+    return Crop((0, 0, width, height), columns, rows, columns, rows)
 
 
 def resize_nearest(values: NDArray[Any], size: tuple[int, int]) -> Tensor:
@@ -83,24 +72,28 @@ def resize_nearest(values: NDArray[Any], size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(resized.astype(np.float32 if resized.dtype.kind == "f" else np.int32))
 
 
-def random_crop_and_flip(
-    image: Tensor, label: Tensor, size: tuple[int, int], generator: torch.Generator, fill: float = 255
-) -> tuple[Tensor, Tensor]:
-    """Crop the same random part of `size` from an image (..., H, W) and its label (H, W), flipped in half the cases.
+class Window(NamedTuple):
+    """A part of an image and of its label map, mirrored if `flip`."""
 
-    Shorter sides are padded at their end: the image with zeros, the label with `fill`, the value that does not count
-    (for depths 0).
-    """
-    height, width = image.shape[-2:]
-    if (height, width) != label.shape[-2:]:
-        raise ArgumentError(f"the image is {height}×{width}, its label {tuple(label.shape)}; resize them to one size")
-    padding = 0, max(0, size[1] - width), 0, max(0, size[0] - height)
-    image, label = F.pad(image, padding), F.pad(label, padding, value=fill)
+    top: int
+    left: int
+    rows: int
+    columns: int
+    flip: bool
+
+    def cut(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Cut it from a tensor (..., H, W); sides that are shorter are padded with `fill` at their end."""
+        height, width = x.shape[-2:]
+        x = F.pad(x, (0, max(0, self.columns - width), 0, max(0, self.rows - height)), value=fill)
+        x = x[..., self.top : self.top + self.rows, self.left : self.left + self.columns]
+        return x.flip(-1) if self.flip else x
+
+
+def random_window(height: int, width: int, size: tuple[int, int], generator: torch.Generator) -> Window:
+    """Return a random window of `size` = (rows, columns) in an image, flipped in half the cases."""
     rooms = max(0, height - size[0]), max(0, width - size[1])
     top, left = (int(torch.randint(room + 1, (), generator=generator)) for room in rooms)
-    flip = bool(torch.randint(2, (), generator=generator))
-    image, label = (x[..., top : top + size[0], left : left + size[1]] for x in (image, label))
-    return (image.flip(-1), label.flip(-1)) if flip else (image, label)
+    return Window(top, left, *size, flip=bool(torch.randint(2, (), generator=generator)))
 
 
 def slide_windows(

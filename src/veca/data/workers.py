@@ -5,12 +5,14 @@ import ctypes
 import math
 import mmap
 import multiprocessing
+import queue
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -147,6 +149,35 @@ class WorkerPool(Iterator[ResultT], AbstractContextManager["WorkerPool[ResultT]"
             if process.is_alive():  # it hangs, and ignores SIGTERM
                 process.kill()
                 process.join()
+
+
+def prefetch(items: Iterator[ResultT]) -> Generator[ResultT]:
+    """Make each item in a thread while the one before it is in use."""
+    ready: queue.Queue[ResultT | BaseException | None] = queue.Queue(1)
+    stop = threading.Event()
+
+    def make() -> None:
+        try:
+            for item in chain(items, (None,)):
+                ready.put(item)
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            ready.put(error)
+
+    # A daemon, unlike the threads of an executor: the interpreter does not wait for it if a worker hangs.
+    thread = threading.Thread(target=make, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        with suppress(queue.Empty):
+            ready.get_nowait()  # room for the item that the thread is about to put
+        thread.join(10.0)  # it may wait for a worker that hangs, which is killed after this
 
 
 _open_pools: weakref.WeakSet[WorkerPool[Any]] = weakref.WeakSet()

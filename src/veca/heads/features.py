@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,22 +240,23 @@ class Extraction:
         step = self.batch(transform.side)
         todo = {part: missing[part] for part in sorted(missing, key=lambda part: part.start)}
         order = [part[i : i + step] for part in todo for i in range(0, len(part), step)]
-        collate: Callable[[Any], Any] = functools.partial(batches.stack_crops, transform.side)
-        if forked := self.workers > 0 and self.backbone.forks:
+        device, compute = transform.reader.device, functools.partial(self.compute, transform.side, budgets)
+        if forked := self.workers > 0 and self.backbone.forks and device is None:
             self.warm_up(transform.side, budgets)
-            collate = functools.partial(self.collate, transform.side, budgets)
         images, workers = batches.CroppedImages(split, transform), min(self.workers, len(order))
+        if device is not None:  # batches are shared by workers
+            workers = self.workers
         with (
-            batches.decode_batches(images, order, workers, collate, forked) as decoded,
+            batches.decode_batches(images, order, workers, compute if forked else list, forked, device) as decoded,
             bar(title, sum(map(len, todo)), "pictures", self.progress) as advance,
         ):
             for part, files in todo.items():
                 pieces: list[ByBudget] = []
                 bad: dict[int, str] = {}
                 for start in range(0, len(part), step):
-                    computed, errors = next(decoded)
+                    computed, errors = next(decoded) if forked else compute(next(decoded))
                     bad |= errors
-                    pieces.append(computed if forked else self.features(computed, budgets))
+                    pieces.append(computed)
                     advance(len(part[start : start + step]))
                 # Written part by part, each atomically: an interrupted run continues after the last.
                 for cores, file in files.items():
@@ -264,20 +265,21 @@ class Extraction:
                     _write_features(file, torch.from_numpy(values), bad)
         return time.perf_counter() - began
 
-    def features(self, pixels: NDArray[np.uint8], budgets: Sequence[int | None]) -> ByBudget:
+    def features(self, pixels: Tensor, budgets: Sequence[int | None]) -> ByBudget:
         """Return the features (B, D) of images (B, 3, side, side) at each budget."""
         count, side = len(pixels), pixels.shape[-1]
         # The last batch is padded: all are computed the same way, and none needs a compilation of its own.
         if missing := self.batch(side) - count:
-            pixels = np.pad(pixels, ((0, missing), (0, 0), (0, 0), (0, 0)))
-        images = self.backbone.prepare(torch.from_numpy(pixels))
+            pixels = torch.cat([pixels, pixels.new_zeros(missing, *pixels.shape[1:])])
+        images = self.backbone.prepare(pixels)
         outputs = {cores: self.backbone.global_feature(images, cores, self.kind)[:count] for cores in budgets}
         return {cores: values.cpu().numpy() for cores, values in outputs.items()}
 
-    def collate(self, side: int, budgets: Sequence[int | None], crops: Any) -> tuple[ByBudget, dict[int, str]]:
-        """Collate function of forked workers: the features of crops, and the reasons of unreadable ones."""
+    def compute(self, side: int, budgets: Sequence[int | None], crops: Any) -> tuple[ByBudget, dict[int, str]]:
+        """Return the features of crops, and the reasons of unreadable ones; forked workers may call it."""
         pixels, bad = batches.stack_crops(side, crops)
-        with self.backbone.as_forked():
+        in_worker = torch.utils.data.get_worker_info() is not None
+        with self.backbone.as_forked() if in_worker else nullcontext():
             return self.features(pixels, budgets), bad
 
     def warm_up(self, side: int, budgets: Sequence[int | None]) -> None:
@@ -290,7 +292,7 @@ class Extraction:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a forked process would wait forever for threads it does not have
         try:
-            self.features(np.zeros((self.batch(side), 3, side, side), np.uint8), budgets)
+            self.features(torch.zeros(self.batch(side), 3, side, side, dtype=torch.uint8), budgets)
         finally:
             torch.set_num_threads(threads)
 

@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images.decode import MAX_PIXELS, ImageError, ImageTooLargeError, Source, decode, image_errors, orientation
-from veca.images.resize import PATCH, Box, Crop, cached_tensors, check_tensor, repeat_edges, resample, resample_fast
+from veca.images.resize import PATCH, Box, Crop, cached_tensors, check_tensor, resample, resample_fast
 from veca.inputs import nearest_sizes
 
 Fit = Literal["crop", "stretch", "keep", "pad"]
@@ -21,6 +22,8 @@ Fit = Literal["crop", "stretch", "keep", "pad"]
 FitSize = int | tuple[int, int] | None
 Colour = tuple[int, int, int]
 Decoder = Literal["cpu", "pillow"]
+# Width and height of an upright image to the crop of it
+PlanCrop = Callable[[int, int], Crop]
 
 # Short side of the resized image over the side of its centre crop: 288 for 256
 CROP_RATIO = 1.125
@@ -60,11 +63,7 @@ def load_pixels(
     (torch.Size([3, 64, 96]), (640, 400))
     """
     image, crop, full_size = open_for_fit(source, size, fit, max_pixels=max_pixels, decoder=decoder)
-    if decoder == "pillow":
-        return to_tensor(apply_crop(crop, image)), full_size
-    pixels = repeat_edges(resample_fast(image, (crop.columns, crop.rows), crop.box), PATCH)
-    # Copied by numpy: torch would start a thread per core.
-    return torch.from_numpy(np.ascontiguousarray(pixels.numpy())), full_size
+    return crop_pixels(crop, image, decoder), full_size
 
 
 def open_for_fit(
@@ -80,9 +79,20 @@ def open_for_fit(
         raise ArgumentError(f"decoder is {decoder!r}; it must be one of {', '.join(get_args(Decoder))}")
     side = max(size) if isinstance(size, tuple) else size
     at_least = math.ceil(2 * side * (CROP_RATIO if fit == "crop" else 1)) if side and decoder == "cpu" else None
+    plan = partial(plan_fit, size=size, fit=fit, max_pixels=max_pixels)
+    return open_for_crop(source, plan, max_pixels=max_pixels, at_least=at_least)
+
+
+def open_for_crop(
+    source: Source, plan: PlanCrop, *, max_pixels: int = MAX_PIXELS, at_least: int | None = None
+) -> tuple[Image.Image, Crop, tuple[int, int]]:
+    """Open an image as upright RGB, with the crop that `plan` makes of its size and the (width, height) of its file.
+
+    `at_least` is as in `open_image`; the crop is then one of the reduced image.
+    """
     opened = _open_rgb(source, max_pixels, WHITE, at_least)
     with image_errors(source, max_pixels):  # it may get too large
-        crop = plan_fit(*opened.full_size, size, fit, max_pixels)
+        crop = plan(*opened.full_size)
     across, down = (part / whole for part, whole in zip(opened.extent, opened.full_size, strict=True))
     left, top, right, bottom = crop.box
     scaled = (left * across, top * down, right * across, bottom * down)
@@ -228,6 +238,17 @@ def apply_crop(crop: Crop, image: Image.Image) -> Image.Image:
     return Image.fromarray(np.pad(np.asarray(image), padding, mode="edge"))
 
 
+def crop_pixels(crop: Crop, image: Image.Image, decoder: Decoder = "pillow") -> Tensor:
+    """Make of an upright image what its crop says, uint8 (3, H, W): as `apply_crop` does, or with "cpu" by PyTorch."""
+    if decoder == "pillow":
+        return to_tensor(apply_crop(crop, image))
+    pixels = resample_fast(image, (crop.columns, crop.rows), crop.box).numpy()
+    pixels = pixels[..., ::-1] if crop.flip else pixels
+    padding = (0, 0), (0, crop.height - crop.rows), (0, crop.width - crop.columns)
+    # Copied by numpy: torch would start a thread per core.
+    return torch.from_numpy(np.ascontiguousarray(np.pad(pixels, padding, mode="edge")))
+
+
 def plan_fit(width: int, height: int, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Crop:
     """Return what `fit_image` makes of an image of this size."""
     _check_fit(size, fit)
@@ -249,9 +270,9 @@ def plan_fit(width: int, height: int, size: FitSize, fit: Fit = "crop", max_pixe
     return Crop(box, columns, rows, full_columns, full_rows)
 
 
-def crop_centre(image: Image.Image, columns: int, rows: int) -> Image.Image:
-    """Resize the short side to 1.125 × that of the crop and keep the centre, `columns` × `rows`, of an RGB image."""
-    return resample(image, (columns, rows), _centre_box(*image.size, columns, rows))
+def plan_centre(width: int, height: int, side: int) -> Crop:
+    """Return the crop that "crop" of `fit_image` makes, of any side."""
+    return Crop(_centre_box(width, height, side, side), *(side,) * 4)
 
 
 def _centre_box(width: int, height: int, columns: int, rows: int) -> Box:

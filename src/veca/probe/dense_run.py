@@ -32,7 +32,7 @@ from veca.heads.dense import (
 from veca.heads.features import FrozenBackbone
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
-from veca.probe.run import Job, ProbeSettings, Row, Warn, check_probe_data, run_probe
+from veca.probe.run import Job, ProbeSettings, Row, Warn, check_probe_data, make_job, run_probe
 from veca.report.gallery import colour_classes, colour_depth, save_picture
 from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
@@ -81,7 +81,7 @@ def probe_dense(
 
     It is scored on test, or on val without a test.
     """
-    job = Job("depth" if isinstance(settings, DepthSettings) else "segment", backbone, data, out, settings)
+    job = make_job("depth" if isinstance(settings, DepthSettings) else "segment", backbone, data, out, settings)
     check_probe_data(data, (job.task,), warn)
     head, about_head = _make_head(backbone.width, data, settings)
 
@@ -92,6 +92,7 @@ def probe_dense(
             "train": f"short side {side}, random crop of {side}×{side}, flip",
             "resize": "bicubic, antialiased",
             "score": f"short side {side}, {multiple}, {windows}, labels as they are",
+            **job.reader.describe(),
         }
         fit = {"every": settings.eval_every, "optimizer": "AdamW", "schedule": "polynomial", "chosen_on": "val"}
         inputs = {"input": "each patch with the global feature", "preprocessing": preprocessing}
@@ -122,7 +123,7 @@ class _DenseSize:
         self.jobs, self.side, self.settings, self.head = jobs, side, settings, head
         self.backbone, self.data = jobs[0].backbone, jobs[0].data
         sizes, running = (side, self.backbone.patch, settings.batch), (settings.workers, settings.skip_bad)
-        self.loader = DenseLoader(self.data, *sizes, settings.seed, *running)
+        self.loader = DenseLoader(self.data, *sizes, settings.seed, *running, reader=jobs[0].reader)
 
     def run(self) -> Iterator[tuple[Job, dict[str, Any], dict[str, list[str]]]]:
         settings, began = self.settings, time.perf_counter()

@@ -25,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from veca.data.crops import CropReader
 from veca.data.datasets import DatasetError, ProbeData
 from veca.data.datasets.batches import CropTransform, join_some
+from veca.data.records import DecodeChoice
 from veca.errors import ArgumentError
 from veca.heads.features import Extraction, FeatureKind, FrozenBackbone, digest_of, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, LinearHead, score, score_valid_labels, train_linear
@@ -38,10 +40,11 @@ from veca.utils.files import atomic_path, check_utf8, check_writable
 from veca.utils.settings import Bounds, Positive, Settings
 
 ROWS_VERSION = 1  # of the code that computes rows: raise it when equal settings give other numbers
-_NOT_IN_PROTOCOL = ("cores", "sizes", "seed", "workers", "progress")
+_NOT_IN_PROTOCOL = ("cores", "sizes", "seed", "workers", "progress", "decode")
 """Settings that are elsewhere in a row, or that change no number."""
 Row: TypeAlias = dict[str, Any]
 Warn: TypeAlias = Callable[[str], None]
+ProbeTask: TypeAlias = Literal["classify", "knn", "segment", "depth"]
 MAX_SIMILARITIES = 2**24
 """Similarities computed at a time; they take 20 bytes each."""
 Labelled: TypeAlias = tuple[Tensor, Tensor]
@@ -67,6 +70,9 @@ class ProbeSettings(Settings):
     workers: Annotated[int, Bounds(ge=0)] = 0
     skip_bad: bool = False
     """Leave out unreadable images and report them, instead of stopping."""
+    decode: DecodeChoice = "pillow"
+    """Decoder: "pillow" is exact; "gpu" decodes ordinary JPEGs on the GPU and the rest as "cpu" does; "cpu" is fast,
+    its pixels differ from Pillow's by a few grey levels; "auto" is "gpu" where there is one, or else "cpu"."""
     progress: bool = True
 
     def describe(self, *leave_out: str) -> dict[str, Any]:
@@ -114,13 +120,15 @@ def classify(
             counts = f"{other.name} has {len(other.classes):,} classes, {data.name} {len(data.classes):,}"
             raise DatasetError(f"{counts}: a head of the one cannot be scored on the other")
 
+    job = make_job("classify", backbone, data, out, settings, also)
+
     def protocol(side: int) -> dict[str, Any]:
-        crop = _crops(side, settings, "train")[0].describe()
+        crop = job.crops(side, "train")[0].describe()
         heads = {**settings.describe(), "optimizer": "SGD", "schedule": "cosine", "chosen_on": "val"}
-        return {**_preprocessing(side), "train_view": crop, **heads, "also": [other.name for other in also]}
+        return {**job.preprocessing(side), "train_view": crop, **heads, "also": [other.name for other in also]}
 
     compute = partial(_probe_features, partial(_probe_linear, settings), settings.feature)
-    return run_probe(Job("classify", backbone, data, out, settings, also), protocol, compute, warn)
+    return run_probe(job, protocol, compute, warn)
 
 
 def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSettings, warn: Warn = print) -> list[Row]:
@@ -128,9 +136,10 @@ def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSetti
     check_probe_data(data, ("classify",), warn)
     # Whatever is not scored can vote.
     voters = ("train", "val") if data.report == "test" and "val" in data.splits else ("train",)
+    job = make_job("knn", backbone, data, out, settings)
 
     def protocol(side: int) -> dict[str, Any]:
-        return {**_preprocessing(side), **settings.describe(), "neighbours": list(voters)}
+        return {**job.preprocessing(side), **settings.describe(), "neighbours": list(voters)}
 
     def probe(job: Job, features: LoadFeatures) -> dict[str, Any]:
         voting, queries = features(data, *voters), features(data, data.report)
@@ -139,18 +148,7 @@ def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSetti
         return {"metric": "top1", "metrics": _to_percent(metrics)}
 
     compute = partial(_probe_features, probe, settings.feature)
-    return run_probe(Job("knn", backbone, data, out, settings), protocol, compute, warn)
-
-
-def _preprocessing(side: int) -> dict[str, Any]:
-    crop = CropTransform(side).describe()
-    return {"preprocessing": {**crop, "resize": "bicubic, antialiased", "crop": "centre"}}
-
-
-def _crops(side: int, settings: ProbeSettings, split: str) -> list[CropTransform]:
-    """Return the centre crop of a split, or a random one for each pass over train."""
-    passes = settings.passes if split == "train" and isinstance(settings, ClassifySettings) else 0
-    return [CropTransform(side, epoch, settings.seed) for epoch in range(passes)] or [CropTransform(side)]
+    return run_probe(job, protocol, compute, warn)
 
 
 def _probe_features(
@@ -164,7 +162,7 @@ def _probe_features(
     splits = [*((data, name) for name in data.splits), *((other, other.report) for other in jobs[0].also)]
     seconds = 0.0
     for dataset, name in splits:
-        for crop in _crops(side, settings, name):
+        for crop in jobs[0].crops(side, name):
             title = f"{backbone.name} {dataset.name} {name} {jobs[0].size} px"
             title += "" if crop.epoch is None else f", pass {crop.epoch + 1}"
             seconds += extraction.run(dataset.splits[name], crop, [job.cores for job in jobs], title)
@@ -182,7 +180,7 @@ def _load_features(
     parts = []
     for name in names:
         split, where = data.splits[name], f"{data.name} {name}"
-        for crop in _crops(side, job.settings, name):
+        for crop in job.crops(side, name):
             features = extraction.load(split, crop, job.cores)
             skipped |= {where: sorted(features.bad.values())} if features.bad else {}
             labels = torch.from_numpy(split.labels).long()
@@ -317,7 +315,7 @@ def _sort_keys(similarity: Tensor, start: int) -> Tensor:
 class Job:
     """A row to compute: everything that determines its numbers, and the folder it is written to."""
 
-    task: Literal["classify", "knn", "segment", "depth"]
+    task: ProbeTask
     backbone: FrozenBackbone
     data: ProbeData
     folder: Path
@@ -328,6 +326,19 @@ class Job:
     size: int = 0
     protocol: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Plain data."""
+    reader: CropReader = dataclasses.field(default_factory=CropReader)
+
+    def crops(self, side: int, split: str) -> list[CropTransform]:
+        """Return the centre crop of a split, or a random one for each pass over train."""
+        settings = self.settings
+        passes = settings.passes if split == "train" and isinstance(settings, ClassifySettings) else 0
+        random = [CropTransform(side, epoch, settings.seed, reader=self.reader) for epoch in range(passes)]
+        return random or [CropTransform(side, reader=self.reader)]
+
+    def preprocessing(self, side: int) -> dict[str, Any]:
+        """Return what a protocol says of the images of a classification probe."""
+        crop = CropTransform(side, reader=self.reader).describe()
+        return {"preprocessing": {**crop, "resize": "bicubic, antialiased", "crop": "centre"}}
 
     @property
     def name(self) -> str:
@@ -357,7 +368,7 @@ class Job:
             raise ArgumentError(f"{self.name}: {wrong[0]} is {metrics[wrong[0]]}: {way}")
         data, backbone = self.data, self.backbone
         counts = {split: len(data.splits.get(split, ())) for split in SPLITS}
-        protocol = {**self.protocol, "data": data.protocol, **backbone.running}
+        protocol = {**self.protocol, "data": data.protocol, "decode": self.reader.decode, **backbone.running}
         protocol |= {"skipped": dict(skipped)} if skipped else {}
         protocol |= {"problems": data.problems} if data.problems else {}
         row: Row = {
@@ -376,6 +387,14 @@ class Job:
         with atomic_path(self.path) as part:
             part.write_text(json.dumps(row, indent=1))
         return row
+
+
+def make_job(
+    task: ProbeTask, backbone: FrozenBackbone, data: ProbeData, folder: Path, settings: ProbeSettings,
+    also: Sequence[ProbeData] = (),
+) -> Job:  # fmt: skip
+    """Return what the rows of a probe have in common, with the decoder that is asked for."""
+    return Job(task, backbone, data, folder, settings, also, reader=CropReader.choose(settings.decode, backbone.device))
 
 
 Compute: TypeAlias = Callable[[Sequence[Job], int], Iterable[tuple[Job, dict[str, Any], Mapping[str, Sequence[str]]]]]

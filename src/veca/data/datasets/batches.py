@@ -9,10 +9,12 @@ Shapes: B images of H × W pixels.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import count, tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,16 +25,22 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from veca.data import transforms
+from veca.data.crops import CropReader, PlannedCrop, finish_planned
 from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.data.workers import WorkerDiedError, WorkerPool
+from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool, prefetch
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
-from veca.images.load import CROP_RATIO
+from veca.images.load import CROP_RATIO, plan_centre
+from veca.images.resize import Crop
 
 # Pixels and label map of an image
 _Pair = tuple[NDArray[Any], NDArray[Any]]
 _SCORING_WINDOW = 2
 """Scoring groups images by shape within this many batches: few enough to stay in memory."""
+_TASK_IMAGES, _PREFETCH = 16, 2
+"""For a GPU: images that a worker returns at a time, and tasks that it is given in advance."""
+_SLOT_BYTES = _TASK_IMAGES * 3 << 20
+"""Shared memory of a task; what does not fit is sent."""
 
 
 class UnreadableImageError(VecaError, ValueError):
@@ -57,26 +65,35 @@ class CropTransform:
     area: tuple[float, float] = transforms.CROP_AREA
     """Range of the share of the image that a random crop covers."""
 
-    def __call__(self, split: Split, i: int) -> NDArray[np.uint8]:
-        image = open_image(split.image(i))
+    reader: CropReader = field(default_factory=CropReader)
+
+    def __call__(self, split: Split, i: int) -> NDArray[np.uint8] | PlannedCrop:
+        # Share of the short side that a crop has at least; two pixels are left for each one of the result.
+        share = 1 / CROP_RATIO if self.epoch is None else math.sqrt(self.area[0] * transforms.CROP_ASPECT[0])
+        return self.reader.read(split.image(i), partial(self._plan, i), math.ceil(2 * self.side / share))
+
+    def _plan(self, i: int, width: int, height: int) -> Crop:
         if self.epoch is None:
-            return transforms.centre_crop(image, self.side).numpy()
+            return plan_centre(width, height, self.side)
         generator = transforms.seeded_random(self.seed, self.epoch, i)
-        return transforms.random_resized_crop(image, self.side, generator, self.area).numpy()
+        return transforms.plan_random_crop(width, height, self.side, generator, self.area)
 
     def describe(self) -> dict[str, Any]:
         """Return plain data for cache keys and protocols. Changing it invalidates the users' caches."""
         if self.epoch is None:
-            return {"view": "centre", "side": self.side, "short_side": round(self.side * CROP_RATIO)}
+            short = round(self.side * CROP_RATIO)
+            return {"view": "centre", "side": self.side, "short_side": short, **self.reader.describe()}
         shape = {"area": list(self.area), "aspect": list(transforms.CROP_ASPECT), "side": self.side}
-        return {"view": "random resized crop and flip", **shape, "pass": self.epoch, "seed": self.seed}
+        drawn = {"pass": self.epoch, "seed": self.seed, **self.reader.describe()}
+        return {"view": "random resized crop and flip", **shape, **drawn}
 
 
 @dataclass(frozen=True)
 class CroppedImages(Dataset[Any]):
     """What a transform makes of the images of a split: (number, result), or (number, reason) for an unreadable one.
 
-    An index is a number, or (position, number) as `shuffled_batches` yields it.
+    An index is a number, or a tuple that ends with it, such as (position, number) as `shuffled_batches` yields it. A
+    result may be a crop that is left to a GPU.
     """
 
     split: Split
@@ -87,8 +104,29 @@ class CroppedImages(Dataset[Any]):
         try:
             return i, self.transform(self.split, index)
         except (ImageError, OSError) as error:
-            reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.split.images.path(i)}: ")
-            return i, f"{self.split.name(i)}: {reason}"[:1000]
+            return i, self.describe_error(i, error)
+
+    def describe_error(self, i: int, error: Exception) -> str:
+        """Return the name of an image and why it cannot be read."""
+        reason = str(error).removeprefix("<bytes>: ").removeprefix(f"{self.split.images.path(i)}: ")
+        return f"{self.split.name(i)}: {reason}"[:1000]
+
+    def finish(self, items: Sequence[tuple[int, Any]], device: torch.device | None) -> list[tuple[int, Any]]:
+        """Replace the crops that were left to `device` by their pixels there, with their labels if they have any."""
+        planned = [value for _, value in items if isinstance(value, PlannedCrop)]
+        if not planned or device is None:
+            return list(items)
+        finished, done = iter(finish_planned(planned, device)), list[tuple[int, Any]]()
+        for i, value in items:
+            result = value
+            if isinstance(value, PlannedCrop):
+                pixels = next(finished)
+                if isinstance(pixels, ImageError):
+                    result = self.describe_error(i, pixels)
+                else:
+                    result = pixels if value.label is None else (pixels, value.label)
+            done.append((i, result))
+        return done
 
 
 def join_some(items: Sequence[str], limit: int = 5) -> str:
@@ -97,25 +135,40 @@ def join_some(items: Sequence[str], limit: int = 5) -> str:
     return "; ".join(items[:limit]) + more
 
 
-def stack_crops(side: int, crops: Sequence[tuple[int, Any]]) -> tuple[NDArray[np.uint8], dict[int, str]]:
-    """Stack what `CroppedImages` gave to (B, 3, side, side), black where unreadable; and the reasons by number.
-
-    NumPy arrays, not tensors: tensors from worker processes would take shared memory.
-    """
+def stack_crops(side: int, crops: Sequence[tuple[int, Any]]) -> tuple[Tensor, dict[int, str]]:
+    """Stack what `CroppedImages` gave to (B, 3, side, side), black where unreadable; and the reasons by number."""
     unreadable = {i: pixels for i, pixels in crops if isinstance(pixels, str)}
     black = np.zeros((3, side, side), np.uint8)
-    return np.stack([black if isinstance(pixels, str) else pixels for _, pixels in crops]), unreadable
+    return _stack([black if isinstance(pixels, str) else pixels for _, pixels in crops]), unreadable
+
+
+def _stack(images: Sequence[Any]) -> Tensor:
+    """Stack arrays, or tensors on a device and arrays."""
+    device = next((image.device for image in images if isinstance(image, Tensor)), None)
+    if device is None:  # by NumPy: torch would use a thread per core, which decoding needs
+        return torch.from_numpy(np.stack(images))
+    return torch.stack([torch.as_tensor(image, device=device) for image in images])
 
 
 @contextmanager
 def decode_batches(
-    dataset: Any, batches: Iterable[Sequence[Any]], workers: int, collate: Any = list, forked: bool = False
+    dataset: Any,
+    batches: Iterable[Sequence[Any]],
+    workers: int,
+    collate: Any = list,
+    forked: bool = False,
+    device: torch.device | None = None,
 ) -> Iterator[Iterator[Any]]:
     """Iterate over the items of each batch of indices, made by worker processes (0: by this process).
 
-    `forked` workers inherit everything in this process, such as a compiled model.
+    `forked` workers inherit everything in this process, such as a compiled model. With `device` the items of a
+    `CroppedImages` are lists, and what was left to that GPU is finished there, a batch ahead.
     """
     try:
+        if device is not None:
+            with _DeviceBatches(dataset, batches, workers, device) as finished:
+                yield finished
+            return
         with WorkerPool(partial(_load_batch, dataset, collate), map(list, batches), workers, fork=forked) as decoded:
             yield decoded
     except RuntimeError as error:  # a builtin: a block left open may end with the interpreter, after torch is gone
@@ -164,6 +217,7 @@ class DenseLoader:
     scales: tuple[float, float] = (1.0, 1.0)
     """Training: range of the short side, in multiples of `side`."""
     skipped: dict[str, set[str]] = field(default_factory=dict)
+    reader: CropReader = field(default_factory=CropReader)
 
     @property
     def ignore(self) -> int:
@@ -179,19 +233,19 @@ class DenseLoader:
         order = shuffled_batches(len(split), self.batch, range(start, steps), self.seed, rank, size)
         # One dtype whatever the mask files hold: processes gather their labels.
         dtype = np.float32 if self.data.task == "depth" else np.int32
-        with decode_batches(CroppedImages(split, self._random_crop), order, self.workers) as batches:
+        with self._decode(split, self._random_crop, order) as batches:
             for items in batches:
                 readable = self._check_readable("train", items)
                 if not readable and size == 1:
                     raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read: {items[0][1]}")
-                empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8)
+                empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8, device=self.reader.device)
                 yield _stack_pairs(readable, dtype) if readable else LabelledBatch(empty, empty[:, 0].int())
 
     def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """Yield all images of a split once, in batches of equal shapes, shared out among `size` processes."""
         split, window = self.data.splits[name], _SCORING_WINDOW * self.batch
         windows = [range(start, min(start + window, len(split))) for start in range(0, len(split), window)][rank::size]
-        with decode_batches(CroppedImages(split, self._whole_image), windows, self.workers) as batches:
+        with self._decode(split, self._whole_image, windows) as batches:
             for items in batches:
                 by_shape: dict[Any, list[Any]] = {}
                 for pixels, label in self._check_readable(name, items):
@@ -202,8 +256,12 @@ class DenseLoader:
 
     def one(self, name: str, i: int) -> LabelledBatch | None:
         """Return image `i` of a split as `scoring` has it; None when it cannot be read."""
-        _, pair = CroppedImages(self.data.splits[name], self._whole_image)[i]
+        images = CroppedImages(self.data.splits[name], self._whole_image)
+        ((_, pair),) = images.finish([images[i]], self.reader.device)
         return None if isinstance(pair, str) else _stack_pairs([pair])
+
+    def _decode(self, split: Split, transform: Any, order: Iterable[Any]) -> AbstractContextManager[Iterator[Any]]:
+        return decode_batches(CroppedImages(split, transform), order, self.workers, device=self.reader.device)
 
     def _check_readable(self, name: str, items: Sequence[tuple[int, Any]]) -> list[Any]:
         where, pairs = f"{self.data.name} {name}", [pair for _, pair in items]
@@ -214,50 +272,144 @@ class DenseLoader:
             self.skipped.setdefault(where, set()).update(unreadable)
         return [pair for pair in pairs if not isinstance(pair, str)]
 
-    def _random_crop(self, split: Split, index: tuple[int, int]) -> _Pair:
+    def _random_crop(self, split: Split, index: tuple[int, int]) -> _Pair | PlannedCrop:
         """Crop image and label at random; where an image is smaller than the crop, the padding does not count."""
         position, i = index  # as `shuffled_batches` yields them
-        image, values = open_pair(split, i, self.data.depth, scored=False)
         # Seeded by the position in the stream, so that an image is cropped differently in every epoch.
         scale = math.exp(transforms.seeded_random(self.seed, position, 1).uniform(*map(math.log, self.scales)))
-        pixels = transforms.resize_short_side(image, round(self.side * scale))
-        label = transforms.resize_nearest(values, (pixels.shape[1], pixels.shape[2]))
+        image, values = self._read(split, i, round(self.side * scale), scored=False)
+        rows, columns = (image.crop.rows, image.crop.columns) if isinstance(image, PlannedCrop) else image.shape[1:]
         generator = torch.Generator().manual_seed(transforms.seeded_random(self.seed, position).getrandbits(62))
+        window = transforms.random_window(rows, columns, (self.side, self.side), generator)
         fill = 0 if self.data.task == "depth" else self.ignore
-        cropped = transforms.random_crop_and_flip(pixels, label, (self.side, self.side), generator, fill)
-        crop, crop_label = (tensor.contiguous().numpy() for tensor in cropped)
+        label = window.cut(transforms.resize_nearest(values, (rows, columns)), fill).contiguous().numpy()
         # Bytes where they suffice: less to send between processes.
         fits_byte = values.dtype == np.uint8 and 0 <= fill <= 255
-        return crop, crop_label.astype(np.uint8) if fits_byte else crop_label
+        label = label.astype(np.uint8) if fits_byte else label
+        if isinstance(image, PlannedCrop):
+            return image._replace(window=window, label=label)
+        return window.cut(torch.from_numpy(image)).contiguous().numpy(), label
 
-    def _whole_image(self, split: Split, i: int) -> _Pair:
-        image, values = open_pair(split, i, self.data.depth, scored=True)
+    def _whole_image(self, split: Split, i: int) -> _Pair | PlannedCrop:
+        image, values = self._read(split, i, self.side, self.patch)
         # PyTorch supports few operations on uint16. Bytes stay bytes: less to send between processes.
         label = values.astype(np.int32) if values.dtype == np.uint16 else np.ascontiguousarray(values)
-        return transforms.resize_short_side(image, self.side, self.patch).numpy(), label
+        return image._replace(label=label) if isinstance(image, PlannedCrop) else (image, label)
+
+    def _read(
+        self, split: Split, i: int, short: int, multiple: int = 1, scored: bool = True
+    ) -> tuple[NDArray[np.uint8] | PlannedCrop, NDArray[Any]]:
+        """Read an image, its short side resized, and its label map as `open_pair` does."""
+        rules = self.data.depth
+        if rules is not None and rules.input_crop:  # cropped before it is resized: decoded here
+            image, label = open_pair(split, i, rules, scored)
+            return self.reader.crop(image, transforms.plan_short_side(*image.size, short, multiple)), label
+        label = split.label(i)
+
+        def plan(width: int, height: int) -> Crop:
+            _check_same_size(height, width, label)
+            return transforms.plan_short_side(width, height, short, multiple)
+
+        pixels = self.reader.read(split.image(i), plan, 2 * short)
+        return pixels, _evaluated(label, rules) if scored else label
 
 
 def _stack_pairs(pairs: Sequence[_Pair], dtype: DTypeLike | None = None) -> LabelledBatch:
     pixels, labels = zip(*pairs, strict=True)
-    return LabelledBatch(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels, dtype=dtype)))
+    return LabelledBatch(_stack(pixels), torch.from_numpy(np.stack(labels, dtype=dtype)))
 
 
 def open_pair(split: Split, i: int, rules: DepthRules | None, scored: bool) -> tuple[Image.Image, NDArray[Any]]:
     """Open an image and its label map. Depths to be `scored` are 0 outside the region the benchmark evaluates."""
     image, label = open_image(split.image(i)), split.label(i)
-    height, width = label.shape
-    if (height, width) != (image.height, image.width):
-        raise ImageError(f"the picture is {image.height}×{image.width}, its label {height}×{width}; they must match")
-    if rules is None:
-        return image, label
-    if scored:
-        top, bottom, left, right = rules.box(height, width)
-        evaluated = np.zeros_like(label)
-        evaluated[top:bottom, left:right] = label[top:bottom, left:right]
-        label = evaluated
-    if rules.input_crop:
+    height, width = image.height, image.width
+    _check_same_size(height, width, label)
+    label = _evaluated(label, rules) if scored else label
+    if rules is not None and rules.input_crop:
         rows, columns = min(rules.input_crop[0], height), min(rules.input_crop[1], width)
         top, left = height - rows, (width - columns) // 2
         image = image.crop((left, top, left + columns, top + rows))
         label = label[top : top + rows, left : left + columns]
     return image, label
+
+
+def _check_same_size(height: int, width: int, label: NDArray[Any]) -> None:
+    if (height, width) != label.shape:
+        rows, columns = label.shape
+        raise ImageError(f"the picture is {height}×{width}, its label {rows}×{columns}; they must match")
+
+
+def _evaluated(label: NDArray[Any], rules: DepthRules | None) -> NDArray[Any]:
+    """Return depths that are 0 outside the region the benchmark evaluates; masks as they are."""
+    if rules is None:
+        return label
+    top, bottom, left, right = rules.box(*label.shape)
+    evaluated = np.zeros_like(label)
+    evaluated[top:bottom, left:right] = label[top:bottom, left:right]
+    return evaluated
+
+
+def _split_batch(batch: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(batch), _TASK_IMAGES):
+        yield batch[start : start + _TASK_IMAGES]
+
+
+class _DeviceBatches(AbstractContextManager[Iterator[list[tuple[int, Any]]]]):
+    """Batches of a `CroppedImages`, finished on a GPU; with workers in a thread, on a stream of its own.
+
+    A worker takes a few images at a time, and leaves what it read in memory that it shares with this process.
+    """
+
+    def __init__(
+        self, images: CroppedImages, batches: Iterable[Sequence[Any]], workers: int, device: torch.device
+    ) -> None:
+        self.images, self.device, self.workers = images, device, workers
+        shared = workers and sys.platform == "linux"
+        self.slots = SharedSlots(workers * _PREFETCH + 1, _SLOT_BYTES) if shared else None
+        sent, self.pending = tee(map(list, batches))
+        tasks = enumerate(part for batch in sent for part in _split_batch(batch))
+        self.pool = WorkerPool(self._read, tasks, workers, _PREFETCH, fork=self.slots is not None)
+        on_gpu = device.type == "cuda"
+        self.stream: Any = torch.cuda.stream(torch.cuda.Stream(device)) if on_gpu else nullcontext()
+
+    def __enter__(self) -> Iterator[list[tuple[int, Any]]]:
+        self.batches = self._finish()
+        if self.workers:
+            self.batches = prefetch(self.batches)
+        return self.batches
+
+    def __exit__(self, *_: object) -> None:
+        self.batches.close()
+        self.pool.close()
+
+    def _read(self, task: tuple[int, Sequence[Any]]) -> list[tuple[int, Any]]:
+        """Read the images of a task, in a worker."""
+        number, indices = task
+        items = [self.images[index] for index in indices]
+        if self.slots is None:
+            return items
+        planned = [value for _, value in items if isinstance(value, PlannedCrop)]
+        placed = iter(self.slots.put(number, [crop.source for crop in planned]))
+        return [(i, _move(value, placed)) for i, value in items]
+
+    def _finish(self) -> Generator[list[tuple[int, Any]]]:
+        numbers = count()
+        for batch in self.pending:
+            items = list[tuple[int, Any]]()
+            for _ in _split_batch(batch):
+                items += self._unpack(next(numbers), next(self.pool))
+            with self.stream:
+                finished = self.images.finish(items, self.device)
+            yield finished
+
+    def _unpack(self, number: int, items: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        if self.slots is None:
+            return items
+        placed = [value.source for _, value in items if isinstance(value, PlannedCrop)]
+        sources = iter(self.slots.get(number, placed, copy=True))
+        return [(i, _move(value, sources)) for i, value in items]
+
+
+def _move(value: Any, sources: Iterator[Any]) -> Any:
+    """Replace the source of a crop that is left to a GPU by the next of `sources`; other values stay."""
+    return value._replace(source=next(sources)) if isinstance(value, PlannedCrop) else value

@@ -6,6 +6,7 @@ A run's folder has the best weights so far (`model.safetensors`, `config.json`),
 
 import contextlib
 import copy
+import dataclasses
 import math
 import shutil
 import time
@@ -22,6 +23,7 @@ from torch import Tensor
 from veca.checkpoint.format import weights_hash
 from veca.checkpoint.loading import find_pretrained, load_or_random
 from veca.config import VecaConfig
+from veca.data.crops import CropReader
 from veca.data.datasets import DatasetError, ProbeData, limit_splits, load_dataset
 from veca.data.datasets.base import evenly_spaced
 from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, join_some
@@ -99,6 +101,8 @@ class Finetuning(RunEngine):
             raise DatasetError(f"{found}; `veca finetune {task}` needs labels to {task}, to learn from train and val")
         _check_folder(folder, name)
         super().__init__(folder, world, restart, say)
+        reader = CropReader.choose(options.decode, self.device)
+        options = dataclasses.replace(options, decode=reader.decode)
         self.options, self.data, self.model_name = options, data, name
         for problem in data.problems:
             self.say(f"{data.name}: {problem}. The score is not the benchmark's.")
@@ -115,7 +119,7 @@ class Finetuning(RunEngine):
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
         make_task: Any = SegmentTask if task == "segment" else ClassifyTask
-        self.task, self.backbone = make_task(backbone, data, options), backbone
+        self.task, self.backbone = make_task(backbone, data, options, reader), backbone
         self.model = self.task.network.to(self.device).train()
         head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
         groups = layer_decay_groups(self.model, backbone.config.depth, options.layer_decay, options.decay, head_rate)

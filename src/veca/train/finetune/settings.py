@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from veca.config import VecaConfig, is_budget
+from veca.data.records import DecodeChoice
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS, nearest_sizes
 from veca.utils.settings import Bounds, Settings
@@ -48,6 +49,9 @@ class FinetuneSettings(Settings):
     precision: Literal["float32", "bfloat16"] | None = None
     """Of the matrix products; null: bfloat16 on a GPU, float32 elsewhere."""
     workers: Annotated[int, Bounds(ge=0, le=1024)] = 0
+    decode: DecodeChoice = "pillow"
+    """Decoder: "pillow" is exact; "gpu" decodes ordinary JPEGs on the GPU and the rest as "cpu" does; "cpu" is fast,
+    its pixels differ from Pillow's by a few grey levels; "auto" is "gpu" where there is one, or else "cpu"."""
     skip_bad: bool = False
     """Leave out unreadable images, with a note, instead of stopping."""
     progress: bool = True
@@ -101,6 +105,7 @@ class FinetuneSegmentSettings(FinetuneSettings):
 
 def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folder: object) -> None:
     """Refuse to resume with other settings, except those that change no result."""
+    before = {"decode": "pillow", **before}  # of runs before there was a choice
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE_SETTINGS]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
         way_out = "Take another --out, or --overwrite to begin anew in it"

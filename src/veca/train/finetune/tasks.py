@@ -5,7 +5,6 @@ Shapes: B images of H × W pixels, C classes.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import veca
 from veca.checkpoint.format import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
+from veca.data.crops import CropReader
 from veca.data.datasets import batches
 from veca.data.datasets.base import ProbeData, Split
 from veca.data.datasets.batches import CroppedImages, CropTransform, DenseLoader, LabelledBatch
@@ -117,12 +117,9 @@ class FinetuneTask:
             part.write_text(json.dumps(processor, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class _Crops:
-    split: Split
-
-    def __getitem__(self, crop: tuple[CropTransform, int]) -> Any:
-        return CroppedImages(self.split, crop[0])[crop[1]]
+def _crop(split: Split, index: tuple[CropTransform, int]) -> Any:
+    transform, i = index
+    return transform(split, i)
 
 
 class ClassifyTask(FinetuneTask):
@@ -131,10 +128,10 @@ class ClassifyTask(FinetuneTask):
     metric, metric_names = "top1", {"top1": "pixel_accuracy", "mean_per_class": "class_accuracy"}
     ignore = -1
 
-    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneClassifySettings) -> None:
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneClassifySettings, reader: CropReader) -> None:
         side = settings.size
         super().__init__(backbone, data, settings, {"size": {"height": side, "width": side}, "fit": "crop"})
-        self.network, self.centre = Classifier(backbone), CropTransform(side)
+        self.network, self.centre = Classifier(backbone), CropTransform(side, reader=reader)
         with torch.random.fork_rng(devices=[]):  # a new head follows from the seed, and disturbs no other draws
             torch.manual_seed(settings.seed)
             backbone.reset_classifier(len(data.classes))
@@ -147,7 +144,11 @@ class ClassifyTask(FinetuneTask):
         settings, count = self.settings, len(self.data.splits["train"])
         side, seed, area = settings.size, settings.seed, (settings.least_area, 1.0)
         order = batches.shuffled_batches(count, settings.batch, range(start, steps), seed, rank, size)
-        crops = ([(CropTransform(side, position // count, seed, area), i) for position, i in batch] for batch in order)
+        reader = self.centre.reader
+        crops = (
+            [(CropTransform(side, position // count, seed, area, reader), i) for position, i in batch]
+            for batch in order
+        )
         return self._batches("train", crops)
 
     def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
@@ -159,8 +160,9 @@ class ClassifyTask(FinetuneTask):
 
     def _batches(self, name: str, crops: Iterable[Sequence[tuple[CropTransform, int]]]) -> Iterator[LabelledBatch]:
         split, settings = self.data.splits[name], self.settings
-        labels = torch.from_numpy(split.labels).long()
-        with batches.decode_batches(_Crops(split), crops, settings.workers) as decoded:
+        labels, device = torch.from_numpy(split.labels).long(), self.centre.reader.device
+        images = CroppedImages(split, _crop)
+        with batches.decode_batches(images, crops, settings.workers, device=device) as decoded:
             for batch in decoded:
                 pixels, bad = batches.stack_crops(settings.size, batch)
                 if bad and not settings.skip_bad:
@@ -169,8 +171,9 @@ class ClassifyTask(FinetuneTask):
                     )
                     raise batches.UnreadableImageError(f"{problem}. Mend them, or leave such out with --skip-bad")
                 self.skipped.setdefault(name, set()).update(bad.values())
-                readable = [i not in bad for i, _ in batch]
-                yield LabelledBatch(torch.from_numpy(pixels[readable]), labels[[i for i, _ in batch if i not in bad]])
+                if bad:
+                    pixels = pixels[[n for n, (i, _) in enumerate(batch) if i not in bad]]
+                yield LabelledBatch(pixels, labels[[i for i, _ in batch if i not in bad]])
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores, labels, label_smoothing=self.settings.smoothing)
@@ -193,9 +196,9 @@ class ClassifyTask(FinetuneTask):
 
     def load_one(self, split: str, i: int) -> LabelledBatch | None:
         """Image `i` as `scoring` has it; None where it cannot be read."""
-        images = self.data.splits[split]
-        pixels, bad = batches.stack_crops(self.settings.size, [CroppedImages(images, self.centre)[i]])
-        return None if bad else LabelledBatch(torch.from_numpy(pixels), torch.tensor([images.label(i)]))
+        images = CroppedImages(self.data.splits[split], self.centre)
+        pixels, bad = batches.stack_crops(self.settings.size, images.finish([images[i]], self.centre.reader.device))
+        return None if bad else LabelledBatch(pixels, torch.tensor([images.split.label(i)]))
 
     def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
         """Images or a caption that show the prediction for one image and its label."""
@@ -218,11 +221,11 @@ class SegmentTask(FinetuneTask):
     metric, load = "mIoU", staticmethod(load_segmenter)
     metric_names: ClassVar = {"mIoU": "miou", "pixel_accuracy": "pixel_accuracy", "class_accuracy": "class_accuracy"}
 
-    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings) -> None:
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings, reader: CropReader) -> None:
         super().__init__(backbone, data, settings, {"size": {"shortest_edge": settings.size}, "fit": "keep"})
         loader = DenseLoader(
             data, settings.size, backbone.config.patch_size, settings.batch, settings.seed, settings.workers,
-            settings.skip_bad, settings.scales, self.skipped,
+            settings.skip_bad, settings.scales, self.skipped, reader,
         )  # fmt: skip
         self.ignore, self.training = loader.ignore, loader.training
         self.scoring, self.load_one = loader.scoring, loader.one
