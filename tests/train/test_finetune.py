@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import veca
 import veca.hub.timm
 from veca.cli.main import app
+from veca.data.crops import CropReader
 from veca.data.datasets import DatasetError, load_dataset
 from veca.data.datasets.batches import UnreadableImageError
 from veca.hub.transformers import VecaForImageClassification, VecaModel
@@ -355,7 +356,9 @@ def test_a_damaged_head_is_refused(tmp_path: Path, told: str, message: str) -> N
 
 def test_a_converted_folder_has_its_head(place: Path, tmp_path: Path) -> None:
     source, asked = tmp_path / "tuned", FinetuneSegmentSettings(size=64)
-    SegmentTask(veca.load(place / "model"), load_dataset(str(place / "masks"), task="segment"), asked).save(source, {})
+    SegmentTask(
+        veca.load(place / "model"), load_dataset(str(place / "masks"), task="segment"), asked, CropReader()
+    ).save(source, {})
     whole = load_segmenter(source).state_dict()
 
     def convert(name: str, *more: str) -> Any:

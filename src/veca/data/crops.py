@@ -80,7 +80,7 @@ def finish_planned(planned: Sequence[PlannedCrop], device: torch.device) -> list
         by_shape.setdefault((each.crop.height, each.crop.width), []).append(i)
     finished = dict[int, Tensor | ImageError]()
     for shape, some in by_shape.items():
-        sources, crops = [planned[i].source for i in some], [planned[i].crop for i in some]
+        sources, crops = [_writable(planned[i].source) for i in some], [planned[i].crop for i in some]
         made, refused = finish_crops(sources, crops, shape, device)
         finished |= {some[i]: _finish_on_cpu(planned[some[i]], device) for i in refused}
         finished |= dict(zip([i for i in some if i not in finished], made, strict=True))
@@ -90,6 +90,10 @@ def finish_planned(planned: Sequence[PlannedCrop], device: torch.device) -> list
             finished[i] = each.window.cut(pixels)
     hand_over((pixels for pixels in finished.values() if isinstance(pixels, Tensor)), device)
     return [finished[i] for i in range(len(planned))]
+
+
+def _writable(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return array if array.flags.writeable else array.copy()  # torch warns of others
 
 
 def _finish_on_cpu(planned: PlannedCrop, device: torch.device) -> Tensor | ImageError:

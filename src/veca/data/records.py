@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -158,8 +159,8 @@ def read_jpeg(source: str | bytes, max_pixels: int) -> tuple[NDArray[np.uint8], 
 
 
 def for_resizing(image: Image.Image, crop: Crop) -> tuple[NDArray[np.uint8], Crop]:
-    """Pixels (height, width, 3) of an image that a GPU is to resize; a large one is resized here."""
-    if image.width * image.height > _RAW_PIXELS or crop.grows_first:
+    """Pixels (height, width, 3) of an image that a GPU is to resize, columns first; others are resized here."""
+    if image.width * image.height > _RAW_PIXELS or crop.rows_first(*image.size):
         image = apply_crop(crop, image)
         crop = Crop((0, 0, *image.size), *image.size, *image.size)
     return np.asarray(image), crop
@@ -237,7 +238,7 @@ def split_tasks(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
 
 @contextmanager
 def decode_tasks(
-    tasks: Iterable[list[Item]],
+    tasks: Iterable[list[Item] | None],
     decoder: RecordDecoder,
     workers: int,
     *,
@@ -247,6 +248,7 @@ def decode_tasks(
 ) -> Iterator[Iterator[Record]]:
     """Decode tasks in `workers` processes (0: in this one) while the block runs; records keep their order.
 
+    A task None stands for none: tasks that do not come yet do not keep the results of others waiting.
     `gpu` finishes what it can. `compute` is what becomes of the records of each task, in its worker where that is a
     fork of this process, or else in this one. `on_work` is told of each task how many images it has and what it took a
     worker.
@@ -254,26 +256,32 @@ def decode_tasks(
     sent = deque[tuple[int, int]]()  # number and bytes of the tasks on their way
 
     def limit_bytes() -> Iterator[_Task | None]:
-        for number, items in enumerate(tasks):
+        numbers = count()
+        for items in tasks:
+            if items is None:
+                yield None
+                continue
             size = sum(len(item.data or b"") for item in items)
             # `WorkerPool` limits only the number of tasks. It asks for one whenever a result comes back, and cannot be
             # made to wait: while too many bytes are on their way it is given tasks without work.
             while any(size for _, size in sent) and sum(size for _, size in sent) + size > _SENT_BYTES:
                 yield None
-            sent.append((number, size))
+            sent.append((number := next(numbers), size))
             yield _Task(number, items, gpu is not None and gpu.works)
 
     def receive(results: Iterable[tuple[list[Record], TaskSeconds] | None]) -> Iterator[list[Record]]:
         for result in results:
-            if result is not None:
-                records, seconds = result
-                records = work.unpack(sent.popleft()[0], records)
-                if compute is not None and work.compute is None:
-                    began = time.perf_counter()
-                    records = compute(records)
-                    seconds = seconds._replace(compute=time.perf_counter() - began)
-                on_work(len(records), seconds)
-                yield records
+            if result is None:
+                yield []
+                continue
+            records, seconds = result
+            records = work.unpack(sent.popleft()[0], records)
+            if compute is not None and work.compute is None:
+                began = time.perf_counter()
+                records = compute(records)
+                seconds = seconds._replace(compute=time.perf_counter() - began)
+            on_work(len(records), seconds)
+            yield records
 
     fork = sys.platform == "linux"
     # Tasks without work have slots of nobody; those with work are at most as many as are under way.
@@ -296,8 +304,9 @@ def _decode_on_gpu(chunks: Iterator[list[Record]], decoder: RecordDecoder, gpu: 
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         for records in chunks:
-            waiting.append(gpu.submit(records, decoder))
-            if len(waiting) > _GPU_TASKS:
+            if records:
+                waiting.append(gpu.submit(records, decoder))
+            if len(waiting) > _GPU_TASKS or (waiting and not records):
                 yield from waiting.popleft()()
         while waiting:
             yield from waiting.popleft()()

@@ -1,9 +1,10 @@
 """`embed` on Ray Data: the partitions of a run, computed by many processes or machines.
 
-    sources → partitions → one model per GPU or CPU slot → features/00000000.parquet, 00000001.parquet, …
+    sources → partitions → one pipeline per GPU or CPU slot → features/00000000.parquet, 00000001.parquet, …
 
-A worker gets a partition (`veca.embed.partitions`), reads it and writes its file. Batches are those of the plain
-engine, and so are the bits. Finished partitions are not computed again: a lost worker costs its partition, an
+A worker gets partitions (`veca.embed.partitions`), reads them and writes their files; its pipeline, from processes that
+read to the model, is one for all of them, and reads the next while it computes one. Batches are those of the plain
+engine, and so are the bits. Finished partitions are not computed again: a lost worker costs its partitions, an
 interrupted run those in progress.
 """
 
@@ -23,13 +24,13 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from veca.data.gpu_decode import GpuDecoder, undecodable_reason
-from veca.data.records import decode_tasks
+from veca.data.gpu_decode import undecodable_reason
 from veca.data.remote import SourceError, is_remote
-from veca.data.sources import Item, is_container, unpack_files
-from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
+from veca.data.sources import Item, is_container
+from veca.embed.batches import EmbedJob, FeatureModel, prepare_model
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, feature_schema
 from veca.embed.settings import EmbedError
+from veca.embed.stream import PartitionStream
 from veca.model import Veca
 from veca.utils.console import bar
 from veca.version import __version__
@@ -37,6 +38,8 @@ from veca.version import __version__
 Engine = Literal["plain", "ray"]
 
 _USAGE_REPORTS = "RAY_USAGE_STATS_ENABLED"
+_AHEAD = 2
+"""Partitions that a worker with processes of its own is given at a time: it reads one while it computes the other."""
 _MAX_TRIES = 4
 """Workers that may die of a partition before it is given up; others continue, and the end says what is missing."""
 
@@ -108,21 +111,23 @@ class PartitionResult(NamedTuple):
     given_up: bool = False
 
 
+class GivenUpError(EmbedError):
+    """A partition that killed its workers."""
+
+
 class RayWorker:
-    """One model. Ray Data creates one per slot, and again elsewhere when its process or machine is lost."""
+    """One pipeline. Ray Data creates one per slot, and again elsewhere when its process or machine is lost.
+
+    It may be called by several threads, each with a partition.
+    """
 
     def __init__(self, job: EmbedJob, weights: list[Any], tries: Any) -> None:
         self.job, self.weights, self.tries = job, weights, tries
-        self.model: FeatureModel | None = None
-        self.gpu: GpuDecoder | None = None
+        self.stream: PartitionStream | None = None
+        self._loading = threading.Lock()
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        import ray
-
         number = int(row["number"])
-        if ray.get(self.tries.begin.remote(number)) > _MAX_TRIES:
-            reason = f"its workers died {_MAX_TRIES} times: memory ran out, or an image crashes the decoder"
-            return PartitionResult(number, error=reason, given_up=True)._asdict()
         partition = Partition(number, [Item(*fields) for fields in json.loads(row["files"])])
         # Errors are returned: Ray would wrap what is raised, or compute the block again.
         try:
@@ -130,7 +135,7 @@ class RayWorker:
         except torch.OutOfMemoryError:
             reason, given_up = f"no memory for batch={self.job.settings.batch}: lower it", False
         except Exception as error:
-            reason, given_up = str(error), isinstance(error, SourceError)
+            reason, given_up = str(error), isinstance(error, SourceError | GivenUpError)
             if not given_up:
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 reason = f"{kind}{reason} (partition {number}, on {socket.gethostname()})"
@@ -138,7 +143,7 @@ class RayWorker:
 
     def embed(self, partition: Partition) -> PartitionResult:
         """Compute a partition, unless its file is there."""
-        job, s = self.job, self.job.settings
+        job = self.job
         with suppress(OSError):
             os.chdir(job.cwd)  # for relative paths
         partition = partition.with_stamps()
@@ -147,12 +152,21 @@ class RayWorker:
             place = os.path.dirname(next((file.path for file in partition.files if file.path), ""))
             if place and not is_remote(place) and not os.path.isdir(place):
                 raise EmbedError(f"{place} is not there; images must be on a disk that all machines share, or remote")
-            self.model = self.model or FeatureModel(prepare_model(self._load_model(), s, job.device), job)
-            tasks = job.split_tasks(unpack_files(partition.files, job.column, s.max_pixels))
-            compute = self.model.compute if job.by_task else None
-            with decode_tasks(tasks, job.decoder, job.workers, gpu=self.gpu, compute=compute) as records:
-                state = PartitionWriter(self.model, partition).write(records)
+            with self._loading:
+                if self.stream is None:
+                    model = FeatureModel(prepare_model(self._load_model(), job.settings, job.device), job)
+                    self.stream = PartitionStream(model, self._begin)
+            state = self.stream.submit(partition).result()
         return PartitionResult(partition.number, state.pictures, len(state.failures), kept is not None)
+
+    def _begin(self, number: int) -> int:
+        """Count that a partition is begun, and give it up after too many times."""
+        import ray
+
+        tried = int(ray.get(self.tries.begin.remote(number)))
+        if tried > _MAX_TRIES:
+            raise GivenUpError(f"its workers died {_MAX_TRIES} times: memory ran out, or an image crashes the decoder")
+        return tried
 
     def _load_model(self) -> Veca:
         """The model, for the first partition; checks what a machine of a cluster may lack."""
@@ -173,7 +187,6 @@ class RayWorker:
             torch.set_num_threads(max(1, job.workers))
         if job.settings.decode == "gpu" and (reason := undecodable_reason(job.device)):
             raise EmbedError(f"--decode gpu: {reason}. Use --decode cpu")
-        self.gpu = GpuDecoder(job.device) if job.resizes_on_gpu else None
         return model
 
 
@@ -233,8 +246,12 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
     try:
         tries = ray.remote(num_cpus=0)(Tries).remote()
         data = ray.data.from_items(tasks, override_num_blocks=min(len(tasks), 10_000))
-        actors = ray.data.ActorPoolStrategy(size=min(models, len(plan)), max_tasks_in_flight_per_actor=1)
+        size, ahead = min(models, len(plan)), _AHEAD if job.workers else 1
+        actors = ray.data.ActorPoolStrategy(
+            size=size, max_tasks_in_flight_per_actor=ahead, enable_true_multi_threading=True
+        )
         each: dict[str, Any] = {"num_cpus": max(1, job.workers), "num_gpus": int(job.device.type == "cuda")}
+        each["max_concurrency"] = ahead
         each["fn_constructor_args"] = job, [ray.put(np.frombuffer(weights, np.uint8))], tries
         rows = iter(data.map(RayWorker, compute=actors, **each).iter_rows())
         for row in rows:

@@ -49,6 +49,13 @@ class Crop(NamedTuple):
         left, top, right, bottom = self.box
         return self.columns > right - left and self.rows < bottom - top
 
+    def rows_first(self, width: int, height: int) -> bool:
+        """Whether Pillow resizes the rows of a `width` × `height` image first, which changes how values are rounded.
+
+        Its versions before 13 do not, where the height shrinks by more than twice the pixels that the width does.
+        """
+        return self.grows_first or height - self.rows > 2 * max(0, width - self.columns)
+
 
 def cached_tensors(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Cache the tensors that a function makes from constants; they must not be written to."""

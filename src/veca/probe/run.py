@@ -44,7 +44,7 @@ _NOT_IN_PROTOCOL = ("cores", "sizes", "seed", "workers", "progress", "decode")
 """Settings that are elsewhere in a row, or that change no number."""
 Row: TypeAlias = dict[str, Any]
 Warn: TypeAlias = Callable[[str], None]
-ProbeTask: TypeAlias = Literal["classify", "knn", "segment", "depth"]
+RowTask: TypeAlias = Literal["classify", "knn", "segment", "depth"]
 MAX_SIMILARITIES = 2**24
 """Similarities computed at a time; they take 20 bytes each."""
 Labelled: TypeAlias = tuple[Tensor, Tensor]
@@ -315,7 +315,7 @@ def _sort_keys(similarity: Tensor, start: int) -> Tensor:
 class Job:
     """A row to compute: everything that determines its numbers, and the folder it is written to."""
 
-    task: ProbeTask
+    task: RowTask
     backbone: FrozenBackbone
     data: ProbeData
     folder: Path
@@ -390,7 +390,7 @@ class Job:
 
 
 def make_job(
-    task: ProbeTask, backbone: FrozenBackbone, data: ProbeData, folder: Path, settings: ProbeSettings,
+    task: RowTask, backbone: FrozenBackbone, data: ProbeData, folder: Path, settings: ProbeSettings,
     also: Sequence[ProbeData] = (),
 ) -> Job:  # fmt: skip
     """Return what the rows of a probe have in common, with the decoder that is asked for."""

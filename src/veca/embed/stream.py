@@ -1,0 +1,125 @@
+"""Partitions through one pipeline, as they come: while one is computed, workers and decoder are at the next."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from veca.data.gpu_decode import GpuDecoder
+from veca.data.records import Record, decode_tasks
+from veca.data.sources import Item, unpack_files
+from veca.embed.batches import FeatureModel, PartitionWriter
+from veca.embed.partitions import Partition, PartitionState
+
+
+@dataclass(eq=False)
+class _Request:
+    partition: Partition
+    alone: bool = False
+    """Whether no other partition is under way beside it."""
+    done: Future[PartitionState] = field(default_factory=Future)
+    # Images of it that workers were given, and whether these are all
+    sent: int = 0
+    complete: bool = False
+
+
+class PartitionStream:
+    """Computes partitions in the order they are submitted, in a thread, with one pool of processes for all of them.
+
+    `on_begin` is told the number of a partition when it is taken up and returns how many times that has happened, in
+    this process and others that were lost. A partition that is begun again is computed alone, so that others do not
+    share its fate; what `on_begin` raises becomes the partition's error. After any other error the partitions under way
+    are computed again, one by one, to tell which of them it belongs to.
+    """
+
+    def __init__(self, model: FeatureModel, on_begin: Callable[[int], int] = lambda number: 1) -> None:
+        self.model, self.job, self._on_begin = model, model.job, on_begin
+        self._gpu = GpuDecoder(self.job.device) if self.job.resizes_on_gpu else None
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        # Those to take up before others, and those that workers were given images of
+        self._waiting, self._under_way = deque[_Request](), deque[_Request]()
+        # A daemon: it waits for partitions until the process ends.
+        threading.Thread(target=self._run, name="partitions", daemon=True).start()
+
+    def submit(self, partition: Partition) -> Future[PartitionState]:
+        """Have a partition computed and written; what it raises is an error of this partition."""
+        request = _Request(partition)
+        self._requests.put(request)
+        return request.done
+
+    def _run(self) -> None:
+        job, compute = self.job, self.model.compute if self.job.by_task else None
+        if job.by_task and job.workers:
+            self.model.warm_up()
+        while True:
+            if not self._waiting:
+                self._waiting.append(self._requests.get())  # before there is a pool
+            try:
+                with decode_tasks(self._tasks(), job.decoder, job.workers, gpu=self._gpu, compute=compute) as records:
+                    self._write(records)
+            except BaseException as error:
+                under_way = list(self._under_way) or [self._waiting.popleft()]
+                self._under_way.clear()
+                if len(under_way) == 1:
+                    under_way[0].done.set_exception(error)
+                else:
+                    self._waiting.extendleft(_Request(each.partition, True, each.done) for each in under_way[::-1])
+
+    def _tasks(self) -> Iterator[list[Item] | None]:
+        """The tasks of partitions as they are taken up; None while there is none to take up."""
+        while True:
+            request = self._take()
+            if request is None:
+                yield None
+                continue
+            self._under_way.append(request)
+            images = unpack_files(request.partition.files, self.job.column, self.job.settings.max_pixels)
+            tasks = self.job.split_tasks(images)
+            task = next(tasks, None)
+            if task is None:  # a shard without images
+                self._finish(request, iter(()))
+            while task is not None:
+                following = next(tasks, None)
+                request.sent += len(task)
+                request.complete = following is None
+                yield task
+                task = following
+
+    def _take(self) -> _Request | None:
+        """Take up the next partition. Waits for one if none is under way; their results would have to wait too."""
+        if self._under_way and self._under_way[-1].alone:
+            return None
+        if not self._waiting:
+            try:
+                self._waiting.append(self._requests.get(block=not self._under_way))
+            except queue.Empty:
+                return None
+        request = self._waiting[0]
+        if not request.alone:
+            try:
+                request.alone = self._on_begin(request.partition.number) > 1
+            except Exception as error:
+                self._waiting.popleft().done.set_exception(error)
+                return None
+        if request.alone and self._under_way:
+            return None
+        return self._waiting.popleft()
+
+    def _write(self, records: Iterator[Record]) -> None:
+        for first in records:
+            request = self._under_way[0]
+            self._finish(request, self._records_of(request, first, records))
+
+    def _records_of(self, request: _Request, first: Record, records: Iterator[Record]) -> Iterator[Record]:
+        yield first
+        count = 1
+        while count < request.sent or not request.complete:
+            yield next(records)
+            count += 1
+
+    def _finish(self, request: _Request, records: Iterator[Record]) -> None:
+        state = PartitionWriter(self.model, request.partition).write(records)
+        self._under_way.remove(request)
+        request.done.set_result(state)
