@@ -5,6 +5,7 @@ Without a GPU the kernel runs in Triton's interpreter.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from veca.errors import ArgumentError
 from veca.images import ImageError
 
 CPU = torch.device("cpu")
+ON_CPU = CropReader(device=CPU)
 
 
 def make_pairs(root: Path, kind: str = "masks", suffix: str = "png") -> ProbeData:
@@ -64,34 +66,50 @@ def crops_of(split: Split, transform: CropTransform, workers: int) -> tuple[torc
     return torch.cat([pixels.cpu() for pixels, _ in stacked]), {**stacked[0][1], **stacked[1][1]}
 
 
-def check_same_pixels(root: Path, device: torch.device, workers: int) -> None:
-    data, reader = make_pairs(root / "masks"), CropReader(device=device)
-    for side, epoch in ((30, None), (32, 0), (32, 1)):
-        want = crops_of(data.splits["train"], CropTransform(side, epoch), 0)
-        found = crops_of(data.splits["train"], CropTransform(side, epoch, reader=reader), workers)
+def check_same_crops(data: ProbeData, transforms: list[CropTransform], reader: CropReader, workers: int) -> None:
+    for transform in transforms:
+        want = crops_of(data.splits["train"], transform, 0)
+        found = crops_of(data.splits["train"], dataclasses.replace(transform, reader=reader), workers)
         assert torch.equal(found[0], want[0])
         assert found[1] == want[1]
         assert list(want[1]) == [4]
-    depths = make_pairs(root / "depths", "depths")
-    object.__setattr__(depths, "depth", DepthRules(crop="eigen", input_crop=(40, 40)))
-    for each in (data, depths):
-        for want_pair, pair in zip(
-            dense_batches(each, CropReader(), 0), dense_batches(each, reader, workers), strict=True
-        ):
-            assert torch.equal(pair[0], want_pair[0])
-            assert torch.equal(pair[1], want_pair[1])
 
 
 @interpreted
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_device_makes_the_pixels_of_pillow(tmp_path: Path, workers: int) -> None:
-    check_same_pixels(tmp_path, CPU, workers)
+def test_a_device_makes_the_pixels_of_pillow(tmp_path: Path) -> None:
+    check_same_crops(make_pairs(tmp_path), [CropTransform(16, 0)], CropReader(device=CPU), 2)
+
+
+@interpreted
+def test_a_device_makes_the_pixels_of_whole_images_and_their_crops(tmp_path: Path) -> None:
+    data = make_pairs(tmp_path)
+    loaders = [DenseLoader(data, 16, 8, 2, scales=(0.5, 2.0), reader=reader) for reader in (CropReader(), ON_CPU)]
+    pairs = zip(*(CroppedImages(data.splits["val"], loader._whole_image) for loader in loaders), strict=False)
+    (_, want), (i, planned) = next(pairs)
+    ((_, found),) = CroppedImages(data.splits["val"], loaders[1]._whole_image).finish([(i, planned)], CPU)
+    assert np.array_equal(found[0], want[0])
+    assert np.array_equal(found[1], want[1])
+    for position in range(3):
+        index, split = (position, position), data.splits["train"]
+        want = loaders[0]._random_crop(split, index)
+        planned = loaders[1]._random_crop(split, index)
+        ((_, found),) = CroppedImages(split, loaders[1]._random_crop).finish([(0, planned)], CPU)
+        assert np.array_equal(found[0], want[0])
+        assert np.array_equal(found[1], want[1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_gpu_makes_the_pixels_of_pillow(tmp_path: Path, workers: int) -> None:
-    check_same_pixels(tmp_path, torch.device("cuda"), workers)
+    data, reader = make_pairs(tmp_path / "masks"), CropReader(device=torch.device("cuda"))
+    check_same_crops(data, [CropTransform(30), CropTransform(32, 0), CropTransform(32, 1)], reader, workers)
+    depths = make_pairs(tmp_path / "depths", "depths")
+    depths = dataclasses.replace(depths, depth=DepthRules(crop="eigen", input_crop=(40, 40)))
+    for each in (data, depths):
+        exact, found = dense_batches(each, CropReader(), 0), dense_batches(each, reader, workers)
+        for want_pair, pair in zip(exact, found, strict=True):
+            assert torch.equal(pair[0], want_pair[0])
+            assert torch.equal(pair[1], want_pair[1])
 
 
 def test_what_the_device_refuses_is_decoded_by_the_cpu(tmp_path: Path) -> None:

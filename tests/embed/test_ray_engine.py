@@ -34,6 +34,7 @@ from veca.embed.batches import EmbedJob, FeatureModel
 from veca.embed.partitions import Partition, PartitionFolder, RunTotals, plan_partitions
 from veca.embed.ray_engine import PartitionResult, RayWorker, check_results, connect_ray
 from veca.embed.run import describe_features, describe_job
+from veca.embed.stream import PartitionStream
 
 SETTINGS = EmbedSettings(cores=8, size=48, batch=2)
 
@@ -83,7 +84,9 @@ def at_hand(
     job = EmbedJob(PartitionFolder(f"{out}/"), settings, model.config, about, torch.device("cpu"))
     length = job.partition_length(partition)
     worker = RayWorker(job, [], None)
-    worker.model = FeatureModel(model, job)
+    worker.stream = PartitionStream(
+        FeatureModel(model, job), lambda number: worker._begin(number) if worker.tries else 1
+    )
     described = describe_job(about, model, inputs, None, length)
     return {"worker": worker, "plan": list(plan_partitions(inputs, length)), "job": described}
 
@@ -96,7 +99,7 @@ def test_partitions_hold_the_rows_of_the_plain_engine(inputs, tmp_path, model, m
     inputs = [inputs[0], inputs[1].replace("0*", "0[01]"), inputs[2].replace("1*", "11"), inputs[3]]
     embed(inputs, tmp_path / "plain.parquet", model=model, model_name="tiny", settings=settings, progress=False)
     made = at_hand(inputs, tmp_path / "out", model, settings, partition)
-    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].model.schema
+    folder, schema = PartitionFolder(tmp_path / "out"), made["worker"].stream.model.schema
     folder.start(made["job"], overwrite=False)
     done = {each.number: made["worker"].embed(each) for each in made["plan"]}
     assert len(done) == 4 + {1: 3, 8: 2}[partition]
@@ -264,7 +267,7 @@ def test_features_that_are_not_finite_stop_a_worker_or_are_failures(cluster, inp
     assert "--skip-nonfinite" in found["error"]
     assert os.listdir(tmp_path / "out") == ["_job.json"]
     worker.job = dataclasses.replace(worker.job, skip_nonfinite=True)
-    worker.model = FeatureModel(broken, worker.job)
+    worker.stream = PartitionStream(FeatureModel(broken, worker.job))
     assert worker(row)["failed"] == 12
     state = folder.read_state("00000000.parquet")
     assert (state.pictures, len(state.failures)) == (0, 12)
@@ -284,7 +287,7 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
     (out / "00000005.parquet").unlink()
     check_results(folder, made["plan"], done)
     with pytest.raises(EmbedError, match=r"00000005\.parquet is missing from .*out: the same call computes it again"):
-        folder.complete(RunTotals(partitions=14), made["worker"].model.schema)
+        folder.complete(RunTotals(partitions=14), made["worker"].stream.model.schema)
     done[5] = PartitionResult(5, error="not to be reached", given_up=True)
     with pytest.raises(EmbedError, match=r"not to be reached. 112 finished images are kept"):
         check_results(folder, made["plan"], done)
@@ -293,7 +296,7 @@ def test_what_is_missing_is_named(inputs, tmp_path, model):
 
 def test_a_worker_looks_around_first(inputs, tmp_path, model):
     worker = at_hand(inputs, tmp_path / "nowhere", model, SETTINGS)["worker"]
-    worker.model = None
+    worker.stream = None
     partition = Partition(0, list(list_files(inputs[0])[1]))
     with pytest.raises(EmbedError, match="nowhere is not there; it must be on a disk that all machines share"):
         worker.embed(partition)
@@ -330,7 +333,7 @@ def test_a_folder_belongs_to_one_job(inputs, tmp_path, model, prefix):
     (tmp_path / "out" / ".00000001.parquet.abcd.part").write_bytes(b"half a file")
     totals = RunTotals(partitions=1)
     totals.add(0, 11, 1)
-    folder.complete(totals, worker.model.schema)
+    folder.complete(totals, worker.stream.model.schema)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000000.parquet", "_done.json", "_job.json"]
     assert "03.jpg" in (tmp_path / "out.failures.csv").read_text()
     with pytest.raises(EmbedError, match="exists; choose another name"):

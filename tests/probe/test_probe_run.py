@@ -227,6 +227,18 @@ def test_problems_of_a_copy_are_said(data: ProbeData, tmp_path: Path) -> None:
     assert row["protocol"]["problems"] == part.problems
 
 
+def test_the_decoder_is_recorded_and_rows_of_two_do_not_mix(data: ProbeData, tmp_path: Path) -> None:
+    rows = {}
+    for decode in ("pillow", "cpu", "auto"):
+        (rows[decode],) = knn(backbone(), data, tmp_path, ask(NEAR, cores=(8,), decode=decode))
+    assert [rows[decode]["protocol"]["decode"] for decode in rows] == ["pillow", "cpu", "cpu"]
+    assert rows["auto"] == rows["cpu"]
+    assert len(list((tmp_path / "rows").iterdir())) == 2
+    assert len(list((tmp_path / "features").iterdir())) == 2 * len(data.splits)
+    with pytest.raises(ValueError, match="--decode gpu .*cpu is no NVIDIA GPU"):
+        knn(backbone(), data, tmp_path, ask(NEAR, decode="gpu"))
+
+
 @pytest.mark.gpu
 def test_gpu_the_same_command_twice_gives_the_same_rows(data: ProbeData, tmp_path: Path) -> None:
     def rows(folder: str) -> list[Any]:

@@ -34,7 +34,7 @@ from veca.probe.run import ClassifySettings as ProbeSettings
 from veca.probe.run import classify as probe_classify
 from veca.train.checkpoints import write_checkpoint
 from veca.train.finetune.run import Finetuning, finetune
-from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, check_same_settings
 from veca.train.finetune.tasks import Classifier, Segmenter, SegmentTask, load_segmenter
 from veca.train.optimizers import layer_decay_groups
 from veca.utils.signals import Interrupted
@@ -227,6 +227,33 @@ def test_a_finished_run_is_left_as_it_is(tuned: Path, place: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"other settings \(epochs: 5, now 6\). Take another --out, or --overwrite"):
         tune(place, folder, settings(epochs=6))
     assert tune(place, folder, settings(epochs=0.5), restart=True)["steps"] == 3
+
+
+def test_a_run_keeps_its_decoder(tuned: Path, place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(tuned, folder)
+    assert json.loads((folder / "finetune.json").read_text())["decode"] == "pillow"
+    with pytest.raises(ValueError, match=r"other settings \(decode: 'pillow', now 'cpu'\)"):
+        tune(place, folder, settings(decode="auto"))
+    check_same_settings({}, {"decode": "pillow"}, folder)  # a run before there was a choice
+    with pytest.raises(ValueError, match="decode: 'pillow', now 'gpu'"):
+        check_same_settings({}, {"decode": "gpu"}, folder)
+    with pytest.raises(ValueError, match="--decode gpu .*cpu is no NVIDIA GPU"):
+        tune(place, tmp_path / "other", settings(decode="gpu"))
+    assert tune(place, tmp_path / "other", settings(decode="cpu", epochs=0.5))["asked"]["decode"] == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["classes", "masks"])
+def test_gpu_a_run_learns_the_same_from_workers_and_from_none(kind: str, place: Path, tmp_path: Path) -> None:
+    make = settings if kind == "classes" else lambda **changes: FinetuneSegmentSettings(size=32, epochs=1, **changes)
+    found = []
+    for workers in (0, 2):
+        asked, folder = make(workers=workers, decode="gpu", progress=False), tmp_path / str(workers)
+        finetune(str(place / "model"), str(place / kind), folder, asked, device="cuda", say=lambda text: None)
+        found.append(json.loads((folder / "result.json").read_text()))
+    assert found[0]["after"] == found[1]["after"]
+    assert found[0]["asked"]["decode"] == "gpu"
 
 
 def test_a_signal_before_the_first_step_loses_no_head(

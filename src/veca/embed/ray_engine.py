@@ -247,11 +247,9 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
         tries = ray.remote(num_cpus=0)(Tries).remote()
         data = ray.data.from_items(tasks, override_num_blocks=min(len(tasks), 10_000))
         size, ahead = min(models, len(plan)), _AHEAD if job.workers else 1
-        actors = ray.data.ActorPoolStrategy(
-            size=size, max_tasks_in_flight_per_actor=ahead, enable_true_multi_threading=True
-        )
+        calls = {"max_tasks_in_flight_per_actor": ahead, "max_concurrent_calls_per_actor": ahead}
+        actors = ray.data.ActorPoolStrategy(size=size, enable_true_multi_threading=True, **calls)
         each: dict[str, Any] = {"num_cpus": max(1, job.workers), "num_gpus": int(job.device.type == "cuda")}
-        each["max_concurrency"] = ahead
         each["fn_constructor_args"] = job, [ray.put(np.frombuffer(weights, np.uint8))], tries
         rows = iter(data.map(RayWorker, compute=actors, **each).iter_rows())
         for row in rows:

@@ -63,7 +63,8 @@ class PartitionStream:
                 under_way = list(self._under_way) or [self._waiting.popleft()]
                 self._under_way.clear()
                 if len(under_way) == 1:
-                    under_way[0].done.set_exception(error)
+                    # Without the frames that would keep the processes of a pool that did not start
+                    under_way[0].done.set_exception(error.with_traceback(None))
                 else:
                     self._waiting.extendleft(_Request(each.partition, True, each.done) for each in under_way[::-1])
 
