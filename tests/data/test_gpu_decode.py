@@ -9,6 +9,7 @@ import io
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from veca.data import gpu_decode
 from veca.data.gpu_decode import GpuDecoder, choose_decoder, decode_jpegs, finish_crops, load_decoder
 from veca.data.index import ImageIndex
 from veca.data.loader import to_model_input, train_loader
-from veca.data.records import Record, RecordDecoder, read_jpeg
+from veca.data.records import Record, RecordDecoder, decode_tasks, read_jpeg
 from veca.data.sampler import TrainSampler
 from veca.data.sources import Item
 from veca.embed import EmbedSettings, embed
@@ -167,6 +168,28 @@ def test_an_error_of_the_gpu_reaches_the_caller() -> None:
     records, decoder = records_of(jpeg((80, 60)))
     with FakeGpu(error=torch.OutOfMemoryError("none left")) as gpu, pytest.raises(torch.OutOfMemoryError):
         gpu.submit(records, decoder)()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_task_does_not_wait_for_those_that_do_not_come(workers: int) -> None:
+    found = list[Record]()
+
+    def tasks() -> Iterator[list[Item] | None]:
+        yield [Item("0.jpg", data=jpeg((80, 60)))]
+        while not found:
+            yield None
+
+    decoder = RecordDecoder(64, "crop", 10**8, "gpu")
+    with FakeGpu() as gpu, decode_tasks(tasks(), decoder, workers, gpu=gpu) as decoded:
+        found.append(next(decoded))
+        assert next(decoded, None) is None
+    assert found[0].pixels.shape == (3, 64, 64)
+
+
+def test_tall_images_are_resized_by_the_worker() -> None:
+    """Pillow 13 resizes their rows first, the GPU their columns."""
+    found, _ = records_of(jpeg((70, 200)), jpeg((200, 70)), decode="pillow")
+    assert [record.source.shape for record in found] == [(64, 64, 3), (70, 200, 3)]
 
 
 def test_the_choice_of_a_decoder() -> None:

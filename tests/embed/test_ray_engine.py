@@ -191,7 +191,8 @@ class Killer(threading.Thread):
                 self.there = len(list(self.out.glob("*.parquet")))
 
 
-def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_path, model, monkeypatch):
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_path, model, monkeypatch, workers):
     monkeypatch.setattr(batches, "PART_IMAGES", 4)
     plain, out = tmp_path / "plain.parquet", tmp_path / "out"
     weights = tmp_path / "weights"
@@ -211,7 +212,9 @@ def test_an_interruption_and_a_killed_worker_change_no_row(cluster, inputs, tmp_
     killer = Killer(cluster, out, len(whole))
     killer.start()
     options = ["--model", str(weights), "--cores", "8", "--size", "48", "--batch-size", "2", "--partition", "4"]
-    said = CliRunner().invoke(app, ["embed", *inputs, "--out", str(out), "--engine", "ray", *options])
+    said = CliRunner().invoke(
+        app, ["embed", *inputs, "--out", str(out), "--engine", "ray", *options, "--workers", workers]
+    )
     assert said.exit_code == 3, said.output
     assert killer.killed
     assert killer.there < 16, "the worker was killed too late to matter"
