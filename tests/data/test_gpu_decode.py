@@ -22,7 +22,7 @@ from PIL import Image
 
 import veca
 from veca.data import gpu_decode
-from veca.data.gpu_decode import GpuDecoder, choose_decoder, decode_jpegs, finish_crops, load_decoder
+from veca.data.gpu_decode import GpuDecoder, choose_decoder, decode_jpegs, finish_crops
 from veca.data.index import ImageIndex
 from veca.data.loader import to_model_input, train_loader
 from veca.data.records import Record, RecordDecoder, read_jpeg
@@ -65,7 +65,7 @@ def shard(path: Path, files: dict[str, bytes]) -> Path:
 
 @interpreted
 def test_the_kernel_gives_the_pixels_of_pillow() -> None:
-    from veca.kernels.resample import resample_crops
+    from veca.kernels.resample import locate, resample_crops
 
     rng = np.random.default_rng(0)
     images, crops, want = list[torch.Tensor](), list[Crop](), list[NDArray[np.uint8]]()
@@ -86,8 +86,57 @@ def test_the_kernel_gives_the_pixels_of_pillow() -> None:
     crops.append(Crop((0.0, 0.0, 20.0, 20.0), 16, 16, 16, 16, flip=True))
     want.append(np.asarray(apply_crop(crops[-1], Image.fromarray(square))))
     out = torch.full((len(images), 3, 16, 16), 7, dtype=torch.uint8)
-    resample_crops(images, crops, out)
+    resample_crops(locate(images), crops, out)
     np.testing.assert_array_equal(out.permute(0, 2, 3, 1).numpy(), np.stack(want))
+
+
+SAMPLING = {"4:4:4": (1, 1), "4:2:2": (2, 1), "4:2:0": (2, 2), "4:4:0": (1, 2), "grey": (1, 1)}
+
+
+def blocks(sampling: str, width: int, height: int) -> tuple[bytes, list[NDArray[np.uint8]]]:
+    """A JPEG of blocks of one colour, which it codes without loss, and its planes."""
+    rng, (across, down) = np.random.default_rng(width), SAMPLING[sampling]
+    cells = rng.integers(0, 256, (-(-height // (8 * down)), -(-width // (8 * across)), 3), dtype=np.uint8)
+    # Pillow does not write 4:4:0. The blocks of 4:2:2 are coded in the same order.
+    stored = (2, 1) if sampling == "4:4:0" else (across, down)
+    sides = (len(cells) * 8 * stored[1], cells.shape[1] * 8 * stored[0]) if sampling == "4:4:0" else (height, width)
+    values = cells.repeat(8 * stored[1], 0).repeat(8 * stored[0], 1)[: sides[0], : sides[1]]
+    stream = io.BytesIO()
+    if sampling == "grey":
+        Image.fromarray(np.ascontiguousarray(values[..., 0])).save(stream, "JPEG", quality=100)
+    else:
+        kind = "4:2:2" if sampling == "4:4:0" else sampling
+        Image.fromarray(values, mode="YCbCr").save(stream, "JPEG", quality=100, subsampling=kind)
+    data = bytearray(stream.getvalue())
+    if sampling == "4:4:0":
+        frame = data.index(b"\xff\xc0")
+        data[frame + 5 : frame + 9] = height.to_bytes(2) + width.to_bytes(2)
+        data[frame + 11] = 0x12
+    luma = cells[..., 0].repeat(8 * down, 0).repeat(8 * across, 1)[:height, :width]
+    chroma = cells.repeat(8, 0).repeat(8, 1)[: -(-height // down), : -(-width // across)]
+    planes = [luma] if sampling == "grey" else [luma, chroma[..., 1], chroma[..., 2]]
+    return bytes(data), [np.ascontiguousarray(plane) for plane in planes]
+
+
+@interpreted
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_planes_become_the_rgb_of_libjpeg(sampling: str) -> None:
+    from veca.kernels.ycbcr import planes_to_rgb
+
+    sizes = [(64, 48), (50, 37), (33, 17), (3, 5), (5, 3), (1, 1), (4, 2), (2, 9), (150, 30)]
+    rows, kept = [], []
+    for width, height in sizes:
+        data, planes = blocks(sampling, width, height)
+        out = np.full((3, height, width), 7, np.uint8)
+        luma, *chroma = planes
+        places = [x for plane in chroma for x in (plane.ctypes.data, plane.shape[1])][:3] if chroma else [0, 0, 0]
+        shape = chroma[0].shape if chroma else (0, 0)
+        rows.append([luma.ctypes.data, width, *places, out.ctypes.data, height, width, *shape])
+        kept.append((out, planes, data))
+    planes_to_rgb(np.array(rows, np.int64), torch.device("cpu"))
+    for out, _, data in kept:
+        want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        np.testing.assert_array_equal(out.transpose(1, 2, 0), want)
 
 
 def records_of(*files: bytes, decode: str = "gpu", fit: Any = "crop") -> tuple[list[Record], RecordDecoder]:
@@ -181,6 +230,22 @@ def test_the_choice_of_a_decoder() -> None:
 
 
 @pytest.mark.gpu
+def test_decoded_by_the_gpu_as_by_libjpeg() -> None:
+    files = [jpeg((90 + 7 * i, 160 - 9 * i), seed=i, subsampling=i % 3, quality=70 + i) for i in range(12)]
+    files += [blocks(sampling, 61 + i, 45 + i)[0] for i, sampling in enumerate(SAMPLING)]
+    grey = io.BytesIO()
+    picture(75, 53).convert("L").save(grey, "JPEG", quality=85)
+    files.append(grey.getvalue())
+    decoded = decode_jpegs([np.frombuffer(file, np.uint8) for file in files], GPU)
+    for i, file in enumerate(files):
+        want = np.asarray(Image.open(io.BytesIO(file)).convert("RGB")).astype(int)
+        difference = np.abs(decoded.image(i).permute(1, 2, 0).cpu().numpy() - want)
+        # The cosine transforms of both round differently.
+        assert difference.max() <= 4, i
+        assert difference.mean() < 0.2, i
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fit", KINDS)
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_resized_on_the_gpu_as_by_pillow(fit: Any, orientation: int) -> None:
@@ -189,9 +254,7 @@ def test_resized_on_the_gpu_as_by_pillow(fit: Any, orientation: int) -> None:
     assert found is not None
     source, size, turn = found
     crop = plan_fit(*size, 64, fit)._replace(orientation=turn)
-    load_decoder()
-    (decoded,) = decode_jpegs([torch.from_numpy(source.copy())], GPU)
-    stored = decoded.permute(1, 2, 0).cpu().numpy()
+    stored = decode_jpegs([source], GPU).image(0).permute(1, 2, 0).cpu().numpy()
     exact, refused = finish_crops([stored], [crop], (crop.height, crop.width), GPU)
     both, also = finish_crops([source.copy()], [crop], (crop.height, crop.width), GPU)
     upright = Image.fromarray(stored) if turn == 1 else Image.fromarray(stored).transpose(Image.Transpose.ROTATE_270)

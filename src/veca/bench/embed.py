@@ -339,12 +339,12 @@ class _EmbedBench:
         return tasks
 
     def _decode_gpu(self, tasks: list[list[Record]], seconds: float) -> _Sample:
-        files = itertools.cycle([[torch.from_numpy(record.source) for record in task] for task in tasks])
+        files = itertools.cycle([[record.source for record in task] for task in tasks])
 
         def decode() -> int:
-            images = decode_jpegs(next(files), self.device)
+            decoded = decode_jpegs(next(files), self.device)
             synchronize(self.device)
-            return len(images)
+            return len(decoded.starts)
 
         return _repeat(decode, seconds)
 
@@ -368,14 +368,14 @@ class _EmbedBench:
         from veca.kernels.resample import resample_crops
 
         records, side = tasks[0], self.settings.size
-        images = decode_jpegs([torch.from_numpy(record.source) for record in records], self.device)
-        crops = [record.crop for record in records if record.crop]
-        out = torch.empty(len(images), 3, side, side, dtype=torch.uint8, device=self.device)
+        decoded = decode_jpegs([record.source for record in records], self.device)
+        places, crops = decoded.locate(), [record.crop for record in records if record.crop]
+        out = torch.empty(len(places), 3, side, side, dtype=torch.uint8, device=self.device)
 
         def resize() -> int:
-            resample_crops(images, crops, out)
+            resample_crops(places, crops, out)
             synchronize(self.device)
-            return len(images)
+            return len(places)
 
         return partial(_repeat, resize)
 

@@ -1,18 +1,17 @@
-"""Finish images on a GPU: decode JPEGs by torchvision's binding of nvJPEG, and resize all as Pillow does.
+"""Finish images on a GPU: decode JPEGs by nvJPEG, and resize all as Pillow does.
 
 Only JPEGs whose header was checked come here. What the decoder refuses is decoded by the CPU, image by image; a decoder
 that does not answer is given up, and the CPU does all that follows.
 """
 
 import importlib.util
+import io
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from veca.data.nvjpeg import DecodedJpegs, nvjpeg_of
 from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder
 from veca.errors import ArgumentError, warn_caller
 from veca.images import to_tensor
@@ -31,7 +31,6 @@ from veca.images.resize import Crop
 PATIENCE = 60.0
 # Pixels that are decoded at a time: three bytes each
 _PIXELS = 1 << 28
-_RGB = 3  # of torchvision's ImageReadMode
 
 
 def can_resize(device: torch.device) -> bool:
@@ -43,63 +42,41 @@ def undecodable_reason(device: torch.device) -> str:
     """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one."""
     if not can_resize(device):
         return f"{device} is no NVIDIA GPU with Triton"
+    stream = io.BytesIO()
+    Image.new("RGB", (24, 16)).save(stream, "JPEG")
     try:
-        load_decoder()
-        tiny = torch.ops.image.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8), 75)
-        (image,) = decode_jpegs([tiny], device)
+        decoded = decode_jpegs([np.frombuffer(stream.getvalue(), np.uint8)], device)
     except ImportError as error:
         return f"{error}: pip install 'veca[gpu]'"
-    except (RuntimeError, AttributeError, ValueError) as error:  # built without nvJPEG
+    except (RuntimeError, AttributeError) as error:
         return str(error).splitlines()[0]
-    return "" if tuple(image.shape) == (3, 16, 16) else "its decoder gives images of the wrong size"
+    return "" if decoded.sizes.tolist() == [[16, 24]] else "its decoder gives images of the wrong size"
 
 
-@cache
-def load_decoder() -> None:
-    """Load torchvision's operators for images, without the rest of it, which would take seconds to import."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None:
-        raise ImportError("it needs torchvision, which is not installed")
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    found = [path for folder in folders for path in folder.glob("image*.so")]
-    if found:
-        torch.ops.load_library(str(found[0]))
-    if not hasattr(torch.ops.image, "decode_jpegs_cuda"):
-        importlib.import_module("torchvision.io")
-
-
-def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Decode JPEG files, uint8 tensors on the CPU, to RGB (3, height, width) on the device; all or none."""
-    return list(torch.ops.image.decode_jpegs_cuda(list(files), _RGB, device))
+def decode_jpegs(files: Sequence[NDArray[np.uint8]], device: torch.device) -> DecodedJpegs:
+    """Decode JPEG files to RGB on the device; all or none."""
+    return nvjpeg_of(torch.cuda.current_device() if device.index is None else device.index).decode(files)
 
 
 def finish_crops(
     sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Decode and resize images to uint8 (B, 3, height, width) on a GPU, B all that can be; and which cannot.
+    """Decode and resize images to uint8 (B, 3, height, width) on a GPU; and which cannot be: their pixels are anything.
 
     Sources are JPEG files, or pixels (height, width, 3). Results may be used on the device's default stream.
     """
-    from veca.kernels.resample import resample_crops
-
-    images = list[Tensor | None]()
+    out, refused = torch.empty(len(sources), 3, *shape, dtype=torch.uint8, device=device), list[int]()
     for part in _parts(sources, crops):
-        jpegs = [i for i in part if sources[i].ndim == 1]
-        decoded = dict(zip(jpegs, _decode_some([sources[i] for i in jpegs], device), strict=True))
-        for i, image in decoded.items():
-            if image is not None and not _covers(image, crops[i]):
-                decoded[i] = None
-        images += [decoded[i] if i in decoded else _upload(sources[i], device) for i in part]
-    refused = [i for i, image in enumerate(images) if image is None]
-    kept = [(image, crop) for image, crop in zip(images, crops, strict=True) if image is not None]
-    out = torch.empty(len(kept), 3, *shape, dtype=torch.uint8, device=device)
-    if kept:
-        resample_crops([image for image, _ in kept], [crop for _, crop in kept], out)
+        for kind in (1, 3):
+            some = [i for i in part if sources[i].ndim == kind]
+            finish = _finish_jpegs if kind == 1 else _finish_pixels
+            if some:
+                refused += finish(some, sources, crops, out)
     if out.is_cuda:
         # It is read on another stream: its memory must not be used again before that is done.
         out.record_stream(torch.cuda.default_stream(device))
         torch.cuda.current_stream(device).synchronize()
-    return out, refused
+    return out, sorted(refused)
 
 
 def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[list[int]]:
@@ -116,32 +93,60 @@ def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[
     return parts
 
 
-def _covers(image: Tensor, crop: Crop) -> bool:
-    """Whether a decoded image is as large as its header told."""
-    height, width = image.shape[1:] if crop.orientation < 5 else image.shape[:0:-1]
-    return crop.source[0] <= width and crop.source[1] <= height
-
-
-def _upload(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
-    return torch.from_numpy(pixels).to(device, non_blocking=True).permute(2, 0, 1)
-
-
-def _decode_some(files: Sequence[NDArray[np.uint8]], device: torch.device) -> list[Tensor | None]:
-    """Decode files together; None for those that are refused."""
-    if not files:
-        return []
+def _finish_jpegs(
+    indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
+) -> list[int]:
+    """Decode and resize some of the images together; returns those that are refused."""
     try:
-        return list(decode_jpegs([torch.from_numpy(file) for file in files], device))
+        decoded = decode_jpegs([sources[i] for i in indices], out.device)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except torch.AcceleratorError:  # the device is lost for this process
         raise
     except RuntimeError:
         pass
-    if len(files) == 1:
-        return [None]
-    middle = len(files) // 2
-    return _decode_some(files[:middle], device) + _decode_some(files[middle:], device)
+    else:
+        covered = _covered(decoded.sizes, [crops[i] for i in indices])
+        kept = [i for i, fine in zip(indices, covered, strict=True) if fine]
+        _resample(decoded.locate()[covered], kept, crops, out)
+        return [i for i, fine in zip(indices, covered, strict=True) if not fine]
+    if len(indices) == 1:
+        return list(indices)
+    middle = len(indices) // 2
+    halves = indices[:middle], indices[middle:]
+    return [i for half in halves for i in _finish_jpegs(half, sources, crops, out)]
+
+
+def _covered(sizes: NDArray[np.int64], crops: Sequence[Crop]) -> NDArray[np.bool_]:
+    """Whether decoded images, height and width of each (B, 2), are as large as their headers told."""
+    turned = np.array([crop.orientation >= 5 for crop in crops])
+    upright = np.where(turned[:, None], sizes, sizes[:, ::-1])
+    return np.all(np.array([crop.source for crop in crops]) <= upright, axis=1)
+
+
+def _finish_pixels(
+    indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
+) -> list[int]:
+    """Resize some of the images; none is refused."""
+    images = [torch.from_numpy(sources[i]).to(out.device, non_blocking=True).permute(2, 0, 1) for i in indices]
+    from veca.kernels.resample import locate
+
+    _resample(locate(images), indices, crops, out)
+    return []
+
+
+def _resample(places: NDArray[np.int64], indices: Sequence[int], crops: Sequence[Crop], out: Tensor) -> None:
+    """Resize images into the rows of `out` that are `indices`."""
+    from veca.kernels.resample import resample_crops
+
+    if not indices:
+        return
+    first, last = indices[0], indices[-1] + 1
+    consecutive = last - first == len(indices)
+    target = out[first:last] if consecutive else out.new_empty(len(indices), *out.shape[1:])
+    resample_crops(places, [crops[i] for i in indices], target)
+    if not consecutive:
+        out[list(indices)] = target
 
 
 class GpuDecoder(AbstractContextManager["GpuDecoder"]):
@@ -218,9 +223,9 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
         for shape, some in by_shape.items():
             sources, crops = [record.source for record in some], [record.crop for record in some]
             pixels, refused = finish_crops(sources, crops, shape, self.device)  # type: ignore[arg-type]
-            done = [record for i, record in enumerate(some) if i not in refused] if refused else some
-            for i, record in enumerate(done):
-                record.pixels, record.source = (pixels, i), None
+            for i, record in enumerate(some):
+                if i not in refused:
+                    record.pixels, record.source = (pixels, i), None
         return records
 
 
