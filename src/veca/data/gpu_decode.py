@@ -29,6 +29,8 @@ from veca.images.resize import Crop
 
 # After this many seconds without an answer the GPU is given up.
 PATIENCE = 60.0
+# Threads that give the GPU tasks: while its engines decode one, the next is prepared and the last resized.
+THREADS = 2
 # Pixels that are decoded at a time: three bytes each
 _PIXELS = 1 << 28
 
@@ -150,7 +152,7 @@ def _resample(places: NDArray[np.int64], indices: Sequence[int], crops: Sequence
 
 
 class GpuDecoder(AbstractContextManager["GpuDecoder"]):
-    """Finishes the images of records on a GPU, task by task, in order and in a thread.
+    """Finishes the images of records on a GPU, task by task, in threads.
 
     `refused` counts the images that the CPU had to decode. `on_work` is told the stage, "decode", and of each task how
     many images it has and how many seconds it took.
@@ -159,18 +161,21 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
     def __init__(self, device: torch.device, on_work: Callable[[str, int, float], object] = lambda *_: None) -> None:
         self.device, self.works, self.refused, self._on_work = device, True, 0, on_work
         self._tasks: queue.SimpleQueue[tuple[Future[list[Record]], list[Record]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads = list[threading.Thread]()
 
-    def __exit__(self, *_: object) -> None:
-        self._tasks.put(None)
+    def __exit__(self, *error: object) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
 
     def submit(self, records: list[Record], decoder: RecordDecoder) -> Callable[[], list[Record]]:
         """Have the images of a task finished; returns a function that waits for the records and returns them."""
         future: Future[list[Record]] = Future()
-        if self._thread is None:
-            # A daemon: the interpreter does not wait for it if the GPU hangs.
-            self._thread = threading.Thread(target=self._run, name="gpu decoder", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            # Daemons: the interpreter does not wait for them if the GPU hangs.
+            names = (f"gpu decoder {i}" for i in range(THREADS))
+            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+            for thread in self._threads:
+                thread.start()
         if self.works and any(record.source is not None for record in records):
             self._tasks.put((future, records))
         else:

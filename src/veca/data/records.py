@@ -52,7 +52,7 @@ _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _PREFETCH = 2
 _SWITCH_SECONDS = 1e-4
 # Tasks that the GPU is given in advance
-_GPU_TASKS = 2
+_GPU_TASKS = 4
 
 
 def describe_error(error: Exception, name: str) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.config import VecaConfig
-from veca.data.gpu_decode import can_resize
+from veca.data.gpu_decode import THREADS, can_resize
 from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, Record, RecordDecoder, split_tasks
 from veca.data.sources import Item
 from veca.embed.meter import StageMeter
@@ -84,8 +84,9 @@ class EmbedJob:
         return can_resize(self.device)
 
     def processes(self) -> dict[str, int]:
-        """How many processes share each stage, where there are several."""
-        return dict.fromkeys([self.reading, *["model"] * self.by_task], self.workers)
+        """How many processes or threads share each stage, where there are several."""
+        stages = dict.fromkeys([self.reading, *["model"] * self.by_task], self.workers)
+        return stages | {"decode": THREADS} if self.resizes_on_gpu else stages
 
     @property
     def reading(self) -> str:
