@@ -177,11 +177,12 @@ class FastVeca(Veca):
         state, rotary = numbers(batch, budget, 2), self._patch_rotary(grid, grid, self.states)
         positions = state, rotary.coordinates, rotary.frequencies
         pixels = zeros(len(flat), self.patch_weight.shape[1])
+        # Those that take longest come first: threads take turns at Python, and the rest of a compilation needs none.
         calls: list[Callable[[], object]] = [
-            *(functools.partial(block.qkv.run, flat, each) for each in sums),
-            lambda: launch_core_attention(qkv, *positions),
             # A smaller batch is split among more programs.
             lambda: launch_core_attention(qkv[: max(1, batch // 4)], state[: max(1, batch // 4)], *positions[1:]),
+            lambda: launch_core_attention(qkv, *positions),
+            *(functools.partial(block.qkv.run, flat, each) for each in sums),
             lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
             lambda: block.fc1.run(flat, sums[1], swiglu=True),
             lambda: linear_residual(hidden, block.fc2, block.fc2_bias, flat),
@@ -209,7 +210,7 @@ class FastVeca(Veca):
             with torch.cuda.device_of(x):
                 call()
 
-        with ThreadPoolExecutor(len(calls), "compile") as threads:
+        with ThreadPoolExecutor(4, "compile") as threads:
             list(threads.map(run, calls))
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from veca.data.nvjpeg import DecodedJpegs, nvjpeg_of
+from veca.data.nvjpeg import DecodedJpegs, load_library, nvjpeg_of
 from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder
 from veca.errors import ArgumentError, warn_caller
 from veca.images import to_tensor
@@ -41,18 +41,20 @@ def can_resize(device: torch.device) -> bool:
 
 
 def undecodable_reason(device: torch.device) -> str:
-    """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one."""
+    """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one, which compiles all kernels."""
     if not can_resize(device):
         return f"{device} is no NVIDIA GPU with Triton"
-    stream = io.BytesIO()
-    Image.new("RGB", (24, 16)).save(stream, "JPEG")
+    stream, crop = io.BytesIO(), Crop((0, 0, 48, 32), 24, 16, 24, 16)
+    Image.new("RGB", (48, 32)).save(stream, "JPEG")
     try:
-        decoded = decode_jpegs([np.frombuffer(stream.getvalue(), np.uint8)], device)
+        load_library()
+        with torch.inference_mode():
+            _, refused = finish_crops([np.frombuffer(stream.getvalue(), np.uint8)], [crop], (16, 24), device)
     except ImportError as error:
         return f"{error}: pip install 'veca[gpu]'"
     except (RuntimeError, AttributeError) as error:
         return str(error).splitlines()[0]
-    return "" if decoded.sizes.tolist() == [[16, 24]] else "its decoder gives images of the wrong size"
+    return "its decoder refuses an ordinary JPEG" if refused else ""
 
 
 def decode_jpegs(files: Sequence[NDArray[np.uint8]], device: torch.device) -> DecodedJpegs:

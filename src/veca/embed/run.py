@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import groupby, islice
 from pathlib import Path
@@ -115,14 +116,19 @@ def embed(
             models, where, workers = find_slots(device, workers)
         workers, device = usable_cpus() if workers is None else workers, torch.device(where)
         unfinished = folder.check(overwrite)  # before anything that takes long
-        settings = dataclasses.replace(settings, decode=choose_decoder(settings.decode, device, check=not on_ray))
         if settings.batch is None:
             settings = dataclasses.replace(settings, batch=unfinished.get("batch"))
         try:
-            ready = model if on_ray else prepare_model(model, settings, device)
-            if settings.batch is None:
-                batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
-                settings = dataclasses.replace(settings, batch=batch)
+            # In a thread: both compile kernels where the disk has none yet.
+            with ThreadPoolExecutor(1, "choose decoder") as thread:
+                decode = thread.submit(choose_decoder, settings.decode, device, check=not on_ray)
+                if device.type != "cuda":
+                    decode.result()
+                ready = model if on_ray else prepare_model(model, settings, device)
+                if settings.batch is None:
+                    batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
+                    settings = dataclasses.replace(settings, batch=batch)
+            settings = dataclasses.replace(settings, decode=decode.result())
             about = describe_features(model, model_name, settings, device)
             job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
             length = job.partition_length(partition or partitions.PARTITION)
