@@ -44,12 +44,13 @@ def undecodable_reason(device: torch.device) -> str:
     """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one, which compiles all kernels."""
     if not can_resize(device):
         return f"{device} is no NVIDIA GPU with Triton"
-    stream, crop = io.BytesIO(), Crop((0, 0, 48, 32), 24, 16, 24, 16)
+    # Sizes that are multiples of 16, as most are: kernels are compiled for that.
+    stream, crop = io.BytesIO(), Crop((0, 0, 48, 32), 16, 16, 16, 16)
     Image.new("RGB", (48, 32)).save(stream, "JPEG")
     try:
         load_library()
         with torch.inference_mode():
-            _, refused = finish_crops([np.frombuffer(stream.getvalue(), np.uint8)], [crop], (16, 24), device)
+            _, refused = finish_crops([np.frombuffer(stream.getvalue(), np.uint8)], [crop], (16, 16), device)
     except ImportError as error:
         return f"{error}: pip install 'veca[gpu]'"
     except (RuntimeError, AttributeError) as error:

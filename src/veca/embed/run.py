@@ -41,7 +41,7 @@ from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
-from veca.utils.device import usable_cpus
+from veca.utils.device import separate_streams, usable_cpus
 from veca.utils.files import check_utf8, check_writable, list_paths
 from veca.version import __version__
 
@@ -97,6 +97,7 @@ def embed(
     1
     """
     began, on_ray, was_training = time.perf_counter(), engine == "ray", model.training
+    separate_streams()
     if not on_ray and is_remote(os.fspath(out)):
         raise EmbedError(f"{out}: an address; this engine writes on this machine. --engine ray writes to addresses")
     if partition is not None and partition < 1:
