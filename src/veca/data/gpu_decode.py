@@ -1,7 +1,8 @@
 """Finish images on a GPU: decode JPEGs by torchvision's binding of nvJPEG, and resize all as Pillow does.
 
-Only JPEGs whose header was checked come here. What the decoder refuses is decoded by the CPU, image by image; a decoder
-that does not answer is given up, and the CPU does all that follows.
+Only JPEGs whose header was checked come here. The decoder does not report damage in their coded data and leaves pixels
+of earlier images there, so a kernel checks these data meanwhile. What fails or what the decoder refuses is decoded by
+the CPU, image by image; a decoder that does not answer is given up, and the CPU does all that follows.
 """
 
 import importlib.util
@@ -85,7 +86,7 @@ def finish_crops(
     images = list[Tensor | None]()
     for part in _parts(sources, crops):
         jpegs = [i for i in part if sources[i].ndim == 1]
-        decoded = dict(zip(jpegs, _decode_some([sources[i] for i in jpegs], device), strict=True))
+        decoded = dict(zip(jpegs, _decode_valid([sources[i] for i in jpegs], device), strict=True))
         for i, image in decoded.items():
             if image is not None and not _covers(image, crops[i]):
                 decoded[i] = None
@@ -126,12 +127,22 @@ def _upload(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
     return torch.from_numpy(pixels).to(device, non_blocking=True).permute(2, 0, 1)
 
 
-def _decode_some(files: Sequence[NDArray[np.uint8]], device: torch.device) -> list[Tensor | None]:
-    """Decode files together; None for those that are refused."""
-    if not files:
+def _decode_valid(sources: Sequence[NDArray[np.uint8]], device: torch.device) -> list[Tensor | None]:
+    """Decode files together; None for those that are damaged or refused."""
+    from veca.kernels.jpeg_scan import check_scans
+
+    if not sources:
         return []
+    files = [torch.from_numpy(source) for source in sources]
+    valid = check_scans(files, device)  # beside the decoder, which has a stream of its own
+    images = _decode_some(files, device)
+    return [image if good else None for image, good in zip(images, valid.tolist(), strict=True)]
+
+
+def _decode_some(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
+    """Decode files together; None for those that are refused."""
     try:
-        return list(decode_jpegs([torch.from_numpy(file) for file in files], device))
+        return list(decode_jpegs(files, device))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except torch.AcceleratorError:  # the device is lost for this process
