@@ -134,9 +134,9 @@ def _decode_valid(sources: Sequence[NDArray[np.uint8]], device: torch.device) ->
     if not sources:
         return []
     files = [torch.from_numpy(source) for source in sources]
-    valid = check_scans(files, device)  # beside the decoder, which has a stream of its own
+    check = check_scans(files, device)  # meanwhile: the decoder has a stream of its own
     images = _decode_some(files, device)
-    return [image if good else None for image, good in zip(images, valid.tolist(), strict=True)]
+    return [image if valid else None for image, valid in zip(images, check.wait(), strict=True)]
 
 
 def _decode_some(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ A state is a position in bits, the block of the unit (MCU) and the coefficient o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +32,23 @@ _FIRST_LONG, _SIZE = tl.constexpr(_SHORT + _LONG + 1), tl.constexpr(_SHORT + _LO
 _FRAME, _HUFFMAN, _SCAN, _RESTARTS = tl.constexpr(0xC0), tl.constexpr(0xC4), tl.constexpr(0xDA), tl.constexpr(0xDD)
 
 
-def check_scans(files: Sequence[Tensor], device: torch.device, lanes: int = _LANES, piece: int = _PIECE) -> Tensor:
-    """Whether the coded data of each file are valid and complete, bool (B,) on the device, which is not waited for.
+class ScanCheck(NamedTuple):
+    """A check under way. It holds the memory that the kernel uses, which must not be given to another stream."""
+
+    valid: Tensor
+    memory: tuple[Tensor, ...]
+
+    def wait(self) -> list[bool]:
+        """Whether each file is valid."""
+        return self.valid.tolist()
+
+
+def check_scans(files: Sequence[Tensor], device: torch.device, lanes: int = _LANES, piece: int = _PIECE) -> ScanCheck:
+    """Begin to check whether the coded data of each file are valid and complete.
 
     Files are uint8 tensors on the CPU that end with their end marker, with headers that passed
-    `veca.images.jpeg.gpu_decodable`. Every code must be in its table, every coefficient within its block, every restart
-    interval have its blocks, and be followed by less than 8 bits of padding with ones.
+    `veca.images.jpeg.gpu_decodable`. Every code must be in its table, every coefficient within its block, and every
+    restart interval must have its blocks and then less than 8 bits of padding with ones.
     """
     count = len(files)
     offsets = np.zeros(count + 1, np.int64)
@@ -52,7 +64,7 @@ def check_scans(files: Sequence[Tensor], device: torch.device, lanes: int = _LAN
     places, data = received[: offsets.nbytes].view(torch.int64), received[offsets.nbytes :]
     sizes = {"LANES": lanes, "PIECE": piece, "num_warps": max(lanes // 32, 1)}
     _check[(count,)](data, places, words, starts, tables, valid, **sizes)
-    return valid
+    return ScanCheck(valid, (received, words, starts, tables))
 
 
 @triton.jit
