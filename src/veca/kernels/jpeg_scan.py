@@ -52,8 +52,11 @@ def check_scans(files: Sequence[Tensor], device: torch.device, lanes: int = _LAN
     """
     count = len(files)
     offsets = np.zeros(count + 1, np.int64)
-    np.cumsum([len(file) for file in files], out=offsets[1:])
-    size = offsets.nbytes + int(offsets[-1])
+    offsets[0] = offsets.nbytes
+    offsets[1:] = [len(file) for file in files]
+    np.cumsum(offsets, out=offsets)
+    size = int(offsets[-1])
+    # One copy: offsets, then files
     sent = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     torch.cat([torch.from_numpy(offsets.view(np.uint8)), *files], out=sent)
     received = sent.to(device, non_blocking=True)
@@ -61,9 +64,9 @@ def check_scans(files: Sequence[Tensor], device: torch.device, lanes: int = _LAN
     starts = torch.empty(size // 2 + 2 * count, dtype=torch.int32, device=device)
     tables = torch.zeros(count, 4, _SIZE.value, dtype=torch.int16, device=device)
     valid = torch.empty(count, dtype=torch.bool, device=device)
-    places, data = received[: offsets.nbytes].view(torch.int64), received[offsets.nbytes :]
     sizes = {"LANES": lanes, "PIECE": piece, "num_warps": max(lanes // 32, 1)}
-    _check[(count,)](data, places, words, starts, tables, valid, **sizes)
+    places = received[: offsets.nbytes].view(torch.int64)
+    _check[(count,)](received, places, words, starts, tables, valid, **sizes)
     return ScanCheck(valid, (received, words, starts, tables))
 
 
