@@ -169,6 +169,27 @@ def test_an_error_of_the_gpu_reaches_the_caller() -> None:
         gpu.submit(records, decoder)()
 
 
+@interpreted
+def test_what_is_damaged_within_its_coded_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_decoder()
+    monkeypatch.setattr(gpu_decode, "decode_jpegs", lambda files, _: [torch.ops.image.decode_jpeg(f, 3) for f in files])
+    good = jpeg((24, 16), quality=10)
+    longer = good[:-2] + good[-3:-2] + good[-2:]
+    crop = plan_fit(24, 16, 16, "crop")
+    sources = []
+    for data in (good, longer, good):
+        found = read_jpeg(data, 10**8)
+        assert found is not None
+        sources.append(found[0].copy())
+    pixels, refused = finish_crops(
+        [*sources, np.zeros((16, 24, 3), np.uint8)], [crop] * 4, (16, 16), torch.device("cpu")
+    )
+    assert refused == [1]
+    assert torch.equal(pixels[0], pixels[1])
+    assert pixels[0].any()
+    assert not pixels[2].any()
+
+
 def test_the_choice_of_a_decoder() -> None:
     cpu = torch.device("cpu")
     assert choose_decoder("auto", cpu) == "cpu"
