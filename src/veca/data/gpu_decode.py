@@ -1,7 +1,8 @@
 """Finish images on a GPU: decode JPEGs by nvJPEG, and resize all as Pillow does.
 
-Only JPEGs whose header was checked come here. What the decoder refuses is decoded by the CPU, image by image; a decoder
-that does not answer is given up, and the CPU does all that follows.
+Only JPEGs whose header was checked come here. The decoder does not report damage in their coded data and leaves pixels
+of earlier images there, so a kernel checks these data meanwhile. What fails or what the decoder refuses is decoded by
+the CPU, image by image; a decoder that does not answer is given up, and the CPU does all that follows.
 """
 
 import importlib.util
@@ -101,9 +102,13 @@ def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[
 def _finish_jpegs(
     indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
 ) -> list[int]:
-    """Decode and resize some of the images together; returns those that are refused."""
+    """Decode and resize some of the images together; returns those that are damaged or refused."""
+    from veca.kernels.jpeg_scan import check_scans
+
+    files = [sources[i] for i in indices]
+    check = check_scans(files, out.device)
     try:
-        decoded = decode_jpegs([sources[i] for i in indices], out.device)
+        decoded = decode_jpegs(files, out.device)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except torch.AcceleratorError:  # the device is lost for this process
@@ -111,10 +116,9 @@ def _finish_jpegs(
     except RuntimeError:
         pass
     else:
-        covered = _covered(decoded.sizes, [crops[i] for i in indices])
-        kept = [i for i, fine in zip(indices, covered, strict=True) if fine]
-        _resample(decoded.locate()[covered], kept, crops, out)
-        return [i for i, fine in zip(indices, covered, strict=True) if not fine]
+        fine = _covered(decoded.sizes, [crops[i] for i in indices]) & check.wait()
+        _resample(decoded.locate()[fine], [i for i, kept in zip(indices, fine, strict=True) if kept], crops, out)
+        return [i for i, kept in zip(indices, fine, strict=True) if not kept]
     if len(indices) == 1:
         return list(indices)
     middle = len(indices) // 2

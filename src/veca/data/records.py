@@ -3,8 +3,8 @@
     items → worker processes (read, check; decode and resize on the CPU) → GPU (decode and resize JPEGs) → records
 
 Records keep the order of the items. What a worker returns lies in memory it shares with this process. Files are not
-trusted: a JPEG goes to the GPU only if its header leaves no doubt (`veca.images.jpeg`), everything else is decoded by
-the worker.
+trusted: a JPEG goes to the GPU only if its header leaves no doubt (`veca.images.jpeg`), and to the CPU if its coded
+data are damaged (`veca.kernels.jpeg_scan`); everything else is decoded by the worker.
 """
 
 import sys
