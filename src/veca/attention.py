@@ -85,7 +85,8 @@ def few_cores_attention(
     cores, dim = core_rotary.cos.shape[-2], x.shape[-1]
     (w_qk, w_v), (b_qk, b_v) = qkv.weight.split([2 * dim, dim]), qkv.bias.split([2 * dim, dim])
     if rotates_in_place(x, qkv):
-        q, k = _rotated(x, w_qk, b_qk, heads, core_rotary, patch_rotary)
+        # Contiguous, or each product would copy them
+        q, k = _rotated(x, w_qk, b_qk, heads, core_rotary, patch_rotary).contiguous()
         core_to_all = _core_to_all(q[:, :, :cores], k)
         patch_to_core = _patch_to_core(q[:, :, cores:], k[:, :, :cores])
     else:
