@@ -5,11 +5,12 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import veca
 from veca.attention import use_kernel
 from veca.block_ops import apply_linear, gated_linear
-from veca.kernels.onednn import AVAILABLE, supports_onednn
+from veca.kernels.onednn import AVAILABLE, inference_linear, inference_swiglu, supports_onednn
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="needs oneDNN on an x86 CPU")
 
@@ -48,6 +49,14 @@ def test_a_model_has_the_features_of_the_reference(cores: int, cls_only: bool) -
     assert relative_error(found.cores, expected.cores) <= 1e-6
     assert relative_error(found.coordinates, expected.coordinates) <= 1e-6
     assert cls_only or relative_error(found.patches, expected.patches) <= 1e-6
+
+
+def test_flops_are_counted(layer: nn.Linear) -> None:
+    counter, x = FlopCounterMode(display=False), torch.randn(3, 48)
+    with torch.inference_mode(), counter:
+        inference_linear(x, layer.weight, layer.bias)
+        inference_swiglu(x, layer.weight, layer.bias)
+    assert counter.get_total_flops() == 2 * (2 * 3 * 48 * 34)
 
 
 def test_hooks_see_the_layers(layer: nn.Linear) -> None:
