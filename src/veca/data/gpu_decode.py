@@ -8,12 +8,13 @@ import importlib.util
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder
+from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder, ShapeGroup, TaskRecords
 from veca.errors import ArgumentError, warn_caller
 from veca.images import to_tensor
 from veca.images.load import apply_crop
@@ -144,6 +145,16 @@ def _decode_some(files: Sequence[NDArray[np.uint8]], device: torch.device) -> li
     return _decode_some(files[:middle], device) + _decode_some(files[middle:], device)
 
 
+_Shape: TypeAlias = tuple[int, int]
+
+
+class _Finished(NamedTuple):
+    """What the GPU made of a group: the pixels of all that it did not refuse, and which it did."""
+
+    pixels: Tensor
+    refused: list[int]
+
+
 class GpuDecoder(AbstractContextManager["GpuDecoder"]):
     """Finishes the images of records on a GPU, task by task, in order and in a thread.
 
@@ -153,46 +164,35 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
 
     def __init__(self, device: torch.device, on_work: Callable[[str, int, float], object] = lambda *_: None) -> None:
         self.device, self.works, self.refused, self._on_work = device, True, 0, on_work
-        self._tasks: queue.SimpleQueue[tuple[Future[list[Record]], list[Record]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[dict[_Shape, _Finished]], TaskRecords] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __exit__(self, *_: object) -> None:
         self._tasks.put(None)
 
-    def submit(self, records: list[Record], decoder: RecordDecoder) -> Callable[[], list[Record]]:
+    def submit(self, records: TaskRecords, decoder: RecordDecoder) -> Callable[[], TaskRecords]:
         """Have the images of a task finished; returns a function that waits for the records and returns them."""
-        future: Future[list[Record]] = Future()
+        if all(group.sources is None for group in records.groups.values()):
+            return lambda: records
+        future: Future[dict[_Shape, _Finished]] = Future()
         if self._thread is None:
             # A daemon: the interpreter does not wait for it if the GPU hangs.
             self._thread = threading.Thread(target=self._run, name="gpu decoder", daemon=True)
             self._thread.start()
-        if self.works and any(record.source is not None for record in records):
+        if self.works:
             self._tasks.put((future, records))
-        else:
-            future.set_result(records)
 
-        def wait() -> list[Record]:
+        def wait() -> TaskRecords:
+            finished: dict[_Shape, _Finished] = {}
             try:
                 finished = future.result(PATIENCE if self.works else 0.0)
             except TimeoutError:
                 if self.works:
                     self.works = False
                     warn_caller(f"the JPEG decoder of {self.device} does not answer: the CPU decodes what follows")
-                finished = records
-            return [self._on_cpu(record, decoder) if record.source is not None else record for record in finished]
+            return self._combine(records, finished, decoder)
 
         return wait
-
-    def _on_cpu(self, record: Record, decoder: RecordDecoder) -> Record:
-        self.refused += 1
-        if record.source.ndim == 1:
-            made = decoder.from_source(record.name, record.source.tobytes(), record.stamp, record.number)
-        else:
-            assert record.crop is not None
-            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
-            made = Record(record.name, record.size, pixels, "", record.stamp, record.number, shape=record.shape)
-        made.last = record.last
-        return made
 
     def _run(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -209,19 +209,45 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
                 self._on_work("decode", len(records), time.perf_counter() - began)
                 future.set_result(finished)
 
-    def _finish(self, records: list[Record]) -> list[Record]:
-        """Set the pixels of records on the GPU; those that it refused are left as they were."""
-        by_shape: dict[tuple[int, int], list[Record]] = {}
-        for record in records:
-            if record.source is not None:
-                by_shape.setdefault(record.shape, []).append(record)
-        for shape, some in by_shape.items():
-            sources, crops = [record.source for record in some], [record.crop for record in some]
-            pixels, refused = finish_crops(sources, crops, shape, self.device)  # type: ignore[arg-type]
-            done = [record for i, record in enumerate(some) if i not in refused] if refused else some
-            for i, record in enumerate(done):
-                record.pixels, record.source = (pixels, i), None
-        return records
+    def _finish(self, records: TaskRecords) -> dict[_Shape, _Finished]:
+        """The pixels of each group on the GPU, and which of its images that refused."""
+        return {
+            shape: _Finished(*finish_crops(group.sources, group.crops, shape, self.device))  # type: ignore[arg-type]
+            for shape, group in records.groups.items()
+            if group.sources is not None
+        }
+
+    def _combine(self, records: TaskRecords, finished: dict[_Shape, _Finished], decoder: RecordDecoder) -> TaskRecords:
+        """Records with the pixels that the GPU made; those that it did not make are made here."""
+        if all(shape in finished and not finished[shape].refused for shape in records.groups):
+            groups = {shape: ShapeGroup(len(made.pixels), made.pixels) for shape, made in finished.items()}
+            return replace(records, groups=groups)
+        on_gpu = dict[_Shape, Iterator[Tensor | None]]()
+        for shape, group in records.groups.items():
+            pixels, refused = finished.get(shape, _Finished(torch.empty(0), list(range(group.count))))
+            kept = iter(pixels)
+            on_gpu[shape] = iter([None if i in refused else next(kept) for i in range(group.count)])
+        images = [self._finish_one(record, on_gpu, decoder) for record in records]
+        combined = TaskRecords.collect(images)
+        for group in combined.groups.values():
+            if any(isinstance(pixels, Tensor) for pixels in group.pixels):
+                group.pixels = torch.stack([torch.as_tensor(pixels, device=self.device) for pixels in group.pixels])
+        return combined
+
+    def _finish_one(
+        self, record: Record, on_gpu: dict[_Shape, Iterator[Tensor | None]], decoder: RecordDecoder
+    ) -> Record:
+        """The record of an image with its pixels: those that the GPU made, or else made here."""
+        if record.error:
+            return record
+        pixels: Any = next(on_gpu[record.shape])
+        if pixels is None:
+            self.refused += 1
+            if record.source.ndim == 1:
+                return decoder.from_source(record.name, record.source.tobytes())
+            assert record.crop is not None
+            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
+        return Record(record.name, record.size, pixels, shape=record.shape)
 
 
 def choose_decoder(choice: DecodeChoice, device: torch.device, check: bool = True) -> Decode:
