@@ -279,15 +279,16 @@ class WriteQueue(AbstractContextManager["WriteQueue"]):
         self._thread.shutdown()
 
     def submit(self, job: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Have a job done; raises the error of an earlier one."""
+        """Have a job done; raises the error of an earlier one instead."""
+        self.wait(_WRITES - 1)
         future = self._thread.submit(job, *args)
         self._jobs.append(future)
-        self.wait(_WRITES)
         return future
 
     def settle(self) -> None:
-        """Wait until all jobs are done or have failed."""
+        """Wait until all jobs are done or have failed; errors are ignored."""
         wait(self._jobs)
+        self._jobs.clear()
 
     def wait(self, but: int = 0) -> None:
         """Wait until all jobs but the last few are done; raises the error of one of them."""
@@ -344,12 +345,14 @@ class PartitionWriter:
                 path, writer = stack.enter_context(self.job.folder.new_file(self.model.schema))
                 try:
                     complete = self._add_pieces(pieces, writer, save_seconds)
+                    queue.wait(_WRITES - 1)  # an error must come before the file is left to the thread
                 except BaseException:
                     if save_seconds is not None:
+                        queue.settle()
                         with suppress(Exception):  # the first error is the one to report
                             self._write_rows(writer)
+                        queue.settle()
                         with suppress(Exception):
-                            queue.settle()
                             self._save_slice(path, writer)
                     raise
                 if complete:
@@ -448,10 +451,10 @@ class PartitionWriter:
         self._write_rows(writer, end_part=True)
         self._part, self._part_bytes = self.added, 0
 
-    def _write_rows(self, writer: pq.ParquetWriter, end_part: bool = False) -> Future[None]:
+    def _write_rows(self, writer: pq.ParquetWriter, end_part: bool = False) -> None:
         """Have the finished rows written as one row group."""
-        rows, self._rows, self._settled = self._rows[: self._settled], self._rows[self._settled :], 0
-        return self._queue.submit(self._write, writer, rows, end_part)
+        self._queue.submit(self._write, writer, self._rows[: self._settled], end_part)
+        self._rows, self._settled = self._rows[self._settled :], 0
 
     def _write(self, writer: pq.ParquetWriter, pieces: list[_Rows], end_part: bool) -> None:
         """Wait for the features of rows and write them, in a thread; nothing is written after a failure."""
