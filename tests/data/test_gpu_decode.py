@@ -26,7 +26,7 @@ from veca.data.gpu_decode import GpuDecoder, choose_decoder, decode_jpegs, finis
 from veca.data.index import ImageIndex
 from veca.data.loader import to_model_input, train_loader
 from veca.data.nvjpeg import DecodedJpegs
-from veca.data.records import Record, RecordDecoder, read_jpeg
+from veca.data.records import Record, RecordDecoder, TaskRecords, read_jpeg
 from veca.data.sampler import TrainSampler
 from veca.data.sources import Item
 from veca.embed import EmbedSettings, embed
@@ -180,18 +180,18 @@ class FakeGpu(GpuDecoder):
         super().__init__(torch.device("cpu"))
         self.hang, self.error, self.released = hang, error, threading.Event()
 
-    def _finish(self, records: list[Record]) -> list[Record]:
+    def _finish(self, records: TaskRecords) -> dict[tuple[int, int], Any]:
         if self.hang:
             self.released.wait(60)
         if self.error is not None:
             raise self.error
-        return records
+        return {}
 
 
 def test_what_the_gpu_refuses_is_decoded_by_the_cpu() -> None:
     records, decoder = records_of(jpeg((80, 60)), jpeg((60, 80), seed=1))
     with FakeGpu() as gpu:
-        finished = gpu.submit(records, decoder)()
+        finished = gpu.submit(TaskRecords.collect(records), decoder)()
     assert gpu.refused == 2
     for record, made in zip(records, finished, strict=True):
         want = decoder.from_source(record.name, record.source.tobytes())
@@ -199,15 +199,41 @@ def test_what_the_gpu_refuses_is_decoded_by_the_cpu() -> None:
         assert made.size == want.size == record.size
 
 
+def test_what_the_gpu_refuses_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(
+        sources: Any, crops: Any, shape: tuple[int, int], device: torch.device
+    ) -> tuple[torch.Tensor, list[int]]:
+        refused = [1] if len(sources) > 1 else [0]
+        kept = [i for i in range(len(sources)) if i not in refused]
+        numbers = torch.tensor([i + 1 for i in kept], dtype=torch.uint8)
+        return numbers[:, None, None, None].expand(-1, 3, *shape), refused
+
+    files = [jpeg((80, 60)), jpeg((80, 60), seed=1), b"no picture", jpeg((60, 80), seed=2), jpeg((80, 60), seed=3)]
+    records, decoder = records_of(*files, fit="keep")
+    (a, b, bad, tall, c), want = records, decoder.from_source("1.jpg", files[1])
+    monkeypatch.setattr(gpu_decode, "finish_crops", finish)
+    with GpuDecoder(torch.device("cpu")) as gpu:
+        finished = gpu.submit(TaskRecords.collect(records), decoder)()
+    assert gpu.refused == 2
+    assert finished.runs == [(a.shape, 2), ((0, 0), 1), (tall.shape, 1), (c.shape, 1)]
+    assert finished.errors == {2: bad.error}
+    images = [record.pixels for record in finished]
+    assert [int(images[i].max()) for i in (0, 4)] == [1, 3]
+    np.testing.assert_array_equal(images[1].numpy(), want.pixels)
+    np.testing.assert_array_equal(images[3], decoder.from_source("3.jpg", files[3]).pixels)
+    assert [record.size for record in finished] == [record.size for record in records]
+    assert b.size == want.size
+
+
 def test_a_gpu_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "PATIENCE", 0.2)
     records, decoder = records_of(jpeg((80, 60)))
     with FakeGpu(hang=True) as gpu:
-        first, second = gpu.submit(records, decoder), gpu.submit(records, decoder)
+        first, second = (gpu.submit(TaskRecords.collect(records), decoder) for _ in range(2))
         began = time.monotonic()
         with pytest.warns(UserWarning, match="does not answer"):
-            assert first()[0].pixels.shape == (3, 64, 64)
-        assert second()[0].pixels.shape == (3, 64, 64)
+            assert next(iter(first())).pixels.shape == (3, 64, 64)
+        assert next(iter(second())).pixels.shape == (3, 64, 64)
         assert time.monotonic() - began < 10
         assert not gpu.works
         gpu.released.set()
@@ -216,7 +242,7 @@ def test_a_gpu_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def test_an_error_of_the_gpu_reaches_the_caller() -> None:
     records, decoder = records_of(jpeg((80, 60)))
     with FakeGpu(error=torch.OutOfMemoryError("none left")) as gpu, pytest.raises(torch.OutOfMemoryError):
-        gpu.submit(records, decoder)()
+        gpu.submit(TaskRecords.collect(records), decoder)()
 
 
 def decoded_by_pillow(files: list[NDArray[np.uint8]], _: torch.device) -> DecodedJpegs:

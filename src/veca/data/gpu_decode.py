@@ -10,10 +10,11 @@ import io
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.nvjpeg import DecodedJpegs, load_library, nvjpeg_of
-from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder
+from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder, ShapeGroup, TaskRecords
 from veca.errors import ArgumentError, warn_caller
 from veca.images import to_tensor
 from veca.images.load import apply_crop
@@ -158,6 +159,16 @@ def _resample(places: NDArray[np.int64], indices: Sequence[int], crops: Sequence
         out[list(indices)] = target
 
 
+_Shape: TypeAlias = tuple[int, int]
+
+
+class _Finished(NamedTuple):
+    """What the GPU made of a group: pixels, and of which images it refused to: theirs are anything."""
+
+    pixels: Tensor
+    refused: list[int]
+
+
 class GpuDecoder(AbstractContextManager["GpuDecoder"]):
     """Finishes the images of records on a GPU, task by task, in threads.
 
@@ -167,49 +178,38 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
 
     def __init__(self, device: torch.device, on_work: Callable[[str, int, float], object] = lambda *_: None) -> None:
         self.device, self.works, self.refused, self._on_work = device, True, 0, on_work
-        self._tasks: queue.SimpleQueue[tuple[Future[list[Record]], list[Record]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[dict[_Shape, _Finished]], TaskRecords] | None] = queue.SimpleQueue()
         self._threads = list[threading.Thread]()
 
     def __exit__(self, *error: object) -> None:
         for _ in self._threads:
             self._tasks.put(None)
 
-    def submit(self, records: list[Record], decoder: RecordDecoder) -> Callable[[], list[Record]]:
+    def submit(self, records: TaskRecords, decoder: RecordDecoder) -> Callable[[], TaskRecords]:
         """Have the images of a task finished; returns a function that waits for the records and returns them."""
-        future: Future[list[Record]] = Future()
+        if all(group.sources is None for group in records.groups.values()):
+            return lambda: records
+        future: Future[dict[_Shape, _Finished]] = Future()
         if not self._threads:
             # Daemons: the interpreter does not wait for them if the GPU hangs.
             names = (f"gpu decoder {i}" for i in range(THREADS))
             self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
             for thread in self._threads:
                 thread.start()
-        if self.works and any(record.source is not None for record in records):
+        if self.works:
             self._tasks.put((future, records))
-        else:
-            future.set_result(records)
 
-        def wait() -> list[Record]:
+        def wait() -> TaskRecords:
+            finished: dict[_Shape, _Finished] = {}
             try:
                 finished = future.result(PATIENCE if self.works else 0.0)
             except TimeoutError:
                 if self.works:
                     self.works = False
                     warn_caller(f"the JPEG decoder of {self.device} does not answer: the CPU decodes what follows")
-                finished = records
-            return [self._on_cpu(record, decoder) if record.source is not None else record for record in finished]
+            return self._combine(records, finished, decoder)
 
         return wait
-
-    def _on_cpu(self, record: Record, decoder: RecordDecoder) -> Record:
-        self.refused += 1
-        if record.source.ndim == 1:
-            made = decoder.from_source(record.name, record.source.tobytes(), record.stamp, record.number)
-        else:
-            assert record.crop is not None
-            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
-            made = Record(record.name, record.size, pixels, "", record.stamp, record.number, shape=record.shape)
-        made.last = record.last
-        return made
 
     def _run(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -226,19 +226,44 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
                 self._on_work("decode", len(records), time.perf_counter() - began)
                 future.set_result(finished)
 
-    def _finish(self, records: list[Record]) -> list[Record]:
-        """Set the pixels of records on the GPU; those that it refused are left as they were."""
-        by_shape: dict[tuple[int, int], list[Record]] = {}
-        for record in records:
-            if record.source is not None:
-                by_shape.setdefault(record.shape, []).append(record)
-        for shape, some in by_shape.items():
-            sources, crops = [record.source for record in some], [record.crop for record in some]
-            pixels, refused = finish_crops(sources, crops, shape, self.device)  # type: ignore[arg-type]
-            for i, record in enumerate(some):
-                if i not in refused:
-                    record.pixels, record.source = (pixels, i), None
-        return records
+    def _finish(self, records: TaskRecords) -> dict[_Shape, _Finished]:
+        """The pixels of each group on the GPU, and which of its images that refused."""
+        return {
+            shape: _Finished(*finish_crops(group.sources, group.crops, shape, self.device))  # type: ignore[arg-type]
+            for shape, group in records.groups.items()
+            if group.sources is not None
+        }
+
+    def _combine(self, records: TaskRecords, finished: dict[_Shape, _Finished], decoder: RecordDecoder) -> TaskRecords:
+        """Records with the pixels that the GPU made; those that it did not make are made here."""
+        if all(shape in finished and not finished[shape].refused for shape in records.groups):
+            groups = {shape: ShapeGroup(len(made.pixels), made.pixels) for shape, made in finished.items()}
+            return replace(records, groups=groups)
+        on_gpu = dict[_Shape, Iterator[Tensor | None]]()
+        for shape, group in records.groups.items():
+            pixels, refused = finished.get(shape, _Finished(torch.empty(group.count, 0), list(range(group.count))))
+            on_gpu[shape] = iter([None if i in refused else image for i, image in enumerate(pixels)])
+        images = [self._finish_one(record, on_gpu, decoder) for record in records]
+        combined = TaskRecords.collect(images)
+        for group in combined.groups.values():
+            if any(isinstance(pixels, Tensor) for pixels in group.pixels):
+                group.pixels = torch.stack([torch.as_tensor(pixels, device=self.device) for pixels in group.pixels])
+        return combined
+
+    def _finish_one(
+        self, record: Record, on_gpu: dict[_Shape, Iterator[Tensor | None]], decoder: RecordDecoder
+    ) -> Record:
+        """The record of an image with its pixels: those that the GPU made, or else made here."""
+        if record.error:
+            return record
+        pixels: Any = next(on_gpu[record.shape])
+        if pixels is None:
+            self.refused += 1
+            if record.source.ndim == 1:
+                return decoder.from_source(record.name, record.source.tobytes())
+            assert record.crop is not None
+            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
+        return Record(record.name, record.size, pixels, shape=record.shape)
 
 
 def choose_decoder(choice: DecodeChoice, device: torch.device, check: bool = True) -> Decode:

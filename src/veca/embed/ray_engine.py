@@ -151,8 +151,8 @@ class RayWorker:
             self.model = self.model or FeatureModel(prepare_model(self._load_model(), s, job.device), job)
             tasks = job.split_tasks(unpack_files(partition.files, job.column, s.max_pixels))
             compute = self.model.compute if job.by_task else None
-            with decode_tasks(tasks, job.decoder, job.workers, gpu=self.gpu, compute=compute) as records:
-                state = PartitionWriter(self.model, partition).write(records)
+            with decode_tasks(tasks, job.decoder, job.workers, gpu=self.gpu, compute=compute) as decoded:
+                state = PartitionWriter(self.model, partition).write(decoded)
         return PartitionResult(partition.number, state.pictures, len(state.failures), kept is not None)
 
     def _load_model(self) -> Veca:
