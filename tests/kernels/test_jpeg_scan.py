@@ -123,7 +123,7 @@ def is_valid(data: bytes) -> bool:
 def check(files: list[bytes], device: torch.device, **sizes: int) -> list[bool]:
     from veca.kernels.jpeg_scan import check_scans
 
-    return check_scans([np.frombuffer(data, np.uint8) for data in files], device, **sizes).wait().tolist()
+    return check_scans([np.frombuffer(data, np.uint8) for data in files], device, **sizes).tolist()
 
 
 def decodable(files: list[bytes]) -> list[bytes]:

@@ -1,8 +1,8 @@
 """Finish images on a GPU: decode JPEGs by nvJPEG, and resize all as Pillow does.
 
 Only JPEGs whose header was checked come here. The decoder does not report damage in their coded data and leaves pixels
-of earlier images there, so a kernel checks these data meanwhile. What fails or what the decoder refuses is decoded by
-the CPU, image by image; a decoder that does not answer is given up, and the CPU does all that follows.
+of earlier images there, so a kernel checks these data first. What fails or what the decoder refuses is decoded by the
+CPU, image by image; a decoder that does not answer is given up, and the CPU does all that follows.
 """
 
 import importlib.util
@@ -74,11 +74,11 @@ def finish_crops(
     """
     out, refused = torch.empty(len(sources), 3, *shape, dtype=torch.uint8, device=device), list[int]()
     for part in _parts(sources, crops):
-        for kind in (1, 3):
-            some = [i for i in part if sources[i].ndim == kind]
-            finish = _finish_jpegs if kind == 1 else _finish_pixels
-            if some:
-                refused += finish(some, sources, crops, out)
+        pixels, jpegs = ([i for i in part if sources[i].ndim == kind] for kind in (3, 1))
+        if pixels:
+            _finish_pixels(pixels, sources, crops, out)
+        if jpegs:
+            refused += _finish_jpegs(jpegs, sources, crops, out)
     if out.is_cuda:
         # It is read on another stream: its memory must not be used again before that is done.
         out.record_stream(torch.cuda.default_stream(device))
@@ -103,13 +103,23 @@ def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[
 def _finish_jpegs(
     indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
 ) -> list[int]:
-    """Decode and resize some of the images together; returns those that are damaged or refused."""
+    """Decode and resize some of the images; returns those that are damaged or refused."""
     from veca.kernels.jpeg_scan import check_scans
 
-    files = [sources[i] for i in indices]
-    check = check_scans(files, out.device)
+    valid = check_scans([sources[i] for i in indices], out.device)
+    damaged = [i for i, fine in zip(indices, valid, strict=True) if not fine]
+    whole = [i for i, fine in zip(indices, valid, strict=True) if fine]
+    return damaged + _decode_some(whole, sources, crops, out)
+
+
+def _decode_some(
+    indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
+) -> list[int]:
+    """Decode images together, and resize them; returns those that are refused."""
+    if not indices:
+        return []
     try:
-        decoded = decode_jpegs(files, out.device)
+        decoded = decode_jpegs([sources[i] for i in indices], out.device)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except torch.AcceleratorError:  # the device is lost for this process
@@ -117,14 +127,13 @@ def _finish_jpegs(
     except RuntimeError:
         pass
     else:
-        fine = _covered(decoded.sizes, [crops[i] for i in indices]) & check.wait()
+        fine = _covered(decoded.sizes, [crops[i] for i in indices])
         _resample(decoded.locate()[fine], [i for i, kept in zip(indices, fine, strict=True) if kept], crops, out)
         return [i for i, kept in zip(indices, fine, strict=True) if not kept]
     if len(indices) == 1:
         return list(indices)
     middle = len(indices) // 2
-    halves = indices[:middle], indices[middle:]
-    return [i for half in halves for i in _finish_jpegs(half, sources, crops, out)]
+    return [i for half in (indices[:middle], indices[middle:]) for i in _decode_some(half, sources, crops, out)]
 
 
 def _covered(sizes: NDArray[np.int64], crops: Sequence[Crop]) -> NDArray[np.bool_]:
@@ -136,13 +145,12 @@ def _covered(sizes: NDArray[np.int64], crops: Sequence[Crop]) -> NDArray[np.bool
 
 def _finish_pixels(
     indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
-) -> list[int]:
-    """Resize some of the images; none is refused."""
-    images = [torch.from_numpy(sources[i]).to(out.device, non_blocking=True).permute(2, 0, 1) for i in indices]
+) -> None:
+    """Resize some of the images."""
     from veca.kernels.resample import locate
 
+    images = [torch.from_numpy(sources[i]).to(out.device, non_blocking=True).permute(2, 0, 1) for i in indices]
     _resample(locate(images), indices, crops, out)
-    return []
 
 
 def _resample(places: NDArray[np.int64], indices: Sequence[int], crops: Sequence[Crop], out: Tensor) -> None:

@@ -10,17 +10,13 @@ A state is a position in bits, the block of the unit (MCU) and the coefficient o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
-from torch import Tensor
 
 # Lanes of the program that checks a file, and the least bytes that a lane reads
 _LANES, _PIECE = 128, 32
@@ -35,32 +31,15 @@ _FIRST_LONG, _SIZE = tl.constexpr(_SHORT + _LONG + 1), tl.constexpr(_SHORT + _LO
 _FRAME, _HUFFMAN, _SCAN, _RESTARTS = tl.constexpr(0xC0), tl.constexpr(0xC4), tl.constexpr(0xDA), tl.constexpr(0xDD)
 
 
-_streams = threading.local()
-
-
-class ScanCheck(NamedTuple):
-    """A check under way, on a stream of its own. It holds the memory that the kernel uses."""
-
-    valid: Tensor
-    memory: tuple[Tensor, ...]
-    stream: AbstractContextManager[object]
-
-    def wait(self) -> NDArray[np.bool_]:
-        """Whether each file is valid."""
-        with self.stream:
-            return self.valid.cpu().numpy()
-
-
 def check_scans(
     files: Sequence[NDArray[np.uint8]], device: torch.device, lanes: int = _LANES, piece: int = _PIECE
-) -> ScanCheck:
-    """Begin to check whether the coded data of each file are valid and complete.
+) -> NDArray[np.bool_]:
+    """Return whether the coded data of each file are valid and complete.
 
     Files end with their end marker and have headers that passed `veca.images.jpeg.gpu_decodable`. Every code must be in
     its table, every coefficient within its block, and every restart interval must have its blocks and then less than 8
     bits of padding with ones.
     """
-    on_gpu, stream = device.type == "cuda", _own_stream(device)
     count = len(files)
     offsets = np.zeros(count + 1, np.int64)
     offsets[0] = offsets.nbytes
@@ -68,29 +47,17 @@ def check_scans(
     np.cumsum(offsets, out=offsets)
     size = int(offsets[-1])
     # One copy: offsets, then files
-    sent = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+    sent = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     np.concatenate([offsets.view(np.uint8), *files], out=sent.numpy())
+    received = sent.to(device, non_blocking=True)
+    words = torch.empty(size // 4 + 4 * count, dtype=torch.int32, device=device)
+    starts = torch.empty(size // 2 + 2 * count, dtype=torch.int32, device=device)
+    tables = torch.zeros(count, 4, _SIZE.value, dtype=torch.int16, device=device)
+    valid = torch.empty(count, dtype=torch.bool, device=device)
     sizes = {"LANES": lanes, "PIECE": piece, "num_warps": max(lanes // 32, 1)}
-    with stream:
-        received = sent.to(device, non_blocking=True)
-        words = torch.empty(size // 4 + 4 * count, dtype=torch.int32, device=device)
-        starts = torch.empty(size // 2 + 2 * count, dtype=torch.int32, device=device)
-        tables = torch.zeros(count, 4, _SIZE.value, dtype=torch.int16, device=device)
-        valid = torch.empty(count, dtype=torch.bool, device=device)
-        places = received[: offsets.nbytes].view(torch.int64)
-        _check[(count,)](received, places, words, starts, tables, valid, **sizes)
-    return ScanCheck(valid, (sent, received, words, starts, tables), stream)
-
-
-def _own_stream(device: torch.device) -> Any:
-    """A stream of this thread, for no other use: memory stays with the stream that it was first used on."""
-    if device.type != "cuda":
-        return nullcontext()
-    if not hasattr(_streams, "of"):
-        _streams.of = {}
-    if device not in _streams.of:
-        _streams.of[device] = torch.cuda.Stream(device)
-    return torch.cuda.stream(_streams.of[device])
+    places = received[: offsets.nbytes].view(torch.int64)
+    _check[(count,)](received, places, words, starts, tables, valid, **sizes)
+    return valid.cpu().numpy()
 
 
 @triton.jit
