@@ -204,8 +204,7 @@ def test_what_the_gpu_refuses_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -
         sources: Any, crops: Any, shape: tuple[int, int], device: torch.device
     ) -> tuple[torch.Tensor, list[int]]:
         refused = [1] if len(sources) > 1 else [0]
-        kept = [i for i in range(len(sources)) if i not in refused]
-        numbers = torch.tensor([i + 1 for i in kept], dtype=torch.uint8)
+        numbers = torch.arange(1, len(sources) + 1, dtype=torch.uint8)
         return numbers[:, None, None, None].expand(-1, 3, *shape), refused
 
     files = [jpeg((80, 60)), jpeg((80, 60), seed=1), b"no picture", jpeg((60, 80), seed=2), jpeg((80, 60), seed=3)]
