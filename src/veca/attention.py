@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from veca.errors import ArgumentError
 from veca.kernels import ops
+from veca.kernels.onednn import inference_linear, supports_onednn
 from veca.rope import Rotary, rotate
 
 Kernel: TypeAlias = Literal["auto", "triton", "sdpa", "reference"]
@@ -83,8 +84,14 @@ def few_cores_attention(
     """
     cores, dim = core_rotary.cos.shape[-2], x.shape[-1]
     (w_qk, w_v), (b_qk, b_v) = qkv.weight.split([2 * dim, dim]), qkv.bias.split([2 * dim, dim])
-    qk = F.linear(x, w_qk, b_qk).unflatten(-1, (2, heads, -1))
-    patch_to_core, core_to_all = core_probabilities(qk, core_rotary, patch_rotary)
+    if rotates_in_place(x, qkv):
+        # Contiguous, or each product would copy them
+        q, k = _rotated(x, w_qk, b_qk, heads, core_rotary, patch_rotary).contiguous()
+        core_to_all = _core_to_all(q[:, :, :cores], k)
+        patch_to_core = _patch_to_core(q[:, :, cores:], k[:, :, :cores])
+    else:
+        qk = F.linear(x, w_qk, b_qk).unflatten(-1, (2, heads, -1))
+        patch_to_core, core_to_all = core_probabilities(qk, core_rotary, patch_rotary)
     out_core = _out_core(core_to_all, x, qkv, proj, heads)
     v_core = F.linear(x[:, :cores], w_v, b_v).unflatten(-1, (heads, -1))
     vectors = torch.einsum("bchd,ohd->bhco", v_core, proj.weight.unflatten(-1, (heads, -1))).flatten(1, 2)
@@ -93,13 +100,47 @@ def few_cores_attention(
     return torch.cat([out_core, out_patch], dim=1)
 
 
+def many_cores_attention(
+    x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
+) -> Tensor:
+    """`proj(core_attention(qkv(x)))` of tokens (B, S, D), where `rotates_in_place`."""
+    cores = core_rotary.cos.shape[-2]
+    q, k, v = _rotated(x, qkv.weight, qkv.bias, heads, core_rotary, patch_rotary)
+    out_core = F.scaled_dot_product_attention(q[:, :, :cores], k, v)
+    out_patch = F.scaled_dot_product_attention(q[:, :, cores:], k[:, :, :cores], v[:, :, :cores])
+    out = torch.cat([out_core.transpose(1, 2), out_patch.transpose(1, 2)], dim=1)
+    return inference_linear(out.flatten(2), proj.weight, proj.bias)
+
+
+def rotates_in_place(x: Tensor, qkv: nn.Linear) -> bool:
+    """Whether queries and keys of tokens `x` are rotated where the projection has written them: eagerly on a CPU."""
+    return _kernel == "auto" and supports_onednn(x, qkv.weight)
+
+
+def _rotated(x: Tensor, weight: Tensor, bias: Tensor, heads: int, core_rotary: Rotary, patch_rotary: Rotary) -> Tensor:
+    """Rotated q and k, and v if `weight` has it, of tokens (B, S, D): (2 or 3, B, H, S, d), a view.
+
+    Channels j and j + d/2 of a head rotate together. They are computed next to each other here, as one complex number,
+    so that a rotation is one product in place. In this order queries and keys have the same products.
+    """
+    dim, cores = x.shape[-1], core_rotary.cos.shape[-2]
+    order = torch.arange(len(weight))
+    order[: 2 * dim] = order[: 2 * dim].view(2 * heads, 2, -1).mT.flatten()
+    out = inference_linear(x, weight[order], bias[order])
+    out = out.unflatten(-1, (-1, heads, dim // heads))  # (B, S, 2 or 3, H, d)
+    pairs = torch.view_as_complex(out[:, :, :2].unflatten(-1, (-1, 2)))  # (B, S, 2, H, d/2)
+    pairs[:, :cores] *= torch.complex(*core_rotary[:2]).transpose(1, 2)[:, :, None]
+    pairs[:, cores:] *= torch.complex(*patch_rotary[:2])[:, None, None]
+    return out.permute(2, 0, 3, 1, 4)
+
+
 def first_core_attention(
     x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary
 ) -> Tensor:
     """The first core's row of `proj(core_attention(qkv(x)))`, (B, 1, D): one query, and keys alone of all tokens."""
     (w_q, w_k, _), (b_q, b_k, _) = qkv.weight.chunk(3), qkv.bias.chunk(3)
     q = F.linear(x[:, :1], w_q, b_q).unflatten(-1, (heads, -1)).transpose(1, 2)
-    k = F.linear(x, w_k, b_k).unflatten(-1, (heads, -1)).transpose(1, 2)
+    k = inference_linear(x, w_k, b_k).unflatten(-1, (heads, -1)).transpose(1, 2)
     cos, sin, cores = core_rotary.cos, core_rotary.sin, core_rotary.cos.shape[-2]
     with _no_autocast(x):
         q_core = rotate(_at_least_float32(q), (cos[:, :, :1], sin[:, :, :1]))
@@ -123,9 +164,10 @@ def core_probabilities(qk: Tensor, core_rotary: Rotary, patch_rotary: Rotary) ->
     return patch_to_core.to(qk.dtype), core_to_all.to(qk.dtype)
 
 
-def _core_to_all(q_core: Tensor, k_core: Tensor, k_patch: Tensor) -> Tensor:
+def _core_to_all(q_core: Tensor, *keys: Tensor) -> Tensor:
     q_core = q_core / q_core.shape[-1] ** 0.5
-    return torch.cat([q_core @ k_core.mT, q_core @ k_patch.mT], dim=-1).softmax(dim=-1).flatten(1, 2)
+    logits = [q_core @ k.mT for k in keys]
+    return (torch.cat(logits, dim=-1) if len(keys) > 1 else logits[0]).softmax(dim=-1).flatten(1, 2)
 
 
 def _patch_to_core(q_patch: Tensor, k_core: Tensor) -> Tensor:
@@ -138,7 +180,7 @@ def _out_core(core_to_all: Tensor, x: Tensor, qkv: nn.Linear, proj: nn.Linear, h
     w_v, b_v = qkv.weight.chunk(3)[2], qkv.bias.chunk(3)[2]
     averages = (core_to_all @ x).unflatten(1, (heads, -1))
     values = torch.einsum("bhcx,hdx->bchd", averages, w_v.unflatten(0, (heads, -1))).flatten(2)
-    return F.linear(values + b_v, proj.weight, proj.bias)
+    return inference_linear(values + b_v, proj.weight, proj.bias)
 
 
 def _no_autocast(x: Tensor) -> torch.autocast:

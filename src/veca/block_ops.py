@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
-from veca.attention import few_cores_attention, first_core_attention, prefers_few_cores, use_triton
-from veca.kernels import ops
+from veca.attention import (
+    few_cores_attention,
+    first_core_attention,
+    many_cores_attention,
+    prefers_few_cores,
+    rotates_in_place,
+    use_triton,
+)
+from veca.kernels import onednn, ops
 from veca.rope import Rotary
 
 
@@ -53,8 +60,18 @@ def gated_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """SwiGLU: `silu(u) * v` of [u, v] = layer(x)."""
     if _on_gpu(x) and is_plain(layer, nn.Linear):
         return ops.swiglu_op(F.linear(x, layer.weight), layer.bias, ops.KERNELS)
+    if onednn.supports_onednn(x, layer.weight) and is_plain(layer, nn.Linear):
+        return onednn.inference_swiglu(x, layer.weight, layer.bias)
     u, v = layer(x).chunk(2, dim=-1)
     return F.silu(u) * v
+
+
+def apply_linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`layer(x)`."""
+    if onednn.supports_onednn(x, layer.weight) and is_plain(layer, nn.Linear):
+        return onednn.inference_linear(x, layer.weight, layer.bias)
+    out: Tensor = layer(x)
+    return out
 
 
 def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:
@@ -68,13 +85,14 @@ def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:
 def attention_shortcut(
     x: Tensor, qkv: nn.Linear, proj: nn.Linear, heads: int, core_rotary: Rotary, patch_rotary: Rotary, cls_only: bool
 ) -> Tensor | None:
-    """`proj(core_attention(qkv(x)))` with less work, for `cls_only` or few cores; None: compute it as it is written.
+    """`proj(core_attention(qkv(x)))` with less work, for `cls_only`, few cores or a CPU; None: compute it as written.
 
     With `cls_only` the result is the first core's row alone, (B, 1, D).
     """
     few = prefers_few_cores(x, heads, core_rotary)
-    if (cls_only or few) and is_plain(qkv, nn.Linear) and is_plain(proj, nn.Linear):
-        attend = first_core_attention if cls_only else few_cores_attention
+    shorter = cls_only or few or rotates_in_place(x, qkv)
+    if shorter and is_plain(qkv, nn.Linear) and is_plain(proj, nn.Linear):
+        attend = first_core_attention if cls_only else few_cores_attention if few else many_cores_attention
         return attend(x, qkv, proj, heads, core_rotary, patch_rotary)
     return None
 

@@ -18,14 +18,22 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from veca.attention import core_attention
-from veca.block_ops import Tokens, add_and_norm, attention_shortcut, checkpoint_block, coordinate_step, gated_linear
+from veca.block_ops import (
+    Tokens,
+    add_and_norm,
+    apply_linear,
+    attention_shortcut,
+    checkpoint_block,
+    coordinate_step,
+    gated_linear,
+)
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.inputs import patch_grid, resolve_block_indices, resolve_budget
+from veca.kernels.onednn import inference_linear
 from veca.rope import Rotary, augment_coordinates, grid_rotary, initial_core_states, make_rotary, patch_coordinates
 
 
@@ -69,7 +77,7 @@ class PatchConv(nn.Conv2d):
         side = self.kernel_size[0]
         patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # (B, 3, rows, p, columns, p)
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # (B, rows, columns, 3·p·p)
-        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return inference_linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 class PatchEmbed(nn.Module):
@@ -111,7 +119,7 @@ class SwiGlu(nn.Module):
         self.fc2 = nn.Linear(config.mlp_dim, config.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(gated_linear(x, self.fc1))
+        return apply_linear(gated_linear(x, self.fc1), self.fc2)
 
 
 class Block(nn.Module):

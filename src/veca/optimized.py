@@ -81,7 +81,6 @@ class FastVeca(Veca):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError("an optimized model has no weights to save: save the model it was made from")
 
-    @_disable_dynamo  # torch.compiler.disable, which would load the compiler now and not at the first call
     def _run(
         self,
         images: Tensor,
@@ -89,6 +88,17 @@ class FastVeca(Veca):
         take: Sequence[int] = (),
         stop: int | None = None,
         cls_only: bool = False,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        # What is not traced does not need the compiler, which takes seconds to load.
+        run = self._run_untraced if torch.compiler.is_compiling() else self._run_kernels
+        return run(images, cores, take, stop, cls_only)
+
+    @_disable_dynamo
+    def _run_untraced(self, *args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return self._run_kernels(*args)
+
+    def _run_kernels(
+        self, images: Tensor, cores: int | None, take: Sequence[int], stop: int | None, cls_only: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         from veca.kernels.linear import patchify
 
@@ -152,45 +162,55 @@ class FastVeca(Veca):
         """
         from veca.kernels.coordinates import move_cores
         from veca.kernels.core_attention import launch_core_attention
+        from veca.kernels.few_cores import averaging_weights, first_core_logits
         from veca.kernels.linear import linear, linear_residual, moment_parts, moments, patchify
 
         budget, dim = cores or self.budget or self.config.num_cores, self.config.embed_dim
-        block = cast(FastBlock, self.blocks[0])
-        device, dtype, grid = self.bank.device, self.bank.dtype, side // self.config.patch_size
-        like: dict[str, Any] = {"device": device, "dtype": dtype}
-        images, x = torch.zeros(batch, 3, side, side, device=device), torch.zeros(batch, budget + grid**2, dim, **like)
-        flat, hidden = x.flatten(0, 1), torch.zeros(batch * x.shape[1], block.fc2.shape[1], **like)
+        block, grid = cast(FastBlock, self.blocks[0]), side // self.config.patch_size
+        heads, tokens = block.num_heads, budget + grid**2
+        zeros = functools.partial(torch.zeros, device=self.bank.device, dtype=self.bank.dtype)
+        numbers = functools.partial(zeros, dtype=torch.float32)
+        x, qkv = zeros(batch, tokens, dim), zeros(batch, tokens, 3, heads, dim // heads)
+        flat, hidden, images = x.flatten(0, 1), zeros(batch * tokens, block.fc2.shape[1]), numbers(batch, 3, side, side)
         # Of the first block, and of those after it, whose moments come from another kernel
-        sums = moments(flat), torch.zeros(moment_parts(block.fc2), 2, len(flat), device=device)
-        state, points = move_cores(x, budget, self.states[:budget], None)
-        rotary = self._patch_rotary(grid, grid, self.states)
-        positions = points, rotary.coordinates, rotary.frequencies
-        qkv = torch.zeros(batch, x.shape[1], 3, block.num_heads, dim // block.num_heads, **like)
-        pixels = torch.zeros(len(flat), self.patch_weight.shape[1], **like)
+        sums = numbers(1, 2, len(flat)), numbers(moment_parts(block.fc2), 2, len(flat))
+        state, rotary = numbers(batch, budget, 2), self._patch_rotary(grid, grid, self.states)
+        positions = state, rotary.coordinates, rotary.frequencies
+        pixels = zeros(len(flat), self.patch_weight.shape[1])
+        # Those that take longest come first: threads take turns at Python, and the rest of a compilation needs none.
         calls: list[Callable[[], object]] = [
-            *(functools.partial(block.qkv.run, flat, each) for each in sums),
+            # A smaller batch is split among more programs.
+            lambda: launch_core_attention(qkv[: max(1, batch // 4)], state[: max(1, batch // 4)], *positions[1:]),
             lambda: launch_core_attention(qkv, *positions),
+            *(functools.partial(block.qkv.run, flat, each) for each in sums),
             lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
             lambda: block.fc1.run(flat, sums[1], swiglu=True),
             lambda: linear_residual(hidden, block.fc2, block.fc2_bias, flat),
             lambda: linear(pixels, self.patch_weight, self.patch_bias),
-            lambda: patchify(images, self.config.patch_size, budget, dtype),
+            lambda: patchify(images, self.config.patch_size, budget, self.bank.dtype),
+            lambda: moments(flat),
+            lambda: move_cores(x, budget, self.states[:budget], None),
             lambda: self.norm(x),
         ]
         # Kernels depend on how the numbers of a layer are aligned in memory, which repeats after four layers.
         for head in list(zip(self.move_weights, self.move_biases, self.move_alphas, strict=True))[:4]:
             calls.append(functools.partial(move_cores, x, budget, state, head))
-        if budget * block.num_heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
+        if budget * heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
             calls += [functools.partial(block._few_cores, x, each, positions) for each in sums]
         if cls_only:
-            calls.append(lambda: block.first_core(x, sums[1], positions))
+            key, eps = block.qkv.weight.chunk(3)[1], block.qkv.eps
+            calls += [
+                lambda: linear(flat, key, block.qkv.bias.chunk(3)[1], moments=sums[1], eps=eps),
+                lambda: first_core_logits(zeros(batch, 1, heads, dim // heads), qkv[:, :, 0].contiguous(), *positions),
+                lambda: averaging_weights(numbers(batch, heads, tokens), sums[1], dim, eps, x.dtype),
+            ]
 
         @torch.inference_mode()
         def run(call: Callable[[], object]) -> None:
             with torch.cuda.device_of(x):
                 call()
 
-        with ThreadPoolExecutor(len(calls), "compile") as threads:
+        with ThreadPoolExecutor(4, "compile") as threads:
             list(threads.map(run, calls))
 
 

@@ -23,7 +23,7 @@ from veca.data import records as record_stream
 from veca.data.index import ImageIndex
 from veca.data.records import decode_items
 from veca.data.remote import read_span
-from veca.data.sources import count_images, counting_images, iter_items, shard_items
+from veca.data.sources import Item, count_images, counting_images, iter_items, shard_items
 from veca.data.tar import HEADER_BYTES, TarReader, _parse_usual, iter_members
 from veca.data.workers import WorkerPool
 from veca.embed import EmbedSettings, embed
@@ -238,7 +238,8 @@ def test_bytes_on_their_way_to_decoding_are_bounded(
         def watch(self, tasks: Iterator[Any]) -> Iterator[Any]:
             for task in tasks:
                 if task is not None:
-                    sent.append(sum(len(item.data or b"") for item in task.items))
+                    items = map(Item._make, zip(*task.fields, strict=True))
+                    sent.append(sum(len(item.data or b"") for item in items))
                 seen.append((-1 if task is None else task.number, sum(sent)))
                 yield task
 

@@ -20,7 +20,6 @@ from veca.data.crops import CropReader, PlannedCrop
 from veca.data.datasets import ProbeData, load_dataset
 from veca.data.datasets.base import DepthRules, Split
 from veca.data.datasets.batches import CroppedImages, CropTransform, DenseLoader, decode_batches, stack_crops
-from veca.data.gpu_decode import load_decoder
 from veca.data.index import ImageIndex
 from veca.errors import ArgumentError
 from veca.images import ImageError
@@ -112,9 +111,15 @@ def test_a_gpu_makes_the_pixels_of_pillow(tmp_path: Path, workers: int) -> None:
             assert torch.equal(pair[1], want_pair[1])
 
 
-def test_what_the_device_refuses_is_decoded_by_the_cpu(tmp_path: Path) -> None:
-    """No CPU has the decoder, so it refuses all."""
-    load_decoder()
+def refuse_all(
+    sources: list[Any], crops: Any, shape: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, list[int]]:
+    """A GPU that refuses everything: what is in the rows of such images is not to be used."""
+    return torch.full((len(sources), 3, *shape), 7, dtype=torch.uint8, device=device), list(range(len(sources)))
+
+
+def test_what_the_device_refuses_is_decoded_by_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("veca.data.crops.finish_crops", refuse_all)
     split = make_pairs(tmp_path, suffix="jpg").splits["train"]
     transform = CropTransform(32, 1, reader=CropReader("gpu", CPU))
     images = CroppedImages(split, transform)

@@ -5,7 +5,6 @@
 Every stage is the code that a run uses, with ready input. All take turns, round by round.
 """
 
-import copy
 import dataclasses
 import io
 import itertools
@@ -34,7 +33,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from veca.bench.machine import child_environment, machine_facts
 from veca.bench.report import EmbedResults, StageRow, four_digits
 from veca.data.gpu_decode import GpuDecoder, decode_jpegs, undecodable_reason
-from veca.data.records import Decode, Record, RecordDecoder, decode_tasks
+from veca.data.records import Decode, Record, RecordDecoder, TaskRecords, decode_tasks
+from veca.data.remote import SpanReader
 from veca.data.sources import Item, iter_items
 from veca.embed.batches import EmbedJob, FeatureBatch, FeatureModel, PartitionWriter, prepare_model
 from veca.embed.partitions import Partition, PartitionFolder
@@ -145,7 +145,7 @@ def _make_row(stage: str, samples: Sequence[_Sample]) -> StageRow:
 class _FileReader(GpuDecoder):
     """Leaves the JPEGs as they are: workers read and check them for the GPU, and nothing follows."""
 
-    def submit(self, records: list[Record], decoder: RecordDecoder) -> Callable[[], list[Record]]:
+    def submit(self, records: TaskRecords, decoder: RecordDecoder) -> Callable[[], TaskRecords]:
         return lambda: records
 
 
@@ -155,7 +155,7 @@ class _ReadyDecoder(RecordDecoder):
 
     pixels: NDArray[np.uint8] | None = None
 
-    def __call__(self, item: Item, gpu: bool = False) -> Record:
+    def __call__(self, item: Item, gpu: bool = False, spans: SpanReader | None = None) -> Record:
         return Record(item.name, (self.size, self.size), self.pixels, shape=(self.size, self.size))
 
 
@@ -164,7 +164,9 @@ class _ReadyModel(FeatureModel):
 
     def __call__(self, images: Sequence[Any]) -> FeatureBatch:
         dtype = getattr(torch, str(self.job.settings.save_dtype))
-        return FeatureBatch({"cls": torch.ones(len(images), self.job.config.num_features, dtype=dtype)}, (), 0.0)
+        return FeatureBatch(
+            {"cls": torch.ones(sum(map(len, images)), self.job.config.num_features, dtype=dtype)}, (), 0.0
+        )
 
 
 @contextmanager
@@ -289,9 +291,8 @@ class _EmbedBench:
         if not self.job.by_task:
             batch, side = self.settings.batch_size, self.settings.size
             pixels = torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=self.device)
-            images = [(pixels, i) for i in range(batch)]
-            stages["model"] = partial(self._run_model, images, True)
-            stages["model, stack and copy"] = partial(self._run_model, images, False)
+            stages["model"] = partial(self._run_model, pixels, True)
+            stages["model, stack and copy"] = partial(self._run_model, pixels, False)
         return stages | {"write": self._write}
 
     def _job_by(self, decode: Decode) -> EmbedJob:
@@ -309,14 +310,11 @@ class _EmbedBench:
         gpu = _FileReader(self.device) if decode == "gpu" or job.resizes_on_gpu else None
         compute = self.feature_model.compute if decoder else None
         tasks, step = job.split_tasks(self._items()), max(1, workers)
-        with _one_thread(), decode_tasks(tasks, decoder or job.decoder, workers, gpu=gpu, compute=compute) as records:
+        with _one_thread(), decode_tasks(tasks, decoder or job.decoder, workers, gpu=gpu, compute=compute) as decoded:
 
             def take() -> int:
                 """As many tasks as there are workers."""
-                count = ended = 0
-                while ended < step:
-                    count, ended = count + 1, ended + next(records).last
-                return count
+                return sum(len(records) for records in itertools.islice(decoded, step))
 
             for _ in range(2 if workers else 0):
                 take()
@@ -327,31 +325,29 @@ class _EmbedBench:
         pixels = np.random.default_rng(0).integers(0, 256, (3, side, side), np.uint8)
         return self._take(workers, "cpu", seconds, _ReadyDecoder(side, s.fit, s.max_pixels, "cpu", pixels))
 
-    def _jpeg_tasks(self) -> list[list[Record]]:
+    def _jpeg_tasks(self) -> list[TaskRecords]:
         """Some tasks of JPEGs that the GPU takes."""
-        job, tasks = self._job_by("gpu"), list[list[Record]]()
+        job, tasks = self._job_by("gpu"), list[TaskRecords]()
         for items in itertools.islice(job.split_tasks(iter_items(self.sources)), 2 * _AHEAD):
             records = [job.decoder(item, gpu=True) for item in items]
             records = [record for record in records if record.source is not None and record.source.ndim == 1]
             for record in records:
                 record.source = record.source.copy()  # writable, as from a worker
-            tasks += [records] if records else []
+            tasks += [TaskRecords.collect(records)] if records else []
         return tasks
 
-    def _decode_gpu(self, tasks: list[list[Record]], seconds: float) -> _Sample:
-        files = itertools.cycle([[torch.from_numpy(record.source) for record in task] for task in tasks])
+    def _decode_gpu(self, tasks: list[TaskRecords], seconds: float) -> _Sample:
+        files = itertools.cycle([[record.source for record in task] for task in tasks])
 
         def decode() -> int:
-            images = decode_jpegs(next(files), self.device)
+            decoded = decode_jpegs(next(files), self.device)
             synchronize(self.device)
-            return len(images)
+            return len(decoded.starts)
 
         return _repeat(decode, seconds)
 
-    def _decode_resize_gpu(self, tasks: list[list[Record]], seconds: float) -> _Sample:
-        # Copies: the decoder changes records.
-        endless = (list(map(copy.copy, task)) for task in itertools.cycle(tasks))
-        decoder = self.job.decoder
+    def _decode_resize_gpu(self, tasks: list[TaskRecords], seconds: float) -> _Sample:
+        endless, decoder = itertools.cycle(tasks), self.job.decoder
         with GpuDecoder(self.device) as gpu:
             waiting = deque(gpu.submit(next(endless), decoder) for _ in range(_AHEAD))
 
@@ -364,28 +360,28 @@ class _EmbedBench:
                 rest()
         return sample
 
-    def _resize_gpu(self, tasks: list[list[Record]]) -> _Stage:
+    def _resize_gpu(self, tasks: list[TaskRecords]) -> _Stage:
         from veca.kernels.resample import resample_crops
 
-        records, side = tasks[0], self.settings.size
-        images = decode_jpegs([torch.from_numpy(record.source) for record in records], self.device)
-        crops = [record.crop for record in records if record.crop]
-        out = torch.empty(len(images), 3, side, side, dtype=torch.uint8, device=self.device)
+        records, side = list(tasks[0]), self.settings.size
+        decoded = decode_jpegs([record.source for record in records], self.device)
+        places, crops = decoded.locate(), [record.crop for record in records if record.crop]
+        out = torch.empty(len(places), 3, side, side, dtype=torch.uint8, device=self.device)
 
         def resize() -> int:
-            resample_crops(images, crops, out)
+            resample_crops(places, crops, out)
             synchronize(self.device)
-            return len(images)
+            return len(places)
 
         return partial(_repeat, resize)
 
-    def _run_model(self, images: list[Any], alone: bool, seconds: float) -> _Sample:
+    def _run_model(self, images: torch.Tensor, alone: bool, seconds: float) -> _Sample:
         """Batches through the model: what it takes the device itself (`alone`), or until features are on the host."""
-        waiting, spent = deque(self.feature_model(images) for _ in range(_AHEAD)), 0.0
+        waiting, spent = deque(self.feature_model([images]) for _ in range(_AHEAD)), 0.0
 
         def run() -> int:
             nonlocal spent
-            waiting.append(self.feature_model(images))
+            waiting.append(self.feature_model([images]))
             features = waiting.popleft()
             features.columns()
             spent += features.seconds
@@ -400,11 +396,12 @@ class _EmbedBench:
         partition = Partition(0, [Item("images", self.sources[0])])
         length, _ = self.job.part_limits()
         shape, pixels = (side, side), np.empty((3, side, side), np.uint8)
-        records = [Record(f"{i:08d}.jpg", shape, pixels, shape=shape, last=True) for i in range(length)]
-        records = model.compute(records) if self.job.by_task else records
+        records = TaskRecords.collect([Record(f"{i:08d}.jpg", shape, pixels, shape=shape) for i in range(length)])
+        if self.job.by_task:
+            model.compute(records)
 
         def write() -> int:
-            return PartitionWriter(model, partition).write(records).pictures
+            return PartitionWriter(model, partition).write([records]).pictures
 
         return _repeat(write, seconds)
 

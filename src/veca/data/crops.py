@@ -80,20 +80,16 @@ def finish_planned(planned: Sequence[PlannedCrop], device: torch.device) -> list
         by_shape.setdefault((each.crop.height, each.crop.width), []).append(i)
     finished = dict[int, Tensor | ImageError]()
     for shape, some in by_shape.items():
-        sources, crops = [_writable(planned[i].source) for i in some], [planned[i].crop for i in some]
+        sources, crops = [planned[i].source for i in some], [planned[i].crop for i in some]
         made, refused = finish_crops(sources, crops, shape, device)
+        finished |= zip(some, made, strict=True)
         finished |= {some[i]: _finish_on_cpu(planned[some[i]], device) for i in refused}
-        finished |= dict(zip([i for i in some if i not in finished], made, strict=True))
     for i, each in enumerate(planned):
         pixels = finished[i]
         if each.window is not None and isinstance(pixels, Tensor):
             finished[i] = each.window.cut(pixels)
     hand_over((pixels for pixels in finished.values() if isinstance(pixels, Tensor)), device)
     return [finished[i] for i in range(len(planned))]
-
-
-def _writable(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return array if array.flags.writeable else array.copy()  # torch warns of others
 
 
 def _finish_on_cpu(planned: PlannedCrop, device: torch.device) -> Tensor | ImageError:

@@ -1,19 +1,20 @@
-"""Finish images on a GPU: decode JPEGs by torchvision's binding of nvJPEG, and resize all as Pillow does.
+"""Finish images on a GPU: decode JPEGs by nvJPEG, and resize all as Pillow does.
 
-Only JPEGs whose header was checked come here. What the decoder refuses is decoded by the CPU, image by image; a decoder
-that does not answer is given up, and the CPU does all that follows.
+Only JPEGs whose header was checked come here. The decoder does not report damage in their coded data and leaves pixels
+of earlier images there, so a kernel checks these data first. What fails or what the decoder refuses is decoded by the
+CPU, image by image; a decoder that does not answer is given up, and the CPU does all that follows.
 """
 
 import importlib.util
+import io
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder
+from veca.data.nvjpeg import DecodedJpegs, load_library, nvjpeg_of
+from veca.data.records import Decode, DecodeChoice, Record, RecordDecoder, ShapeGroup, TaskRecords
 from veca.errors import ArgumentError, warn_caller
 from veca.images import to_tensor
 from veca.images.load import apply_crop
@@ -29,9 +31,10 @@ from veca.images.resize import Crop
 
 # After this many seconds without an answer the GPU is given up.
 PATIENCE = 60.0
+# Threads that give the GPU tasks: while its engines decode one, the next is prepared and the last resized.
+THREADS = 2
 # Pixels that are decoded at a time: three bytes each
 _PIXELS = 1 << 28
-_RGB = 3  # of torchvision's ImageReadMode
 
 
 def can_resize(device: torch.device) -> bool:
@@ -40,63 +43,44 @@ def can_resize(device: torch.device) -> bool:
 
 
 def undecodable_reason(device: torch.device) -> str:
-    """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one."""
+    """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one, which compiles all kernels."""
     if not can_resize(device):
         return f"{device} is no NVIDIA GPU with Triton"
+    # Sizes that are multiples of 16, as most are: kernels are compiled for that.
+    stream, crop = io.BytesIO(), Crop((0, 0, 48, 32), 16, 16, 16, 16)
+    Image.new("RGB", (48, 32)).save(stream, "JPEG")
     try:
-        load_decoder()
-        tiny = torch.ops.image.encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8), 75)
-        (image,) = decode_jpegs([tiny], device)
+        load_library()
+        with torch.inference_mode():
+            _, refused = finish_crops([np.frombuffer(stream.getvalue(), np.uint8)], [crop], (16, 16), device)
     except ImportError as error:
         return f"{error}: pip install 'veca[gpu]'"
-    except (RuntimeError, AttributeError, ValueError) as error:  # built without nvJPEG
+    except (RuntimeError, AttributeError) as error:
         return str(error).splitlines()[0]
-    return "" if tuple(image.shape) == (3, 16, 16) else "its decoder gives images of the wrong size"
+    return "its decoder refuses an ordinary JPEG" if refused else ""
 
 
-@cache
-def load_decoder() -> None:
-    """Load torchvision's operators for images, without the rest of it, which would take seconds to import."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None:
-        raise ImportError("it needs torchvision, which is not installed")
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    found = [path for folder in folders for path in folder.glob("image*.so")]
-    if found:
-        torch.ops.load_library(str(found[0]))
-    if not hasattr(torch.ops.image, "decode_jpegs_cuda"):
-        importlib.import_module("torchvision.io")
-
-
-def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Decode JPEG files, uint8 tensors on the CPU, to RGB (3, height, width) on the device; all or none."""
-    return list(torch.ops.image.decode_jpegs_cuda(list(files), _RGB, device))
+def decode_jpegs(files: Sequence[NDArray[np.uint8]], device: torch.device) -> DecodedJpegs:
+    """Decode JPEG files to RGB on the device; all or none."""
+    return nvjpeg_of(torch.cuda.current_device() if device.index is None else device.index).decode(files)
 
 
 def finish_crops(
     sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Decode and resize images to uint8 (B, 3, height, width) on a GPU, B all that can be; and which cannot.
+    """Decode and resize images to uint8 (B, 3, height, width) on a GPU; and which cannot be: their pixels are anything.
 
     Sources are JPEG files, or pixels (height, width, 3). Results may be used on the device's default stream.
     """
-    from veca.kernels.resample import resample_crops
-
-    images = list[Tensor | None]()
+    out, refused = torch.empty(len(sources), 3, *shape, dtype=torch.uint8, device=device), list[int]()
     for part in _parts(sources, crops):
-        jpegs = [i for i in part if sources[i].ndim == 1]
-        decoded = dict(zip(jpegs, _decode_some([sources[i] for i in jpegs], device), strict=True))
-        for i, image in decoded.items():
-            if image is not None and not _covers(image, crops[i]):
-                decoded[i] = None
-        images += [decoded[i] if i in decoded else _upload(sources[i], device) for i in part]
-    refused = [i for i, image in enumerate(images) if image is None]
-    kept = [(image, crop) for image, crop in zip(images, crops, strict=True) if image is not None]
-    out = torch.empty(len(kept), 3, *shape, dtype=torch.uint8, device=device)
-    if kept:
-        resample_crops([image for image, _ in kept], [crop for _, crop in kept], out)
+        pixels, jpegs = ([i for i in part if sources[i].ndim == kind] for kind in (3, 1))
+        if pixels:
+            _finish_pixels(pixels, sources, crops, out)
+        if jpegs:
+            refused += _finish_jpegs(jpegs, sources, crops, out)
     hand_over([out], device)
-    return out, refused
+    return out, sorted(refused)
 
 
 def hand_over(tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -121,36 +105,86 @@ def _parts(sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop]) -> list[
     return parts
 
 
-def _covers(image: Tensor, crop: Crop) -> bool:
-    """Whether a decoded image is as large as its header told."""
-    height, width = image.shape[1:] if crop.orientation < 5 else image.shape[:0:-1]
-    return crop.source[0] <= width and crop.source[1] <= height
+def _finish_jpegs(
+    indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
+) -> list[int]:
+    """Decode and resize some of the images; returns those that are damaged or refused."""
+    from veca.kernels.jpeg_scan import check_scans
+
+    valid = check_scans([sources[i] for i in indices], out.device)
+    damaged = [i for i, fine in zip(indices, valid, strict=True) if not fine]
+    whole = [i for i, fine in zip(indices, valid, strict=True) if fine]
+    return damaged + _decode_some(whole, sources, crops, out)
 
 
-def _upload(pixels: NDArray[np.uint8], device: torch.device) -> Tensor:
-    return torch.from_numpy(pixels).to(device, non_blocking=True).permute(2, 0, 1)
-
-
-def _decode_some(files: Sequence[NDArray[np.uint8]], device: torch.device) -> list[Tensor | None]:
-    """Decode files together; None for those that are refused."""
-    if not files:
+def _decode_some(
+    indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
+) -> list[int]:
+    """Decode images together, and resize them; returns those that are refused."""
+    if not indices:
         return []
     try:
-        return list(decode_jpegs([torch.from_numpy(file) for file in files], device))
+        decoded = decode_jpegs([sources[i] for i in indices], out.device)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except torch.AcceleratorError:  # the device is lost for this process
         raise
     except RuntimeError:
         pass
-    if len(files) == 1:
-        return [None]
-    middle = len(files) // 2
-    return _decode_some(files[:middle], device) + _decode_some(files[middle:], device)
+    else:
+        fine = _covered(decoded.sizes, [crops[i] for i in indices])
+        _resample(decoded.locate()[fine], [i for i, kept in zip(indices, fine, strict=True) if kept], crops, out)
+        return [i for i, kept in zip(indices, fine, strict=True) if not kept]
+    if len(indices) == 1:
+        return list(indices)
+    middle = len(indices) // 2
+    return [i for half in (indices[:middle], indices[middle:]) for i in _decode_some(half, sources, crops, out)]
+
+
+def _covered(sizes: NDArray[np.int64], crops: Sequence[Crop]) -> NDArray[np.bool_]:
+    """Whether decoded images, height and width of each (B, 2), are as large as their headers told."""
+    turned = np.array([crop.orientation >= 5 for crop in crops])
+    upright = np.where(turned[:, None], sizes, sizes[:, ::-1])
+    return np.all(np.array([crop.source for crop in crops]) <= upright, axis=1)
+
+
+def _finish_pixels(
+    indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
+) -> None:
+    """Resize some of the images."""
+    from veca.kernels.resample import locate
+
+    arrays = [sources[i] if sources[i].flags.writeable else sources[i].copy() for i in indices]  # torch warns of others
+    images = [torch.from_numpy(array).to(out.device, non_blocking=True).permute(2, 0, 1) for array in arrays]
+    _resample(locate(images), indices, crops, out)
+
+
+def _resample(places: NDArray[np.int64], indices: Sequence[int], crops: Sequence[Crop], out: Tensor) -> None:
+    """Resize images into the rows of `out` that are `indices`."""
+    from veca.kernels.resample import resample_crops
+
+    if not indices:
+        return
+    first, last = indices[0], indices[-1] + 1
+    consecutive = last - first == len(indices)
+    target = out[first:last] if consecutive else out.new_empty(len(indices), *out.shape[1:])
+    resample_crops(places, [crops[i] for i in indices], target)
+    if not consecutive:
+        out[list(indices)] = target
+
+
+_Shape: TypeAlias = tuple[int, int]
+
+
+class _Finished(NamedTuple):
+    """What the GPU made of a group: pixels, and of which images it refused to: theirs are anything."""
+
+    pixels: Tensor
+    refused: list[int]
 
 
 class GpuDecoder(AbstractContextManager["GpuDecoder"]):
-    """Finishes the images of records on a GPU, task by task, in order and in a thread.
+    """Finishes the images of records on a GPU, task by task, in threads.
 
     `refused` counts the images that the CPU had to decode. `on_work` is told the stage, "decode", and of each task how
     many images it has and how many seconds it took.
@@ -158,46 +192,38 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
 
     def __init__(self, device: torch.device, on_work: Callable[[str, int, float], object] = lambda *_: None) -> None:
         self.device, self.works, self.refused, self._on_work = device, True, 0, on_work
-        self._tasks: queue.SimpleQueue[tuple[Future[list[Record]], list[Record]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._tasks: queue.SimpleQueue[tuple[Future[dict[_Shape, _Finished]], TaskRecords] | None] = queue.SimpleQueue()
+        self._threads = list[threading.Thread]()
 
-    def __exit__(self, *_: object) -> None:
-        self._tasks.put(None)
+    def __exit__(self, *error: object) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
 
-    def submit(self, records: list[Record], decoder: RecordDecoder) -> Callable[[], list[Record]]:
+    def submit(self, records: TaskRecords, decoder: RecordDecoder) -> Callable[[], TaskRecords]:
         """Have the images of a task finished; returns a function that waits for the records and returns them."""
-        future: Future[list[Record]] = Future()
-        if self._thread is None:
-            # A daemon: the interpreter does not wait for it if the GPU hangs.
-            self._thread = threading.Thread(target=self._run, name="gpu decoder", daemon=True)
-            self._thread.start()
-        if self.works and any(record.source is not None for record in records):
+        if all(group.sources is None for group in records.groups.values()):
+            return lambda: records
+        future: Future[dict[_Shape, _Finished]] = Future()
+        if not self._threads:
+            # Daemons: the interpreter does not wait for them if the GPU hangs.
+            names = (f"gpu decoder {i}" for i in range(THREADS))
+            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+            for thread in self._threads:
+                thread.start()
+        if self.works:
             self._tasks.put((future, records))
-        else:
-            future.set_result(records)
 
-        def wait() -> list[Record]:
+        def wait() -> TaskRecords:
+            finished: dict[_Shape, _Finished] = {}
             try:
                 finished = future.result(PATIENCE if self.works else 0.0)
             except TimeoutError:
                 if self.works:
                     self.works = False
                     warn_caller(f"the JPEG decoder of {self.device} does not answer: the CPU decodes what follows")
-                finished = records
-            return [self._on_cpu(record, decoder) if record.source is not None else record for record in finished]
+            return self._combine(records, finished, decoder)
 
         return wait
-
-    def _on_cpu(self, record: Record, decoder: RecordDecoder) -> Record:
-        self.refused += 1
-        if record.source.ndim == 1:
-            made = decoder.from_source(record.name, record.source.tobytes(), record.stamp, record.number)
-        else:
-            assert record.crop is not None
-            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
-            made = Record(record.name, record.size, pixels, "", record.stamp, record.number, shape=record.shape)
-        made.last = record.last
-        return made
 
     def _run(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -214,19 +240,44 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
                 self._on_work("decode", len(records), time.perf_counter() - began)
                 future.set_result(finished)
 
-    def _finish(self, records: list[Record]) -> list[Record]:
-        """Set the pixels of records on the GPU; those that it refused are left as they were."""
-        by_shape: dict[tuple[int, int], list[Record]] = {}
-        for record in records:
-            if record.source is not None:
-                by_shape.setdefault(record.shape, []).append(record)
-        for shape, some in by_shape.items():
-            sources, crops = [record.source for record in some], [record.crop for record in some]
-            pixels, refused = finish_crops(sources, crops, shape, self.device)  # type: ignore[arg-type]
-            done = [record for i, record in enumerate(some) if i not in refused] if refused else some
-            for i, record in enumerate(done):
-                record.pixels, record.source = (pixels, i), None
-        return records
+    def _finish(self, records: TaskRecords) -> dict[_Shape, _Finished]:
+        """The pixels of each group on the GPU, and which of its images that refused."""
+        return {
+            shape: _Finished(*finish_crops(group.sources, group.crops, shape, self.device))  # type: ignore[arg-type]
+            for shape, group in records.groups.items()
+            if group.sources is not None
+        }
+
+    def _combine(self, records: TaskRecords, finished: dict[_Shape, _Finished], decoder: RecordDecoder) -> TaskRecords:
+        """Records with the pixels that the GPU made; those that it did not make are made here."""
+        if all(shape in finished and not finished[shape].refused for shape in records.groups):
+            groups = {shape: ShapeGroup(len(made.pixels), made.pixels) for shape, made in finished.items()}
+            return replace(records, groups=groups)
+        on_gpu = dict[_Shape, Iterator[Tensor | None]]()
+        for shape, group in records.groups.items():
+            pixels, refused = finished.get(shape, _Finished(torch.empty(group.count, 0), list(range(group.count))))
+            on_gpu[shape] = iter([None if i in refused else image for i, image in enumerate(pixels)])
+        images = [self._finish_one(record, on_gpu, decoder) for record in records]
+        combined = TaskRecords.collect(images)
+        for group in combined.groups.values():
+            if any(isinstance(pixels, Tensor) for pixels in group.pixels):
+                group.pixels = torch.stack([torch.as_tensor(pixels, device=self.device) for pixels in group.pixels])
+        return combined
+
+    def _finish_one(
+        self, record: Record, on_gpu: dict[_Shape, Iterator[Tensor | None]], decoder: RecordDecoder
+    ) -> Record:
+        """The record of an image with its pixels: those that the GPU made, or else made here."""
+        if record.error:
+            return record
+        pixels: Any = next(on_gpu[record.shape])
+        if pixels is None:
+            self.refused += 1
+            if record.source.ndim == 1:
+                return decoder.from_source(record.name, record.source.tobytes())
+            assert record.crop is not None
+            pixels = to_tensor(apply_crop(record.crop, Image.fromarray(record.source))).numpy()
+        return Record(record.name, record.size, pixels, shape=record.shape)
 
 
 def choose_decoder(choice: DecodeChoice, device: torch.device, check: bool = True) -> Decode:

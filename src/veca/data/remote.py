@@ -5,6 +5,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import IO, Any
 
 import fsspec
@@ -122,19 +123,39 @@ def read_remote(address: str, size: int) -> bytes:
     return bytes(data)
 
 
+class SpanReader(AbstractContextManager["SpanReader"]):
+    """Reads spans of files, members of archives; the file read last stays open while the block runs."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._file: IO[bytes] = io.BytesIO()
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Read `size` bytes of a local or remote file from `offset`."""
+        _check_size(size)
+        if is_remote(path):
+            fs, path = fsspec.url_to_fs(path)
+            data: bytes = fs.cat_file(path, start=offset, end=offset + size)
+        else:
+            if path != self._path:
+                self._file.close()
+                self._path = ""
+                self._file = open(path, "rb")  # noqa: SIM115
+                self._path = path
+            self._file.seek(offset)
+            data = self._file.read(size)
+        if len(data) < size:
+            raise ImageError("the archive ends within this picture")
+        return data
+
+
 def read_span(path: str, offset: int, size: int) -> bytes:
     """Read `size` bytes of a local or remote file from `offset`: a member of an archive."""
-    _check_size(size)
-    if is_remote(path):
-        fs, path = fsspec.url_to_fs(path)
-        data: bytes = fs.cat_file(path, start=offset, end=offset + size)
-    else:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            data = file.read(size)
-    if len(data) < size:
-        raise ImageError("the archive ends within this picture")
-    return data
+    with SpanReader() as spans:
+        return spans.read(path, offset, size)
 
 
 def _check_size(size: int) -> None:

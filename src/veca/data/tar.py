@@ -12,6 +12,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import IO, Literal, NamedTuple
 from zlib import adler32
 
@@ -32,10 +33,11 @@ _WITHOUT_DATA = b"123456"
 # A subset of the blocks that `tarfile` accepts, with a size in octal, of the types 0 (file), L and x
 _NUMBERS = rb"(?:[0-7]{6}[0-7 ][ \0]|\0{8}|[\x80\xff].{7})"
 _TIME = rb"(?:[0-7]{11}[ \0]|[\x80\xff].{11})"
-_USUAL_BLOCK = re.compile(
-    rb"(?s)(.{100})%b{3}([0-7]{11})[ \0]%b([0-7]{6})[ \0]{2}([0Lx]).{172}%b{2}(.{155}).{12}"
-    % (_NUMBERS, _TIME, _NUMBERS)
-)
+# What members of an archive usually share: mode and owner; type, link, user and group, prefix
+_USUAL_OWNER = re.compile(rb"(?s)%b{3}" % _NUMBERS)
+_USUAL_REST = re.compile(rb"(?s)([0Lx]).{172}%b{2}(.{155}).{12}" % _NUMBERS)
+# And what they do not, but for the name: size, date, checksum
+_USUAL_SIZE = re.compile(rb"(?s)([0-7]{11})[ \0]%b([0-7]{6})[ \0]{2}" % _TIME)
 
 
 class TarError(VecaError, ValueError):
@@ -69,10 +71,11 @@ class TarReader:
         self.file, self.on_read, self.position, self._reported = file, on_read, 0, 0
         is_plain = isinstance(getattr(file, "raw", None), io.FileIO) and hasattr(os, "pread")
         self._descriptor = file.fileno() if is_plain else None
+        self._seekable = not isinstance(file, gzip.GzipFile)
 
     def read(self, size: int) -> bytes:
         """Read `size` bytes, or all that are left."""
-        if not isinstance(self.file, gzip.GzipFile):
+        if self._seekable:
             self.file.seek(self.position)
         data = self.file.read(size)
         self._advance(self.position + len(data))
@@ -88,11 +91,11 @@ class TarReader:
 
     def skip_to(self, position: int) -> None:
         """Skip to `position`, or to the end."""
-        if isinstance(self.file, gzip.GzipFile):
-            while self.position < position and self.read(min(_PIECE, position - self.position)):
-                pass
-        else:
+        if self._seekable:
             self._advance(position)
+            return
+        while self.position < position and self.read(min(_PIECE, position - self.position)):
+            pass
 
     def _advance(self, position: int) -> None:
         self.position = position
@@ -105,6 +108,11 @@ class TarReader:
 def iter_members(reader: TarReader) -> Iterator[Member]:
     """Yield all members in order. The reader is then at the start of the member's data, which need not be read."""
     while (header := _read_header(reader)) is not None:
+        if header.type == tarfile.REGTYPE:  # nearly all: nothing is known of it but its own header
+            start = reader.position
+            yield Member(header.name.decode("utf-8", "surrogateescape"), "file", start, header.size)
+            reader.skip_to(start + header.size + -header.size % _BLOCK_SIZE)
+            continue
         # From headers before the member's own; the first to state something wins.
         name, error, size, sparse, used = b"", "", None, False, 0
         while header.type in _EXTENDED:
@@ -163,16 +171,27 @@ def _read_header(reader: TarReader) -> _Header | None:
 
 def _parse_usual(block: bytes) -> _Header | None:
     """Parse a header as `tarfile` does, but much faster; None if it is unusual or broken."""
-    if (match := _USUAL_BLOCK.fullmatch(block)) is None:
+    own, shared = _USUAL_SIZE.fullmatch(block, 124, 156), _parse_shared(block[100:124], block[156:])
+    if own is None or shared is None:
         return None
-    name, size, checksum, kind, prefix = match.groups()
+    (size, checksum), (kind, prefix, total) = own.groups(), shared
     # The checksum is of all bytes, its own field taken as spaces. Without overflow, the low half of Adler-32 is one
-    # more than the sum of the bytes; 512 bytes could overflow it, 256 cannot.
-    total = (adler32(block[:256]) & 0xFFFF) + (adler32(block[256:]) & 0xFFFF) - 2
-    if total - sum(block[148:156]) + 8 * ord(" ") != int(checksum, 8):
+    # more than the sum of the bytes; that of 256 bytes cannot overflow.
+    total += (adler32(block[:100]) & 0xFFFF) + (adler32(block[124:148]) & 0xFFFF) - 2
+    if total + 8 * ord(" ") != int(checksum, 8):
         return None
-    name, prefix = name.partition(b"\0")[0], prefix.partition(b"\0")[0]
+    name = block[:100].partition(b"\0")[0]
     return _Header(kind, b"%b/%b" % (prefix, name) if prefix and kind != b"L" else name, int(size, 8))
+
+
+@lru_cache(64)
+def _parse_shared(owner: bytes, rest: bytes) -> tuple[bytes, bytes, int] | None:
+    """Type, prefix and sum of bytes of what members of an archive usually share; None if it is unusual or too short."""
+    match = _USUAL_REST.fullmatch(rest)
+    if match is None or _USUAL_OWNER.fullmatch(owner) is None:
+        return None
+    kind, prefix = match.groups()
+    return kind, prefix.partition(b"\0")[0], sum(owner) + sum(rest)
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:

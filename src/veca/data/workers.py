@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -36,17 +37,18 @@ class WorkerDiedError(VecaError, RuntimeError):
 
 
 class Placed(NamedTuple):
-    """An array in the slot of its task."""
+    """Arrays in the slot of their task, one after another: the shape of each; and the arrays after them."""
 
-    offset: int
-    shape: tuple[int, ...]
+    shapes: list[tuple[int, ...]]
+    rest: list[NDArray[np.uint8]]
 
 
 class SharedSlots:
     """Memory that forked workers share with this process: task n has slot n modulo their number.
 
-    There must be one slot more than tasks under way: a slot is read before the task after those is begun. The memory is
-    anonymous, not taken from /dev/shm, of which containers have little; pages that are never written take none.
+    There must be one slot more than tasks under way, and one for each result that is kept while others are taken: a
+    slot is read before the task after those is begun. The memory is anonymous, not taken from /dev/shm, of which
+    containers have little; pages that are never written take none.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -55,33 +57,22 @@ class SharedSlots:
     def _slot(self, task: int) -> NDArray[np.uint8]:
         return np.frombuffer(self._memory, np.uint8, self.size, task * self.size % len(self._memory))
 
-    def put(self, task: int, arrays: Iterable[NDArray[np.uint8]]) -> list[Placed | NDArray[np.uint8]]:
-        """Copy arrays into the slot of a task, in a worker; those that do not fit are returned as they are."""
-        slot, end = self._slot(task), 0
-        placed = list[Placed | NDArray[np.uint8]]()
-        for array in arrays:
-            if end + array.size > len(slot):
-                placed.append(array)
-                continue
-            slot[end : end + array.size].reshape(array.shape)[...] = array
-            placed.append(Placed(end, array.shape))
-            end += array.size
-        return placed
+    def put(self, task: int, arrays: Sequence[NDArray[np.uint8]]) -> Placed:
+        """Copy arrays into the slot of a task, in a worker; from the first that does not fit on, they are sent."""
+        ends = list(accumulate(array.size for array in arrays))
+        slot, fitting = self._slot(task), bisect_right(ends, self.size)
+        for array, end in zip(arrays[:fitting], ends, strict=False):
+            slot[end - array.size : end].reshape(array.shape)[...] = array
+        return Placed([array.shape for array in arrays[:fitting]], list(arrays[fitting:]))
 
-    def get(
-        self, task: int, placed: Iterable[Placed | NDArray[np.uint8]], copy: bool = False
-    ) -> list[NDArray[np.uint8]]:
+    def get(self, task: int, placed: Placed, copy: bool = False) -> list[NDArray[np.uint8]]:
         """Return what `put` was given: views of the slot, which the next tasks overwrite, or with `copy` of a copy."""
-        placed, slot = list(placed), self._slot(task)
-        if copy:
-            ends = (each.offset + math.prod(each.shape) for each in placed if isinstance(each, Placed))
-            slot = slot[: max(ends, default=0)].copy()
-        return [
-            slot[each.offset : each.offset + math.prod(each.shape)].reshape(each.shape)
-            if isinstance(each, Placed)
-            else each
-            for each in placed
-        ]
+        ends = list(accumulate(map(math.prod, placed.shapes), initial=0))
+        slot = self._slot(task)[: ends[-1]]
+        slot = slot.copy() if copy else slot
+        arrays = [slot[start:end] for start, end in pairwise(ends)]
+        shaped = zip(arrays, placed.shapes, strict=True)
+        return [array if len(shape) == 1 else array.reshape(shape) for array, shape in shaped] + placed.rest
 
 
 class _Tasks(Dataset[Any]):

@@ -9,15 +9,15 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.config import VecaConfig
-from veca.data.gpu_decode import can_resize
-from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, Record, RecordDecoder, split_tasks
+from veca.data.gpu_decode import THREADS, can_resize
+from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, RecordDecoder, TaskRecords, split_tasks
 from veca.data.sources import Item
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_schema
@@ -38,11 +38,13 @@ from veca.images import normalize
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused, unfusable_reason
 
+_T = TypeVar("_T")
+
 PART_IMAGES = 4096
 PART_BYTES = 256 << 20
 """Bytes of features in a part, about; also of decoded images that wait for their batch."""
 _WRITES = 2
-"""Row groups that wait to be written, at most."""
+"""Row groups and files that wait to be written, at most."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ class EmbedJob:
         return can_resize(self.device)
 
     def processes(self) -> dict[str, int]:
-        """How many processes share each stage, where there are several."""
-        return dict.fromkeys([self.reading, *["model"] * self.by_task], self.workers)
+        """How many processes or threads share each stage, where there are several."""
+        stages = dict.fromkeys([self.reading, *["model"] * self.by_task], self.workers)
+        return stages | {"decode": THREADS} if self.resizes_on_gpu else stages
 
     @property
     def reading(self) -> str:
@@ -164,7 +167,7 @@ class FeatureModel:
         self._autocast = self._dtype != torch.float32 and not compiled  # a compiled model has that dtype itself
 
     def __call__(self, images: Sequence[Any]) -> FeatureBatch:
-        """Images (3, height, width) uint8 of one shape, as `Record.pixels` has them, to their features."""
+        """Images of one shape, uint8, to their features: tensors (B, 3, height, width), or lists of arrays."""
         s, device = self.job.settings, self.job.device
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
         began, ended, copied = (event.record for event in events) if events else (lambda: None,) * 3
@@ -183,26 +186,19 @@ class FeatureModel:
             copied()
         return FeatureBatch(columns, events, time.perf_counter() - start)
 
-    def compute(self, records: list[Record]) -> list[Record]:
-        """Replace the pixels of records, those of a task, by their features: batches of one shape.
+    def compute(self, records: TaskRecords) -> None:
+        """Replace the pixels of a task by their features: batches of one shape.
 
         A worker process that is a fork of this one may call it.
         """
         # After a fork the compiler would wait forever for its threads, so a new shape must run eagerly.
         eager = torch.compiler.set_stance("eager_on_recompile") if self.job.settings.compile else nullcontext()
-        by_shape: dict[tuple[int, int], list[Record]] = {}
-        for record in records:
-            if record.pixels is not None:
-                by_shape.setdefault(record.shape, []).append(record)
         with eager:
-            for (height, width), group in by_shape.items():
-                count = self.job.batch_of(height, width)
-                for start in range(0, len(group), count):
-                    some = group[start : start + count]
-                    columns = self([record.pixels for record in some]).columns()
-                    for i, record in enumerate(some):
-                        record.pixels, record.features = None, {name: values[i] for name, values in columns.items()}
-        return records
+            for shape, group in records.groups.items():
+                step, pixels = self.job.batch_of(*shape), group.pixels
+                found = [self([pixels[start : start + step]]).columns() for start in range(0, group.count, step)]
+                group.features = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+                group.pixels = None
 
     def warm_up(self) -> None:
         """Run the model once as forked workers will: they inherit what it compiles, and errors surface sooner."""
@@ -210,26 +206,24 @@ class FeatureModel:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a forked process would wait forever for threads it does not have
         try:
-            self([np.zeros((3, side, side), np.uint8)] * batch)
+            self([[np.zeros((3, side, side), np.uint8)] * batch])
         finally:
             torch.set_num_threads(threads)
 
 
 def _stack(images: Sequence[Any], device: torch.device) -> Tensor:
-    """Stack images on the device: arrays, or a tensor there and which of its images it is."""
+    """Join images on the device: tensors there, and lists of arrays."""
     if device.type == "cpu":
-        return torch.from_numpy(np.stack(images))
+        return torch.from_numpy(np.stack(list(chain.from_iterable(images))))
     parts = list[Tensor]()
-    for together, group in groupby(images, key=lambda image: id(image[0]) if isinstance(image, tuple) else None):
-        some = list(group)
-        if together is None:
-            host = torch.empty(len(some), *some[0].shape, dtype=torch.uint8, pin_memory=True)
-            np.stack(some, out=host.numpy())
-            parts.append(host.to(device, non_blocking=True))
+    for on_device, group in groupby(images, key=lambda some: isinstance(some, Tensor)):
+        if on_device:
+            parts += group
             continue
-        pixels, first, count = some[0][0], some[0][1], len(some)
-        consecutive = some[-1][1] - first == count - 1
-        parts.append(pixels[first : first + count] if consecutive else pixels[[i for _, i in some]])
+        arrays = list(chain.from_iterable(group))
+        host = torch.empty(len(arrays), *arrays[0].shape, dtype=torch.uint8, pin_memory=True)
+        np.stack(arrays, out=host.numpy())
+        parts.append(host.to(device, non_blocking=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -243,29 +237,72 @@ class _Shape:
         self.pixel_bytes = 3 * height * width
 
 
-class _Row:
-    """An image of the part in progress: its size and shape, and where its features are; or an error."""
+@dataclass(slots=True)
+class _Rows:
+    """Consecutive images of a part: all of one shape, and where their features are, from `first` on; or all errors.
 
-    __slots__ = ("error", "features", "index", "name", "shape", "size")
+    `errors` are of rows by their index. `images` wait for their batch.
+    """
 
-    def __init__(self, name: str, error: str) -> None:
-        self.name, self.error, self.size, self.index = name, error, (0, 0), 0
-        self.shape: _Shape | None = None
-        self.features: FeatureBatch | dict[str, NDArray[Any]] | None = None
+    names: list[str]
+    sizes: NDArray[np.int32]
+    errors: dict[int, str]
+    shape: _Shape | None = None
+    images: Any = None
+    features: FeatureBatch | dict[str, NDArray[Any]] | None = None
+    first: int = 0
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Its columns between the name and the features."""
-        assert self.shape is not None
-        return *self.size, *self.shape.numbers
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column of their features (rows, numbers); waits for them."""
+        columns = self.features.columns() if isinstance(self.features, FeatureBatch) else self.features
+        assert columns is not None
+        return columns[name][self.first : self.first + len(self)]
+
+    def without_errors(self, names: Iterable[str]) -> "_Rows":
+        """The rows with features, of which `names` are the columns."""
+        if not self.errors:
+            return self
+        kept = [i for i in range(len(self)) if i not in self.errors]
+        features = {name: self.column(name)[kept] for name in names}
+        return _Rows([self.names[i] for i in kept], self.sizes[kept], {}, self.shape, None, features)
+
+
+class WriteQueue(AbstractContextManager["WriteQueue"]):
+    """A thread that writes what it is given, in order. It is at most `_WRITES` jobs behind."""
+
+    def __init__(self) -> None:
+        self._thread, self._jobs = ThreadPoolExecutor(1, "parquet"), deque[Future[Any]]()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def submit(self, job: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Have a job done; raises the error of an earlier one instead."""
+        self.wait(_WRITES - 1)
+        future = self._thread.submit(job, *args)
+        self._jobs.append(future)
+        return future
+
+    def settle(self) -> None:
+        """Wait until all jobs are done or have failed; errors are ignored."""
+        wait(self._jobs)
+        self._jobs.clear()
+
+    def wait(self, but: int = 0) -> None:
+        """Wait until all jobs but the last few are done; raises the error of one of them."""
+        while len(self._jobs) > but:
+            self._jobs.popleft().result()
 
 
 class PartitionWriter:
     """Runs the images of one partition through the model, in batches of one shape, and writes its file.
 
-    Rows are written by a thread, while the model is at work on the next. `slices` of an earlier run are continued; the
-    file is the same with and without them. An image whose features are not finite is an error, or with
-    `skip_nonfinite` a failure.
+    Rows are written and the file is completed by a thread, while the model is at work on the next. `slices` of an
+    earlier run are continued; the file is the same with and without them. An image whose features are not finite is an
+    error, or with `skip_nonfinite` a failure.
     """
 
     def __init__(
@@ -281,82 +318,120 @@ class PartitionWriter:
         # With what is not written yet
         self.added, self._part, self._part_bytes = self._state.end, self._state.part, self._state.part_bytes
         # Images after those written; those before `_settled` are finished.
-        self._rows: list[_Row] = []
+        self._rows: list[_Rows] = []
         self._settled = 0
-        # Rows and images that wait for their batch, by shape (height, width).
-        self.waiting: dict[tuple[int, int], list[tuple[_Row, Any]]] = {}
+        # Images that wait for their batch
+        self.waiting: dict[_Shape, list[_Rows]] = {}
         self._waiting_bytes, self._by_task, s = 0, self.job.by_task, self.job.settings
         self._max_waiting_bytes = max(PART_BYTES, 3 * s.batch_size * s.size**2)
+        self._part_images, self._max_part_bytes = self.job.part_limits()
         self._shapes: dict[tuple[int, int], _Shape] = {}
-        self._writes = deque[Future[None]]()
-        self._failed = False
+        self._error: BaseException | None = None  # of the first write that failed: nothing is written after it
 
-    def write(self, records: Iterable[Record], save_seconds: float | None = None) -> PartitionState:
-        """Embed `records`, the images after those in slices, and write the file.
+    def write(self, tasks: Iterable[TaskRecords]) -> PartitionState:
+        """Embed the images of `tasks` and write the file."""
+        with WriteQueue() as queue:
+            return self.submit(tasks, queue).result()
+
+    def submit(
+        self, tasks: Iterable[TaskRecords], queue: WriteQueue, save_seconds: float | None = None
+    ) -> Future[PartitionState]:
+        """Embed the images of `tasks`, those after the slices, and have the file written.
 
         With `save_seconds`, finished rows are saved as a slice that often and when the run is stopped.
         """
-        records, complete = iter(records), False
-        with ThreadPoolExecutor(1, "parquet") as self._thread:
-            while not complete:
-                with self.job.folder.new_file(self.model.schema) as (path, writer):
-                    try:
-                        complete = self._add_records(records, writer, save_seconds)
-                        self._finish_writes()
-                    except BaseException:
-                        if save_seconds is not None:
-                            with suppress(Exception):  # the first error is the one to report
-                                self._write_rows(writer)
-                            wait(self._writes)
-                            with suppress(Exception):
-                                self._save_slice(path, writer)
-                        raise
-                    if complete and not self.slices:
-                        state = PartitionState(pictures=self._state.pictures, failures=self._state.failures)
-                        return self._publish(path, writer, state)
-                    self._save_slice(path, writer)
-        return self._join_slices()
+        self._queue, pieces = queue, self._split(tasks)
+        while True:
+            with ExitStack() as stack:
+                path, writer = stack.enter_context(self.job.folder.new_file(self.model.schema))
+                try:
+                    complete = self._add_pieces(pieces, writer, save_seconds)
+                    queue.wait(_WRITES - 1)  # an error must come before the file is left to the thread
+                except BaseException:
+                    if save_seconds is not None:
+                        queue.settle()
+                        with suppress(Exception):  # the first error is the one to report
+                            self._write_rows(writer)
+                        queue.settle()
+                        with suppress(Exception):
+                            self._save_slice(path, writer)
+                    raise
+                if complete:
+                    return queue.submit(self._complete, stack.pop_all(), path, writer, save_seconds is not None)
+                queue.submit(self._save_slice, path, writer).result()
 
-    def _add_records(self, records: Iterator[Record], writer: pq.ParquetWriter, save_seconds: float | None) -> bool:
-        """Add records until the partition ends (True) or a slice is due (False)."""
-        began, (part_images, max_part_bytes) = time.monotonic(), self.job.part_limits()
-        for record in records:
-            self._add(record)
-            # Images larger than size × size may fill a part before it has `part_images`.
-            full = self.added - self._part >= part_images or self._part_bytes > max_part_bytes
-            if full and (record.last or not self._by_task):
+    def _split(self, tasks: Iterable[TaskRecords]) -> Iterator[tuple[_Rows, bool]]:
+        """The images of tasks in pieces of one shape that end where a batch or a part does; and whether a task ends."""
+        for records in tasks:
+            start, taken = 0, dict.fromkeys(records.groups, 0)
+            for size, count in records.runs:
+                group, shape, end = records.groups.get(size), self._shape(size), start + count
+                while start < end:
+                    stop = end if self._by_task else min(end, start + self._room(shape))
+                    errors = {i - start: records.errors[i] for i in range(start, stop)} if group is None else {}
+                    rows = _Rows(records.names[start:stop], records.sizes[start:stop], errors, shape)
+                    if group is not None:
+                        rows.features, rows.first = group.features, taken[size]
+                        taken[size] += len(rows)
+                        if rows.features is None:
+                            rows.images = group.pixels[rows.first : taken[size]]
+                    start = stop
+                    yield rows, stop == len(records)
+
+    def _shape(self, size: tuple[int, int]) -> _Shape | None:
+        """What images of height and width have in common; None of errors."""
+        if size not in self._shapes and all(size):
+            self._shapes[size] = _Shape(self.job, size)
+        return self._shapes.get(size)
+
+    def _room(self, shape: _Shape | None) -> int:
+        """Images of a shape after which a batch or the part is full, or too many wait."""
+        room = self._part_images - (self.added - self._part)
+        if shape is None:
+            return room
+        # Images larger than size × size may fill a part before it has `_part_images`.
+        part = (self._max_part_bytes - self._part_bytes) // shape.feature_bytes + 1
+        waiting = (self._max_waiting_bytes - self._waiting_bytes) // shape.pixel_bytes + 1
+        return min(room, part, waiting, shape.batch - sum(map(len, self.waiting.get(shape, ()))))
+
+    def _add_pieces(
+        self, pieces: Iterator[tuple[_Rows, bool]], writer: pq.ParquetWriter, save_seconds: float | None
+    ) -> bool:
+        """Add images until the partition ends (True) or a slice is due (False)."""
+        began = time.monotonic()
+        for rows, last in pieces:
+            self._add(rows)
+            # Where the model runs by task, a part or slice that ends within one would change the batches after it.
+            if self._by_task and not last:
+                continue
+            if not self.waiting:
+                self._settled = len(self._rows)
+            if self.added - self._part >= self._part_images or self._part_bytes > self._max_part_bytes:
                 self._end_part(writer)
             due = save_seconds is not None and time.monotonic() - began > save_seconds
             if due and self._settled == len(self._rows):  # images that wait for their batch cannot be saved
                 self._write_rows(writer)
-                self._finish_writes()
+                self._queue.wait()
                 if self._state.pictures:
                     return False
         self._end_part(writer)
         return True
 
-    def _add(self, record: Record) -> None:
-        """Add an image; runs the model when a batch is full."""
-        row = _Row(record.name, record.error)
-        self._rows.append(row)
-        self.added += 1
-        if not record.error:
-            shape = self._shapes.get(record.shape) or self._shapes.setdefault(
-                record.shape, _Shape(self.job, record.shape)
-            )
-            row.size, row.shape, row.features = record.size, shape, record.features
-            self._part_bytes += shape.feature_bytes
-            if record.features is None:
-                self._waiting_bytes += shape.pixel_bytes
-                group = self.waiting.setdefault(record.shape, [])
-                group.append((row, record.pixels))
-                if len(group) >= shape.batch:
-                    self._run_batch(record.shape)
-                elif self._waiting_bytes > self._max_waiting_bytes:
-                    self._run_waiting()
-        # Where the model runs by task, a part or slice that ends within one would change the batches after it.
-        if not self.waiting and (record.last or not self._by_task):
-            self._settled = len(self._rows)
+    def _add(self, rows: _Rows) -> None:
+        """Add images; runs the model when a batch is full."""
+        self._rows.append(rows)
+        self.added += len(rows)
+        if (shape := rows.shape) is None:
+            return
+        self._part_bytes += len(rows) * shape.feature_bytes
+        if rows.features is None:
+            self._waiting_bytes += len(rows) * shape.pixel_bytes
+            group = self.waiting.setdefault(shape, [])
+            group.append(rows)
+            if sum(map(len, group)) >= shape.batch:
+                self._run_batch(shape)
+            elif self._waiting_bytes > self._max_waiting_bytes:
+                self._run_waiting()
 
     def _run_waiting(self) -> None:
         """Run the model on all images that wait, full batches or not."""
@@ -364,12 +439,13 @@ class PartitionWriter:
             self._run_batch(next(iter(self.waiting)))
         self._settled = len(self._rows)
 
-    def _run_batch(self, shape: tuple[int, int]) -> None:
+    def _run_batch(self, shape: _Shape) -> None:
         group = self.waiting.pop(shape)
-        self._waiting_bytes -= len(group) * self._shapes[shape].pixel_bytes
-        features = self.model([pixels for _, pixels in group])
-        for i, (row, _) in enumerate(group):
-            row.features, row.index = features, i
+        features, first = self.model([rows.images for rows in group]), 0
+        for rows in group:
+            rows.images, rows.features, rows.first = None, features, first
+            first += len(rows)
+        self._waiting_bytes -= first * shape.pixel_bytes
 
     def _end_part(self, writer: pq.ParquetWriter) -> None:
         self._run_waiting()
@@ -378,77 +454,64 @@ class PartitionWriter:
 
     def _write_rows(self, writer: pq.ParquetWriter, end_part: bool = False) -> None:
         """Have the finished rows written as one row group."""
-        rows, self._rows, self._settled = self._rows[: self._settled], self._rows[self._settled :], 0
-        self._writes.append(self._thread.submit(self._write, writer, rows, end_part))
-        self._finish_writes(_WRITES)
+        self._queue.submit(self._write, writer, self._rows[: self._settled], end_part)
+        self._rows, self._settled = self._rows[self._settled :], 0
 
-    def _finish_writes(self, but: int = 0) -> None:
-        """Wait until all writes but the last few are done."""
-        while len(self._writes) > but:
-            self._writes.popleft().result()
-
-    def _write(self, writer: pq.ParquetWriter, rows: list[_Row], end_part: bool) -> None:
+    def _write(self, writer: pq.ParquetWriter, pieces: list[_Rows], end_part: bool) -> None:
         """Wait for the features of rows and write them, in a thread; nothing is written after a failure."""
-        state, schema = self._state, self.model.schema
-        if self._failed:
-            raise RuntimeError("rows before these were not written")
-        self._failed = True  # until they are written
-        values = {name: self._collect(name, rows) for name in schema.names[6:]}
-        began = time.perf_counter()
-        if good := [i for i, row in enumerate(rows) if not row.error]:
-            numbers = np.array([rows[i].numbers for i in good], np.int32)
-            columns: dict[str, Any] = {"path": pa.array([rows[i].name for i in good], pa.string())}
-            columns |= dict(zip(schema.names[1:6], map(pa.array, numbers.T.copy()), strict=True))
-            for name, arrays in values.items():
-                kept = [arrays[i] for i in good]
-                kind: Any = schema.field(name).type
-                flat = pa.array(np.concatenate(kept))
-                if pa.types.is_fixed_size_list(kind):
-                    columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)  # type: ignore[call-overload]
-                else:
-                    ends = pa.array(np.cumsum([0, *(array.size for array in kept)]))
-                    columns[name] = pa.LargeListArray.from_arrays(ends, flat, type=kind)
-            writer.write_table(pa.table(columns, schema))
-            state.groups.append(state.part)
-        state.pictures += len(good)
-        state.failures += [(row.name, row.error) for row in rows if row.error]
-        state.end += len(rows)
-        state.part_bytes += sum(row.shape.feature_bytes for row in rows if row.shape)
+        if self._error is not None:
+            raise self._error
+        try:
+            self._write_group(writer, pieces)
+        except BaseException as error:
+            self._error = error
+            raise
         if end_part:
-            state.part, state.part_bytes = state.end, 0
-        self._failed = False
-        self._meter.add("write", len(rows), time.perf_counter() - began)
+            self._state.part, self._state.part_bytes = self._state.end, 0
 
-    def _collect(self, name: str, rows: list[_Row]) -> list[NDArray[Any]]:
-        """A column of the features of each row, empty where there are none; those that are not finite are refused."""
-        collected, batches = list[NDArray[Any]](), dict[int, tuple[NDArray[Any], NDArray[Any]]]()
-        for row in rows:
-            features = row.features
-            if isinstance(features, FeatureBatch):
-                if id(features) not in batches:
-                    values = features.columns()[name]
-                    batches[id(features)] = values, np.isfinite(values).all(1)
-                    if name == self.model.schema.names[6]:
-                        self._meter.add("model", len(values), features.seconds)
-                values, finite = batches[id(features)]
-                collected.append(values[row.index])
-                is_finite = finite[row.index]
-            else:
-                collected.append(np.empty(0) if features is None else features[name])
-                is_finite = np.isfinite(collected[-1]).all()
-            if not is_finite:
-                self._refuse(row)
-        return collected
+    def _write_group(self, writer: pq.ParquetWriter, pieces: list[_Rows]) -> None:
+        state, names = self._state, self.model.schema.names[6:]
+        batches = {id(rows.features): rows.features for rows in pieces if isinstance(rows.features, FeatureBatch)}
+        for batch in batches.values():
+            self._meter.add("model", len(batch.columns()[names[0]]), batch.seconds)
+        for rows in pieces:
+            if rows.shape is not None:
+                self._refuse_nonfinite(rows, names)
+        began = time.perf_counter()
+        if good := [rows.without_errors(names) for rows in pieces if len(rows.errors) < len(rows)]:
+            writer.write_table(_make_table(good, self.model.schema))
+            state.groups.append(state.part)
+        state.pictures += sum(map(len, good))
+        state.failures += [(rows.names[i], rows.errors[i]) for rows in pieces for i in sorted(rows.errors)]
+        state.end += sum(map(len, pieces))
+        state.part_bytes += sum(len(rows) * rows.shape.feature_bytes for rows in pieces if rows.shape)
+        self._meter.add("write", sum(map(len, pieces)), time.perf_counter() - began)
 
-    def _refuse(self, row: _Row) -> None:
-        """Make an image whose features are not finite an error or a failure."""
+    def _refuse_nonfinite(self, rows: _Rows, names: Iterable[str]) -> None:
+        """Make images whose features are not finite errors or failures."""
         s = self.job.settings
-        how = f"computed in {s.precision} and saved in {s.save_dtype}"
-        check = "check the weights, --precision and --dtype (float16 overflows)"
-        row.error = f"its features are not finite, {how}: {check}"
-        if not self.job.skip_nonfinite:
-            way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
-            raise NonFiniteError(f"{row.name}: {row.error}; {way}")
+        for name in names:
+            for i in np.flatnonzero(~np.isfinite(rows.column(name)).all(1)).tolist():
+                how = f"computed in {s.precision} and saved in {s.save_dtype}"
+                check = "check the weights, --precision and --dtype (float16 overflows)"
+                rows.errors[i] = f"its features are not finite, {how}: {check}"
+                if not self.job.skip_nonfinite:
+                    way = "--skip-nonfinite (skip_nonfinite=True) lists such images as failures and goes on"
+                    raise NonFiniteError(f"{rows.names[i]}: {rows.errors[i]}; {way}")
+
+    def _complete(self, stack: ExitStack, path: Path, writer: pq.ParquetWriter, save: bool) -> PartitionState:
+        """Publish the partition, in a thread, when all of it is written; if that failed, `save` what was before."""
+        with stack:
+            if self._error is not None:
+                if save:
+                    with suppress(Exception):  # the first error is the one to report
+                        self._save_slice(path, writer)
+                raise self._error
+            if not self.slices:
+                state = PartitionState(pictures=self._state.pictures, failures=self._state.failures)
+                return self._publish(path, writer, state)
+            self._save_slice(path, writer)
+        return self._join_slices()
 
     def _save_slice(self, path: Path, writer: pq.ParquetWriter) -> None:
         if self._state.pictures:
@@ -482,3 +545,33 @@ class PartitionWriter:
         for name in names:
             folder.remove(name)
         return state
+
+
+def _make_table(pieces: Sequence[_Rows], schema: pa.Schema) -> pa.Table:
+    """The table of rows, none of which is an error."""
+    counts = [len(rows) for rows in pieces]
+    shapes = np.array([rows.shape.numbers for rows in pieces if rows.shape], np.int32)
+    numbers = np.concatenate([np.concatenate([rows.sizes for rows in pieces]), np.repeat(shapes, counts, axis=0)], 1)
+    columns: dict[str, Any] = {"path": _to_strings(list(chain.from_iterable(rows.names for rows in pieces)))}
+    columns |= dict(zip(schema.names[1:6], map(_to_arrow, numbers.T.copy()), strict=True))
+    for name in schema.names[6:]:
+        values, kind = [rows.column(name) for rows in pieces], cast(Any, schema.field(name).type)
+        flat = _to_arrow(np.concatenate([each.reshape(-1) for each in values]))
+        if pa.types.is_fixed_size_list(kind):
+            columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)  # type: ignore[call-overload]
+        else:
+            lengths = np.repeat([each.shape[1] for each in values], counts)
+            ends = _to_arrow(np.concatenate([[0], np.cumsum(lengths)]))
+            columns[name] = pa.LargeListArray.from_arrays(ends, flat, type=kind)
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _to_arrow(values: Any) -> Any:
+    """An array of numbers as Arrow's, not copied. `pa.array` would first import pandas, where that is installed."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _to_strings(texts: Sequence[str]) -> Any:
+    encoded = [text.encode() for text in texts]
+    ends: Any = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), len(texts), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])

@@ -33,6 +33,7 @@ from veca.embed.settings import EmbedError
 from veca.embed.stream import PartitionStream
 from veca.model import Veca
 from veca.utils.console import bar
+from veca.utils.device import separate_streams
 from veca.version import __version__
 
 Engine = Literal["plain", "ray"]
@@ -180,6 +181,7 @@ class RayWorker:
         if other := [f"{name} {version}" for name, version in installed.items() if version != job.about[name]]:
             expected = f"veca {job.about['veca']} and torch {job.about['torch']}"
             raise EmbedError(f"{' and '.join(other)} where the run was started with {expected}")
+        separate_streams()
         with torch.device("meta"):
             model = Veca(job.config)
         model.load_state_dict(load_tensors(ray.get(self.weights[0]).tobytes()), assign=True)

@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import groupby, islice
 from pathlib import Path
@@ -24,12 +25,12 @@ import torch
 
 from veca.checkpoint.format import weights_hash
 from veca.data.gpu_decode import GpuDecoder, choose_decoder
-from veca.data.records import Record, TaskSeconds, decode_tasks
+from veca.data.records import TaskRecords, TaskSeconds, decode_tasks
 from veca.data.remote import is_remote
 from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
-from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, WriteQueue, prepare_model
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
@@ -40,7 +41,7 @@ from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
-from veca.utils.device import usable_cpus
+from veca.utils.device import separate_streams, usable_cpus
 from veca.utils.files import check_utf8, check_writable, list_paths
 from veca.version import __version__
 
@@ -96,6 +97,7 @@ def embed(
     1
     """
     began, on_ray, was_training = time.perf_counter(), engine == "ray", model.training
+    separate_streams()
     if not on_ray and is_remote(os.fspath(out)):
         raise EmbedError(f"{out}: an address; this engine writes on this machine. --engine ray writes to addresses")
     if partition is not None and partition < 1:
@@ -115,14 +117,19 @@ def embed(
             models, where, workers = find_slots(device, workers)
         workers, device = usable_cpus() if workers is None else workers, torch.device(where)
         unfinished = folder.check(overwrite)  # before anything that takes long
-        settings = dataclasses.replace(settings, decode=choose_decoder(settings.decode, device, check=not on_ray))
         if settings.batch is None:
             settings = dataclasses.replace(settings, batch=unfinished.get("batch"))
         try:
-            ready = model if on_ray else prepare_model(model, settings, device)
-            if settings.batch is None:
-                batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
-                settings = dataclasses.replace(settings, batch=batch)
+            # In a thread: both compile kernels where the disk has none yet.
+            with ThreadPoolExecutor(1, "choose decoder") as thread:
+                decode = thread.submit(choose_decoder, settings.decode, device, check=not on_ray)
+                if device.type != "cuda":
+                    decode.result()
+                ready = model if on_ray else prepare_model(model, settings, device)
+                if settings.batch is None:
+                    batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
+                    settings = dataclasses.replace(settings, batch=batch)
+            settings = dataclasses.replace(settings, decode=decode.result())
             about = describe_features(model, model_name, settings, device)
             job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
             length = job.partition_length(partition or partitions.PARTITION)
@@ -188,8 +195,10 @@ class _PlainRun:
     def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition], meter: StageMeter) -> None:
         self.job, self.plan, self.totals, self.meter, self.last_image = job, plan, RunTotals(), meter, ""
         self.model = FeatureModel(model, job)
-        self.loading = deque[PartitionWriter]()  # of each image that the loader has been given, its partition
-        self.saved = list[PartitionState]()  # slices of the partition in progress
+        self.loading = deque[PartitionWriter]()  # of each task that the loader has been given, its partition
+        self.queue = WriteQueue()
+        self.writing = deque[tuple[PartitionWriter, Future[PartitionState]]]()  # partitions that are being completed
+        self.current: PartitionWriter | None = None
 
     def run(self, shown: Sequence[str]) -> RunTotals:
         """Compute all partitions and complete the folder; the images of `shown` are the total of a progress bar."""
@@ -206,14 +215,16 @@ class _PlainRun:
             GpuDecoder(job.device, self.meter.add) if job.resizes_on_gpu else nullcontext() as gpu,
             decode_tasks(
                 self._tasks(on_read), job.decoder, job.workers, gpu=gpu, compute=compute, on_work=self._on_work
-            ) as records,
+            ) as tasks,
             bar("embedding", None, "images", bool(shown), failures=True, note=job.describe()) as advance,
             # Compressed shards are not counted: it would take as long as reading them.
             counting_images(shown, lambda total: advance(total=total)),
+            self.queue,
         ):
             on_read.show = advance.describe
-            for writer, group in groupby(self._watch(records, advance, on_read), lambda _: self.loading.popleft()):
+            for writer, group in groupby(self._watch(tasks, advance, on_read), lambda _: self.loading.popleft()):
                 self._write(writer, group)
+            self._count_written(all_of_them=True)
             advance(0, completed=totals.pictures + totals.failures, failed=totals.failures, note="")
             if job.folder.file:
                 advance.describe("joining")
@@ -245,7 +256,7 @@ class _PlainRun:
             elif isinstance(error, OSError):
                 more = ". Free some: the partitions and the file they become exist side by side"
                 reason = f"the run stopped: {error}{more if error.errno == errno.ENOSPC else ''}"
-            images = self.totals.pictures + sum(state.pictures for state in self.saved)
+            images = self._count_kept()
             raise EmbedError(f"{reason}. {self.job.folder.kept_message(images)}") from error
 
     def _tasks(self, on_read: ReadingLine) -> Iterator[list[Item]]:
@@ -264,24 +275,45 @@ class _PlainRun:
             writer = PartitionWriter(self.model, partition, slices, self.meter)
             task, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
             for task in job.split_tasks(islice(images, writer.added, None)):
-                self.loading.extend([writer] * len(task))
+                self.loading.append(writer)
                 yield task
             if task is None:  # a shard without images, or all of them are in slices
                 self._write(writer, ())
 
-    def _write(self, writer: PartitionWriter, records: Iterable[Record]) -> None:
-        self.saved = writer.slices
-        state = writer.write(records, _SAVE_SECONDS)
-        self.totals.add(writer.partition.number, state.pictures, len(state.failures))
-        self.saved = []
+    def _write(self, writer: PartitionWriter, tasks: Iterable[TaskRecords]) -> None:
+        before, self.current = self.current, writer  # a shard without images may come while one with images is at work
+        self.writing.append((writer, writer.submit(tasks, self.queue, _SAVE_SECONDS)))
+        self.current = before
+        self._count_written()
 
-    def _watch(self, records: Iterator[Record], advance: ProgressTask, on_read: ReadingLine) -> Iterator[Record]:
+    def _count_written(self, all_of_them: bool = False) -> None:
+        """Count the partitions that are complete, without waiting for others unless told so."""
+        while self.writing and (all_of_them or self.writing[0][1].done()):
+            writer, future = self.writing.popleft()
+            state = future.result()
+            self.totals.add(writer.partition.number, state.pictures, len(state.failures))
+
+    def _count_kept(self) -> int:
+        """The images that a run which stopped has written, once its thread is done."""
+        slices = list(self.current.slices) if self.current else []
+        images = self.totals.pictures
+        for writer, future in self.writing:
+            if future.exception() is None:
+                images += future.result().pictures
+            else:
+                slices += writer.slices
+        return images + sum(state.pictures for state in slices)
+
+    def _watch(
+        self, tasks: Iterator[TaskRecords], advance: ProgressTask, on_read: ReadingLine
+    ) -> Iterator[TaskRecords]:
         done = failed = counted = 0
         shown = time.monotonic()
-        for record in records:
-            self.last_image = record.name
-            yield record
-            done, failed, counted = done + 1, failed + bool(record.error), counted + 1
+        for records in tasks:
+            self.last_image = records.names[0]
+            yield records
+            self.last_image = records.names[-1]
+            done, failed, counted = done + len(records), failed + len(records.errors), counted + len(records)
             if (now := time.monotonic()) - shown > _SHOW_SECONDS:
                 shown = now
                 on_read.image_came()

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from veca.data.gpu_decode import GpuDecoder
-from veca.data.records import Record, decode_tasks
+from veca.data.records import TaskRecords, decode_tasks
 from veca.data.sources import Item, unpack_files
 from veca.embed.batches import FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionState
@@ -20,9 +20,6 @@ class _Request:
     alone: bool = False
     """Whether no other partition is under way beside it."""
     done: Future[PartitionState] = field(default_factory=Future)
-    # Images of it that workers were given, and whether these are all
-    sent: int = 0
-    complete: bool = False
 
 
 class PartitionStream:
@@ -40,6 +37,7 @@ class PartitionStream:
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         # Those to take up before others, and those that workers were given images of
         self._waiting, self._under_way = deque[_Request](), deque[_Request]()
+        self._ends = deque[bool]()  # of each task under way, whether it is the last of its partition
         # A daemon: it waits for partitions until the process ends.
         threading.Thread(target=self._run, name="partitions", daemon=True).start()
 
@@ -57,11 +55,12 @@ class PartitionStream:
             if not self._waiting:
                 self._waiting.append(self._requests.get())  # before there is a pool
             try:
-                with decode_tasks(self._tasks(), job.decoder, job.workers, gpu=self._gpu, compute=compute) as records:
-                    self._write(records)
+                with decode_tasks(self._tasks(), job.decoder, job.workers, gpu=self._gpu, compute=compute) as tasks:
+                    self._write(tasks)
             except BaseException as error:
                 under_way = list(self._under_way) or [self._waiting.popleft()]
                 self._under_way.clear()
+                self._ends.clear()
                 if len(under_way) == 1:
                     # Without the frames that would keep the processes of a pool that did not start
                     under_way[0].done.set_exception(error.with_traceback(None))
@@ -83,8 +82,7 @@ class PartitionStream:
                 self._finish(request, iter(()))
             while task is not None:
                 following = next(tasks, None)
-                request.sent += len(task)
-                request.complete = following is None
+                self._ends.append(following is None)
                 yield task
                 task = following
 
@@ -108,19 +106,17 @@ class PartitionStream:
             return None
         return self._waiting.popleft()
 
-    def _write(self, records: Iterator[Record]) -> None:
-        for first in records:
-            request = self._under_way[0]
-            self._finish(request, self._records_of(request, first, records))
+    def _write(self, tasks: Iterator[TaskRecords]) -> None:
+        for first in tasks:
+            self._finish(self._under_way[0], self._tasks_of_one(first, tasks))
 
-    def _records_of(self, request: _Request, first: Record, records: Iterator[Record]) -> Iterator[Record]:
-        yield first
-        count = 1
-        while count < request.sent or not request.complete:
-            yield next(records)
-            count += 1
+    def _tasks_of_one(self, task: TaskRecords, tasks: Iterator[TaskRecords]) -> Iterator[TaskRecords]:
+        """The tasks of a partition, from its first on; the rest stays in `tasks`."""
+        yield task
+        while not self._ends.popleft():
+            yield next(tasks)
 
-    def _finish(self, request: _Request, records: Iterator[Record]) -> None:
-        state = PartitionWriter(self.model, request.partition).write(records)
+    def _finish(self, request: _Request, tasks: Iterator[TaskRecords]) -> None:
+        state = PartitionWriter(self.model, request.partition).write(tasks)
         self._under_way.remove(request)
         request.done.set_result(state)

@@ -30,28 +30,32 @@ _LINES, _PIXELS = 4, 128
 _FIELDS = tl.constexpr(12)
 
 
-def resample_crops(images: Sequence[Tensor], crops: Sequence[Crop], out: Tensor) -> None:
-    """Resize a crop of each image, uint8 (3, height, width) on a GPU, into `out`, uint8 (B, 3, height, width).
+def locate(images: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Where images (3, height, width) are, of any strides: address, shape and strides of each (B, 7)."""
+    return np.array([(image.data_ptr(), *image.shape, *image.stride()) for image in images], np.int64).reshape(-1, 7)
 
-    Images may have any strides, as (height, width, 3) in memory has. The sizes of all results are those of `out`. None
-    of the crops may grow first.
+
+def resample_crops(places: NDArray[np.int64], crops: Sequence[Crop], out: Tensor) -> None:
+    """Resize a crop of each image, uint8 on a GPU at `places` (see `locate`), into `out`, uint8 (B, 3, height, width).
+
+    The sizes of all results are those of `out`. None of the crops may grow first.
     """
-    device, (height, width), count = out.device, out.shape[-2:], len(images)
-    table, boxes, taps = _describe(images, crops, width)
-    places, spans = (torch.from_numpy(array).to(device, non_blocking=True) for array in (table, boxes))
+    device, (height, width), count = out.device, out.shape[-2:], len(places)
+    table, boxes, taps = _describe(places, crops, width)
+    rows, spans = (torch.from_numpy(array).to(device, non_blocking=True) for array in (table, boxes))
     side, lines = max(width, height), 3 * int(table[:, 9].max())
     between = torch.empty(width * 3 * int(table[:, 9].sum()), dtype=torch.uint8, device=device)
     weights = torch.empty(count, 2, taps, side, dtype=torch.int32, device=device)
     starts = torch.empty(count, 2, side, dtype=torch.int32, device=device)
-    _weigh[(count, 2, triton.cdiv(side, _PIXELS))](places, spans, weights, starts, taps, side, PIXELS=_PIXELS)
+    _weigh[(count, 2, triton.cdiv(side, _PIXELS))](rows, spans, weights, starts, taps, side, PIXELS=_PIXELS)
     for axis, longest in enumerate((lines, 3 * height)):
         grid = count, triton.cdiv(longest, _LINES), triton.cdiv(width, _PIXELS)
         sizes = {"AXIS": axis, "LINES": _LINES, "PIXELS": _PIXELS}
-        _resize[grid](places, weights, starts, between, out, taps, side, width, height, **sizes)
+        _resize[grid](rows, weights, starts, between, out, taps, side, width, height, **sizes)
 
 
 def _describe(
-    images: Sequence[Tensor], crops: Sequence[Crop], width: int
+    places: NDArray[np.int64], crops: Sequence[Crop], width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
     """Return for each image a row of the table that kernels read, and its box; and the most taps of any.
 
@@ -59,8 +63,7 @@ def _describe(
     height; columns and rows of the result; the first row that the second pass reads, and how many; where these begin
     between the passes; whether to flip. In NumPy for all images at once: it keeps up with the decoder.
     """
-    stored = np.array([(image.data_ptr(), *image.shape, *image.stride()) for image in images], np.int64)
-    address, _, height, across, channel, row, column = stored.T
+    address, _, height, across, channel, row, column = places.T
     box = np.array([crop.box for crop in crops], np.float64)
     columns, rows, orientation, flip = np.array([(c.columns, c.rows, c.orientation, c.flip) for c in crops]).T
     mirror_x, mirror_y = np.isin(orientation, (2, 3, 7, 8)), np.isin(orientation, (3, 4, 6, 7))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import count, tee
+from itertools import count, repeat, tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from veca.data import transforms
 from veca.data.crops import CropReader, PlannedCrop, finish_planned
 from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
-from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool, prefetch
+from veca.data.workers import Placed, SharedSlots, WorkerDiedError, WorkerPool, prefetch
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
 from veca.images.load import CROP_RATIO, plan_centre
@@ -382,34 +382,31 @@ class _DeviceBatches(AbstractContextManager[Iterator[list[tuple[int, Any]]]]):
         self.batches.close()
         self.pool.close()
 
-    def _read(self, task: tuple[int, Sequence[Any]]) -> list[tuple[int, Any]]:
-        """Read the images of a task, in a worker."""
+    def _read(self, task: tuple[int, Sequence[Any]]) -> tuple[list[tuple[int, Any]], Placed | None]:
+        """Read the images of a task, in a worker; the sources of crops are left in its slot."""
         number, indices = task
         items = [self.images[index] for index in indices]
         if self.slots is None:
-            return items
-        planned = [value for _, value in items if isinstance(value, PlannedCrop)]
-        placed = iter(self.slots.put(number, [crop.source for crop in planned]))
-        return [(i, _move(value, placed)) for i, value in items]
+            return items, None
+        sources = [value.source for _, value in items if isinstance(value, PlannedCrop)]
+        return _move(items, repeat(None)), self.slots.put(number, sources)
 
     def _finish(self) -> Generator[list[tuple[int, Any]]]:
         numbers = count()
         for batch in self.pending:
             items = list[tuple[int, Any]]()
             for _ in _split_batch(batch):
-                items += self._unpack(next(numbers), next(self.pool))
+                items += self._unpack(next(numbers), *next(self.pool))
             with self.stream:
                 finished = self.images.finish(items, self.device)
             yield finished
 
-    def _unpack(self, number: int, items: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        if self.slots is None:
+    def _unpack(self, number: int, items: list[tuple[int, Any]], placed: Placed | None) -> list[tuple[int, Any]]:
+        if self.slots is None or placed is None:
             return items
-        placed = [value.source for _, value in items if isinstance(value, PlannedCrop)]
-        sources = iter(self.slots.get(number, placed, copy=True))
-        return [(i, _move(value, sources)) for i, value in items]
+        return _move(items, iter(self.slots.get(number, placed, copy=True)))
 
 
-def _move(value: Any, sources: Iterator[Any]) -> Any:
-    """Replace the source of a crop that is left to a GPU by the next of `sources`; other values stay."""
-    return value._replace(source=next(sources)) if isinstance(value, PlannedCrop) else value
+def _move(items: Iterable[tuple[int, Any]], sources: Iterator[Any]) -> list[tuple[int, Any]]:
+    """Replace the sources of crops that are left to a GPU by `sources`; other items stay."""
+    return [(i, v._replace(source=next(sources)) if isinstance(v, PlannedCrop) else v) for i, v in items]
