@@ -108,8 +108,9 @@ class DataRecipe(RecipeSection, section="data"):
     augment_on: Literal["auto", "cpu", "gpu"] = "auto"
     """Where TrivialAugmentWide runs; the pixels are the same. `auto`: on the GPU where there is one."""
     decode: Literal["cpu", "gpu"] = "cpu"
-    """Where ordinary JPEGs are decoded. The GPU's pixels differ by some grey levels, so a run keeps what it began with;
-    images are resized on the GPU in any case where `augment_on` allows, with the same pixels as on the CPU."""
+    """Where ordinary JPEGs are decoded. The GPU has a cosine transform of its own, which may round differently, so a
+    run keeps what it began with; images are resized on the GPU in any case where `augment_on` allows, with the same
+    pixels as on the CPU."""
     views: Positive | None = None
     """Number of random views per image, which epochs take in turn; null: a new one every epoch."""
     resident: Annotated[int, Bounds(ge=16, le=4096)] | None = None
