@@ -244,9 +244,10 @@ def crop_pixels(crop: Crop, image: Image.Image, decoder: Decoder = "pillow") -> 
         return to_tensor(apply_crop(crop, image))
     pixels = resample_fast(image, (crop.columns, crop.rows), crop.box).numpy()
     pixels = pixels[..., ::-1] if crop.flip else pixels
-    padding = (0, 0), (0, crop.height - crop.rows), (0, crop.width - crop.columns)
+    if (crop.rows, crop.columns) != (crop.height, crop.width):
+        pixels = np.pad(pixels, ((0, 0), (0, crop.height - crop.rows), (0, crop.width - crop.columns)), mode="edge")
     # Copied by numpy: torch would start a thread per core.
-    return torch.from_numpy(np.ascontiguousarray(np.pad(pixels, padding, mode="edge")))
+    return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
 def plan_fit(width: int, height: int, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Crop:
