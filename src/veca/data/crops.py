@@ -40,8 +40,9 @@ class CropReader:
 
     @classmethod
     def choose(cls, choice: DecodeChoice, device: torch.device) -> Self:
-        """Return the reader for images that go to `device`; whether that resizes them changes no pixel."""
-        return cls(choose_decoder(choice, device), device if can_resize(device) else None)
+        """Return the reader for images that go to `device`, which resizes them unless Pillow is to do all."""
+        decode = choose_decoder(choice, device)
+        return cls(decode, device if decode != "pillow" and can_resize(device) else None)
 
     def describe(self) -> dict[str, str]:
         """Return plain data for cache keys and protocols; nothing for Pillow's pixels, as before there was a choice."""
