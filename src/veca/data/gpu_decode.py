@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -46,13 +46,23 @@ def undecodable_reason(device: torch.device) -> str:
     """Why JPEGs cannot be decoded on a device; empty if they can. Decodes one, which compiles all kernels."""
     if not can_resize(device):
         return f"{device} is no NVIDIA GPU with Triton"
+    from veca.kernels.jpeg_scan import check_scans
+
     # Sizes that are multiples of 16, as most are: kernels are compiled for that.
-    stream, crop = io.BytesIO(), Crop((0, 0, 48, 32), 16, 16, 16, 16)
+    stream, crops = io.BytesIO(), [Crop((0, 0, 48, 32), 16, 16, 16, 16)]
     Image.new("RGB", (48, 32)).save(stream, "JPEG")
+    files, pixels = [np.frombuffer(stream.getvalue(), np.uint8)], [np.zeros((32, 48, 3), np.uint8)]
     try:
         load_library()
-        with torch.inference_mode():
-            _, refused = finish_crops([np.frombuffer(stream.getvalue(), np.uint8)], [crop], (16, 16), device)
+        with ThreadPoolExecutor(thread_name_prefix="compile") as threads:  # each compiles kernels of its own
+            parts = (
+                threads.submit(check_scans, files, device),
+                threads.submit(decode_jpegs, files, device),
+                threads.submit(finish_crops, pixels, crops, (16, 16), device),
+            )
+            for part in parts:
+                part.result()
+        _, refused = finish_crops(files, crops, (16, 16), device)
     except ImportError as error:
         return f"{error}: pip install 'veca[gpu]'"
     except (RuntimeError, AttributeError) as error:
