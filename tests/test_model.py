@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 import veca
 from veca.attention import use_kernel
+from veca.flops import model_flops
 
 
 def test_outputs_have_the_documented_shapes(tiny: veca.Veca) -> None:
@@ -193,10 +194,17 @@ class FlopCount(TorchDispatchMode):
         return out
 
 
-def flops(model: veca.Veca, cores: int, **options: bool) -> int:
+def flops(model: veca.Veca, cores: int, **options: float) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCount() as counter:
         model(random_images(1, 128, 320), cores, **options)
     return counter.total
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_narrow_mlp_is_less_work_as_counted(width: float) -> None:
+    model = make_elastic_tiny()
+    with use_kernel("sdpa"):
+        assert flops(model, 8, width=width) == model_flops(model.config, 128, 320, 8, width)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
@@ -567,15 +575,33 @@ def test_compiles_as_one_graph() -> None:
         assert found.grid == (3, 5)
 
 
+def test_widths_are_compiled_as_one_graph() -> None:
+    """The whole MLP is one graph, the first width below it a second; no other width compiles again."""
+    torch.compiler.reset()
+    model, graphs = make_elastic_tiny(depth=2), 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for width in (1.0, 0.5, 0.25, 0.75, 0.5, 1.0):
+        with torch.no_grad():
+            found = compiled(random_images(), 16, width=width)
+            torch.testing.assert_close(found.patches, model(random_images(), 16, width=width).patches)
+    assert graphs == 2
+
+
 def test_compiles_as_one_graph_with_gradients() -> None:
     """Forward and backward passes are traced, but not turned into machine code."""
-    model = make_tiny(depth=2)
+    model = make_elastic_tiny(depth=2)
     for checkpointed in (False, True):
         torch.compiler.reset()
         model.zero_grad()
         model.train(checkpointed).set_grad_checkpointing(checkpointed)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        out = compiled(random_images(), 16, cls_only=not checkpointed)
+        out = compiled(random_images(), 16, cls_only=not checkpointed, width=0.5)
         (out.cls.sum() + out.patches.sum()).backward()
         assert model.blocks[0].attn.qkv.weight.grad is not None
 

@@ -73,6 +73,7 @@ class VecaConfig(Settings):
         self.require("core_chunk", bank % self.core_chunk == 0, f"a divisor of num_cores = {bank}")
         valid = len(self.budgets) > 0 and all(is_budget(budget, bank) for budget in self.budgets)
         self.require("budgets", valid, f"one or more integers from 1 to num_cores = {bank}")
+        object.__setattr__(self, "widths", tuple(map(float, self.widths)))  # 1 may be an integer
         steps = [b - a for a, b in itertools.pairwise(self.widths)]
         valid = 1 in self.widths and (all(step > 0 for step in steps) or all(step < 0 for step in steps))
         self.require("widths", valid, "shares from above 0 to 1 in ascending or descending order, 1 among them")

@@ -91,6 +91,7 @@ OptionalSources = Annotated[
 ]
 
 Cores = Annotated[int | None, option("cores")]
+Width = Annotated[float | None, option("width")]
 Budgets = Annotated[Any, option("budgets")]
 Size = Annotated[int, option("size")]
 Sizes = Annotated[Any, option("sizes")]
