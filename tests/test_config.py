@@ -131,5 +131,11 @@ def test_widths_are_whole_groups_of_channels(name: str, width: float, channels: 
     assert SIZES[name].hidden_width(width) == channels
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.4, 2.66667, 4.0])
+def test_width_one_is_the_whole_mlp(ratio: float) -> None:
+    config = VecaConfig(embed_dim=64, num_heads=1, mlp_ratio=ratio)
+    assert config.hidden_width(1) == config.mlp_dim
+
+
 def test_an_mlp_of_less_than_a_group_is_used_whole() -> None:
     assert VecaConfig(embed_dim=16, num_heads=1, mlp_ratio=2.0).hidden_width(0.25) == 32

@@ -93,7 +93,7 @@ class VecaConfig(Settings):
         (2048, 512)
         """
         groups = max(1, int(width * self.mlp_dim / SWIGLU_GROUP + 0.5))
-        return min(groups * SWIGLU_GROUP, self.mlp_dim)
+        return self.mlp_dim if width == 1 else min(groups * SWIGLU_GROUP, self.mlp_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` takes back. A model of one width is written as by versions without widths."""
