@@ -626,17 +626,18 @@ def test_deep_copy_and_state_dict(tiny: veca.Veca) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_inductor_and_autocast(dtype: torch.dtype) -> None:
-    model = make_tiny().cuda()
+    model = make_elastic_tiny().cuda()
     images = random_images(2, 96, 160).cuda()
-    exact = copy.deepcopy(model).double()(images.double(), 16)
     compiled = torch.compile(model, fullgraph=True)
-    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        out = compiled(images, 16)
-        (out.patches.float().square().mean() + out.cls.float().sum()).backward()
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
-    assert relative_error(out.patches, exact.patches) < tolerance
-    assert out.coordinates.dtype == torch.float32
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for width in (1, 0.25, 0.5):
+        exact = copy.deepcopy(model).double()(images.double(), 16, width=width)
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            out = compiled(images, 16, width=width)
+            (out.patches.float().square().mean() + out.cls.float().sum()).backward()
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+        assert relative_error(out.patches, exact.patches) < tolerance
+        assert out.coordinates.dtype == torch.float32
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ GPUs that have them, PyTorch operators elsewhere.
 Shapes: B images, C cores, S = C + N tokens (cores first), D width.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,8 @@ def nested_mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear, cores: int, hidden: in
         gated[:, cores:, hidden:] = 0
         out: Tensor = fc2(gated)
         return out
+    if _on_gpu(x):
+        hidden = operator.index(hidden)  # a constant for torch.compile: the kernel is compiled for a width
     sizes = [hidden, fc2.in_features - hidden]
     u_first, u_rest, v_first, v_rest = zip(fc1.weight.split(sizes * 2), fc1.bias.split(sizes * 2), strict=True)
     w_first, w_rest = fc2.weight.split(sizes, dim=1)
