@@ -105,6 +105,7 @@ class Finetuning(RunEngine):
         self.precision = options.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, self.precision == "bfloat16")
         backbone = load_or_random(name)
+        backbone.width = options.width
         self.budgets = options.budgets(backbone.config)
         budgets = list(self.budgets)
         # The smallest, the middle and the largest budget: enough to choose the best weights by.
