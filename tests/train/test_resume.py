@@ -552,7 +552,7 @@ def test_weights_are_told_their_own_loss_and_the_best_are_compared_with_their_li
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rising = iter(range(7, 99))
-    monkeypatch.setattr("veca.train.distill.validate", lambda *_: {(32, 8): {"total": float(next(rising))}})
+    monkeypatch.setattr("veca.train.distill.validate", lambda *_: {(32, 8, 1.0): {"total": float(next(rising))}})
     train(place.recipe(), folder := begun(alone, tmp_path / "same"))
     best = read_checkpoint(list_checkpoints(alone / "checkpoints")[3]).facts["best"]
     assert veca.load(folder).provenance["validation"] == 8
