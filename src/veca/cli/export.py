@@ -22,7 +22,7 @@ def export_command(
     check: Annotated[bool, option("export.check")] = True,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a model at one budget and width as a file that runs without veca: ONNX, torch.export or AOTInductor.
+    """Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor.
 
     Example: veca export --model veca_tiny --out veca.onnx --cores 32
     """
