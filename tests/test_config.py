@@ -68,6 +68,14 @@ def test_frozen_and_equal_after_json() -> None:
         ("budgets", ()),
         ("budgets", 8),
         ("budgets", (8.0,)),
+        ("widths", ()),
+        ("widths", (0.5,)),
+        ("widths", (0.0, 1.0)),
+        ("widths", (1.0, 1.5)),
+        ("widths", (1.0, 0.25, 0.5)),
+        ("widths", (1.0, 1.0)),
+        ("widths", (True,)),
+        ("widths", 1.0),
         ("output_dim", 0),
         ("num_classes", -1),
         ("rope_zero_fraction", 1.5),
@@ -95,3 +103,39 @@ def test_size_name_ignores_heads_and_training_options() -> None:
     for name, config in SIZES.items():
         assert size_name(dataclasses.replace(config, num_classes=5, output_dim=9, coordinate_shift=0.0)) == name
     assert size_name(VecaConfig(depth=11)) is None
+
+
+def test_a_model_of_one_width_is_written_as_before_there_were_widths() -> None:
+    assert "widths" not in VecaConfig().to_dict()
+    assert "widths" not in VecaConfig(widths=(1,)).to_dict()
+    for widths in ((1.0, 0.5, 0.25), (0.25, 1.0)):
+        config = get_config("veca_small", widths=widths)
+        assert config.to_dict()["widths"] == list(widths)
+        assert VecaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "channels"),
+    [
+        ("veca_base", 1, 2048),
+        ("veca_base", 0.75, 1536),
+        ("veca_base", 1 / 3, 704),
+        ("veca_tiny", 0.125, 64),
+        ("veca_tiny", 1e-9, 64),
+        ("veca_large", 1, 2730),
+        ("veca_large", 0.9999, 2730),
+        ("veca_large", 0.5, 1344),
+    ],
+)
+def test_widths_are_whole_groups_of_channels(name: str, width: float, channels: int) -> None:
+    assert SIZES[name].hidden_width(width) == channels
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.4, 2.66667, 4.0])
+def test_width_one_is_the_whole_mlp(ratio: float) -> None:
+    config = VecaConfig(embed_dim=64, num_heads=1, mlp_ratio=ratio)
+    assert config.hidden_width(1) == config.mlp_dim
+
+
+def test_an_mlp_of_less_than_a_group_is_used_whole() -> None:
+    assert VecaConfig(embed_dim=16, num_heads=1, mlp_ratio=2.0).hidden_width(0.25) == 32

@@ -20,7 +20,7 @@ import veca
 from veca.cli.common import LazyCommand
 from veca.cli.main import app
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
-from veca.train.recipe import Recipe
+from veca.train.recipe import Recipe, WidthRecipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -116,8 +116,8 @@ def _recipe_keys() -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{key}", each) for key, each in value.items()) if section else [(name, value)]
 
 
-KEYS = dict(_recipe_keys())
-"""Every key of a recipe with its default."""
+KEYS = dict(_recipe_keys()) | {f"widths.{key}": value for key, value in WidthRecipe().to_dict().items()}
+"""Every key of a recipe with its default; `widths` as a whole is null by default."""
 TUNED = {
     field.name for kind in (FinetuneClassifySettings, FinetuneSegmentSettings) for field in dataclasses.fields(kind)
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from conftest import make_tiny, relative_error
 from sample_images import random_images
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 import veca
 from veca.attention import use_kernel
+from veca.flops import model_flops
 
 
 def test_outputs_have_the_documented_shapes(tiny: veca.Veca) -> None:
@@ -56,6 +58,112 @@ def test_c_active_cores_are_a_model_of_those_cores_alone(cores: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+WIDTHS = (0.25, 0.5, 0.75, 1.0)
+
+
+def make_elastic_tiny(**overrides: object) -> veca.Veca:
+    return make_tiny(mlp_ratio=4.0, widths=WIDTHS, **overrides)
+
+
+class FirstChannels(nn.Module):
+    """Reference of a narrow MLP: cores through the whole one, patches through one that only has the first channels."""
+
+    def __init__(self, mlp: Any, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.hidden = mlp.fc1, mlp.fc2, hidden
+
+    def forward(self, x: Tensor, cores: int, _: int) -> Tensor:
+        channels = self.fc2.in_features
+        kept = [*range(self.hidden), *range(channels, channels + self.hidden)]
+        u, v = F.linear(x[:, cores:], self.fc1.weight[kept], self.fc1.bias[kept]).chunk(2, dim=-1)
+        patches = F.linear(F.silu(u) * v, self.fc2.weight[:, : self.hidden], self.fc2.bias)
+        u, v = self.fc1(x[:, :cores]).chunk(2, dim=-1)
+        return torch.cat([self.fc2(F.silu(u) * v), patches], dim=1)
+
+
+def with_first_channels(model: veca.Veca, width: float) -> veca.Veca:
+    """A model whose patches never had more channels than those of `width`."""
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        block.mlp = FirstChannels(block.mlp, model.config.hidden_width(width))
+    return model
+
+
+@pytest.mark.parametrize("width", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("cores", [8, 64])
+def test_a_width_is_a_model_whose_patches_have_those_channels_alone(cores: int, width: float) -> None:
+    model, images = make_elastic_tiny().double(), random_images().double()
+    narrow = with_first_channels(model, width)
+    found, expected = (each(images, cores, width=width) for each in (model, narrow))
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    short = model(images, cores, cls_only=True, width=width)
+    torch.testing.assert_close(short.cls, expected.cls, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():  # the few-cores path
+        torch.testing.assert_close(model(images, cores, width=width).patches, expected.patches, rtol=1e-10, atol=1e-12)
+    whole = model(images, cores)
+    assert relative_error(found.patches, whole.patches) > 0.1
+    for a, b in zip(model(images, cores, width=1)[:3], whole[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_gradients_of_a_width_equal_those_of_the_channels_alone() -> None:
+    """The rest of the channels learn from the cores. Gradient checkpointing and hooks change nothing."""
+    model, images = make_elastic_tiny().double(), random_images().double()
+    narrow = with_first_channels(model, 0.25)
+
+    def run(model: veca.Veca, **options: float) -> list[Tensor]:
+        out = model(images, 8, **options)
+        loss = out.patches.square().mean() + out.cls.sin().sum()
+        return list(torch.autograd.grad(loss, list(model.blocks.parameters())))
+
+    expected = run(narrow, width=0.25)
+    for a, b in zip(run(model, width=0.25), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    model.set_grad_checkpointing()
+    for a, b in zip(run(model, width=0.25), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    for block in model.blocks:
+        block.mlp.fc2.register_forward_hook(lambda *_: None)
+    for a, b in zip(run(model, width=0.25), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_every_method_takes_a_width_and_a_model_has_one_of_its_own() -> None:
+    model, images = make_elastic_tiny(), random_images()
+    expected = model(images, 8, width=0.5)
+    tokens = model.forward_features(images, 8, width=0.5)
+    (patches,) = model.get_intermediate_layers(images, cores=8, width=0.5)
+    model.width = 0.5
+    for found in (patches, tokens[:, 8:], model(images, 8).patches, veca.optimize(model)(images, 8).patches):
+        torch.testing.assert_close(found, expected.patches)
+    assert relative_error(model(images, 8, width=1).patches, expected.patches) > 0.1
+
+
+@pytest.mark.parametrize("width", [0, -0.5, 1.01, float("nan"), float("inf"), True, "0.5", torch.tensor(0.5)])
+def test_wrong_widths_are_named(width: Any) -> None:
+    with pytest.raises(veca.VecaError, match=r"width=.*; a width is a number above 0, at most 1"):
+        make_elastic_tiny()(random_images(), 8, width=width)
+
+
+def test_untrained_width_warns_once() -> None:
+    model, images = make_tiny(mlp_ratio=8.0, widths=(1.0, 0.5)), random_images()
+    with pytest.warns(UserWarning, match=r"width=0\.25 was not trained \(trained: 1, 0\.5\)"):
+        model(images, 8, width=0.25)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for width in (0.25, 0.5, np.float32(0.5), 0.52, 1, None):  # 0.52 has the channels of 0.5
+            model(images, 8, width=width)
+
+
+def test_a_narrow_mlp_in_half_precision_and_autocast() -> None:
+    model, images = make_elastic_tiny(), random_images()
+    expected = model(images, 8, width=0.25).patches
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_error(model(images, 8, width=0.25).patches, expected) < 0.1
+    assert relative_error(model.to(torch.bfloat16)(images, 8, width=0.25).patches, expected) < 0.1
+
+
 @pytest.mark.parametrize(("cores", "height", "width"), [(8, 16, 16), (24, 64, 96), (64, 112, 48)])
 def test_fast_path_equals_the_masked_reference(cores: int, height: int, width: int) -> None:
     model, images = make_tiny().double(), random_images(2, height, width).double()
@@ -86,10 +194,17 @@ class FlopCount(TorchDispatchMode):
         return out
 
 
-def flops(model: veca.Veca, cores: int, **options: bool) -> int:
+def flops(model: veca.Veca, cores: int, **options: float) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCount() as counter:
         model(random_images(1, 128, 320), cores, **options)
     return counter.total
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_narrow_mlp_is_less_work_as_counted(width: float) -> None:
+    model = make_elastic_tiny()
+    with use_kernel("sdpa"):
+        assert flops(model, 8, width=width) == model_flops(model.config, 128, 320, 8, width)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
@@ -460,15 +575,33 @@ def test_compiles_as_one_graph() -> None:
         assert found.grid == (3, 5)
 
 
+def test_widths_are_compiled_as_one_graph() -> None:
+    """The whole MLP is one graph, the first width below it a second; no other width compiles again."""
+    torch.compiler.reset()
+    model, graphs = make_elastic_tiny(depth=2), 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for width in (1.0, 0.5, 0.25, 0.75, 0.5, 1.0):
+        with torch.no_grad():
+            found = compiled(random_images(), 16, width=width)
+            torch.testing.assert_close(found.patches, model(random_images(), 16, width=width).patches)
+    assert graphs == 2
+
+
 def test_compiles_as_one_graph_with_gradients() -> None:
     """Forward and backward passes are traced, but not turned into machine code."""
-    model = make_tiny(depth=2)
+    model = make_elastic_tiny(depth=2)
     for checkpointed in (False, True):
         torch.compiler.reset()
         model.zero_grad()
         model.train(checkpointed).set_grad_checkpointing(checkpointed)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        out = compiled(random_images(), 16, cls_only=not checkpointed)
+        out = compiled(random_images(), 16, cls_only=not checkpointed, width=0.5)
         (out.cls.sum() + out.patches.sum()).backward()
         assert model.blocks[0].attn.qkv.weight.grad is not None
 
@@ -493,17 +626,18 @@ def test_deep_copy_and_state_dict(tiny: veca.Veca) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_inductor_and_autocast(dtype: torch.dtype) -> None:
-    model = make_tiny().cuda()
+    model = make_elastic_tiny().cuda()
     images = random_images(2, 96, 160).cuda()
-    exact = copy.deepcopy(model).double()(images.double(), 16)
     compiled = torch.compile(model, fullgraph=True)
-    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        out = compiled(images, 16)
-        (out.patches.float().square().mean() + out.cls.float().sum()).backward()
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
-    assert relative_error(out.patches, exact.patches) < tolerance
-    assert out.coordinates.dtype == torch.float32
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for width in (1, 0.25, 0.5):
+        exact = copy.deepcopy(model).double()(images.double(), 16, width=width)
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            out = compiled(images, 16, width=width)
+            (out.patches.float().square().mean() + out.cls.float().sum()).backward()
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+        assert relative_error(out.patches, exact.patches) < tolerance
+        assert out.coordinates.dtype == torch.float32
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.gpu

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 import veca
 from veca import optimized as fast_module
 from veca.attention import core_probabilities, use_kernel
+from veca.config import SWIGLU_GROUP
 from veca.inspect import core_maps
 from veca.model import VecaOutput
-from veca.optimized import SWIGLU_GROUP, FastVeca, fold_norm, interleave_swiglu, to_float8
+from veca.optimized import FastVeca, fold_norm, interleave_swiglu, to_float8
 from veca.rope import grid_rotary, make_rotary, patch_coordinates
 
 SETTINGS = fast_module

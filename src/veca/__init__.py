@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from veca import hub, images
     from veca.checkpoint import CheckpointError, create_model, list_models, load, save
     from veca.config import ConfigError, VecaConfig
+    from veca.elastic import make_elastic
     from veca.images import ImageError
     from veca.model import Veca, VecaOutput
     from veca.optimized import optimize
@@ -30,6 +31,7 @@ __all__ = [
     "images",
     "list_models",
     "load",
+    "make_elastic",
     "optimize",
     "save",
 ]
@@ -37,6 +39,7 @@ __all__ = [
 _MODULES = {
     "checkpoint": ("CheckpointError", "create_model", "list_models", "load", "save"),
     "config": ("ConfigError", "VecaConfig"),
+    "elastic": ("make_elastic",),
     "optimized": ("optimize",),
     "images": ("ImageError",),
     "model": ("Veca", "VecaOutput"),

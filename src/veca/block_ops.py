@@ -6,6 +6,7 @@ GPUs that have them, PyTorch operators elsewhere.
 Shapes: B images, C cores, S = C + N tokens (cores first), D width.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ def gated_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     if _on_gpu(x) and is_plain(layer, nn.Linear):
         return ops.swiglu_op(F.linear(x, layer.weight), layer.bias, ops.KERNELS)
     if onednn.supports_onednn(x, layer.weight) and is_plain(layer, nn.Linear):
-        return onednn.inference_swiglu(x, layer.weight, layer.bias)
+        u, v = zip(layer.weight.chunk(2), layer.bias.chunk(2), strict=True)
+        return onednn.inference_swiglu(x, u, v)
     u, v = layer(x).chunk(2, dim=-1)
     return F.silu(u) * v
 
@@ -72,6 +74,36 @@ def apply_linear(x: Tensor, layer: nn.Linear) -> Tensor:
         return onednn.inference_linear(x, layer.weight, layer.bias)
     out: Tensor = layer(x)
     return out
+
+
+def nested_mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear, cores: int, hidden: int) -> Tensor:
+    """`fc2(silu(u) * v)`, [u, v] = `fc1(x)`, of which the first `cores` tokens use all channels, others `hidden`.
+
+    All tokens together take the first `hidden` channels; the rest are a second product, of the cores alone.
+    """
+    if not (is_plain(fc1, nn.Linear) and is_plain(fc2, nn.Linear)):
+        gated = gated_linear(x, fc1)
+        gated[:, cores:, hidden:] = 0
+        out: Tensor = fc2(gated)
+        return out
+    if _on_gpu(x):
+        hidden = operator.index(hidden)  # a constant for torch.compile: the kernel is compiled for a width
+    sizes = [hidden, fc2.in_features - hidden]
+    u_first, u_rest, v_first, v_rest = zip(fc1.weight.split(sizes * 2), fc1.bias.split(sizes * 2), strict=True)
+    w_first, w_rest = fc2.weight.split(sizes, dim=1)
+    out = onednn.inference_linear(_gated_pair(x, u_first, v_first), w_first, fc2.bias)
+    out[:, :cores] += F.linear(_gated_pair(x[:, :cores], u_rest, v_rest), w_rest)
+    return out
+
+
+def _gated_pair(x: Tensor, u: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -> Tensor:
+    """SwiGLU of two layers, each a weight and a bias."""
+    if _on_gpu(x):
+        weight, bias = (torch.cat(parts) for parts in zip(u, v, strict=True))
+        return ops.swiglu_op(F.linear(x, weight), bias, ops.KERNELS)
+    if onednn.supports_onednn(x, u[0]):
+        return onednn.inference_swiglu(x, u, v)
+    return F.silu(F.linear(x, *u)) * F.linear(x, *v)
 
 
 def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:

@@ -1,5 +1,6 @@
 """Model configuration: a strict, frozen dataclass, and the named sizes."""
 
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, SupportsIndex
@@ -7,6 +8,9 @@ from typing import Annotated, Any, ClassVar, SupportsIndex
 from veca.errors import VecaError
 from veca.utils.settings import Bounds, Positive, Settings
 from veca.utils.text import did_you_mean
+
+SWIGLU_GROUP = 64
+"""Channels of an MLP that kernels compute together: those that patches use are a multiple of it."""
 
 
 class ConfigError(VecaError, ValueError):
@@ -22,6 +26,8 @@ def is_budget(cores: object, limit: int) -> bool:
 _Count = Annotated[int, Bounds(ge=1, le=1024)]
 _Width = Annotated[int, Bounds(ge=1, le=65536)]
 _Share = Annotated[float, Bounds(ge=0, le=1)]
+MlpWidth = Annotated[float, Bounds(gt=0, le=1)]
+"""A share of the MLP's channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,8 @@ class VecaConfig(Settings):
     """The bank is stored in parameters of this many cores, so that inactive ones get no gradient at all."""
     budgets: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 56, 64)
     """Budgets the weights are trained at; any other from 1 to `num_cores` works, with a warning."""
+    widths: tuple[MlpWidth, ...] = (1.0,)
+    """Shares of the MLP's channels that the weights are trained with patches at; cores always use all of them."""
     output_dim: _Width | None = None
     """Width of a final linear projection, for students of a teacher with another width; None: none."""
     num_classes: Annotated[int, Bounds(ge=0, le=10_000_000)] = 0
@@ -65,6 +73,10 @@ class VecaConfig(Settings):
         self.require("core_chunk", bank % self.core_chunk == 0, f"a divisor of num_cores = {bank}")
         valid = len(self.budgets) > 0 and all(is_budget(budget, bank) for budget in self.budgets)
         self.require("budgets", valid, f"one or more integers from 1 to num_cores = {bank}")
+        object.__setattr__(self, "widths", tuple(map(float, self.widths)))  # 1 may be an integer
+        steps = [b - a for a, b in itertools.pairwise(self.widths)]
+        valid = 1 in self.widths and (all(step > 0 for step in steps) or all(step < 0 for step in steps))
+        self.require("widths", valid, "shares from above 0 to 1 in ascending or descending order, 1 among them")
 
     @property
     def head_dim(self) -> int:
@@ -73,6 +85,20 @@ class VecaConfig(Settings):
     @property
     def mlp_dim(self) -> int:
         return int(self.embed_dim * self.mlp_ratio)
+
+    def hidden_width(self, width: float) -> int:
+        """Channels of the MLP that patches use at a width, a share of all: whole groups of the kernels, at least one.
+
+        >>> VecaConfig().hidden_width(1), VecaConfig().hidden_width(0.25)
+        (2048, 512)
+        """
+        groups = max(1, int(width * self.mlp_dim / SWIGLU_GROUP + 0.5))
+        return self.mlp_dim if width == 1 else min(groups * SWIGLU_GROUP, self.mlp_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` takes back. A model of one width is written as by versions without widths."""
+        values = super().to_dict()
+        return values if self.widths != (1.0,) else {k: v for k, v in values.items() if k != "widths"}
 
     @property
     def num_features(self) -> int:

@@ -25,10 +25,16 @@ def attention_product_flops(config: VecaConfig, height: int, width: int, cores: 
     return 4 * config.embed_dim * cores * (2 * num_patches(config, height, width) + cores)
 
 
-def model_flops(config: VecaConfig, height: int, width: int, cores: int) -> int:
-    """The whole model, from pixels to features."""
-    dim, tokens = config.embed_dim, cores + num_patches(config, height, width)
-    layer = attention_flops(config, height, width, cores) + 6 * tokens * dim * config.mlp_dim
+def model_flops(config: VecaConfig, height: int, width: int, cores: int, mlp_width: float = 1.0) -> int:
+    """The whole model, from pixels to features; `mlp_width` is the share of the MLP's channels that patches use.
+
+    >>> whole, narrow = (model_flops(VecaConfig(), 1024, 1024, 8, mlp_width=width) for width in (1, 0.25))
+    >>> round(narrow / whole, 2)
+    0.51
+    """
+    dim, patches = config.embed_dim, num_patches(config, height, width)
+    tokens, hidden = cores + patches, cores * config.mlp_dim + patches * config.hidden_width(mlp_width)
+    layer = attention_flops(config, height, width, cores) + 6 * dim * hidden
     coordinates = 4 * cores * dim * (config.depth - 1)
     output = 2 * tokens * dim * (config.output_dim or 0) + 2 * config.num_features * config.num_classes
     return patch_embed_flops(config, height, width) + config.depth * layer + coordinates + output

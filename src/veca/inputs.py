@@ -1,5 +1,6 @@
-"""Checks of a model's arguments: images, core budget, block indices."""
+"""Checks of a model's arguments: images, core budget, MLP width, block indices."""
 
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -47,7 +48,7 @@ def patch_grid(images: Tensor, config: VecaConfig) -> tuple[int, int]:
     return height // patch, width // patch
 
 
-def resolve_budget(cores: int | None, config: VecaConfig, warned: set[int]) -> int:
+def resolve_budget(cores: int | None, config: VecaConfig, warned: set[str]) -> int:
     """The budget that `cores` names (None: all). An untrained one warns, once for each set `warned`."""
     limit = config.num_cores
     budget = limit if cores is None else cores
@@ -58,11 +59,35 @@ def resolve_budget(cores: int | None, config: VecaConfig, warned: set[int]) -> i
     budget = budget if traced else operator.index(budget)
     if not 1 <= budget <= limit:
         raise ArgumentError(f"cores={cores}; a budget is an integer from 1 to {limit}, or None for all {limit}")
-    if not traced and budget not in config.budgets and budget not in warned:
-        warned.add(budget)
-        trained = ", ".join(map(str, config.budgets))
-        warn_caller(f"cores={budget} was not trained (trained: {trained}); expect lesser features")
+    if not traced and budget not in config.budgets:
+        _warn_untrained(f"cores={budget}", config.budgets, warned)
     return budget
+
+
+def resolve_width(width: float | None, config: VecaConfig, warned: set[str]) -> int | None:
+    """Channels of the MLP that patches use at `width`; None: all. An untrained width warns, once for each set `warned`.
+
+    A width is trained if one of `config.widths` has the same channels.
+    """
+    if width is None:
+        return None
+    number = not isinstance(width, bool) and isinstance(width, numbers.Real)
+    if not number or not 0 < width <= 1:
+        raise ArgumentError(
+            f"width={width!r}; a width is a number above 0, at most 1: the share of the MLP for patches"
+        )
+    hidden = config.hidden_width(width)
+    trained = {config.hidden_width(each) for each in config.widths}
+    if not torch.compiler.is_compiling() and hidden not in trained:
+        _warn_untrained(f"width={width:g}", config.widths, warned)
+    return hidden if hidden < config.mlp_dim else None
+
+
+def _warn_untrained(setting: str, trained: Iterable[float], warned: set[str]) -> None:
+    if setting not in warned:
+        warned.add(setting)
+        numbers = ", ".join(f"{each:g}" for each in trained)
+        warn_caller(f"{setting} was not trained (trained: {numbers}); expect lesser features")
 
 
 def resolve_block_indices(indices: int | Sequence[int] | None, depth: int) -> list[int]:

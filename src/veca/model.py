@@ -5,7 +5,8 @@ A Vision Transformer in which patches never attend to patches. They communicate 
 - cores attend to every token, patches attend to the cores: cost is linear in the number of patches;
 - the cores are an ordered bank trained at many budgets, so the first C of them are a model for every C;
 - the first core is the global feature; all patches are kept and refined in every block, so dense features come out;
-- each core has coordinates on the image, which are moved before each block by a step read from the core itself.
+- each core has coordinates on the image, which are moved before each block by a step read from the core itself;
+- the channels of the MLPs are ordered too: patches may use the first of them only, cores use all (not in the paper).
 
 How blocks run fast (fused kernels, shortcuts) is in `veca.block_ops`, argument checks are in `veca.inputs`.
 
@@ -29,10 +30,11 @@ from veca.block_ops import (
     checkpoint_block,
     coordinate_step,
     gated_linear,
+    nested_mlp,
 )
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
-from veca.inputs import patch_grid, resolve_block_indices, resolve_budget
+from veca.inputs import patch_grid, resolve_block_indices, resolve_budget, resolve_width
 from veca.kernels.onednn import inference_linear
 from veca.rope import Rotary, augment_coordinates, grid_rotary, initial_core_states, make_rotary, patch_coordinates
 
@@ -118,7 +120,10 @@ class SwiGlu(nn.Module):
         self.fc1 = nn.Linear(config.embed_dim, 2 * config.mlp_dim)
         self.fc2 = nn.Linear(config.mlp_dim, config.embed_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cores: int = 0, hidden: int | None = None) -> Tensor:
+        """Tokens (B, S, D) → the same shape; with `hidden`, those after the first `cores` use so many channels only."""
+        if hidden is not None:
+            return nested_mlp(x, self.fc1, self.fc2, cores, hidden)
         return apply_linear(gated_linear(x, self.fc1), self.fc2)
 
 
@@ -140,11 +145,13 @@ class Block(nn.Module):
         coordinate_head: tuple[nn.Module, Tensor] | None,
         patch_rotary: Rotary,
         cls_only: bool = False,
+        hidden: int | None = None,
     ) -> tuple[Tokens, Tensor]:
         """Tokens (B, S, D) and free core coordinates (B, C, 2) → the same after this block.
 
         `coordinate_head` is the layer that reads a core's step from its token, and the factor of the step; None in the
-        first block, where cores stay at their learned coordinates. `cls_only` computes the first token only.
+        first block, where cores stay at their learned coordinates. `cls_only` computes the first token only. `hidden`
+        is the number of MLP channels that patches use; None: all.
         """
         x, normed, cores = add_and_norm(tokens, self.norm1, state.shape[1])
         if coordinate_head is not None:  # the coordinate update
@@ -153,7 +160,8 @@ class Block(nn.Module):
         core_rotary = make_rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
         update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)  # (B, S, D), or (B, 1, D)
         x, normed, _ = add_and_norm(Tokens(x[:, : update.shape[1]], update), self.norm2)
-        return Tokens(x, self.mlp(normed)), state
+        narrow = () if hidden is None or cls_only else (state.shape[1], hidden)
+        return Tokens(x, self.mlp(normed, *narrow)), state
 
 
 class Veca(nn.Module):
@@ -174,10 +182,12 @@ class Veca(nn.Module):
         """Plain data on where the weights come from; saved and loaded with them."""
         self.budget: int | None = None
         """The budget of a call that names none; None: all cores."""
+        self.width: float | None = None
+        """The width of a call that names none; None: the whole MLP."""
         self.embed_dim = dim
         self.num_features = config.num_features
         self.grad_checkpointing = False
-        self._warned: set[int] = set()  # untrained budgets that have been warned about
+        self._warned: set[str] = set()  # untrained budgets and widths that have been warned about
 
         self.patch_embed = PatchEmbed(config)
         # Both banks are stored in chunks: an inactive chunk gets no gradient at all, not one of zeros.
@@ -208,11 +218,14 @@ class Veca(nn.Module):
             chunk.copy_(state)
         nn.init.constant_(self.coordinate_alpha, 0.01)
 
-    def forward(self, images: Tensor, cores: int | None = None, cls_only: bool = False) -> VecaOutput:
+    def forward(
+        self, images: Tensor, cores: int | None = None, cls_only: bool = False, width: float | None = None
+    ) -> VecaOutput:
         """Features of normalised images (B, 3, height, width), sides multiples of 16.
 
         `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. An untrained budget warns once.
-        `cls_only` skips what the global feature does not need: the output has one core and no patches.
+        `cls_only` skips what the global feature does not need: the output has one core and no patches. `width` is the
+        share of the MLP's channels that patches use, above 0, at most 1; None: all. An untrained width warns once.
 
         >>> import veca
         >>> model, images = veca.create_model("veca_tiny").eval(), torch.zeros(2, 3, 64, 64)
@@ -222,7 +235,7 @@ class Veca(nn.Module):
         >>> out.cls.shape, out.patches.shape
         (torch.Size([2, 192]), torch.Size([2, 0, 192]))
         """
-        x, coordinates, _ = self._run(images, cores, cls_only=cls_only)
+        x, coordinates, _ = self._run(images, cores, cls_only=cls_only, width=width)
         x = self.output_proj(x)
         budget = coordinates.shape[2]
         logits = self.forward_head(x) if self.config.num_classes else None
@@ -235,6 +248,7 @@ class Veca(nn.Module):
         take: Sequence[int] = (),
         stop: int | None = None,
         cls_only: bool = False,
+        width: float | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run all blocks, or the first `stop`: normalised tokens (B, S, D), coordinates (L, B, C, 2), intermediates.
 
@@ -242,6 +256,7 @@ class Veca(nn.Module):
         """
         rows, columns = patch_grid(images, self.config)
         budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
+        hidden = resolve_width(self.width if width is None else width, self.config, self._warned)
         patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))
         bank, state = self._active(self.cores, budget), self._active(self.core_states, budget)
         x = torch.cat([bank.expand(len(images), -1, -1), patches], dim=1)
@@ -257,9 +272,9 @@ class Veca(nn.Module):
             # Earlier blocks need all tokens, for their keys; the last one can stop at the first core.
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
-                tokens, state = checkpoint_block(block, tokens, state, coordinate_head, patch_rotary, last)
+                tokens, state = checkpoint_block(block, tokens, state, coordinate_head, patch_rotary, last, hidden)
             else:
-                tokens, state = block(tokens, state, coordinate_head, patch_rotary, last)
+                tokens, state = block(tokens, state, coordinate_head, patch_rotary, last, hidden)
             states.append(state)
             if i in take:
                 taken.append(tokens.total())
@@ -281,9 +296,9 @@ class Veca(nn.Module):
 
     # The API of timm and DINOv3.
 
-    def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
+    def forward_features(self, images: Tensor, cores: int | None = None, width: float | None = None) -> Tensor:
         """Final, normalised tokens (B, C + N, D), the C = `cores` cores first."""
-        return self.output_proj(self._run(images, cores)[0])
+        return self.output_proj(self._run(images, cores, width=width)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Logits (B, num_classes) of the tokens of `forward_features`; `pre_logits` stops at the global feature."""
@@ -300,6 +315,7 @@ class Veca(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
         cores: int | None = None,
+        width: float | None = None,
     ) -> Any:
         """Features of several blocks, as in timm: (final tokens, intermediates), intermediates only, or a dictionary.
 
@@ -317,7 +333,7 @@ class Veca(nn.Module):
             raise ArgumentError(f"output_fmt={output_fmt!r}; choose 'NCHW' or 'NLC'")
         take = resolve_block_indices(indices, len(self.blocks))
         stop = max(take) + 1 if stop_early else None
-        x, coordinates, taken = self._run(images, cores, take, stop)
+        x, coordinates, taken = self._run(images, cores, take, stop, width=width)
         budget = coordinates.shape[2]
         taken = [self.norm(t) for t in taken] if norm else taken
         features = [t[:, budget:] for t in taken]
@@ -340,6 +356,7 @@ class Veca(nn.Module):
         return_class_token: bool = False,
         norm: bool = True,
         cores: int | None = None,
+        width: float | None = None,
     ) -> tuple[Any, ...]:
         """Features of the last `n` blocks (or of those listed), as in DINOv3: patches, or (patches, cls) pairs.
 
@@ -352,7 +369,7 @@ class Veca(nn.Module):
         (4, torch.Size([1, 192, 4, 6]))
         """
         pairs = self.forward_intermediates(
-            x, n, True, norm, True, "NCHW" if reshape else "NLC", intermediates_only=True, cores=cores
+            x, n, True, norm, True, "NCHW" if reshape else "NLC", intermediates_only=True, cores=cores, width=width
         )
         return tuple((patches, prefix[:, 0]) if return_class_token else patches for patches, prefix in pairs)
 

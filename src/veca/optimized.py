@@ -26,9 +26,9 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
 from veca.block_ops import has_hooks, is_wrapped
-from veca.config import VecaConfig
+from veca.config import SWIGLU_GROUP, VecaConfig
 from veca.errors import ArgumentError
-from veca.inputs import patch_grid, resolve_budget
+from veca.inputs import patch_grid, resolve_budget, resolve_width
 from veca.kernels import ops
 from veca.model import Block, Veca
 from veca.rope import Rotary
@@ -46,8 +46,6 @@ RECOMPILE_LIMIT = 64
 """Of one block: the first, the last and the others, with gradients and without, few cores and many, a batch of one; a
 teacher at each resolution."""
 FLOAT8 = torch.float8_e4m3fn
-SWIGLU_GROUP = 64
-"""The first weight of a SwiGLU alternates so many rows of u and of v: half a tile of the kernel."""
 
 
 class FastVeca(Veca):
@@ -60,7 +58,7 @@ class FastVeca(Veca):
         self.blocks = nn.ModuleList()
         self.load_state_dict(rest, assign=True)
         self.blocks = nn.ModuleList(FastBlock(cast(Block, block), dtype, weights) for block in model.blocks)
-        self.provenance, self.budget = model.provenance, model.budget
+        self.provenance, self.budget, self.width = model.provenance, model.budget, model.width
         self.cuda_graphs = cuda_graphs
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # by shape, least recently used first
         self._seen: set[Any] = set()  # shapes that have been run at least once
@@ -88,22 +86,31 @@ class FastVeca(Veca):
         take: Sequence[int] = (),
         stop: int | None = None,
         cls_only: bool = False,
+        width: float | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         # What is not traced does not need the compiler, which takes seconds to load.
         run = self._run_untraced if torch.compiler.is_compiling() else self._run_kernels
-        return run(images, cores, take, stop, cls_only)
+        return run(images, cores, take, stop, cls_only, width)
 
     @_disable_dynamo
     def _run_untraced(self, *args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         return self._run_kernels(*args)
 
     def _run_kernels(
-        self, images: Tensor, cores: int | None, take: Sequence[int], stop: int | None, cls_only: bool
+        self,
+        images: Tensor,
+        cores: int | None,
+        take: Sequence[int],
+        stop: int | None,
+        cls_only: bool,
+        width: float | None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         from veca.kernels.linear import patchify
 
         rows, columns = patch_grid(images, self.config)
         budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
+        if resolve_width(self.width if width is None else width, self.config, self._warned) is not None:
+            raise ArgumentError(f"width={width}: fused kernels have the whole MLP only; use the model as it is")
         patch_rotary = self._patch_rotary(rows, columns, self.states)
         # With empty rows for the cores, so that the patch embedding writes the whole sequence in place.
         pixels = functools.partial(patchify, images, self.config.patch_size, budget, self.bank.dtype)

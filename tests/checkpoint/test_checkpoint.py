@@ -141,6 +141,17 @@ def test_convert_a_model_of_ours_to_the_released_format(tmp_path: Path) -> None:
         save_released(make_tiny(num_classes=2), tmp_path / "no.pt")
 
 
+def test_widths_are_saved_in_every_format(tmp_path: Path) -> None:
+    model = make_tiny(widths=(1.0, 0.5))
+    veca.save(model, tmp_path / "ours")
+    save_released(model, tmp_path / "theirs.pt")
+    assert veca.load(tmp_path / "ours").config == veca.load(tmp_path / "theirs.pt").config == model.config
+    veca.save(make_tiny(), tmp_path / "one")
+    assert "widths" not in json.loads((tmp_path / "one" / "config.json").read_text())
+    save_released(make_tiny(), tmp_path / "one.pt")
+    assert "mlp_widths" not in torch.load(tmp_path / "one.pt", weights_only=True)["config"]
+
+
 @pytest.mark.parametrize("prefix", ["module.", "student.", "module.student.", "_orig_mod.module."])
 def test_prefixes_of_wrapped_models_are_removed(released: dict[str, object], tmp_path: Path, prefix: str) -> None:
     student = released["student"]

@@ -95,9 +95,13 @@ def test_info_shows_size_and_cost(folder: Path) -> None:
     assert facts["provenance"]["weights"] == "random"
     assert facts["gflops"]["64"] == model_flops(SIZES["veca_base"], 512, 512, 64) / 1e9
     assert set(facts["gflops"]) == {str(c) for c in range(8, 65, 8)}
+    veca.save(make_tiny(mlp_ratio=4.0, widths=(1.0, 0.25)), folder / "elastic")
+    elastic = json.loads(run(app, ["info", "--model", str(folder / "elastic"), "--cores", "8", "--json"]).output)
+    assert list(elastic["gflops"]) == ["8", "8, width 0.25"]
+    assert elastic["gflops"]["8, width 0.25"] < 0.7 * elastic["gflops"]["8"]
     official = json.loads(run(app, ["info", "--model", str(GOLDEN / "official_checkpoint.pt"), "--json"]).output)
     assert official["provenance"]["global_step"] == 7
-    for wrong in (["--size", "100"], ["--cores", "65"]):
+    for wrong in (["--size", "100"], ["--cores", "65"], ["--width", "2"]):
         assert isinstance(run(app, ["info", "--model", "veca_tiny", *wrong]).exception, ValueError)
 
 

@@ -139,6 +139,25 @@ def test_the_table_says_what_it_holds(photos, tmp_path, model):
     assert len(about["weights"]) == 64
 
 
+def test_features_at_a_width(photos, tmp_path):
+    torch.manual_seed(0)
+    model = Veca(VecaConfig(embed_dim=32, depth=2, num_heads=1, mlp_ratio=4.0, widths=(0.5, 1))).eval()
+    options = ["--model", str(tmp_path / "model"), "--size", "32", "--cores", "8", "--dense", "--decode", "pillow"]
+    veca.save(model, tmp_path / "model")
+    for width in ("0.5", "1"):
+        out = str(tmp_path / f"{width}.parquet")
+        command = ["embed", str(photos), "--out", out, "--width", width, *options, "--workers", "0"]
+        assert CliRunner().invoke(app, [*command, "--device", "cpu", "--no-progress"]).exit_code == 3
+        table = pq.read_table(out)
+        assert json.loads(table.schema.metadata[b"veca"])["width"] == float(width)
+        image = images.load_image(table["path"][0].as_py(), 32)[None]
+        expected = model(image, 8, width=float(width)).patches[0].detach().half().numpy()
+        found = np.frombuffer(table["patches"][0].as_py(), np.float16).reshape(expected.shape)
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
+    with pytest.raises(EmbedError, match="width=2"):
+        EmbedSettings(width=2)
+
+
 def test_only_what_is_asked_for_is_saved(photos, tmp_path, model):
     go(photos, tmp_path / "f.parquet", model)
     assert "patches" not in pq.read_schema(tmp_path / "f.parquet").names

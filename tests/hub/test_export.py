@@ -101,6 +101,24 @@ def test_one_size_any_batch(shallow: veca.Veca, tmp_path: Path) -> None:
         worst(run, shallow, 64, (1, 32, 96))
 
 
+@pytest.mark.parametrize("form", ["onnx", "export"])
+def test_a_width_is_the_model_too(form: ExportFormat, tmp_path: Path) -> None:
+    model = make_tiny(depth=1, mlp_ratio=4.0, widths=(0.25, 1.0))
+    path = tmp_path / ("narrow.onnx" if form == "onnx" else "narrow.pt2")
+    export(model, path, cores=16, width=0.25)
+    run = open_file(path, form)
+    assert worst(run, model, 16, SHAPES[0]) > 0.1
+    model.width = 0.25
+    assert max(worst(run, model, 16, shape) for shape in SHAPES) <= 1e-4
+    if form == "onnx":
+        written = onnx.load(path)
+        assert {entry.key: entry.value for entry in written.metadata_props}["width"] == "0.25"
+        weights = {tuple(tensor.dims) for tensor in written.graph.initializer}
+        assert {(64, 64), (192, 64)} <= weights, "no slice of a weight is left to the runtime"
+    with pytest.raises(veca.VecaError, match="width=2; a width is"):
+        export(model, path, cores=16, width=2)
+
+
 def test_what_the_onnx_file_tells_of_itself(folder: Path) -> None:
     written = onnx.load(folder / "32.onnx")
     onnx.checker.check_model(written, full_check=True)

@@ -257,6 +257,25 @@ def test_stochastic_depth_acts_in_training_only() -> None:
     torch.testing.assert_close(twin(random_images()), plain(random_images()))
 
 
+def test_width_at_creation_and_at_the_call(tmp_path: Path) -> None:
+    source, images = make_tiny(num_classes=7, mlp_ratio=4.0, widths=(0.25, 1.0)), random_images()
+    veca.save(source, tmp_path / "model.safetensors")
+    path = str(tmp_path / "model.safetensors")
+    options = {"num_classes": 7, "mlp_ratio": 4.0, "widths": (0.25, 1.0), "checkpoint_path": path}
+    model = create(width=0.25, **options)
+    loaded = create(num_classes=7, mlp_ratio=4.0)
+    loaded.load_pretrained(path)
+    assert loaded.config == model.config == source.config
+    expected = source(images, 8, width=0.25)
+    torch.testing.assert_close(model(images, cores=8), expected.logits)
+    torch.testing.assert_close(create(**options)(images, cores=8, width=0.25), expected.logits)
+    torch.testing.assert_close(model(images, cores=8, width=1), source(images, 8).logits)
+    model.reset_classifier(0, "avg")
+    torch.testing.assert_close(model(images, cores=8), expected.patches.mean(1))
+    with pytest.raises(ValueError, match="width=0; a width is a number above 0"):
+        create(width=0)
+
+
 def test_checkpoint_path_takes_files_of_ours(tmp_path: Path) -> None:
     source = make_tiny(num_classes=7)
     veca.save(source, tmp_path / "model.safetensors")

@@ -89,6 +89,20 @@ def test_budget_at_the_call() -> None:
         model(random_images(), cores=65)
 
 
+def test_width_in_the_configuration_and_at_the_call(tmp_path: Path) -> None:
+    plain, images = make_tiny(num_classes=7, mlp_ratio=4.0, widths=(1, 0.25)), random_images()
+    expected = plain(images, 8, width=0.25)
+    VecaModel.from_veca(plain, cores=8, width=0.25).save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path)
+    assert veca.load(tmp_path).config.widths == model.config.veca().widths == (1.0, 0.25)
+    assert_close = torch.testing.assert_close
+    assert_close(model(images).last_hidden_state, torch.cat([expected.cores, expected.patches], 1))
+    assert_close(model(images, width=1).last_hidden_state[:, 8:], plain(images, 8).patches)
+    classifier, backbone = VecaForImageClassification.from_veca(plain), VecaBackbone.from_veca(plain)
+    assert_close(classifier(images, cores=8, width=0.25).logits, expected.logits)
+    assert_close(backbone(images, cores=8, width=0.25).feature_maps[-1], expected.feature_map)
+
+
 def test_a_folder_of_transformers(tmp_path: Path) -> None:
     """Saved and loaded by transformers, then by `veca.load`, which needs no transformers."""
     plain = make_tiny(output_dim=40)

@@ -575,6 +575,20 @@ def test_every_figure_command_writes_png_and_svg(folder, photos, kind, options, 
     assert "<svg" in Path("new/f.svg").read_text()
 
 
+def test_command_draws_at_a_width(folder, photos, tmp_path):
+    veca.save(make_tiny(mlp_ratio=4.0, widths=(0.25, 1)), tmp_path / "model")
+    pages = []
+    for width in ("0.25", "1"):
+        out = tmp_path / f"{width}.svg"
+        options = ["--model", str(tmp_path / "model"), "--width", width, "--size", "32", "-o", str(out)]
+        assert run(app, ["figure", "budgets", str(photos[1]), *options]).exit_code == 0
+        pages.append(out.read_text().replace(f"width {width}", "width"))
+    assert "width" in pages[0]
+    assert pages[0] != pages[1]
+    wrong = run(app, ["figure", "budgets", str(photos[1]), "--width", "2"])
+    assert "width=2.0; a width is a number above 0" in str(wrong.exception)
+
+
 def test_command_puts_a_teacher_beside(folder, photos, tmp_path, monkeypatch):
     import veca.teachers
 

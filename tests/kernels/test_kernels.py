@@ -549,10 +549,12 @@ def mean_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[flo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gpu_model_is_as_exact_as_with_sdpa(autocast: bool) -> None:
+@pytest.mark.parametrize("width", [1, 0.25])
+def test_gpu_model_is_as_exact_as_with_sdpa(autocast: bool, width: float) -> None:
     found, plain = torch.zeros(2), torch.zeros(2)
     for seed in range(8):
-        model = make_tiny().cuda()
+        model = make_tiny(mlp_ratio=4.0, widths=(0.25, 1)).cuda()
+        model.width = width
         torch.manual_seed(seed)
         images = torch.randn(4, 3, 144, 176, device="cuda")
         if not autocast:

@@ -55,7 +55,7 @@ def test_flops_are_counted(layer: nn.Linear) -> None:
     counter, x = FlopCounterMode(display=False), torch.randn(3, 48)
     with torch.inference_mode(), counter:
         inference_linear(x, layer.weight, layer.bias)
-        inference_swiglu(x, layer.weight, layer.bias)
+        inference_swiglu(x, *zip(layer.weight.chunk(2), layer.bias.chunk(2), strict=True))
     assert counter.get_total_flops() == 2 * (2 * 3 * 48 * 34)
 
 

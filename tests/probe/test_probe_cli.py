@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app, main
+from veca.probe.results import read_results
 
 run = CliRunner().invoke
 QUICK = ["--workers", "0", "--no-progress", "--device", "cpu"]
@@ -75,6 +76,28 @@ def test_knn_at_all_budgets(folder: Path, tmp_path: Path) -> None:
     assert [row["cores"] for row in rows(tmp_path)] == [8, 16, 24, 32, 40, 48, 56, 64]
     assert rows(tmp_path)[0]["data"]["train"] == 8
     assert rows(tmp_path)[0]["protocol"]["data"]["limit"] == 8
+
+
+@pytest.mark.parametrize(
+    ("probe", "data", "quick"), [("knn", "mine", ["--k", "1"]), ("segment", "halves", ["--steps", "2"])]
+)
+def test_a_sweep_over_widths(folder: Path, tmp_path: Path, probe: str, data: str, quick: list[str]) -> None:
+    veca.save(make_tiny(mlp_ratio=4.0, widths=(0.25, 1)), folder / "elastic")
+    out, model = ["--data", str(folder / data), "--out", str(tmp_path / "out")], ["--model", str(folder / "elastic")]
+    options = ["--cores", "8,64", "--size", "32", *quick, *QUICK]
+    result = run(app, ["probe", probe, *model, *out, *options, "--widths", "all"])
+    assert result.exit_code == 0, result.output
+    found = {(row["cores"], row.get("width")): row for row in rows(tmp_path / "out")}
+    assert found.keys() == {(8, None), (8, 0.25), (64, None), (64, 0.25)}
+    assert "width" in result.output
+    results, unusable = read_results(tmp_path / "out")
+    assert not unusable
+    assert {each.model.rpartition(", ")[2] for each in results if each.model.endswith("0.25")} == {"width 0.25"}
+    plain = run(app, ["probe", probe, *model, *out, *options])  # one width: the rows that are there
+    assert plain.exit_code == 0
+    assert len(rows(tmp_path / "out")) == 4
+    wrong = run(app, ["probe", probe, *model, *out, *options, "--widths", "2"])
+    assert "width=2.0; a width is a number above 0, at most 1" in str(wrong.exception)
 
 
 @pytest.mark.parametrize(("task", "data", "metric"), [("segment", "halves", "mIoU"), ("depth", "steps", "rmse")])

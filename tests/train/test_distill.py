@@ -25,6 +25,7 @@ from veca.teachers import Targets, Teacher, TeacherError
 from veca.train import checkpoints
 from veca.train.checkpoints import list_checkpoints
 from veca.train.engine import TrainingError, draw
+from veca.train.objective import Student, distillation_losses
 from veca.train.parallel import processes
 from veca.train.recipe import RecipeError
 
@@ -87,6 +88,49 @@ def test_draws_are_those_of_the_seed(place: Place, done: Path) -> None:
         shares = Counter(draw(odds, name, recipe.seed, step) for step in range(4000))
         for key, odd in odds.items():
             assert abs(shares[key] / 4000 - odd / sum(odds.values())) < 0.03
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_student_is_made_elastic_before_it_learns(place: Place, done: Path, tmp_path: Path, processes: int) -> None:
+    """After a step at next to no rate its features are still those it began with, its channels are in order."""
+    recipe = place.recipe(
+        model__start=str(done), model__elastic=[0.5, 1], weight_decay=0.0, ema=None,
+        schedule={"epochs": None, "steps": 1, "warmup": 0, "peak": 1e-9, "low": 1e-9},
+    )  # fmt: skip
+    run = start(recipe, tmp_path / "run", processes)
+    assert finish(run) == [0] * processes, run[0].text()
+    before, after, images = veca.load(done), veca.load(tmp_path / "run"), torch.randn(2, 3, 48, 48)
+    assert after.config.widths == (0.5, 1.0)
+    torch.testing.assert_close(after(images).patches, before(images).patches, rtol=1e-4, atol=1e-4)
+    weights = [(model.blocks[0].mlp.fc2.weight.detach()) for model in (before, after)]
+    assert not torch.allclose(*weights, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*(weight.sort(dim=1).values for weight in weights), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RecipeError, match=r"is another model \(widths: \(0.5, 1.0\), not \(1.0,\)\)"):
+        train(place.recipe(model__start=str(tmp_path / "run")), tmp_path / "other")
+
+
+def test_the_largest_setting_teaches_the_others(place: Place) -> None:
+    """Its features are targets without a gradient, on the same images and coordinates; itself it learns as before."""
+    wide = {"embed_dim": 32, "depth": 2, "num_heads": 1, "mlp_ratio": 8.0, "widths": [0.25, 1], "output_dim": 32}
+    recipes = [place.recipe(model__overrides=wide, widths={"match": weight}) for weight in (0.0, 0.5)]
+    model = veca.Veca(recipes[0].model.config()).train()
+    plain, matched = (Student(model, recipe) for recipe in recipes)
+    images, targets = torch.randn(2, 3, 32, 48), Targets(torch.randn(2, 32), torch.randn(2, 6, 32))
+
+    def run(call: Any) -> Any:
+        torch.manual_seed(3)
+        return call()
+
+    for setting, extra in (((8, 0.25), True), ((64, 1.0), False)):
+        without, found = (run(lambda s=s: s(images, setting, targets)) for s in (plain, matched))  # noqa: B023
+        larger, own = run(lambda: model(images, 64)), run(lambda: model(images, setting[0], width=setting[1]))  # noqa: B023
+        match = distillation_losses(own.cls, own.patches, larger.cls.detach(), larger.patches.detach()).total
+        expected = without.total + 0.5 * match * extra
+        torch.testing.assert_close(found.total, expected)
+        grads = [torch.autograd.grad(total, list(model.blocks.parameters())) for total in (found.total, expected)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(found.cls, without.cls, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("parallel", "passes"), [("ddp", 1), ("ddp", 2), ("fsdp", 1)])

@@ -143,6 +143,15 @@ def test_it_learns_at_every_budget(tuned: Path) -> None:
     assert sum(float(row["budget_64"]) for row in drawn) > sum(float(row["budget_8"]) for row in drawn)
 
 
+@pytest.mark.filterwarnings("ignore:width=0.5 was not trained")
+def test_it_learns_at_a_width(place: Path, tuned: Path, tmp_path: Path) -> None:
+    result = tune(place, tmp_path, settings(width=0.5))
+    assert result["asked"]["width"] == 0.5
+    assert result["after"]["64"]["top1"] > 80
+    first, whole = (rows(folder / "validation.csv")[0] for folder in (tmp_path, tuned))
+    assert first["loss"] != whole["loss"], "it is scored at that width too, from the start"
+
+
 @torch.no_grad()
 def test_what_it_left_loads_everywhere_with_the_same_scores(tuned: Path, place: Path) -> None:
     plain = veca.load(tuned)

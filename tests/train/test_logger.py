@@ -19,7 +19,10 @@ from veca.train.engine import TrainMeter
 from veca.train.logger import ProgressLine, RunLogger, read_table
 from veca.train.objective import distillation_losses
 
-GRID = {(256, 8): {"total": 1.5, "cls": 0.5, "dense": 1.0}, (256, 64): {"total": 0.75, "cls": 0.25, "dense": 0.5}}
+GRID = {
+    (256, 8, 1.0): {"total": 1.5, "cls": 0.5, "dense": 1.0},
+    (256, 64, 1.0): {"total": 0.75, "cls": 0.25, "dense": 0.5},
+}
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -55,6 +58,17 @@ def test_every_row_is_there_with_columns_in_a_fixed_order(tmp_path: Path) -> Non
     when, step, text = line.split("\t")
     assert (step, text) == ("2", r"corrupt: a\nb\t<i>.jpg")
     assert when.endswith("Z")
+
+
+def test_a_grid_of_several_widths_has_a_column_for_them(tmp_path: Path) -> None:
+    with RunLogger(tmp_path) as log:
+        log.validation(2, {**GRID, (256, 8, 0.25): {"total": 2.0}})
+    rows = table(tmp_path / "validation.csv")
+    assert [(r["budget"], r["width"], r["total"]) for r in rows] == [
+        ("8", "1", "1.5"),
+        ("64", "1", "0.75"),
+        ("8", "0.25", "2"),
+    ]
 
 
 def test_a_column_that_comes_later_keeps_the_table_whole(tmp_path: Path) -> None:

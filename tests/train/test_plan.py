@@ -93,13 +93,13 @@ def test_draws_and_work_are_expectations_over_the_steps() -> None:
         for size, odd in odds.items():
             steps[size] = steps.get(size, 0) + 100 * odd / sum(odds.values())
     assert found.resolutions == pytest.approx({size: count / 50_000 for size, count in steps.items()})
-    assert sum(found.budgets.values()) == pytest.approx(1)
-    assert found.budgets[64] == pytest.approx(0.2)
+    assert sum(found.settings.values()) == pytest.approx(1)
+    assert found.settings[64, 1.0] == pytest.approx(0.2)
     work = 0.0
     with torch.device("meta"):
         model = Veca(config).eval()
         for size, often in found.resolutions.items():
-            for cores, odds in found.budgets.items():
+            for (cores, _), odds in found.settings.items():
                 with use_kernel("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
                     seen = model(torch.empty(1, 3, size, size), cores)
                 # The reference multiplies patches with patches too, which the model does not.
@@ -207,6 +207,19 @@ def test_tables_say_what_the_run_would_be() -> None:
     assert row(shown, "images seen")[-1] == f"{50_000 * 768:,}"
     assert row(shown, "64 ")[:2] == ["64", "20.0%"]
     assert row(shown, "768 ")[:4] == ["768", "0.0%", "30.0%", "25.8%"]
+
+
+def test_widths_have_a_table_and_make_steps_cheaper() -> None:
+    config = get_config("veca_tiny", widths=(0.25, 0.5, 0.75, 1))
+    model = {"size": "veca_tiny", "overrides": {"widths": [0.25, 0.5, 0.75, 1]}}
+    elastic = Recipe.from_dict({**STAGE_2.to_dict(), "model": model, "validation": {"widths": [0.25, 1]}})
+    shown = text(elastic, config, 1000)
+    assert plan(elastic, config).flops < 0.95 * plan(STAGE_2, config).flops
+    assert "Widths" in shown
+    # 15 % forced, half of the steps tied (8 cores: 5 % of the draws), a quarter of the rest
+    assert row(shown, "0.25 ")[1] == "22.5%"
+    assert "cores, widths 0.25, 1" in shown
+    assert "Widths" not in text(STAGE_2, get_config("veca_tiny"), 1000)
 
 
 def test_says_which_resident_memory_is_not_in_the_sum() -> None:

@@ -7,6 +7,8 @@ import yaml
 
 from veca.train.recipe import Recipe, RecipeError, load_recipe
 
+ELASTIC = {"overrides": {"widths": [1, 0.75, 0.5, 0.25]}}
+
 
 def recipe(**values: object) -> Recipe:
     return Recipe.from_dict(values)
@@ -62,6 +64,13 @@ def test_a_recipe_goes_through_yaml_and_back() -> None:
         ({"teacher": {"micro_batch": {256: 128, 768: 0}}}, "must be at least 1"),
         ({"teacher": {"cache": "targets"}}, "teacher.cache: targets are no longer cached on disk. Remove the key"),
         ({"teacher": {"cache_gb": 5}}, "teacher.cache_gb: targets are no longer cached on disk"),
+        ({"widths": {}}, "widths=.*: must be null for a model of one width; model.elastic or model.overrides.widths"),
+        ({"model": ELASTIC, "widths": {"tied": 0.8}}, "widths.tied=0.8: must be such that all shares sum to at most 1"),
+        ({"model": ELASTIC, "widths": {"match": -1}}, "widths.match=-1: must be at least 0"),
+        ({"model": {"elastic": [1, 0.5]}}, "model.elastic=.*: must be null unless there is model.start"),
+        ({"model": {**ELASTIC, "elastic": [1], "start": "a"}}, "model.elastic=.*no model.overrides.widths"),
+        ({"model": {"elastic": [0.5], "start": "a"}}, "model: widths="),
+        ({"validation": {"widths": [2]}}, r"validation.widths\[0\]=2: must be above 0, at most 1"),
         ({"data": {"views": 0}}, "data.views=0: must be null, or at least 1"),
         ({"data": {"max_pixels": 0}}, "data.max_pixels=0: must be at least 1"),
         ({"data": {"augment_on": "tpu"}}, "data.augment_on='tpu': must be 'auto'"),
@@ -74,6 +83,27 @@ def test_a_recipe_goes_through_yaml_and_back() -> None:
 def test_an_impossible_value_is_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.from_dict(values)
+
+
+def test_settings_of_a_model_of_one_width_are_its_budgets() -> None:
+    plain = recipe(budgets={8: 1, 64: 3})
+    assert list(plain.settings().items()) == [((8, 1.0), 1), ((64, 1.0), 3)]
+    assert plain.largest_setting() == (64, 1.0)
+    assert plain.grid() == ([256], [64], [1.0])
+
+
+def test_settings_are_tied_forced_and_uniform() -> None:
+    shares = {"smallest": 0.1, "largest": 0.2, "tied": 0.3}
+    elastic = recipe(model=ELASTIC, budgets={8: 1, 24: 2, 48: 1, 64: 0}, widths=shares)
+    odds = elastic.settings()
+    assert sum(odds.values()) == pytest.approx(1)
+    assert odds[8, 0.25] == pytest.approx(0.1 + 0.25 * (0.3 + 0.4 / 4))
+    assert odds[24, 0.75] == pytest.approx(0.5 * (0.3 + 0.4 / 4))
+    assert odds[24, 0.5] == pytest.approx(0.5 * 0.4 / 4)
+    assert odds[48, 1.0] == pytest.approx(0.2 + 0.25 * (0.3 + 0.4 / 4))
+    assert not any(odds[64, width] for width in (0.25, 0.5, 0.75, 1.0)), "its odds are 0"
+    assert elastic.largest_setting() == (48, 1.0)
+    assert recipe(model={"size": "veca_tiny", "start": "a", "elastic": [1, 0.5]}).model.config().widths == (1.0, 0.5)
 
 
 def test_numbers_are_read_as_people_write_them() -> None:

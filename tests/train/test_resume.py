@@ -45,6 +45,8 @@ from veca.train.engine import TrainingError
 from veca.train.recipe import RecipeError
 from veca.utils.signals import Interrupted
 
+WIDE = {"embed_dim": 32, "depth": 2, "num_heads": 1, "mlp_ratio": 8.0}
+"""With an MLP of four groups of channels."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks processes up in /proc")
 
 
@@ -194,6 +196,28 @@ def test_between_two_rows_of_the_log(place: Place, tmp_path: Path, standardize: 
         said = train(recipe, folder)
         assert_same_run(folder, tmp_path / "whole")
         assert not any("statistics" in text for text in said)
+
+
+def test_a_run_of_several_widths_continues_bit_for_bit(place: Place, tmp_path: Path) -> None:
+    """Their draws, the largest setting's features as targets, and the order of channels that the run began with."""
+    start_from = place.folder / "start"
+    if not start_from.exists():
+        train(place.recipe(model__overrides=WIDE, schedule__steps=8), start_from)
+    recipe = place.recipe(
+        model={"size": "veca_tiny", "overrides": WIDE, "start": str(start_from), "elastic": [1, 0.5, 0.25]},
+        checkpoints__keep=99, log_every=6, widths={"match": 0.5}, validation__widths=[0.25, 1],
+    )  # fmt: skip
+    train(recipe, tmp_path / "whole")
+    for step in (4, 28):
+        folder = back_to(step, tmp_path / "whole", tmp_path / f"from {step}")
+        train(recipe, folder)
+        assert_same_run(folder, tmp_path / "whole")
+    assert veca.load(folder).config.widths == (1.0, 0.5, 0.25)
+    rows = table(folder / "metrics.csv")
+    drawn = [sum(int(row[f"width_{width}"]) for row in rows) for width in ("0.25", "0.5", "1")]
+    assert min(drawn) > 0
+    assert sum(drawn) == STEPS
+    assert [row["width"] for row in table(folder / "validation.csv")[:4]] == ["0.25", "1", "0.25", "1"]
 
 
 def test_a_run_that_is_over_stays_as_it_is(
@@ -528,7 +552,7 @@ def test_weights_are_told_their_own_loss_and_the_best_are_compared_with_their_li
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rising = iter(range(7, 99))
-    monkeypatch.setattr("veca.train.distill.validate", lambda *_: {(32, 8): {"total": float(next(rising))}})
+    monkeypatch.setattr("veca.train.distill.validate", lambda *_: {(32, 8, 1.0): {"total": float(next(rising))}})
     train(place.recipe(), folder := begun(alone, tmp_path / "same"))
     best = read_checkpoint(list_checkpoints(alone / "checkpoints")[3]).facts["best"]
     assert veca.load(folder).provenance["validation"] == 8

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from veca.cli.main import app
 from veca.report.page import ramp_colours
 from veca.train.logger import RunLogger
-from veca.train.recipe import Recipe
+from veca.train.recipe import ModelRecipe, Recipe
 from veca.train.report import write_distill_report
 
 BAD = '<script>alert("x")</script>&\n</pre><img src=x onerror=alert(1)>.jpg'
@@ -29,11 +31,12 @@ RECIPE = Recipe.from_dict(
 )
 
 
-def grid(shift: float) -> dict[tuple[int, int], dict[str, float]]:
+def grid(shift: float, widths: Sequence[float] = (1.0,)) -> dict[tuple[int, int, float], dict[str, float]]:
     return {
-        (size, budget): {"total": shift + size / 1000 + 1 / budget, "cls": 0.5, "dense": 0.25}
+        (size, budget, width): {"total": shift + size / 1000 + 1 / budget / width, "cls": 0.5, "dense": 0.25}
         for size in (256, 512)
         for budget in (8, 64)
+        for width in widths
     }
 
 
@@ -143,6 +146,20 @@ def test_draws_stand_against_the_odds_of_the_recipe(tree: ET.Element) -> None:
     assert resolutions[1:] == [["256", "240", "60.0%", "62.5%"], ["512", "160", "40.0%", "37.5%"]]
 
 
+def test_widths_are_rows_of_the_grid_and_drawn_too(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, model=ModelRecipe(overrides={"widths": [1, 0.5]}))
+    write_run(tmp_path, recipe)
+    with RunLogger(tmp_path, resume_step=400) as log:
+        log.train(400, {"total": 0.1, "width_0.5": 1, "width_1": 3})
+        log.validation(400, grid(-1.0, (0.5, 1.0)))
+    tree = ET.fromstring(write_distill_report(tmp_path).read_text())
+    section = next(s for s in tree.iter("section") if s.findtext("h2") == "Validation")
+    names = [row[0].text for row in section.iter("tr") if row[0].tag == "th"]
+    assert {"256 px", "256 px, width 0.5", "512 px, width 0.5"} <= {*names}
+    *_, widths = tables(tree, "What was drawn")
+    assert [row[:3] for row in widths[1:]] == [["0.5", "1", "25.0%"], ["1", "3", "75.0%"]]
+
+
 def test_curves_are_drawn_and_told(tree: ET.Element) -> None:
     charts = [svg for svg in tree.iter("svg") if svg.get("role") == "img"]
     assert len(charts) == 3 + 1 + 1
@@ -207,8 +224,8 @@ def test_one_resolution_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
     with RunLogger(tmp_path) as log:
         for step, total in ((1, 1.0), (2, math.nan), (3, 0.5)):
             log.train(step, {"total": total})
-        log.validation(1, {(256, 8): {"total": 1.0}, (256, 64): {"total": 0.5}})
-        log.validation(3, {(256, 8): {"total": math.nan}, (256, 64): {"total": 0.25}})
+        log.validation(1, {(256, 8, 1.0): {"total": 1.0}, (256, 64, 1.0): {"total": 0.5}})
+        log.validation(3, {(256, 8, 1.0): {"total": math.nan}, (256, 64, 1.0): {"total": 0.25}})
     tree = ET.fromstring(write_distill_report(tmp_path).read_text())
     assert facts(tree)["Best validation loss"].startswith("0.75 at step 1")
     best, last = tables(tree, "Validation")

@@ -37,7 +37,8 @@ def address() -> Iterator[str]:
         bound.listen()  # so that the first page waits for the server
         broken = make_tiny()
         torch.nn.init.constant_(broken.blocks[1].attn.qkv.weight, torch.nan)
-        app = create_app({"tiny": make_tiny(), "other": make_tiny(num_cores=32, budgets=(8, 32)), "broken": broken})
+        other = make_tiny(num_cores=32, budgets=(8, 32), mlp_ratio=4.0, widths=(0.25, 1))
+        app = create_app({"tiny": make_tiny(), "other": other, "broken": broken})
         server = create_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
@@ -159,6 +160,25 @@ def test_samples_and_sliders_change_what_is_shown(visit: Visit) -> None:
     assert rows.nth(1).locator("td").nth(3).inner_text() == str(5 + 96)
     for name, value in {"picture": "chelsea", "cores": "8", "size": "128", "layer": "3", "overlay": "100"}.items():
         visit.remembered(name, value)
+
+
+def test_models_of_several_widths_have_a_slider_for_them(visit: Visit) -> None:
+    visit.open("picture=coffee&size=128&cores=8&model=other&width=0.25")
+    visit.shown("coffee 8 128 2 0.25")
+    assert visit.page.is_visible(".width")
+    assert visit.page.inner_text(".widths output") == "25 %"
+    assert "25 % of the MLP" in str(visit.page.get_attribute(".features .frame", "aria-label"))
+    narrow = visit.pixels(FEATURES)
+    visit.slide(".width", 1)
+    visit.shown("coffee 8 128 2")
+    assert visit.pixels(FEATURES) != narrow, "another width has other features"
+    visit.remembered("width", None)
+    visit.slide(".width", 0)
+    visit.remembered("width", "0.25")
+    visit.page.select_option("select", "tiny")
+    visit.shown("coffee 8 128 2")
+    assert not visit.page.is_visible(".width")
+    visit.remembered("width", None)
 
 
 def test_patches_are_hovered_and_held_and_cores_picked(visit: Visit) -> None:

@@ -115,6 +115,25 @@ def test_features_come_as_a_file(client: TestClient, picture: str, form: str) ->
     np.testing.assert_allclose(found["cores"], out.cores[0], atol=1e-5)
 
 
+def test_a_width_is_a_setting_of_elastic_models() -> None:
+    elastic = make_tiny(mlp_ratio=4.0, widths=(1, 0.25))
+    app = create_app({"tiny": make_tiny(), "elastic": elastic}, warm=False)
+    with TestClient(app, base_url="http://localhost:8642") as client:
+        assert [model["widths"] for model in client.get("/api/about").json()["models"]] == [[1], [0.25, 1]]
+        where = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING, "width": 0.25}
+        assert "width=0.25: choose one of 1." in problem(client.get("/api/view", params=where), 422)
+        assert "width" in problem(client.get("/api/view", params={**where, "width": 2}), 422)
+        where["model"] = "elastic"
+        answer = client.get("/api/features", params={**where, "format": "safetensors"})
+        assert answer.headers["content-disposition"].endswith('-16-0.25-128.safetensors"')
+        with torch.inference_mode():
+            out = elastic(given(client)[1], cores=16, width=0.25)
+        np.testing.assert_allclose(load(answer.content)["patches"].reshape(-1, 64), out.patches[0], atol=1e-5)
+        counts = client.get("/api/counts", params=where).json()
+        assert counts["veca"]["gflops"] == model_flops(elastic.config, 128, 160, 16, 0.25) / 1e9
+        assert client.get("/api/measures", params=where).json()["veca"]["seconds"] > 0
+
+
 def test_costs_are_counted_and_measured(client: TestClient, picture: str) -> None:
     config = given(client)[0].config
     counts = client.get("/api/counts", params={"picture": picture, **SETTING}).json()

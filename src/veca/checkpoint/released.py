@@ -35,7 +35,7 @@ _PREFIXES = re.compile(r"^(?:(?:module|student|_orig_mod)\.)+")
 """Of tensor names, by DistributedDataParallel, the authors' trainer and torch.compile."""
 _CORES = ("cores.", "core_states.")
 """Tensors with a batch axis of one in released files."""
-_OPTIONAL = ("in_chans", "budgets", "coordinate_shift", "coordinate_rescale")
+_OPTIONAL = ("in_chans", "budgets", "widths", "coordinate_shift", "coordinate_rescale")
 """Fields that are written only where they differ from the default of a file without them."""
 _OFF = {"coordinate_shift": 0.0, "coordinate_rescale": 1.0}
 """What None stands for in a released file."""

@@ -14,6 +14,7 @@ from veca.errors import ArgumentError
 
 SETTINGS_OPTIONS = {
     "cores": opt.Cores,
+    "width": opt.Width,
     "size": opt.Size,
     "fit": opt.FitOption,
     "dense": Annotated[bool, opt.option("embed.dense")],

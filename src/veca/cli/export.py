@@ -7,7 +7,7 @@ from rich.table import Table
 
 from veca.checkpoint.loading import pretrained_name
 from veca.cli.common import check_absent, err, load_model, out, warn
-from veca.cli.options import Cores, Model, Overwrite, option
+from veca.cli.options import Cores, Model, Overwrite, Width, option
 from veca.hub.export import OUTPUTS, ExportDtype, ExportFormat, export, format_of, parse_size
 
 
@@ -15,6 +15,7 @@ def export_command(
     to: Annotated[Path, option("export.out")],
     model: Model = "veca_tiny",
     cores: Cores = None,
+    width: Width = None,
     size: Annotated[str, option("export.size")] = "dynamic",
     dtype: Annotated[ExportDtype, option("export.dtype")] = "float32",
     form: Annotated[ExportFormat | None, option("export.format")] = None,
@@ -31,7 +32,9 @@ def export_command(
     if classes := loaded.config.num_classes:
         warn(f"The classifier of {classes:,} classes will not be in the file, which gives {', '.join(OUTPUTS)}.")
     with err.status(f"Exporting {model} ({chosen}, {dtype}): from seconds to minutes"):
-        checks = export(loaded, to, cores=cores, size=pixels, form=chosen, dtype=dtype, name=name, check=check)
+        checks = export(
+            loaded, to, cores=cores, width=width, size=pixels, form=chosen, dtype=dtype, name=name, check=check
+        )
     out.print(f"Wrote {to}, {to.stat().st_size / 1e6:,.1f} MB", soft_wrap=True)
     if not check:
         return

@@ -9,6 +9,7 @@ from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import load_model, print_path
 from veca.errors import needs_extra
+from veca.inputs import resolve_width
 from veca.inspect import figures
 from veca.inspect.figure_layout import FeatureFunction, check_out, write_figure
 from veca.inspect.projections import ProjectionMethod
@@ -62,18 +63,21 @@ FIGURE_HELP = {
 
 def _run_figure(
     kind: str, draw: Callable[..., Any], images: opt.Images, to: FigureOut = None, model: opt.Model = "veca_tiny",
-    device: opt.Device = "auto", **values: Any,
+    width: opt.Width = None, device: opt.Device = "auto", **values: Any,
 ) -> None:  # fmt: skip
     common.check_sources(images)
     to = check_out(Path(f"{kind}.png") if to is None else to)
-    loaded = load_model(model, device)
+    loaded, name = load_model(model, device), common.display_name(model)
+    if width is not None:
+        resolve_width(width, loaded.config, loaded._warned)
+        loaded.width, name = width, f"{name}, width {width:g}"
     if "budgets" in values:
         values["budgets"] = trained_budgets(values["budgets"], loaded)
     with common.err.status("opening images") as status:
         if values.get("beside"):
             values["beside"] = {name: _load_backbone(name, loaded) for name in values["beside"]}
         log = lambda text: status.update(common.err.render_str(text))  # noqa: E731
-        figure = draw(loaded, images, name=common.display_name(model), say=log, **values)
+        figure = draw(loaded, images, name=name, say=log, **values)
         status.update("writing")
         write_figure(figure, to)
     print_path("Figure", to)

@@ -21,6 +21,7 @@ TunedOut = Annotated[Path, opt.option("finetune.out")]
 TUNING_OPTIONS = {
     "size": opt.Size,
     "cores": opt.Budgets,
+    "width": opt.Width,
     "epochs": Annotated[float, opt.option("finetune.epochs")],
     "batch": opt.TrainBatchSize,
     "rate": Annotated[float, opt.option("finetune.rate")],

@@ -7,10 +7,11 @@ from rich.table import Table
 
 from veca.checkpoint.loading import load_or_random, pretrained_name
 from veca.cli.common import out, warn_if_random
-from veca.cli.options import Cores, Model, Size, option
+from veca.cli.options import Cores, Model, Size, Width, option
 from veca.config import size_name
 from veca.errors import ArgumentError
 from veca.flops import model_flops
+from veca.inputs import resolve_width
 from veca.utils.text import origin, printable, quoted, shorten
 
 MAX_SIDE = 2**20  # pixels; the cost beyond it would not be meaningful
@@ -20,11 +21,12 @@ def info_command(
     model: Model = "veca_tiny",
     size: Size = 512,
     cores: Cores = None,
+    width: Width = None,
     as_json: Annotated[bool, option("info.json")] = False,
 ) -> None:
     """Show what a model is: sizes, budgets, provenance, parameters, and its FLOPs at a resolution.
 
-    Without --cores, FLOPs are shown for every trained budget. Example: veca info --model veca_base --size 1024
+    Without --cores and --width, FLOPs are shown for every trained one. Example: veca info --model veca_base --size 1024
     """
     loaded = load_or_random(model, device="meta", dtype=None)  # facts do not depend on the values of the weights
     config = loaded.config
@@ -32,14 +34,16 @@ def info_command(
         raise ArgumentError(f"size={quoted(size)}: must be a multiple of {config.patch_size} up to {MAX_SIDE:,}")
     if cores is not None and not 1 <= cores <= config.num_cores:
         raise ArgumentError(f"cores={quoted(cores)}; a budget is an integer from 1 to {config.num_cores}")
-    budgets = [cores] if cores else list(config.budgets)
+    resolve_width(width, config, set())
+    budgets, widths = [cores] if cores else config.budgets, config.widths if width is None else [width]
+    settings = {f"{c}" if w == 1 else f"{c}, width {w:g}": (c, w) for w in widths for c in budgets}
     facts: dict[str, Any] = {
         "size": size_name(config) or "custom",
         "parameters": sum(p.numel() for p in loaded.parameters()),
         "dtype": str(loaded.norm.weight.dtype).removeprefix("torch."),
         "provenance": loaded.provenance,
         "config": config.to_dict(),
-        "gflops": {str(c): model_flops(config, size, size, c) / 1e9 for c in budgets},
+        "gflops": {name: model_flops(config, size, size, c, w) / 1e9 for name, (c, w) in settings.items()},
     }
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
@@ -52,8 +56,8 @@ def info_command(
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         text = text if len(text) <= 100 else f"{text[:80]}… (all of it: --json)"
         table.add_row(_cell(key.replace("_", " ")), printable(text))
-    for budget, gflops in facts["gflops"].items():
-        table.add_row(f"GFLOPs, {size} px, C = {budget}", f"{gflops:,.2f}")
+    for setting, gflops in facts["gflops"].items():
+        table.add_row(f"GFLOPs, {size} px, C = {setting}", f"{gflops:,.2f}")
     out.print(table)
     warn_if_random(loaded.provenance, model)
 

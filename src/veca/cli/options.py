@@ -75,6 +75,7 @@ _PARSERS = {
     "budget": _parse_budget,
     "image-size": _parse_image_size,
     "budgets": _list_parser(int, _WHOLE_NUMBERS, all=()),  # no budget stands for "all", which depends on the model
+    "widths": _list_parser(float, "numbers above 0, at most 1, separated by commas, as 1,0.25; or all", all=()),
     "ints": _list_parser(int, _WHOLE_NUMBERS),
     "floats": _list_parser(float, "numbers separated by commas, none below 0, as 0.1,0.01"),
     "words": _list_parser(str, "names separated by commas"),
@@ -92,6 +93,8 @@ OptionalSources = Annotated[
 ]
 
 Cores = Annotated[int | None, option("cores")]
+Width = Annotated[float | None, option("width")]
+Widths = Annotated[Any, option("widths")]
 Budgets = Annotated[Any, option("budgets")]
 Size = Annotated[int, option("size")]
 Sizes = Annotated[Any, option("sizes")]

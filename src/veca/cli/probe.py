@@ -80,7 +80,7 @@ PROBES: dict[str, tuple[Callable[..., Sequence[Row]], Callable[..., Any], ProbeT
 def _run_probe(
     name: str, data: opt.Data, model: opt.Backbone = "veca_tiny", to: ResultsOut = Path("results"),
     root: opt.DataRoot = None, limit: opt.Limit = None, device: opt.Device = "auto", precision: PrecisionOption = None,
-    compile: Compile = False, **values: Any,
+    compile: Compile = False, widths: opt.Widths = None, **values: Any,
 ) -> None:  # fmt: skip
     probe, kind, task, _ = PROBES[name]
     with common.resumable(INTERRUPTED):
@@ -94,7 +94,12 @@ def _run_probe(
         every_cpu = backbone.forks and task == "classify"
         values["workers"] = common.count_workers(values["workers"], limit=None if every_cpu else 8)
         also = {"also": others} if others else {}
-        _print_rows(probe(backbone, dataset, to, kind(**values), warn=common.warn, **also), to)
+        if widths == ():
+            widths = backbone.about["config"].get("widths", (1,)) if backbone.kind == "veca" else None
+        backbones = [backbone] if widths is None else [backbone.at_width(width) for width in widths]
+        settings = kind(**values)
+        rows = [row for each in backbones for row in probe(each, dataset, to, settings, warn=common.warn, **also)]
+        _print_rows(rows, to)
 
 
 for _name, (_, _settings, _task, _help) in PROBES.items():
@@ -111,8 +116,9 @@ def _print_rows(rows: Sequence[Row], folder: Path) -> None:
     columns = list(dict.fromkeys([*metrics, *(name for row in rows for name in row["also"] or ())]))
     counts = ", ".join(f"{name} {first['data'][name]:,}" for name in ("train", "val", "test") if first["data"][name])
     title = f"{first['task']} · {first['model']['name']} · {first['data']['name']} ({counts}), "
+    elastic = any("width" in row for row in rows)
     table = Table(
-        "size", "cores", *columns, "rate", "decay", "seconds",
+        "size", "cores", *["width"] * elastic, *columns, "rate", "decay", "seconds",
         title=f"{title}scored on {first['scored_on']}", header_style="bold", title_justify="left",
     )  # fmt: skip
     for row in rows:
@@ -120,6 +126,7 @@ def _print_rows(rows: Sequence[Row], folder: Path) -> None:
         best = row["best"] or {}
         table.add_row(
             str(row["size"]), "–" if row["cores"] is None else str(row["cores"]),
+            *[f"{row.get('width', 1):g}"] * elastic,
             *(f"{scores[name]:.4g}" if name in scores else "" for name in columns),
             *(f"{best[name]:g}" if best else "–" for name in ("rate", "decay")),
             f"{sum(row['seconds'].values()):.1f}",

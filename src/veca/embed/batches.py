@@ -175,7 +175,7 @@ class FeatureModel:
         with torch.inference_mode(), torch.autocast(device.type, self._dtype, enabled=self._autocast):
             pixels = _stack(images, device)
             began()
-            output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense)
+            output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense, width=s.width)
             ended()
             dtype = getattr(torch, str(s.save_dtype))
             found = {name: getattr(output, name).to(dtype).flatten(1) for name in self.schema.names[6:]}

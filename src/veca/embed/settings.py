@@ -5,9 +5,11 @@ import math
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
 
+from veca.config import MlpWidth
 from veca.data.records import DecodeChoice
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS, PATCH, Fit
+from veca.inputs import resolve_width
 from veca.model import Veca
 from veca.utils.settings import Positive, Settings
 
@@ -30,6 +32,8 @@ class EmbedSettings(Settings):
 
     cores: int | None = None
     """Budget; None: all cores of the model."""
+    width: MlpWidth | None = None
+    """Share of the MLP's channels that patches use; None: the model's own."""
     size: Positive = 512
     """Side in pixels, as in `veca.images.fit_image`."""
     fit: Fit = "crop"
@@ -70,7 +74,9 @@ class EmbedSettings(Settings):
         nearest = max(step, round(self.size / step) * step)
         self.require("size", self.size % step == 0, f"a multiple of {step}. Nearest: {nearest}")
         save_dtype = self.save_dtype or ("float16" if self.dense else "float32")
-        return dataclasses.replace(self, cores=budget, save_dtype=save_dtype)
+        width = self.width or model.width or 1.0
+        resolve_width(width, model.config, model._warned)
+        return dataclasses.replace(self, cores=budget, width=width, save_dtype=save_dtype)
 
 
 class EmbedReport(NamedTuple):

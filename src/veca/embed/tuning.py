@@ -42,7 +42,7 @@ def choose_batch(model: Veca, settings: EmbedSettings, device: torch.device) -> 
                     if repeat == 2:
                         torch.cuda.synchronize(device)
                         began = time.perf_counter()
-                    Veca.forward(model, images, cores=settings.cores, cls_only=not settings.dense)
+                    Veca.forward(model, images, cores=settings.cores, cls_only=not settings.dense, width=settings.width)
                     if repeat == 1 + _REPEATS:
                         break
                 torch.cuda.synchronize(device)

@@ -10,6 +10,7 @@ waits for another.
 Shapes: N images, B of them per forward pass, D width of the features, rows × columns patches.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from veca.data.datasets import batches
 from veca.data.datasets.base import Split
 from veca.errors import ArgumentError, VecaError
 from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize
+from veca.inputs import resolve_width
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused
 from veca.utils.console import bar
@@ -69,6 +71,8 @@ class FrozenBackbone(ABC):
     """
 
     budgets: tuple[int, ...] | None = None
+    mlp_width: float | None = None
+    """Share of the MLP's channels that patches use; None: all, or there is no such choice."""
     rounds_sizes = False
     """Whether a size that is no multiple of the patch is rounded to one, or refused."""
 
@@ -85,7 +89,7 @@ class FrozenBackbone(ABC):
         """Everything that decides the features, for cache keys: not the name or path."""
         about = {key: value for key, value in self.about.items() if key not in ("weights", "provenance")}
         # `running` too: precision and device change the last bits.
-        return {"kind": self.kind, **about, **self.running}
+        return {"kind": self.kind, **about, **self.running} | ({"mlp_width": w} if (w := self.mlp_width) else {})
 
     @property
     def running(self) -> dict[str, Any]:
@@ -113,6 +117,10 @@ class FrozenBackbone(ABC):
     def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
         """Return the budgets to run at: those asked for, or the default when None."""
         return (None,)
+
+    def at_width(self, width: float) -> Self:
+        """Return this backbone with patches at a share of the MLP's channels."""
+        raise BackboneError(f"width {width:g}: {self.name} has no widths; leave out --widths")
 
     def prepare(self, pixels: Tensor) -> Tensor:
         """Normalise images (B, 3, height, width) uint8 for this backbone, on its device."""
@@ -159,6 +167,7 @@ class FrozenVeca(FrozenBackbone):
         self.optimized = compile or fused
         self.autocast = self.autocast and (fused or not compile)  # a compiled model has that dtype itself
         self.model = optimize(model, dtype=dtype) if self.optimized else model.eval().requires_grad_(False)
+        self.mlp_width = model.width
 
     @property
     def running(self) -> dict[str, Any]:
@@ -175,9 +184,15 @@ class FrozenVeca(FrozenBackbone):
             raise BackboneError(f"cores {wrong[0]}: a budget of {self.name} is an integer from 1 to {self.num_cores}")
         return tuple(dict.fromkeys(requested))
 
+    def at_width(self, width: float) -> Self:
+        resolve_width(width, self.model.config, self.model._warned)
+        other = copy.copy(self)
+        other.mlp_width = width if width != 1 else None
+        return other
+
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
         try:
-            output = self.model(images, cores=cores, cls_only=not dense)
+            output = self.model(images, cores=cores, cls_only=not dense, width=self.mlp_width or 1)
         except RuntimeError as error:
             if "InvalidCxxCompiler" not in str(error):
                 raise

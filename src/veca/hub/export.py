@@ -1,7 +1,8 @@
 """Export a model to a file that runs without this library: ONNX, torch.export, AOTInductor.
 
-A file has one budget. Its input is `images` (B, 3, height, width), float32 and normalised; its outputs are float32
-whatever the dtype of the weights: `cls` (B, D), `patches` (B, N, D) row by row, and `coordinates` (L, B, C, 2).
+A file has one budget and one width. Its input is `images` (B, 3, height, width), float32 and normalised; its outputs
+are float32 whatever the dtype of the weights: `cls` (B, D), `patches` (B, N, D) row by row, and `coordinates`
+(L, B, C, 2).
 """
 
 import copy
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 
 import veca
 from veca.attention import use_kernel
+from veca.block_ops import is_plain
 from veca.checkpoint.loading import load_or_random
 from veca.config import VecaConfig, is_budget, size_name
 from veca.errors import ArgumentError, needs_extra
 from veca.images import MEAN, STD
-from veca.inputs import nearest_sizes
-from veca.model import Veca
+from veca.inputs import nearest_sizes, resolve_width
+from veca.model import SwiGlu, Veca
 from veca.optimized import FastVeca
 from veca.utils.files import atomic_path, check_writable
 from veca.utils.timing import measure
@@ -64,15 +66,44 @@ class ExportCheck(NamedTuple):
 
 
 class BudgetModel(nn.Module):
-    """The model at one budget: images in, a tuple of tensors out."""
+    """The model at one budget and width: images in, a tuple of tensors out."""
 
-    def __init__(self, model: Veca, cores: int) -> None:
+    def __init__(self, model: Veca, cores: int, width: float | None = None) -> None:
         super().__init__()
-        self.model, self.cores = model, cores
+        self.model, self.cores, self.width = model, cores, width
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out = self.model(images, cores=self.cores)
+        out = self.model(images, cores=self.cores, width=self.width)
         return out.cls.float(), out.patches.float(), out.coordinates.float()
+
+
+class SplitMlp(nn.Module):
+    """A `SwiGlu` as two: the first channels, for all tokens, and the rest, for cores. A file then slices no weights."""
+
+    def __init__(self, mlp: SwiGlu, hidden: int) -> None:
+        super().__init__()
+        self.first, self.rest = copy.deepcopy(mlp), copy.deepcopy(mlp)
+        for part, channels in ((self.first, slice(hidden)), (self.rest, slice(hidden, None))):
+            weight, bias = (
+                each.unflatten(0, (2, -1))[:, channels].flatten(0, 1) for each in (mlp.fc1.weight, mlp.fc1.bias)
+            )
+            part.fc1.weight, part.fc1.bias = nn.Parameter(weight, False), nn.Parameter(bias, False)
+            part.fc2.weight = nn.Parameter(mlp.fc2.weight[:, channels].clone(), False)
+        nn.init.zeros_(self.rest.fc2.bias)
+
+    def forward(self, x: Tensor, cores: int, hidden: int) -> Tensor:
+        out = self.first(x)
+        return torch.cat([out[:, :cores] + self.rest(x[:, :cores]), out[:, cores:]], dim=1)
+
+
+def split_mlps(model: Veca, hidden: int) -> Veca:
+    """A copy of `model` with a `SplitMlp` in each block, but for those whose layers somebody has changed."""
+    model = copy.deepcopy(model)
+    blocks: Any = model.blocks
+    for block in blocks:
+        if is_plain(block.mlp.fc1, nn.Linear) and is_plain(block.mlp.fc2, nn.Linear):
+            block.mlp = SplitMlp(block.mlp, hidden)
+    return model
 
 
 def export(
@@ -80,13 +111,14 @@ def export(
     path: str | os.PathLike[str],
     *,
     cores: int | None = None,
+    width: float | None = None,
     size: ImageSize | None = None,
     form: ExportFormat | None = None,
     dtype: ExportDtype = "float32",
     name: str | None = None,
     check: bool = True,
 ) -> list[ExportCheck]:
-    """Write `model` with a budget of `cores` (default: all) to `path`; the model itself is not changed.
+    """Write `model` with a budget of `cores` (default: all) and a `width` to `path`; the model itself is not changed.
 
     `size` (height, width) fixes the size of images; without it sides are any multiples of the patch size. The batch
     size is always free. `form` follows from the suffix: `.onnx`, or `.pt2` for "export"; "aoti" must be given. A file
@@ -95,6 +127,8 @@ def export(
     path, model = Path(path), getattr(model, "_orig_mod", model)
     form = format_of(path, form)
     cores = (model.budget or model.config.num_cores) if cores is None else cores
+    width = model.width if width is None else width
+    hidden = resolve_width(width, model.config, model._warned)
     if problem := next(_find_problems(model, cores, size, form, dtype), None):
         raise ArgumentError(problem)
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
@@ -102,10 +136,12 @@ def export(
             importlib.import_module(package)
     check_writable(path)
     # Files are traced on the CPU, and checked against the model in float32.
-    original = BudgetModel(copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False), cores)
+    original = BudgetModel(copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False), cores, width)
     stored = torch.float32 if dtype == "int8" else getattr(torch, dtype)
     model_at_budget = original if stored == torch.float32 else copy.deepcopy(original).to(stored)
-    metadata_props = describe_export(model, cores, size, dtype, name)
+    if hidden is not None:
+        model_at_budget = BudgetModel(split_mlps(model_at_budget.model, hidden), cores, width)
+    metadata_props = describe_export(model, cores, size, dtype, name) | {"width": f"{width or 1:g}"}
     # In a folder of its own beside the target, so that the finished file can be moved there atomically.
     with atomic_path(path) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=f".{path.name}.") as folder:
         file = Path(folder) / f"model{path.suffix}"  # AOTInductor insists on its suffix
@@ -232,10 +268,11 @@ def write_onnx(model: Any, path: Path, metadata_props: dict[str, str], int8: boo
     # have outliers that would make most of the error. Per-channel scales were worse on a CPU without VNNI, where sums
     # of two products can saturate.
     config = json.loads(metadata_props["config"])
-    hidden = VecaConfig.from_dict(config).mlp_dim, config["embed_dim"]
+    whole, first = (VecaConfig.from_dict(config).hidden_width(w) for w in (1, float(metadata_props["width"])))
+    hidden = [(channels, config["embed_dim"]) for channels in (whole, first, whole - first)]
     weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
     shapes = {n.name: weights.get(n.input[1], ()) for n in model.graph.node if n.op_type == "MatMul"}
-    excluded = [name for name, shape in shapes.items() if shape[-1:] == (2,) or shape == hidden]
+    excluded = [name for name, shape in shapes.items() if shape[-1:] == (2,) or shape in hidden]
     quantize_dynamic(model, path, weight_type=QuantType.QInt8, nodes_to_exclude=excluded)
 
 

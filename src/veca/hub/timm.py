@@ -21,7 +21,7 @@ from veca.checkpoint.loading import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
-from veca.inputs import resolve_block_indices, resolve_budget
+from veca.inputs import resolve_block_indices, resolve_budget, resolve_width
 from veca.model import Veca
 
 SIZE = (512, 512)
@@ -31,7 +31,8 @@ SIZE = (512, 512)
 class TimmVeca(Veca):
     """A `Veca` with the interface of timm: `model(images, cores=C)` → logits, or features without a classifier.
 
-    `cores` at creation is the budget of every call that names none; it can be changed later: `model.budget = 16`.
+    `cores` and `width` at creation are those of every call that names none; they can be changed later:
+    `model.budget = 16`, `model.width = 0.5`.
     Any field of `VecaConfig` can be given. Images may have any size in whole patches, whatever `img_size` is.
     """
 
@@ -40,6 +41,7 @@ class TimmVeca(Veca):
         cfg: VecaConfig,
         *,
         cores: int | None = None,
+        width: float | None = None,
         img_size: int | tuple[int, int] | None = None,
         dynamic_img_size: bool = True,
         global_pool: str = "token",
@@ -55,6 +57,8 @@ class TimmVeca(Veca):
             self.to(dtype)
         config = self.config
         self.budget: int = resolve_budget(cores, config, self._warned)
+        resolve_width(width, config, self._warned)
+        self.width = width
         # Attributes that timm's training script, feature wrappers and benchmarks read.
         self.in_chans = config.in_chans
         self.head_hidden_size = self.num_features
@@ -76,11 +80,13 @@ class TimmVeca(Veca):
         """Number of tokens before the patches: the budget."""
         return self.budget
 
-    def forward(self, x: Tensor, cores: int | None = None) -> Tensor:  # type: ignore[override]  # as timm's do
+    def forward(  # type: ignore[override]  # as timm's do
+        self, x: Tensor, cores: int | None = None, width: float | None = None
+    ) -> Tensor:
         if self.global_pool == "token":  # patches are not needed
-            tokens = self.output_proj(self._run(x, cores, cls_only=True)[0])
+            tokens = self.output_proj(self._run(x, cores, cls_only=True, width=width)[0])
         else:
-            tokens = self.forward_features(x, cores)
+            tokens = self.forward_features(x, cores, width)
         return self.forward_head(tokens, cores=cores)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, cores: int | None = None) -> Tensor:
@@ -151,6 +157,7 @@ class TimmVeca(Veca):
             tensors |= {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
         self.load_state_dict(tensors)
         self.provenance = source.provenance
+        self.config = dataclasses.replace(self.config, widths=source.config.widths)  # which channels are first matters
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are tokens and coordinates, not weights of layers."""

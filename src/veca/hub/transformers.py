@@ -8,6 +8,7 @@ L blocks.
 """
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -58,12 +59,15 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
     num_cores: int = _DEFAULT.num_cores
     core_chunk: int = _DEFAULT.core_chunk
     budgets: list[int] | tuple[int, ...] = _DEFAULT.budgets
+    widths: list[float] | tuple[float, ...] = _DEFAULT.widths
     output_dim: int | None = _DEFAULT.output_dim
     rope_zero_fraction: float = _DEFAULT.rope_zero_fraction
     coordinate_shift: float = _DEFAULT.coordinate_shift
     coordinate_rescale: float = _DEFAULT.coordinate_rescale
     cores: int | None = None
     """The budget of a call that names none; None: all cores."""
+    width: float | None = None
+    """The width of a call that names none; None: the whole MLP."""
     image_size: int = 512
     """Nominal; any other size in whole patches works too."""
     provenance: dict[str, Any] | None = None
@@ -87,8 +91,8 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
     def veca(self, classifier: bool = False) -> plain.VecaConfig:
         """Our configuration of the same architecture, with a class for each label if there is a classifier."""
         num_classes = self.num_labels or 0 if classifier else 0
-        fields = {name: getattr(self, name) for name in _DEFAULT.to_dict() if name != "num_classes"}
-        return plain.VecaConfig.from_dict({**fields, "budgets": list(self.budgets), "num_classes": num_classes})
+        names = (field.name for field in dataclasses.fields(plain.VecaConfig) if field.name != "num_classes")
+        return plain.VecaConfig.from_dict({name: getattr(self, name) for name in names} | {"num_classes": num_classes})
 
     @property
     def num_register_tokens(self) -> int:
@@ -152,6 +156,7 @@ class VecaPreTrainedModel(PreTrainedModel):
         self,
         images: Tensor,
         cores: int | None,
+        width: float | None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         cls_only: bool = False,
@@ -160,9 +165,10 @@ class VecaPreTrainedModel(PreTrainedModel):
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         attentions = self.config.output_attentions if output_attentions is None else output_attentions
         cores = self.config.cores if cores is None else cores
+        width = self.config.width if width is None else width
         take = range(-1, len(self.veca.blocks)) if hidden else ()
         with recorded_attention(self.veca, bool(attentions)) as maps:
-            x, _, taken = self.veca._run(images, cores, take, cls_only=cls_only and not hidden)
+            x, _, taken = self.veca._run(images, cores, take, cls_only=cls_only and not hidden, width=width)
         more = {"hidden_states": tuple(taken) if hidden else None, "attentions": tuple(maps) if attentions else None}
         return self.veca.output_proj(x), more
 
@@ -193,8 +199,10 @@ class VecaModel(VecaPreTrainedModel):
     """
 
     @can_return_tuple
-    def forward(self, pixel_values: Tensor, cores: int | None = None, **outputs: Any) -> BaseModelOutputWithPooling:
-        tokens, more = self._pass(pixel_values, cores, **outputs)
+    def forward(
+        self, pixel_values: Tensor, cores: int | None = None, width: float | None = None, **outputs: Any
+    ) -> BaseModelOutputWithPooling:
+        tokens, more = self._pass(pixel_values, cores, width, **outputs)
         return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens[:, 0], **more)
 
 
@@ -205,9 +213,14 @@ class VecaForImageClassification(VecaPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, cores: int | None = None, **outputs: Any
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        cores: int | None = None,
+        width: float | None = None,
+        **outputs: Any,
     ) -> ImageClassifierOutput:
-        tokens, more = self._pass(pixel_values, cores, **outputs, cls_only=True)
+        tokens, more = self._pass(pixel_values, cores, width, **outputs, cls_only=True)
         logits: Any = self.veca.forward_head(tokens)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, **more)
@@ -221,9 +234,11 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
         self.num_features = [config.embed_dim] * (config.depth + 1)
 
     @can_return_tuple
-    def forward(self, pixel_values: Tensor, cores: int | None = None, **outputs: Any) -> BackboneOutput:
+    def forward(
+        self, pixel_values: Tensor, cores: int | None = None, width: float | None = None, **outputs: Any
+    ) -> BackboneOutput:
         hidden = outputs.pop("output_hidden_states", None)
-        _, more = self._pass(pixel_values, cores, True, **outputs)
+        _, more = self._pass(pixel_values, cores, width, True, **outputs)
         columns = pixel_values.shape[-1] // self.config.patch_size
         patches = pixel_values.shape[-2] // self.config.patch_size * columns
         maps: Any = []

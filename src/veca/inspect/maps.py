@@ -105,15 +105,26 @@ class Inside(NamedTuple):
 
 
 @torch.no_grad()
-def look_inside(model: Veca, images: Tensor, cores: int | None = None, layers: Sequence[int] = (-1,)) -> Inside:
+def look_inside(
+    model: Veca,
+    images: Tensor,
+    cores: int | None = None,
+    layers: Sequence[int] = (-1,),
+    width: float | None = None,
+) -> Inside:
     """`core_maps` and `core_profiles` of one forward pass, and its output."""
-    captured, out = capture_attention(model, images, cores, layers, mean_attention_and_profiles)
+    captured, out = capture_attention(model, images, cores, layers, mean_attention_and_profiles, width)
     attention, profiles = (torch.stack(parts) for parts in zip(*captured, strict=True))
     return Inside(out, attention[..., out.cores.shape[1] :].unflatten(-1, out.grid), profiles.unflatten(2, out.grid))
 
 
 def capture_attention(
-    model: Veca, images: Tensor, cores: int | None, layers: Sequence[int], capture: Callable[..., Captured]
+    model: Veca,
+    images: Tensor,
+    cores: int | None,
+    layers: Sequence[int],
+    capture: Callable[..., Captured],
+    width: float | None = None,
 ) -> tuple[list[Captured], VecaOutput]:
     """Run the model and call `capture(attn, x, core_rotary, patch_rotary)` before the attention of each block.
 
@@ -139,7 +150,9 @@ def capture_attention(
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for index in set(indices):
             hooks.enter_context(blocks[index].attn.register_forward_pre_hook(partial(run_capture, index)))
-        out = Veca.forward(model, images, cores)  # subclasses, as timm's, return something else when called
+        out = Veca.forward(
+            model, images, cores, width=width
+        )  # subclasses, as timm's, return something else when called
     return [captured[index] for index in indices], out
 
 

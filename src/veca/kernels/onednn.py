@@ -42,11 +42,10 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def inference_swiglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`silu(u) * v` of [u, v] = `F.linear(x, weight, bias)`; u and v themselves are never in memory."""
-    (weight_u, weight_v), (bias_u, bias_v) = weight.chunk(2), bias.chunk(2)
-    gate = torch.ops.mkldnn._linear_pointwise(x, weight_u, bias_u, "swish", [], "")
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, weight_v, bias_v, "mul")
+def inference_swiglu(x: Tensor, u: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -> Tensor:
+    """`silu(F.linear(x, *u)) * F.linear(x, *v)`, each a weight and a bias, without either product in memory."""
+    gate = torch.ops.mkldnn._linear_pointwise(x, *u, "swish", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, *v, "mul")
     return out
 
 

@@ -157,7 +157,9 @@ def parse_row(raw: Any, file: str) -> ProbeResult:
     values |= {key: model[key] for key in ("kind", "about") if key in model}
     values |= {"fingerprint": data.get("fingerprint", ""), "counts": {k: data[k] for k in SPLITS if k in data}}
     required = {"task": None, "size": None, "metric": None, "metrics": None}
-    names = {"file": file, "model": model.get("name"), "dataset": data.get("name")}
+    # At another width it is another model: its rows are a line of their own in charts and tables.
+    width = f", width {raw['width']:g}" if type(raw.get("width")) in (int, float) else ""
+    names = {"file": file, "model": f"{model['name']}{width}" if "name" in model else None, "dataset": data.get("name")}
     try:
         return ProbeResult(**required | values | names)
     except ArgumentError as error:

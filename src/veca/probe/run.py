@@ -350,7 +350,8 @@ class Job:
             data=[data.fingerprint for data in datasets], pictures=contents, seed=self.settings.seed,
             protocol=self.protocol,
         )  # fmt: skip
-        cores = "none" if self.cores is None else self.cores
+        cores = "none" if self.cores is None else f"{self.cores}"
+        cores += f"-w{width:g}" if (width := self.backbone.mlp_width) else ""
         # Of a long name, its end.
         names = (re.sub(r"[^A-Za-z0-9._]+", "-", each.name)[-60:].strip("-.") for each in (self.backbone, self.data))
         model, data = (name or "unnamed" for name in names)
@@ -374,6 +375,7 @@ class Job:
         row: Row = {
             "schema": SCHEMA, "task": self.task,
             "model": {"name": backbone.name, "kind": backbone.kind, "about": backbone.about},
+            **({"width": backbone.mlp_width} if backbone.mlp_width else {}),
             "data": {"name": data.name, **counts, "classes": data.classes or None, "fingerprint": data.fingerprint},
             "cores": self.cores, "size": self.size, "grid": None, "seed": self.settings.seed, "scored_on": data.report,
             # None: what a task does not have.

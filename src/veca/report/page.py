@@ -16,6 +16,7 @@ from veca.utils.files import atomic_path
 from veca.utils.text import duration, number, printable
 
 Key = TypeVar("Key")
+Row = TypeVar("Row")
 _COLOURS = tomllib.loads(Path(__file__).with_name("colours.toml").read_text("utf-8"))
 LIGHT, DARK, ROLES, CIVIDIS = (_COLOURS[key] for key in ("light", "dark", "roles", "cividis"))
 
@@ -106,7 +107,7 @@ def levels(values: Mapping[Key, float], lower_is_better: bool = False, flat: flo
 
 
 def heat_rows(
-    values: Mapping[tuple[Key, Key], float], scaled: Mapping[tuple[Key, Key], float], names: Mapping[Key, str],
+    values: Mapping[tuple[Row, Key], float], scaled: Mapping[tuple[Row, Key], float], names: Mapping[Row, str],
     columns: Sequence[Key], text: Callable[[float], str] = number,
 ) -> dict[str, list[tuple[str, float]]]:  # fmt: skip
     """Rows of a heat table by name: text and level of the values at each (row, column), nan where there is none."""

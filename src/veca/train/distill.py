@@ -1,10 +1,12 @@
-"""Distillation of a student from a frozen teacher, one budget and one resolution per step.
+"""Distillation of a student from a frozen teacher, one budget, width and resolution per step.
 
 A run's folder has `recipe.yaml`, `split.json` (which optimizer updates which parameters), the log, `checkpoints/`,
 `best/` (the weights with the lowest mean loss over the validation grid), and in the end `model.safetensors`,
 `summary.json` and `report.html`. `veca.load` takes the folder, `best/` and each checkpoint.
 """
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -22,6 +24,7 @@ from veca.data.gpu_decode import can_resize, undecodable_reason
 from veca.data.index import ImageIndex
 from veca.data.loader import Batch, ImageLoader, to_model_input, train_loader
 from veca.data.sampler import TrainSampler
+from veca.elastic import make_elastic
 from veca.model import Veca
 from veca.optimized import RECOMPILE_LIMIT
 from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
@@ -33,11 +36,13 @@ from veca.train.objective import Losses, Student, TeacherMaps, TeacherRunner, va
 from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
 from veca.train.parallel import World
 from veca.train.plan import PASSES, expected_flops, run_length, shares
-from veca.train.recipe import Recipe, RecipeError
+from veca.train.recipe import Recipe, RecipeError, Setting
 from veca.train.report import write_distill_report
 from veca.utils.files import atomic_path
 from veca.utils.timing import matrix_rate
 
+CALIBRATION_BATCH, CALIBRATION_BATCHES = 32, 8
+"""Training images that channels are ordered by: images per forward pass, and passes."""
 _CHANGEABLE_KEYS = (
     "data.train", "data.validation", "data.workers", "data.augment_on", "grad_checkpointing", "log_every",
     "checkpoints", "validation", "compile", "teacher.micro_batch", "schedule", "precision", "parallel", "batch",
@@ -84,6 +89,9 @@ class Distillation(RunEngine):
             self.notices += images.describe_problems()
         self.teacher = make_teacher(recipe).to(world.device)
         self.model = make_student(recipe, self.teacher).to(world.device)
+        self.runner = TeacherRunner(self.teacher, recipe, world, self.model.config.patch_size)
+        if recipe.model.elastic is not None and not self.checkpoint:
+            calibrate(self.model, self.runner, self.images)
         self.sharded = recipe.parallel == "fsdp" and world.size > 1
         if self.sharded:  # before the optimizers, which must hold the sharded parameters
             parallel.shard(self.model)
@@ -91,11 +99,12 @@ class Distillation(RunEngine):
         product_dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
         self.optimizers = make_optimizers(self.model, recipe.schedule.peak, recipe.weight_decay, product_dtype)
         self.ema = Ema(self.model, recipe.ema)
-        self.runner = TeacherRunner(self.teacher, recipe, world, self.model.config.patch_size)
         _, self.steps, self.warmup = run_length(recipe, len(self.images))
         self.log_every, self.save_every, self.keep = recipe.log_every, recipe.checkpoints.every, recipe.checkpoints.keep
         self.validate_every = None if self.validation is None else recipe.validation.every
-        self.validated_on = [None if self.validation is None else self.validation.fingerprint, *recipe.grid()]
+        *grid, widths = recipe.grid()
+        self.validated_on: list[Any] = [None if self.validation is None else self.validation.fingerprint, *grid]
+        self.validated_on += [widths] if widths != [1.0] else []  # as before there were widths
         self.best = float("inf")
         """Lowest mean of the validation loss so far."""
         self.last_validation: float | None = facts.get("validation")
@@ -104,8 +113,9 @@ class Distillation(RunEngine):
             self._restore(facts, self.checkpoint.tensors)
         else:  # a resumed run has the statistics in its checkpoint
             self.runner.fit_statistics(self.images, self.validation)
-        self.resume_counts(recipe.budgets, recipe.grid()[0])
-        if recipe.compile:  # all blocks share one graph, for any budget and resolution
+        widths = sorted(self.model.config.widths) if len(self.model.config.widths) > 1 else []
+        self.resume_counts(recipe.budgets, recipe.grid()[0], widths)
+        if recipe.compile:  # all blocks share one graph, for any budget, width and resolution
             for block in self.model.blocks:
                 block.compile(dynamic=True)
             self.teacher.compile(dynamic=False)
@@ -134,16 +144,22 @@ class Distillation(RunEngine):
         for name, tensor in files.get("teacher", {}).items():
             self.teacher.get_buffer(name).copy_(tensor)
         if facts.get("validated_on", self.validated_on) != self.validated_on:  # such losses cannot be compared
-            self.notices.append("changed: validation has other pictures, sizes or budgets; best/ is chosen anew")
+            self.notices.append(
+                "changed: validation has other pictures, sizes, budgets or widths; best/ is chosen anew"
+            )
         elif facts["best"] is not None:
             self.best = facts["best"]
 
     # Steps
 
-    def draws(self, step: int) -> tuple[int, int]:
-        """Budget and resolution of a step, the same in every process."""
+    @cached_property
+    def settings(self) -> dict[Setting, float]:
+        return self.recipe.settings()
+
+    def draws(self, step: int) -> tuple[Setting, int]:
+        """Setting and resolution of a step, the same in every process."""
         recipe, seed = self.recipe, self.recipe.seed
-        return draw(recipe.budgets, "budget", seed, step), draw(recipe.odds_at(step), "resolution", seed, step)
+        return draw(self.settings, "budget", seed, step), draw(recipe.odds_at(step), "resolution", seed, step)
 
     def batches(self) -> ImageLoader | DeviceLoader:
         recipe, data, world = self.recipe, self.recipe.data, self.world
@@ -167,7 +183,7 @@ class Distillation(RunEngine):
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         recipe, passes = self.recipe, self.recipe.accumulate
-        budget, resolution = self.draws(self.step)
+        setting, resolution = self.draws(self.step)
         losses: list[Losses] = []
         for i in range(passes):
             batch = next(batches)
@@ -179,7 +195,7 @@ class Distillation(RunEngine):
             # As DDP's no_sync: it exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each.
             self.student.require_backward_grad_sync = i == passes - 1
             with self.runner.autocast():
-                losses.append(self.student(images, budget, targets))
+                losses.append(self.student(images, setting, targets))
             (losses[-1].total / passes).backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = parallel.unshard(torch.nn.utils.get_total_norm(gradients))
@@ -192,11 +208,15 @@ class Distillation(RunEngine):
         self.skipped_steps.update(skip)
         # Means over the passes stay on the device until they are logged.
         means = {name: torch.stack([getattr(x, name).detach() for x in losses]).mean() for name in Losses._fields}
-        self.meter.update({**means, "gradient_norm": norm}, recipe.batch, budget, resolution)
+        budget, width = setting
+        elastic = len(self.model.config.widths) > 1
+        self.meter.update(
+            {**means, "gradient_norm": norm}, recipe.batch, budget, resolution, width if elastic else None
+        )
         self.step += 1
 
     def memory_advice(self) -> str:
-        recipe, (budget, resolution) = self.recipe, self.draws(self.step)
+        recipe, ((budget, _), resolution) = self.recipe, self.draws(self.step)
         what = f"{self.runner.pass_batch} images per pass at {resolution} px with {budget} cores, at step {self.step:,}"
         way_out = f"set accumulate={2 * recipe.accumulate}, or grad_checkpointing=true"
         return f"{what}; {way_out}{', or data.resident=null' if recipe.data.resident else ''}"
@@ -206,8 +226,8 @@ class Distillation(RunEngine):
     def extra_metrics(self, images_per_s: float) -> dict[str, float]:
         """The share of a large matrix product's speed that the student's products reach; nan where not on a GPU."""
         recipe = self.recipe
-        sizes, budgets = shares(recipe.odds_at(self.step - 1)), shares(recipe.budgets)
-        flops = PASSES * expected_flops(self.model.config, sizes, budgets)
+        sizes, settings = shares(recipe.odds_at(self.step - 1)), shares(self.settings)
+        flops = PASSES * expected_flops(self.model.config, sizes, settings)
         return {"floor_share": images_per_s / self.world.size * flops / self._peak_rate}
 
     @cached_property
@@ -231,7 +251,8 @@ class Distillation(RunEngine):
         self.last_validation = mean = grid_means(grid)["total"]
         if self.log and self.progress:
             self.log.validation(self.step, grid)
-            cells = ", ".join(f"{size} px C={cores} {values['total']:.4f}" for (size, cores), values in grid.items())
+            names = (f"{size} px C={cores}" + (f" w={width:g}" if width != 1 else "") for size, cores, width in grid)
+            cells = ", ".join(f"{n} {values['total']:.4f}" for n, values in zip(names, grid.values(), strict=True))
             self.progress.say(f"validation at step {self.step:,}: {mean:.4f} ({cells})")
         if mean >= self.best:
             return
@@ -330,8 +351,11 @@ def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
     config = VecaConfig.from_dict({**config.to_dict(), "output_dim": output_dim_for(config, teacher)})
     if recipe.model.start is not None:
         model = veca.load(recipe.model.start)
-        ours, theirs = config.to_dict(), model.config.to_dict()
-        if different := [f"{key}: {theirs[key]}, not {ours[key]}" for key in ours if ours[key] != theirs[key]]:
+        if recipe.model.elastic is not None:
+            model.config = dataclasses.replace(model.config, widths=config.widths)
+        fields = [field.name for field in dataclasses.fields(VecaConfig)]
+        pairs = {name: (getattr(model.config, name), getattr(config, name)) for name in fields}
+        if different := [f"{name}: {theirs}, not {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]:
             raise RecipeError(f"model.start={recipe.model.start} is another model ({'; '.join(different)})")
         return model.train()
     with torch.random.fork_rng(devices=[]):
@@ -340,6 +364,15 @@ def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
     if recipe.model.patch_embed_from_teacher:
         start_patch_embed(model, teacher)
     return model.train()
+
+
+def calibrate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> None:
+    """Make `model` elastic at its widths, by the first training images; the same in every process."""
+    resolution = runner.recipe.grid()[0][0]
+    if runner.world.first:
+        batches = runner.centres(images, resolution, CALIBRATION_BATCH, alone=True)
+        make_elastic(model, itertools.islice(batches, CALIBRATION_BATCHES), model.config.widths)
+    parallel.broadcast([parameter.detach() for parameter in model.parameters()], runner.world)
 
 
 def _find_images(recipe: Recipe, folder: Path, world: World) -> tuple[ImageIndex, ImageIndex | None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from veca.utils.signals import Interrupted, deferred_signals
 
 MAX_NONFINITE_STEPS = 3
 """Abort after this many consecutive steps without a finite gradient."""
+Key = TypeVar("Key")
 Say = Callable[[str], None]
 """Shows a message to the user."""
 
@@ -51,7 +52,7 @@ def learning_rate(step: int, total: int, warmup: int, peak: float, low: float) -
     return low + (peak - low) * share
 
 
-def draw(odds: Mapping[int, float], stream: str, seed: int, step: int) -> int:
+def draw(odds: Mapping[Key, float], stream: str, seed: int, step: int) -> Key:
     """One of the keys, with probability proportional to its odds. Streams with different names are independent.
 
     >>> draw({8: 1, 16: 1, 64: 0}, "budget", seed=0, step=7) in (8, 16)
@@ -74,28 +75,39 @@ class TrainMeter:
     """Means of the losses and images per second.
 
     `update` only queues work on the device; `values` is the one place that waits for it. The speed leaves out `pause`d
-    time and the first step of each number of images, budget and resolution: those may compile.
+    time and the first step of each number of images, budget, resolution and width: those may compile.
     `images` and `seconds` are the totals of a resumed run so far.
     """
 
     def __init__(
-        self, budgets: Iterable[int] = (), resolutions: Iterable[int] = (), images: int = 0, seconds: float = 0.0
+        self,
+        budgets: Iterable[int] = (),
+        resolutions: Iterable[int] = (),
+        widths: Iterable[float] = (),
+        images: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         self.images, self.seconds, self.rate = images, seconds, math.nan
-        self._counts = {"budget": dict.fromkeys(budgets, 0), "resolution": dict.fromkeys(resolutions, 0)}
+        choices: dict[str, Iterable[float]] = {"budget": budgets, "resolution": resolutions, "width": widths}
+        self._counts = {name: dict.fromkeys(keys, 0) for name, keys in choices.items()}
         self.names: list[str] = []
         """Of the losses."""
         self._sums: Tensor | None = None
         """Sums of the losses over steps with finite ones, and the number of these steps, on the device."""
-        self._steps, self._seen = 0, set[tuple[int, int | None, int | None]]()
+        self._steps, self._seen = 0, set[tuple[float | None, ...]]()
         self._timed = [0, 0.0]  # images and seconds that count for the speed, since the last `values`
         self._last_tick, self._counts_for_speed = perf_counter(), False
 
     @torch.no_grad()
     def update(
-        self, losses: Mapping[str, Tensor], images: int, budget: int | None = None, resolution: int | None = None
+        self,
+        losses: Mapping[str, Tensor],
+        images: int,
+        budget: int | None = None,
+        resolution: int | None = None,
+        width: float | None = None,
     ) -> None:
-        """Add one optimizer step: its losses, scalars on the device, and its number of images."""
+        """Add one optimizer step: its losses, scalars on the device, its number of images and what was drawn for it."""
         values = torch.stack([value.float() for value in losses.values()])
         # A non-finite step must not spoil the mean of the others; it is counted instead.
         finite = values.isfinite().all()
@@ -103,14 +115,14 @@ class TrainMeter:
         self._sums = row if self._sums is None else self._sums + row
         self.names = list(losses)
         # Shapes that occur for the first time may compile, which is not training speed.
-        kind = (images, budget, resolution)
+        kind = (images, budget, resolution, width)
         self._counts_for_speed = kind in self._seen
         self._tick()
         self._timed[0] += images * self._counts_for_speed
         self._seen.add(kind)
         self.images += images
         self._steps += 1
-        for counts, drawn in zip(self._counts.values(), (budget, resolution), strict=True):
+        for counts, drawn in zip(self._counts.values(), kind[1:], strict=True):
             if drawn is not None:
                 counts[drawn] = counts.get(drawn, 0) + 1
 
@@ -134,8 +146,8 @@ class TrainMeter:
         """What to log of the steps since the last call; this waits for the device.
 
         Means of the losses over the steps with finite ones, the number of the others (`nonfinite`), how often each
-        budget and resolution was drawn (`budget_8`, `resolution_256`, …), `images` and `seconds` of training in all,
-        and `images_per_s` (the last one known, nan until there is one).
+        budget, resolution and width was drawn (`budget_8`, `resolution_256`, `width_0.25`, …), `images` and `seconds`
+        of training in all, and `images_per_s` (the last one known, nan until there is one).
         """
         *sums, count = self._sums.tolist() if self._sums is not None else [0.0]
         self._tick()
@@ -145,7 +157,7 @@ class TrainMeter:
         values |= {"nonfinite": self._steps - count, "images": self.images, "seconds": self.seconds}
         values["images_per_s"] = self.rate
         for name, counts in self._counts.items():
-            values |= {f"{name}_{drawn}": times for drawn, times in counts.items()}
+            values |= {f"{name}_{drawn:g}": times for drawn, times in counts.items()}
             counts.update(dict.fromkeys(counts, 0))
         self._sums, self._steps, self._timed = None, 0, [0, 0.0]
         return values
@@ -163,7 +175,8 @@ class TrainMeter:
             sums = [state["sums"] for state in states] if len(states) != size else [own["sums"]]
             self._sums = torch.tensor(sums, dtype=torch.float32, device=device).mean(0)
         for name, counts in self._counts.items():
-            counts.update({int(drawn): times for drawn, times in own[f"{name}s"].items()})  # JSON makes keys text
+            drawn = own.get(f"{name}s", {})  # earlier versions had no widths
+            counts.update({json.loads(text): times for text, times in drawn.items()})  # JSON makes keys text
 
 
 class SkippedSteps:
@@ -229,11 +242,13 @@ class RunEngine(ABC):
             raise ArgumentError(f"processes find different checkpoints in {folder} ({steps}): they must share it")
         self.stop_signal, self.preparing = 0, False
 
-    def resume_counts(self, budgets: Iterable[int], resolutions: Iterable[int] = ()) -> None:
+    def resume_counts(
+        self, budgets: Iterable[int], resolutions: Iterable[int] = (), widths: Iterable[float] = ()
+    ) -> None:
         """Start the meter and the counters, from the checkpoint where there is one; the EMA too."""
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
         # Speed is measured anew: it may be another machine. Totals continue.
-        self.meter = TrainMeter(budgets, resolutions, facts.get("images", 0), facts.get("seconds", 0.0))
+        self.meter = TrainMeter(budgets, resolutions, widths, facts.get("images", 0), facts.get("seconds", 0.0))
         self.skipped_steps = SkippedSteps(self.device, facts.get("skipped", 0))
         if self.checkpoint:
             states = facts["under_way"]

@@ -31,8 +31,8 @@ LOSS_COLUMNS = ("total", "cls", "dense", "cosine", "mse")
 """Losses in the order of the table's columns; other columns follow alphabetically."""
 FINETUNE_SETTINGS = "finetune.json"
 
-Grid = Mapping[tuple[int, int], Mapping[str, float]]
-"""Losses by name, at each (resolution, budget)."""
+Grid = Mapping[tuple[int, int, float], Mapping[str, float]]
+"""Losses by name, at each (resolution, budget, width)."""
 
 
 def is_run(folder: Path) -> bool:
@@ -159,7 +159,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def grid_means(grid: Grid) -> dict[str, float]:
     """Means of the losses over a validation grid; the best weights are those with the lowest mean of `total`.
 
-    >>> grid_means({(256, 8): {"total": 1.0}, (256, 16): {"total": 0.5}})
+    >>> grid_means({(256, 8, 1.0): {"total": 1.0}, (256, 16, 1.0): {"total": 0.5}})
     {'total': 0.75}
     """
     names = dict.fromkeys(name for values in grid.values() for name in values)
@@ -195,11 +195,16 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         self._write(step, {f"train/{name}": float(value) for name, value in values.items()})
 
     def validation(self, step: int, grid: Grid) -> None:
-        """Add a row to validation.csv for every resolution and budget; TensorBoard also gets the grid's means."""
+        """Add a row to validation.csv for each cell; TensorBoard also gets the grid's means.
+
+        There is a column `width` where the grid has other widths than 1.
+        """
         scalars = {f"validation/mean/{name}": value for name, value in grid_means(grid).items()}
-        for (resolution, budget), values in grid.items():
-            self._validation.add((step, resolution, budget), values)
-            scalars |= {f"validation/{resolution}px-{budget}cores/{name}": float(v) for name, v in values.items()}
+        elastic = any(width != 1 for _, _, width in grid)
+        for (resolution, budget, width), values in grid.items():
+            self._validation.add((step, resolution, budget), {**values, "width": width} if elastic else values)
+            cell = f"{resolution}px-{budget}cores" + (f"-width{width:g}" if width != 1 else "")
+            scalars |= {f"validation/{cell}/{name}": float(v) for name, v in values.items()}
         self._write(step, scalars)
 
     def event(self, step: int, text: str) -> None:

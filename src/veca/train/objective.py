@@ -3,6 +3,7 @@
 Shapes: N images or patches, B images in a batch, D width of the features, G rows and columns of a crop's targets.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from veca.model import Veca
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.logger import Grid
 from veca.train.parallel import World, all_reduced, broadcast, gathered
-from veca.train.recipe import Recipe
+from veca.train.recipe import Recipe, Setting
 from veca.utils.console import bar
 
 STATISTICS_IMAGES = 1024
@@ -203,38 +204,53 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.weights = model, (recipe.objective.dense_weight, recipe.objective.mse_weight)
         self.losses = torch.compile(distillation_losses, dynamic=True) if recipe.compile else distillation_losses
+        self.match, self.largest = recipe.widths.match if recipe.widths else 0.0, recipe.largest_setting()
 
-    def forward(self, images: Tensor, budget: int, targets: Targets) -> Losses:
-        out = self.model(images, budget)
-        return self.losses(out.cls, out.patches, *targets, self.weights)
+    def forward(self, images: Tensor, setting: Setting, targets: Targets) -> Losses:
+        """Losses at a setting against the targets, and against the largest setting where the recipe says so."""
+        larger = None
+        if self.match and setting != self.largest:
+            with torch.no_grad():
+                larger = self._features(images, self.largest)
+            torch.manual_seed(torch.initial_seed())  # both see the same augmented coordinates
+        features = self._features(images, setting)
+        losses: Losses = self.losses(*features, *targets, self.weights)
+        if larger is None:
+            return losses
+        return losses._replace(total=losses.total + self.match * self.losses(*features, *larger, self.weights).total)
+
+    def _features(self, images: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+        out = self.model(images, setting[0], width=setting[1])
+        return out.cls, out.patches
 
 
 @torch.no_grad()
 def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
-    """Mean losses on the images at each resolution and budget of the recipe's grid."""
+    """Mean losses on the images at each resolution, budget and width of the recipe's grid."""
     recipe, world = runner.recipe, runner.world
-    resolutions, budgets = recipe.grid()
+    resolutions, budgets, widths = recipe.grid()
+    settings = list(itertools.product(budgets, widths))
     weights = recipe.objective.dense_weight, recipe.objective.mse_weight
-    grid: dict[tuple[int, int], dict[str, float]] = {}
+    grid: dict[tuple[int, int, float], dict[str, float]] = {}
     model.eval()
     for resolution in resolutions:
-        # One row per budget; the last column counts images.
-        sums = torch.zeros(len(budgets), len(Losses._fields) + 1, device=world.device, dtype=torch.float64)
+        # One row per setting; the last column counts images.
+        sums = torch.zeros(len(settings), len(Losses._fields) + 1, device=world.device, dtype=torch.float64)
         batches = runner.centres(images, resolution, recipe.validation.batch or runner.pass_batch)
         for inputs, number in _synchronized(batches, resolution, world):
             targets = runner.targets(inputs)
-            for row, budget in zip(sums, budgets, strict=True):
+            for row, (budget, width) in zip(sums, settings, strict=True):
                 with runner.autocast():
-                    out = model(inputs, budget)
+                    out = model(inputs, budget, width=width)
                 losses = distillation_losses(out.cls, out.patches, *targets, weights)
                 row += number * torch.stack([*losses, torch.ones_like(losses.total)]).double()
         # Summed in float64 over all processes, so that their number does not show in the mean.
         all_reduced(sums, world)
-        for budget, (*totals, count) in zip(budgets, sums.tolist(), strict=True):
+        for (budget, width), (*totals, count) in zip(settings, sums.tolist(), strict=True):
             if not count:  # the mean of nothing would count as the best
                 why = "".join(f": {name}, {reason}" for name, reason in runner.unreadable[-1:])
                 raise DataError(f"data.validation: none of its {len(images):,} pictures can be used{why}")
-            grid[resolution, budget] = {name: x / count for name, x in zip(Losses._fields, totals, strict=True)}
+            grid[resolution, budget, width] = {name: x / count for name, x in zip(Losses._fields, totals, strict=True)}
     if isinstance(model, FSDPModule):  # a forward pass without a backward one leaves the parameters gathered
         model.reshard()
     model.train()

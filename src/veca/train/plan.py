@@ -8,7 +8,7 @@ products (2 in bfloat16, else 4).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Group
@@ -21,10 +21,11 @@ from veca.flops import model_flops, num_patches
 from veca.model import Veca
 from veca.teachers.load import KNOWN_TEACHERS
 from veca.train.optimizers import split_parameters
-from veca.train.recipe import Recipe, RecipeError
+from veca.train.recipe import Recipe, RecipeError, Setting
 from veca.utils.console import as_message
 from veca.utils.text import printable, quoted, shorten
 
+Key = TypeVar("Key")
 FLOAT_BYTES = 4
 """Weights, gradients, optimizer states and the residual stream are float32."""
 PASSES = 3
@@ -47,7 +48,7 @@ def run_length(recipe: Recipe, images: int | None) -> tuple[int | None, int, int
     return per_epoch, steps, min(steps - 1, round(schedule.warmup * per_epoch))
 
 
-def shares(odds: Mapping[int, float]) -> dict[int, float]:
+def shares(odds: Mapping[Key, float]) -> dict[Key, float]:
     """Odds as fractions of 1.
 
     >>> shares({8: 1, 64: 3})
@@ -74,9 +75,9 @@ def resolution_odds(recipe: Recipe, steps: float) -> dict[int, float]:
     return odds
 
 
-def expected_flops(config: VecaConfig, sizes: Mapping[int, float], budgets: Mapping[int, float]) -> float:
-    """FLOPs of a forward pass per image, over resolutions and budgets with these shares."""
-    return sum(a * b * model_flops(config, r, r, c) for r, a in sizes.items() for c, b in budgets.items())
+def expected_flops(config: VecaConfig, sizes: Mapping[int, float], settings: Mapping[Setting, float]) -> float:
+    """FLOPs of a forward pass per image, over resolutions and settings with these shares."""
+    return sum(a * b * model_flops(config, r, r, c, w) for r, a in sizes.items() for (c, w), b in settings.items())
 
 
 class RunPlan:
@@ -92,13 +93,13 @@ class RunPlan:
         self.recipe, self.config, self.images, self.processes, self.teacher = recipe, config, images, processes, teacher
         self.pass_batch = recipe.pass_batch(processes)
         self.length = None if images is None and recipe.schedule.steps is None else run_length(recipe, images)
-        self.budgets = shares(recipe.budgets)
+        self.settings = shares(recipe.settings())
         # A run of unknown length is taken to be so long that its last phase of resolutions dominates.
         self.resolutions = resolution_odds(recipe, self.length[1] if self.length else 1e9)
-        self.flops = expected_flops(config, self.resolutions, self.budgets)
+        self.flops = expected_flops(config, self.resolutions, self.settings)
         """Of the student's forward pass per image."""
         # Resolution and budget of the most expensive step.
-        self.largest_draw = tuple(max(filter(odds.get, odds)) for odds in (self.resolutions, self.budgets))
+        self.largest_draw = max(filter(self.resolutions.get, self.resolutions)), recipe.largest_setting()[0]
         with torch.device("meta"):
             self.model = Veca(config)
         split = split_parameters(self.model)
@@ -199,26 +200,35 @@ def show_plan(recipe: Recipe, images: int | None = None, processes: int = 1) -> 
 def plan_tables(plan: RunPlan) -> Group:
     config, phases = plan.config, plan.recipe.resolutions if len(plan.recipe.resolutions) > 1 else ()
     until = ["to the end" if phase.until is None else f"to step {phase.until:,}" for phase in phases]
-    budgets, resolutions = [], []
-    for cores, share in plan.budgets.items():
-        flops = expected_flops(config, plan.resolutions, {cores: 1.0})
-        budgets.append((f"{cores}", f"{share:.1%}", f"{flops / 1e9:,.2f}"))
+    resolutions = []
     for size, share in sorted(plan.resolutions.items()):
         odds = [f"{shares(phase.odds).get(size, 0):.1%}" for phase in phases]
-        flops = expected_flops(config, {size: 1.0}, plan.budgets)
+        flops = expected_flops(config, {size: 1.0}, plan.settings)
         patches = num_patches(config, size, size)
         resolutions.append((f"{size}", *odds, f"{share:.1%}", f"{patches:,}", f"{flops / 1e9:,.2f}"))
+    widths = [_make_table("Widths", ("width", "of the steps", "GFLOPs per image"), _setting_rows(plan, 1))]
     return Group(
         _make_table("The run", ("", ""), _run_rows(plan).items()),
-        _make_table("Budgets", ("cores", "of the steps", "GFLOPs per image"), budgets),
+        _make_table("Budgets", ("cores", "of the steps", "GFLOPs per image"), _setting_rows(plan, 0)),
+        *(widths if len(config.widths) > 1 else []),
         _make_table("Resolutions", ("px", *until, "of the steps", "patches", "GFLOPs per image"), resolutions),
         _make_table("Memory of one process", ("", "GiB", ""), _memory_rows(plan)),
     )
 
 
+def _setting_rows(plan: RunPlan, axis: int) -> list[tuple[str, str, str]]:
+    """Share and FLOPs of each budget (axis 0) or width (axis 1)."""
+    rows = []
+    for choice in dict.fromkeys(setting[axis] for setting in plan.settings):
+        odds = {setting: odd for setting, odd in plan.settings.items() if setting[axis] == choice}
+        flops = expected_flops(plan.config, plan.resolutions, shares(odds))
+        rows.append((f"{choice:g}", f"{sum(odds.values()):.1%}", f"{flops / 1e9:,.2f}"))
+    return rows
+
+
 def _run_rows(plan: RunPlan) -> dict[str, str]:
     recipe, schedule = plan.recipe, plan.recipe.schedule
-    resolutions, budgets = recipe.grid()
+    resolutions, budgets, widths = recipe.grid()
     student, teacher = PASSES * plan.flops, plan.teacher_flops()
     work = student + teacher
     share = f"teacher about {teacher / 1e9:,.2f} ({teacher / work:.0%})" if teacher else "no teacher's"
@@ -228,6 +238,7 @@ def _run_rows(plan: RunPlan) -> dict[str, str]:
     state = FLOAT_BYTES * (sum(plan.states.values()) - plan.states["gradients"])
     shared = f"{plan.pass_batch} × {recipe.accumulate} accumulated × {plan.processes} processes"
     grid = f"{', '.join(map(str, resolutions))} px, {', '.join(map(str, budgets))} cores"
+    grid += f", widths {', '.join(f'{width:g}' for width in widths)}" if widths != [1.0] else ""
     rows = {
         "student": f"{recipe.model.size}, {plan.trained:,} parameters",
         "starts from": recipe.model.start or "new weights",

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from veca.config import VecaConfig, get_config
+from veca.config import MlpWidth, VecaConfig, get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
 from veca.utils.settings import Bounds, Positive, Settings, parse_yaml
 
+_Share = Annotated[float, Bounds(ge=0, le=1)]
+Setting = tuple[int, float]
+"""What a step runs at: a budget and a width."""
 Pixels = Annotated[int, Bounds(ge=16, le=8192, unit="pixels")]
 _NO_CACHE = "targets are no longer cached on disk. Remove the key; teacher.resident keeps them on the GPU"
 
@@ -47,11 +50,17 @@ class ModelRecipe(RecipeSection, section="model"):
     """Fields of `VecaConfig`. `output_dim` is set automatically when the teacher's width differs."""
     start: str | None = None
     """Weights to start from, as `veca.load` takes them: those of the first stage, for a second."""
+    elastic: tuple[float, ...] | None = None
+    """Make the weights of `start` elastic (`veca.make_elastic`) at these widths, calibrated on the first training
+    images. Weights that are elastic already have their widths in `overrides` instead."""
     patch_embed_from_teacher: bool = False
 
     def config(self) -> VecaConfig:
+        widths = {} if self.elastic is None else {"widths": self.elastic}
+        valid = not widths or (self.start is not None and "widths" not in self.overrides)
+        self.require("elastic", valid, "null unless there is model.start, and no model.overrides.widths")
         try:
-            return get_config(self.size, **self.overrides)
+            return get_config(self.size, **self.overrides, **widths)
         except ValueError as error:
             raise RecipeError(f"model: {error}") from error
 
@@ -144,6 +153,36 @@ class Phase(RecipeSection, section="resolutions"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WidthRecipe(RecipeSection, section="widths"):
+    """How a step draws its setting, a budget and a width: shares of the steps. In the rest widths are uniform."""
+
+    smallest: _Share = 0.15
+    """At the smallest budget and width."""
+    largest: _Share = 0.15
+    """At the largest budget and width."""
+    tied: _Share = 0.5
+    """Of steps whose width follows from the budget, as in `tied_width`."""
+    match: Annotated[float, Bounds(ge=0)] = 0.0
+    """Weight of a loss between the features of a step and those of the largest setting on the same images, detached,
+    which costs a forward pass at that setting; 0: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        total = self.smallest + self.largest + self.tied
+        self.require("tied", total <= 1 + 1e-9, f"such that all shares sum to at most 1, not {total:g}")
+
+
+def tied_width(budget: int, num_cores: int, widths: Sequence[float]) -> float:
+    """The width that belongs to a budget: the largest down to half of all cores, the next down to a quarter, and so on.
+
+    >>> [tied_width(budget, 64, (0.25, 0.5, 0.75, 1)) for budget in (8, 16, 24, 32, 40, 64)]
+    [0.25, 0.5, 0.75, 0.75, 1, 1]
+    """
+    halvings = int(math.log2(num_cores / budget))
+    return sorted(widths)[max(0, len(widths) - 1 - halvings)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleRecipe(RecipeSection, section="schedule"):
     """Length of the run and learning rate."""
 
@@ -167,7 +206,7 @@ class ScheduleRecipe(RecipeSection, section="schedule"):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecipe(RecipeSection, section="validation"):
-    """When validation runs, and on which grid of resolutions and budgets."""
+    """When validation runs, and on which grid of resolutions, budgets and widths."""
 
     every: Positive = 1000
     """In steps; it also runs after the last step."""
@@ -175,6 +214,8 @@ class ValidationRecipe(RecipeSection, section="validation"):
     """Empty: all resolutions of training."""
     budgets: tuple[int, ...] = ()
     """Empty: all cores."""
+    widths: tuple[MlpWidth, ...] = ()
+    """Empty: the whole MLP."""
     batch: Positive | None = None
     """Images per forward pass and process; null: as in training."""
 
@@ -212,6 +253,8 @@ class Recipe(RecipeSection):
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     budgets: dict[int, float] = field(default_factory=lambda: {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4})
     """Odds of each budget, by default the paper's; one is drawn per step, for all processes."""
+    widths: WidthRecipe | None = None
+    """For a model of several widths; null: its defaults."""
     resolutions: tuple[Phase, ...] = (Phase(odds={256: 1.0}),)
     batch: Positive = 128
     """Images per optimizer step, over all processes and accumulated passes."""
@@ -250,6 +293,8 @@ class Recipe(RecipeSection):
         for name, budgets in (("budgets", self.budgets), ("validation.budgets", self.validation.budgets)):
             for budget in budgets:
                 self.require(name, 1 <= budget <= bank, f"from 1 to {bank}, the core bank", budget)
+        rule = "null for a model of one width; model.elastic or model.overrides.widths gives it several"
+        self.require("widths", self.widths is None or len(self.model.config().widths) > 1, rule)
         trained = [size for phase in self.resolutions for size in phase.odds]
         for name, sizes in (("resolutions.odds", trained), ("validation.resolutions", self.validation.resolutions)):
             for size in sizes:
@@ -259,11 +304,29 @@ class Recipe(RecipeSection):
         """Odds of the resolutions at a step."""
         return next(phase.odds for phase in self.resolutions if phase.until is None or step < phase.until)
 
-    def grid(self) -> tuple[list[int], list[int]]:
-        """Resolutions and budgets to validate on."""
+    def settings(self) -> dict[Setting, float]:
+        """Odds of the settings that steps are drawn from; of a model of one width, those of its budgets."""
+        config, draws = self.model.config(), self.widths or WidthRecipe()
+        if len(config.widths) == 1:
+            return {(budget, 1.0): odd for budget, odd in self.budgets.items()}
+        uniform, total = 1 - draws.smallest - draws.largest - draws.tied, sum(self.budgets.values())
+        odds = dict.fromkeys(((budget, width) for budget in self.budgets for width in sorted(config.widths)), 0.0)
+        for budget, width in odds:
+            tied = width == tied_width(budget, config.num_cores, config.widths)
+            odds[budget, width] = self.budgets[budget] / total * (draws.tied * tied + uniform / len(config.widths))
+        drawn = [budget for budget, odd in self.budgets.items() if odd]
+        odds[min(drawn), min(config.widths)] += draws.smallest
+        odds[max(drawn), max(config.widths)] += draws.largest
+        return odds
+
+    def largest_setting(self) -> Setting:
+        return max(setting for setting, odd in self.settings().items() if odd)
+
+    def grid(self) -> tuple[list[int], list[int], list[float]]:
+        """Resolutions, budgets and widths to validate on."""
         trained = sorted({size for phase in self.resolutions for size, odd in phase.odds.items() if odd})
         budgets = list(self.validation.budgets) or [self.model.config().num_cores]
-        return list(self.validation.resolutions) or trained, budgets
+        return list(self.validation.resolutions) or trained, budgets, list(self.validation.widths) or [1.0]
 
     def pass_batch(self, processes: int) -> int:
         """Images per forward pass of one of `processes`."""

@@ -21,7 +21,7 @@ from veca.report.gallery import class_colours
 from veca.report.page import data_uri, heat_rows, levels, write_page
 from veca.train.logger import FINETUNE_SETTINGS, LOSS_COLUMNS, Grid, grid_means, read_object, read_table
 from veca.train.plan import resolution_odds, shares
-from veca.train.recipe import Recipe
+from veca.train.recipe import Recipe, Setting
 from veca.utils.text import number
 
 SHOWN_ROWS, SHOWN_EVENTS, SHOWN_PAIRS = 12, 200, 12
@@ -34,11 +34,14 @@ def write_distill_report(folder: Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is not a folder; name the one a run wrote to")
-    rows, grids = read_table(folder / "metrics.csv"), defaultdict[int, dict[tuple[int, int], dict[str, float]]](dict)
+    rows, grids = (
+        read_table(folder / "metrics.csv"),
+        defaultdict[int, dict[tuple[int, int, float], dict[str, float]]](dict),
+    )
     for row in read_table(folder / "validation.csv"):
         if {"resolution", "budget"} <= row.keys():
             step, *cell = (int(row.pop(name)) for name in ("step", "resolution", "budget"))
-            grids[step][cell[0], cell[1]] = row
+            grids[step][cell[0], cell[1], row.pop("width", 1.0)] = row
     events, recipe_text = (
         path.read_text(encoding="utf-8", errors="replace") if (path := folder / name).exists() else ""
         for name in ("events.txt", "recipe.yaml")
@@ -48,11 +51,14 @@ def write_distill_report(folder: Path) -> Path:
     with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         recipe = Recipe.from_dict(yaml.safe_load(recipe_text)) if recipe_text else None
     pace, steps = _points(rows, "images_per_s"), max((row["step"] for row in rows), default=0.0)
-    budgets, resolutions = (recipe.budgets, resolution_odds(recipe, steps)) if recipe else ({}, {})
+    resolutions = resolution_odds(recipe, steps) if recipe else {}
+    settings = recipe.settings() if recipe else {}
     validation = _validation_maps(grids)
     curves = _loss_curves(rows, validation["means"])
     curves["pace"] = _step_chart([Line("", pace)], "images/s", "images per second", pace)
-    draws = [_draw_counts(rows, "budget", budgets), _draw_counts(rows, "resolution", resolutions)]
+    draws = [_draw_counts(rows, "budget", _marginal(settings, 0)), _draw_counts(rows, "resolution", resolutions)]
+    if len(widths := _marginal(settings, 1)) > 1:
+        draws.append(_draw_counts(rows, "width", widths))
     context = {"draws": draws, "event_groups": _group_events(events), "summary": read_object(folder / "summary.json")}
     context |= {"recipe": recipe, "recipe_text": recipe_text, **curves, **validation}
     return _write_run_page(folder, "distill.html", rows, not rows, **context)
@@ -105,6 +111,14 @@ def _loss_curves(rows: Rows, means: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
+def _marginal(settings: Mapping[Setting, float], axis: int) -> dict[float, float]:
+    """Odds of the budgets (axis 0) or widths (axis 1) of settings."""
+    odds = defaultdict[float, float](float)
+    for setting, odd in settings.items():
+        odds[setting[axis]] += odd
+    return odds
+
+
 def _validation_maps(grids: Mapping[int, Grid]) -> dict[str, Any]:
     """Heat tables of the best and the last validation on one colour scale, and the last one's loss against budget."""
     if not grids:
@@ -114,29 +128,31 @@ def _validation_maps(grids: Mapping[int, Grid]) -> dict[str, Any]:
     last = max(grids)
     titles = {} if best is None else {best: "Best"}
     titles[last] = "Best and last" if best == last else "Last"
-    losses = {step: {cell: v.get("total", math.nan) for cell, v in grids[step].items()} for step in titles}
+    # A row of a table is a resolution and a width, a column a budget.
+    losses = {step: {((s, w), c): v.get("total", math.nan) for (s, c, w), v in grids[step].items()} for step in titles}
     scaled = levels({(step, cell): loss for step in titles for cell, loss in losses[step].items()}, flat=0.0)
     maps, lines = [], []
     for step, title in titles.items():
-        sizes, budgets = (sorted({cell[i] for cell in losses[step]}) for i in (0, 1))
+        kinds, budgets = sorted({row for row, _ in losses[step]}), sorted({column for _, column in losses[step]})
         own_levels = {cell: level for (at, cell), level in scaled.items() if at == step}
-        rows = heat_rows(losses[step], own_levels, {size: f"{size} px" for size in sizes}, budgets)
+        names = {(size, w): f"{size} px" + (f", width {w:g}" if w != 1 else "") for size, w in kinds}
+        rows = heat_rows(losses[step], own_levels, names, budgets)
         maps.append({"title": title, "step": step, "budgets": budgets, "rows": rows})
-    for i, size in enumerate(sizes):  # of the last validation
-        points = [(float(b), losses[last].get((size, b), math.nan)) for b in budgets]
-        lines.append(Line(f"{size} px", points, i, dots=True))
-    label = f"validation loss against budget at step {last}, one line per resolution"
+    for i, (kind, name) in enumerate(names.items()):  # of the last validation
+        points = [(float(b), losses[last].get((kind, b), math.nan)) for b in budgets]
+        lines.append(Line(name, points, i, dots=True))
+    label = f"validation loss against budget at step {last}, one line per resolution and width"
     chart = line_chart(lines, "budget, cores", "loss", label, wide=True, ticks_at_points=True, y_scale="auto")
     return {"means": means, "best": best, "losses": losses, "grids": maps, "against_budget": chart, "last_step": last}
 
 
-def _draw_counts(rows: Rows, name: str, odds: Mapping[int, float]) -> dict[str, Any]:
-    """How often each budget or resolution was drawn, beside the odds of the recipe."""
-    counts = defaultdict[int, float](float)
+def _draw_counts(rows: Rows, name: str, odds: Mapping[Any, float]) -> dict[str, Any]:
+    """How often each budget, resolution or width was drawn, beside the odds of the recipe."""
+    counts = defaultdict[float, float](float)
     for column, value in [item for row in rows for item in row.items() if math.isfinite(item[1])]:
         prefix, _, key = column.rpartition("_")
-        if prefix == name and key.isdecimal():  # as budget_8
-            counts[int(key)] += value
+        if prefix == name and (number := re.fullmatch(r"\d+(\.\d+)?", key)):  # as budget_8, width_0.25
+            counts[float(key) if number[1] else int(key)] += value
     drawn = shares(counts) if any(counts.values()) else {}
     return {"name": name, "counts": counts, "drawn": drawn, "targets": shares(odds) if odds else {}}
 

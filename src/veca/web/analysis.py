@@ -68,11 +68,11 @@ def reference_features(model: Veca, image: StoredImage) -> Tensor:
 
 
 def analyse(
-    model: Veca, image: StoredImage, cores: int, size: int, reference: Tensor, about: dict[str, Any]
+    model: Veca, image: StoredImage, cores: int, size: int, width: float, reference: Tensor, about: dict[str, Any]
 ) -> Analysis:
     """One forward pass with maps and profiles of every layer. `NonFiniteError` where anything is not finite."""
     with inspecting(model):
-        inside = look_inside(model, model_input(model, image, size), cores, range(len(model.blocks)))
+        inside = look_inside(model, model_input(model, image, size), cores, range(len(model.blocks)), width)
         out = inside.output
         check_finite(model, out.cls, out.cores, out.patches, out.coordinates, inside.maps, inside.profiles)
     cls, cores_, patches = (features[0].float().cpu() for features in (out.cls, out.cores, out.patches))
@@ -135,10 +135,10 @@ def _pack(parts: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> bytes:
     return save(tensors, {"veca": json.dumps(about, allow_nan=False)})
 
 
-def count_costs(config: VecaConfig, height: int, width: int, cores: int) -> CountedCosts:
+def count_costs(config: VecaConfig, height: int, width: int, cores: int, mlp_width: float) -> CountedCosts:
     patches = (height // config.patch_size) * (width // config.patch_size)
     return CountedCosts(
-        veca=CountedCost(tokens=cores + patches, gflops=model_flops(config, height, width, cores) / 1e9),
+        veca=CountedCost(tokens=cores + patches, gflops=model_flops(config, height, width, cores, mlp_width) / 1e9),
         dense=CountedCost(tokens=DENSE_PREFIX + patches, gflops=dense_model_flops(config, height, width) / 1e9),
     )
 

@@ -108,9 +108,9 @@ class Explorer:
         if setting.model not in self.models:
             raise RequestError(422, f"No model is called {setting.model!r}; there are {', '.join(self.models)}.")
         model = self.models[setting.model]
-        for name, offered in (("cores", model.config.budgets), ("size", SHORT_SIDES)):
+        for name, offered in (("cores", model.config.budgets), ("size", SHORT_SIDES), ("width", model.config.widths)):
             if (value := getattr(setting, name)) not in offered:
-                raise RequestError(422, f"{name}={value}: choose one of {', '.join(map(str, offered))}.")
+                raise RequestError(422, f"{name}={value:g}: choose one of {', '.join(f'{x:g}' for x in offered)}.")
         return model
 
     def analyse(self, setting: schemas.ViewSetting, image: StoredImage) -> JobSteps[Analysis]:
@@ -122,7 +122,8 @@ class Explorer:
             reference = analysis.reference_features(model, image)
             self._references.put(reference_key, reference)
             yield  # a good moment to stop if the client is gone
-        result = analysis.analyse(model, image, setting.cores, setting.size, reference, asdict(setting))
+        where = setting.cores, setting.size, setting.width
+        result = analysis.analyse(model, image, *where, reference, asdict(setting))
         self.analyses.put(setting, result)
         return result
 
@@ -131,14 +132,16 @@ class Explorer:
         images = analysis.model_input(model, image, setting.size)
         measurements: dict[str, tuple[Any, JobSteps[Any]]] = {
             "veca": (
-                setting.cores,
-                analysis.measure_calls([lambda: model(images, cores=setting.cores)], images.device),
+                (setting.cores, setting.width),
+                analysis.measure_calls(
+                    [lambda: model(images, cores=setting.cores, width=setting.width)], images.device
+                ),
             ),
             "dense": (None, analysis.measure_dense(model.config, images)),
         }
         costs = {}
-        for name, (cores, steps) in measurements.items():
-            key = (setting.model, images.shape, name, cores)
+        for name, (choice, steps) in measurements.items():
+            key = (setting.model, images.shape, name, choice)
             if (cached := self._measured.get(key)) is None:
                 cached = ((yield from steps),)
                 self._measured.put(key, cached)
@@ -214,6 +217,7 @@ async def get_about(client: ClientDep) -> schemas.About:
             layers=len(model.blocks),
             width=model.config.num_features,
             budgets=sorted(model.config.budgets),
+            widths=sorted(model.config.widths),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
         for name, model in client.explorer.models.items()
@@ -282,7 +286,8 @@ async def get_features(
     client: ClientDep, setting: SettingQuery, result: AnalysisDep, file_format: schemas.FileFormat = "safetensors"
 ) -> Response:
     """The features as a file, float32: `cls` (D), `cores` (C, D), `patches` (rows, columns, D), `coordinates`."""
-    name = f"veca-{setting.picture[:12]}-{setting.cores}-{setting.size}.{file_format}"
+    width = f"-{setting.width:g}" if setting.width != 1 else ""
+    name = f"veca-{setting.picture[:12]}-{setting.cores}{width}-{setting.size}.{file_format}"
     headers = {"content-disposition": f'attachment; filename="{name}"'}
     return await client.respond(OCTET_STREAM, analysis.pack_features, result, file_format, **headers)
 
@@ -293,7 +298,8 @@ async def get_counts(client: ClientDep, setting: SettingQuery) -> schemas.Counte
     config = client.explorer.check(setting).config
     image = (await client.image(setting.picture)).image
     scale = setting.size / min(image.size)  # the short side becomes `size`, both sides whole patches
-    return analysis.count_costs(config, *nearest_sizes(image.height * scale, image.width * scale), setting.cores)
+    sides = nearest_sizes(image.height * scale, image.width * scale)
+    return analysis.count_costs(config, *sides, setting.cores, setting.width)
 
 
 @router.get("/measures", responses=error_responses(404, 409, 422))
@@ -336,6 +342,7 @@ def _describe_values(schema: dict[str, Any], explorer: Explorer) -> dict[str, An
         "model": {"enum": list(explorer.models)},
         "size": {"enum": list(SHORT_SIDES)},
         "cores": {"enum": sorted({budget for config in configs for budget in config.budgets})},
+        "width": {"enum": sorted({width for config in configs for width in config.widths})},
         "layer": {"maximum": max(config.depth for config in configs)},
         "picture": {"examples": list(explorer.images.samples)[:1]},
     }

@@ -26,6 +26,7 @@ class ModelInfo(BaseModel):
     layers: int
     width: int
     budgets: list[int]
+    widths: list[float] = Field(description="Shares of the MLP's channels that patches can use.")
     parameters: int
 
 
@@ -74,12 +75,13 @@ class MeasuredCosts(BaseModel):
 
 @dataclass(frozen=True)
 class ViewSetting:
-    """What to look at: an image, a model, a budget and a resolution."""
+    """What to look at: an image, a model, a budget, a resolution and a width."""
 
     picture: Annotated[str, Query(pattern=_ID, description="The id of an image.")]
     model: Annotated[str, Query(max_length=256, description="One of those in /api/about.")]
     cores: Annotated[int, Query(ge=1, le=256, description="The budget: one the model was trained at.")]
     size: Annotated[int, Query(ge=16, le=SHORT_SIDES[-1], description="Short side in pixels, as in /api/about.")]
+    width: Annotated[float, Query(gt=0, le=1, description="The width: one the model was trained at.")] = 1.0
 
 
 SettingQuery = Annotated[ViewSetting, Depends()]

@@ -109,6 +109,7 @@ class Finetuning(RunEngine):
         self.precision = options.precision or ("bfloat16" if self.device.type == "cuda" else "float32")
         self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, self.precision == "bfloat16")
         backbone = load_or_random(name)
+        backbone.width = options.width
         self.budgets = options.budgets(backbone.config)
         budgets = list(self.budgets)
         # The smallest, the middle and the largest budget: enough to choose the best weights by.
@@ -268,7 +269,9 @@ class Finetuning(RunEngine):
         name = self.task.metric
         mean, loss = (math.fsum(values[key] for values in scores.values()) / len(scores) for key in (name, "loss"))
         if self.log and self.progress:
-            self.log.validation(self.step, {(self.options.size, cores): values for cores, values in scores.items()})
+            self.log.validation(
+                self.step, {(self.options.size, cores, 1.0): values for cores, values in scores.items()}
+            )
             parts = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in scores.items())
             self.progress.say(f"val at step {self.step:,}: {name} {mean:.2f} ({parts}), loss {loss:.4f}")
         # The probe is no candidate: its head was chosen on val, and scores better there than it is.

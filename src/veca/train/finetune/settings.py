@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from veca.config import VecaConfig, is_budget
+from veca.config import MlpWidth, VecaConfig, is_budget
 from veca.data.records import DecodeChoice
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS, nearest_sizes
@@ -25,6 +25,8 @@ class FinetuneSettings(Settings):
     """Side in pixels of the training crops."""
     cores: tuple[int, ...] = ()
     """Budgets, of which each step draws one; empty: all the model was trained with."""
+    width: MlpWidth | None = None
+    """Share of the MLP's channels that patches use, in training and scoring; null: all."""
     epochs: Annotated[float, Bounds(gt=0, lt=math.inf)] = 10
     batch: Annotated[int, Bounds(ge=1, le=1_000_000)] = 32
     """Images per optimizer step, over all processes."""

@@ -16,8 +16,8 @@ const maxLayers = () => Math.max(...panes.map((pane) => pane.model.layers));
 const first = about.models[0];
 const shared = { picture: null, photo: null, opacity: 0.8, layer: Math.round(first.layers * 0.75), core: null, at: null, held: false };
 const settings = [
-  { model: first.name, cores: first.budgets.at(-1), size: 256 },
-  { model: (about.models[1] ?? first).name, cores: (about.models[1] ?? first).budgets[about.models[1] ? about.models[1].budgets.length - 1 : 0], size: 256 },
+  { model: first.name, cores: first.budgets.at(-1), width: 1, size: 256 },
+  { model: (about.models[1] ?? first).name, cores: (about.models[1] ?? first).budgets[about.models[1] ? about.models[1].budgets.length - 1 : 0], width: 1, size: 256 },
 ];
 let compare = false;
 let panes = [];
@@ -27,8 +27,9 @@ const files = new Map(); // uploads by id, to be sent again if the server has ev
 const on = {
   set(pane, change) {
     Object.assign(pane.setting, change);
-    const { budgets } = pane.model;
+    const { budgets, widths } = pane.model;
     if (!budgets.includes(pane.setting.cores)) pane.setting.cores = budgets.at(-1);
+    if (!widths.includes(pane.setting.width)) pane.setting.width = 1;
     showControls();
     updateAddress();
     refresh([pane]);
@@ -133,6 +134,7 @@ function updateAddress() {
     if (shared.picture) params.set("picture", shared.picture.id);
     panes.forEach(({ setting }, i) => {
       for (const key of ["model", "cores", "size"]) params.set(key + (i ? 2 : ""), setting[key]);
+      if (setting.width < 1) params.set(`width${i ? 2 : ""}`, setting.width);
     });
     params.set("layer", shared.layer);
     params.set("overlay", Math.round(100 * shared.opacity));
@@ -150,7 +152,9 @@ function readAddress() {
     const suffix = i ? "2" : "";
     const model = about.models.find(({ name }) => name === params.get(`model${suffix}`));
     if (model) setting.model = model.name;
-    const { budgets } = about.models.find(({ name }) => name === setting.model);
+    const { budgets, widths } = about.models.find(({ name }) => name === setting.model);
+    const width = Number(params.get(`width${suffix}`) ?? 1);
+    if (widths.includes(width)) setting.width = width;
     if (budgets.includes(whole(`cores${suffix}`))) setting.cores = whole(`cores${suffix}`);
     if (about.sizes.includes(whole(`size${suffix}`))) setting.size = whole(`size${suffix}`);
   });

@@ -33,8 +33,8 @@ export class Pane {
   }
 
   get query() {
-    const { model, cores, size } = this.setting;
-    return new URLSearchParams({ picture: this.shared.picture.id, model, cores, size }).toString();
+    const { model, cores, width, size } = this.setting;
+    return new URLSearchParams({ picture: this.shared.picture.id, model, cores, width, size }).toString();
   }
 
   get grid() {
@@ -48,11 +48,13 @@ export class Pane {
       control.querySelector("label").htmlFor = input.id;
       control.querySelector("output")?.setAttribute("for", input.id);
     });
-    this.choice = { model: this.find("select"), cores: this.find(".cores"), size: this.find(".size") };
+    this.choice = { model: this.find("select"), cores: this.find(".cores"), width: this.find(".width"), size: this.find(".size") };
     this.choice.model.append(...this.about.models.map(({ name }) => new Option(name, name)));
     this.choice.model.addEventListener("change", () => this.on.set(this, { model: this.choice.model.value }));
     this.choice.cores.addEventListener("input", () =>
       this.on.set(this, { cores: this.model.budgets[this.choice.cores.value] }));
+    this.choice.width.addEventListener("input", () =>
+      this.on.set(this, { width: this.model.widths[this.choice.width.value] }));
     this.choice.size.addEventListener("input", () => this.on.set(this, { size: this.about.sizes[this.choice.size.value] }));
   }
 
@@ -121,7 +123,8 @@ export class Pane {
   }
 
   showSettings() {
-    const { model, cores, size } = this.setting;
+    const { model, cores, width, size } = this.setting;
+    this.find(".widths").hidden = this.model.widths.length < 2;
     this.find(".model").hidden = this.about.models.length < 2;
     this.choice.model.value = model;
     const set = (input, values, value, text) => {
@@ -131,6 +134,7 @@ export class Pane {
       input.parentElement.querySelector("output").textContent = text;
     };
     set(this.choice.cores, this.model.budgets, cores, `${cores} core${cores > 1 ? "s" : ""}`);
+    set(this.choice.width, this.model.widths, width, `${Math.round(100 * width)} %`);
     set(this.choice.size, this.about.sizes, size, `${size} px`);
     for (const form of ["safetensors", "npz"]) {
       const link = this.find(`.downloads .${form}`);
@@ -159,6 +163,7 @@ export class Pane {
     this.shown = { ...this.setting, layer };
     this.draw();
     this.element.dataset.shown = `${this.shared.picture.id} ${this.setting.cores} ${this.setting.size} ${layer}`;
+    if (this.setting.width < 1) this.element.dataset.shown += ` ${this.setting.width}`;
     performance.mark("veca-shown", { detail: this.element.dataset.shown });
   }
 
@@ -246,7 +251,11 @@ export class Pane {
 
   #label() {
     const where = this.patch ? `, patch in row ${this.patch[0] + 1}, column ${this.patch[1] + 1}` : "";
-    return `Features of the picture with ${this.setting.cores} cores at ${this.setting.size} pixels${where}. Arrow keys move.`;
+    return `Features of the picture with ${this.setting.cores} cores${this.#width()} at ${this.setting.size} pixels${where}. Arrow keys move.`;
+  }
+
+  #width() {
+    return this.setting.width < 1 ? `, ${Math.round(100 * this.setting.width)} % of the MLP,` : "";
   }
 
   // For screen readers: the patch under the cursor.
@@ -264,7 +273,7 @@ export class Pane {
     const text = (kind, part) => this.find(`.${kind} figcaption ${part}`).textContent;
     return {
       aspect: this.shared.photo.width / this.shared.photo.height,
-      title: `${this.setting.model}, ${this.setting.cores} cores, ${this.setting.size} px, layer ${this.shown.layer}`,
+      title: `${this.setting.model}, ${this.setting.cores} cores${this.#width().replace(/,$/, "")}, ${this.setting.size} px, layer ${this.shown.layer}`,
       costs: costs.join("  ·  "),
       maps: Object.entries(this.canvases).map(([kind, canvas]) => ({ canvas, label: text(kind, "b"), text: text(kind, "span") })),
     };
