@@ -157,7 +157,7 @@ def test_profiles_are_measured_as_defined(story, images):
     assert len(story.budgets[64].heard.chunks) == 8
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def test_places_are_measured_as_defined(story, images):
     model = make_tiny()
     found = story.budgets[16].places

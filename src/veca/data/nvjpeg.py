@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from veca.errors import VecaError
+
 # Of nvjpeg.h
 _HARDWARE, _DEFAULT, _PLANES = 3, 0, 1
 _GREY = 6
@@ -45,7 +47,7 @@ class DecodedJpegs(NamedTuple):
         return np.stack([self.pixels.data_ptr() + self.starts, 3 * one, height, width, height * width, width, one], 1)
 
 
-class NvJpegError(RuntimeError):
+class NvJpegError(VecaError, RuntimeError):
     """NvJPEG refuses a file, all of a batch, or to work at all."""
 
 
