@@ -7,9 +7,11 @@ table by FLOPs alone, over its trained budgets and widths.
 from __future__ import annotations
 
 import functools
+import json
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -48,7 +50,7 @@ class MeasuredSetting(Settings):
     """Per image of size × size."""
     ms: _Cost | None = None
     """Per image of size × size."""
-    quality: _Cost
+    quality: Annotated[float, Bounds(ge=0)]
     """1 at the full setting: the mean over probes of the score there over the score of the full setting."""
     scores: dict[str, float] = field(default_factory=dict)
     """Of each probe, as "knn pets top1"."""
@@ -107,6 +109,16 @@ class CostTable(Settings):
             if not front or row.quality > front[-1].quality:
                 front.append(row)
         return front
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The table in a pareto.json, as `veca probe pareto` writes it."""
+        try:
+            return cls.from_dict(json.loads(path.read_text("utf-8")))
+        except ArgumentError as error:
+            raise ArgumentError(f"{path}: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"{path} is no pareto.json of `veca probe pareto`: {error}") from error
 
     @classmethod
     def from_provenance(cls, provenance: Mapping[str, Any], config: VecaConfig) -> Self | None:
