@@ -156,6 +156,8 @@ def test_targets_are_those_of_full_budget() -> None:
         ("base:1000:1", "size=1000: must be a positive multiple of 16, such as 992"),
         ("base:512:0", "batch=0: must be at least 1"),
         ("base:512:1:65", "cores=65: must be from 1 to 64, the core bank"),
+        ("base:512:1:8:2", "width=2.0: must be above 0, at most 1"),
+        ("base:512:1:8:a", "must be MODEL:PIXELS:BATCH[:CORES[:WIDTH]]"),
     ],
 )
 def test_wrong_cases_name_value_and_rule(text: str, message: str) -> None:
@@ -336,7 +338,7 @@ def test_files_hold_the_results(tmp_path: Path) -> None:
 
 
 def test_tables_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    case = ("veca_small_plus", 2048, 1024, 64)
+    case = ("veca_small_plus", 2048, 1024, 64, 1.0)
     row = BenchRow("model forward", "dense SDPA compiled", *case, 1234.5, 1233.25, 0.8296)
     Results({}, {}, {}, [row]).show(Console(width=40))
     assert "small_plus:2048:1024:64  dense SDPA compiled  1,234  1,233    0.8296" in capsys.readouterr().out
@@ -447,6 +449,19 @@ def test_bench_commands_write_their_results(bench: str, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {(row["size"], row["cores"]) for row in rows} == {(32, 8), (48, 8)}
     assert all(row["ms"] > 0 and row["error"] is None for row in rows)
+
+
+@pytest.mark.parametrize("bench", ["model", "train"])
+def test_a_case_at_a_width(bench: str, tmp_path: Path) -> None:
+    options = ["--case", "tiny:32:1:8,tiny:32:1:8:0.25", "--repeats", "1", "--contender", "veca-eager"]
+    result = CliRunner().invoke(app, ["bench", bench, *options, "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "tiny:32:1:8:0.25" in result.output
+    whole, narrow = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (whole["width"], narrow["width"]) == (1, 0.25)
+    assert narrow["gflops"] < 0.95 * whole["gflops"], "four patches and eight cores"
+    assert narrow["error"] < 1e-5, "against float64 at the same width"
+    assert [str(row.case) for row in Results.load(tmp_path / "results.json").rows][1] == "tiny:32:1:8:0.25"
 
 
 def test_plots_are_written_as_files(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import veca
 from veca.attention import Kernel, core_attention, use_kernel
 from veca.checkpoint import create_model
-from veca.config import SIZES, VecaConfig
+from veca.config import SIZES, MlpWidth, VecaConfig
 from veca.errors import ArgumentError
 from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca, VecaOutput
@@ -40,9 +41,9 @@ class Case(Settings):
     """One point of a sweep.
 
     >>> Case.parse("base:1024:16")
-    Case(model='veca_base', size=1024, batch=16, cores=64)
-    >>> str(Case.parse("veca_small:512:96:8"))
-    'small:512:96:8'
+    Case(model='veca_base', size=1024, batch=16, cores=64, width=1.0)
+    >>> str(Case.parse("veca_small:512:96:8")), str(Case.parse("base:1024:16:8:0.25"))
+    ('small:512:96:8', 'base:1024:16:8:0.25')
     """
 
     model: str
@@ -50,6 +51,8 @@ class Case(Settings):
     """Side of the square images in pixels."""
     batch: Positive
     cores: int
+    width: MlpWidth = 1.0
+    """Share of the MLP's channels that patches use."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,15 +67,17 @@ class Case(Settings):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """A case from MODEL:PIXELS:BATCH or MODEL:PIXELS:BATCH:CORES."""
-        model, *numbers = text.split(":")
-        if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
-            raise ArgumentError(f"case {text!r}: must be MODEL:PIXELS:BATCH[:CORES], as base:1024:16")
-        size, batch, *cores = map(int, numbers)
-        return cls(full_model_name(model), size, batch, *(cores or [64]))  # 64: all cores of the named sizes
+        """A case from MODEL:PIXELS:BATCH, followed by :CORES or :CORES:WIDTH."""
+        match = re.fullmatch(r"(.*?):(\d+):(\d+)(?::(\d+)(?::(\d*\.?\d+))?)?", text, re.ASCII)
+        if not match:
+            raise ArgumentError(f"case {text!r}: must be MODEL:PIXELS:BATCH[:CORES[:WIDTH]], as base:1024:16")
+        model, *numbers, width = match.groups()
+        size, batch, cores = (int(number or 64) for number in numbers)  # 64: all cores of the named sizes
+        return cls(full_model_name(model), size, batch, cores, float(width or 1))
 
     def __str__(self) -> str:
-        return f"{self.model.removeprefix('veca_')}:{self.size}:{self.batch}:{self.cores}"
+        width = f":{self.width:g}" if self.width != 1 else ""
+        return f"{self.model.removeprefix('veca_')}:{self.size}:{self.batch}:{self.cores}{width}"
 
     @property
     def config(self) -> VecaConfig:
@@ -172,7 +177,7 @@ class Workload:
         self.case, self.setting, self.device = case, setting, setting.device
         self.weights = weights or setting.dtype
         size, config = (case.size, case.size), case.config
-        self.veca_flops = case.batch * model_flops(config, *size, case.cores)
+        self.veca_flops = case.batch * model_flops(config, *size, case.cores, case.width)
         self.dense_flops = case.batch * dense_model_flops(config, *size)
         torch.manual_seed(0)
 
@@ -180,7 +185,9 @@ class Workload:
         """A new model, always with the same weights: drawn in float32, then cast."""
         with torch.device("meta"):
             # Training shifts and rescales patch coordinates at random; gradients compare only without that.
-            model = create_model(self.case.model, coordinate_shift=0.0, coordinate_rescale=1.0)
+            widths = sorted({self.case.width, 1.0})
+            model = create_model(self.case.model, coordinate_shift=0.0, coordinate_rescale=1.0, widths=widths)
+        model.width = self.case.width
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(1)
             model.to_empty(device=self.device).init_weights()  # drawn on the device: a CPU would take seconds
@@ -278,9 +285,9 @@ def _dense_forward(workload: Workload, compiled: bool = False) -> Prepared:
 
 
 def _matrix_products(workload: Workload) -> Prepared:
-    """The linear layers of VECA's blocks and nothing else, by the machine's matrix library."""
+    """The linear layers of VECA's blocks and nothing else, by the machine's matrix library; all tokens as patches."""
     config, tokens = workload.case.config, workload.case.batch * workload.case.tokens
-    dim, hidden = config.embed_dim, config.mlp_dim
+    dim, hidden = config.embed_dim, config.hidden_width(workload.case.width)
     new = partial(torch.randn, device=workload.device, dtype=workload.setting.dtype)
     inputs = {width: new(tokens, width) for width in (dim, hidden)}
     # qkv, output projection, gate and value of the MLP, its output: (out, in)

@@ -44,6 +44,7 @@ class BenchRow:
     size: int
     batch: int
     cores: int
+    width: float = 1.0
     ms: float | None = None
     """Median."""
     best_ms: float | None = None
@@ -70,7 +71,7 @@ class BenchRow:
 
     @property
     def case(self) -> Case:
-        return Case(self.model, self.size, self.batch, self.cores)
+        return Case(self.model, self.size, self.batch, self.cores, self.width)
 
 
 @dataclass
@@ -261,7 +262,8 @@ def latency_panels(runs: Sequence[Results], along: Literal["size", "batch"]) -> 
         for row in run.rows:
             if isinstance(row.ms, int | float) and row.ms > 0:
                 fixed = f"batch {row.batch}" if along == "size" else f"{row.size} px"
-                title = f"{row.what}: {row.model.removeprefix('veca_')}, {fixed}, C = {row.cores}\n"
+                title = f"{row.what}: {row.model.removeprefix('veca_')}, {fixed}, C = {row.cores}"
+                title += f", width {row.width:g}\n" if row.width != 1 else "\n"
                 title += f"{run.machine.get('device', '')}, {run.settings.get('dtype', '')}"
                 lines = panels.setdefault(title, {})
                 lines.setdefault(row.contender, []).append((float(getattr(row, along)), row.ms))
