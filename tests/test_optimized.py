@@ -172,6 +172,17 @@ def test_takes_what_the_model_takes() -> None:
 
 
 @interpreted
+def test_takes_compute_by_the_table_of_the_model() -> None:
+    model, images = make_small(depth=1), random_images(1, 16, 16)
+    rows = [(64, 16, 4.0, 1.0), (8, 16, 3.0, 0.9), (64, 8, 1.0, 0.8)]
+    settings = [{"cores": c, "size": s, "gflops": cost, "quality": quality} for c, s, cost, quality in rows]
+    model.provenance = {"quality_cost": {"settings": settings}}
+    fast = FastVeca(model, torch.float32, None, False)
+    assert torch.equal(fast(images, compute=0.75).patches, fast(images, 8).patches)
+    assert fast(images, compute=0.25, resize=True).grid == (2, 2)
+
+
+@interpreted
 def test_does_not_change_with_the_model_it_was_made_from() -> None:
     model, images = make_small(embed_dim=32, num_heads=1), random_images(1, 8, 8)
     fast = FastVeca(model, torch.float32, None, False)
@@ -510,6 +521,15 @@ def test_cpu_model_serves_every_budget(uncompiled: None) -> None:
             for cores in (40, 4, 24, 13, 64):
                 images = random_images(4, 48, 64, seed=cores)
                 assert max(errors(parts(fast(images, cores)), parts(model(images, cores)))) <= 5e-6
+
+
+def test_cpu_model_takes_compute(uncompiled: None) -> None:
+    model, images = make(depth=1), random_images(2, 64, 64)
+    fast, share = veca.optimize(model), veca.resolve_compute(model, 0.6, 64)
+    with torch.no_grad():
+        found, expected = fast(images, compute=0.6), model(images, share.cores)
+    assert share.cores < 64
+    assert max(errors(parts(found), parts(expected))) <= 5e-6
 
 
 def test_a_copy_of_its_own() -> None:

@@ -11,6 +11,7 @@ from veca.errors import VecaError
 if TYPE_CHECKING:
     from veca import hub, images
     from veca.checkpoint import CheckpointError, create_model, list_models, load, save
+    from veca.compute import resolve_compute
     from veca.config import ConfigError, VecaConfig
     from veca.elastic import make_elastic
     from veca.images import ImageError
@@ -33,11 +34,13 @@ __all__ = [
     "load",
     "make_elastic",
     "optimize",
+    "resolve_compute",
     "save",
 ]
 
 _MODULES = {
     "checkpoint": ("CheckpointError", "create_model", "list_models", "load", "save"),
+    "compute": ("resolve_compute",),
     "config": ("ConfigError", "VecaConfig"),
     "elastic": ("make_elastic",),
     "optimized": ("optimize",),

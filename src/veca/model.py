@@ -32,6 +32,7 @@ from veca.block_ops import (
     gated_linear,
     nested_mlp,
 )
+from veca.compute import CostTable, apply_compute
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.inputs import patch_grid, resolve_block_indices, resolve_budget, resolve_width
@@ -178,8 +179,7 @@ class Veca(nn.Module):
         super().__init__()
         dim, chunks = config.embed_dim, config.num_cores // config.core_chunk
         self.config = config
-        self.provenance: dict[str, Any] = {}
-        """Plain data on where the weights come from; saved and loaded with them."""
+        self.provenance = {}
         self.budget: int | None = None
         """The budget of a call that names none; None: all cores."""
         self.width: float | None = None
@@ -202,6 +202,17 @@ class Veca(nn.Module):
         if not self.coordinate_alpha.is_meta:  # on meta there is nothing to initialise: a checkpoint will be loaded
             self.init_weights()
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Plain data on where the weights come from; saved and loaded with them."""
+        return self._provenance
+
+    @provenance.setter
+    def provenance(self, value: dict[str, Any]) -> None:
+        self.quality_cost = CostTable.from_provenance(value, self.config)
+        """What `compute` chooses from; None: FLOPs alone."""
+        self._provenance = value
+
     @torch.no_grad()
     def init_weights(self) -> None:
         """Initialise all weights as the paper does."""
@@ -219,13 +230,22 @@ class Veca(nn.Module):
         nn.init.constant_(self.coordinate_alpha, 0.01)
 
     def forward(
-        self, images: Tensor, cores: int | None = None, cls_only: bool = False, width: float | None = None
+        self,
+        images: Tensor,
+        cores: int | None = None,
+        cls_only: bool = False,
+        width: float | None = None,
+        compute: float | None = None,
+        resize: bool = False,
     ) -> VecaOutput:
         """Features of normalised images (B, 3, height, width), sides multiples of 16.
 
         `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. An untrained budget warns once.
         `cls_only` skips what the global feature does not need: the output has one core and no patches. `width` is the
         share of the MLP's channels that patches use, above 0, at most 1; None: all. An untrained width warns once.
+        `compute` chooses cores and width instead: the best that cost at most this share of the full cost
+        (`veca.resolve_compute`). With `resize` it may also resize the images to a smaller size: the maps that come out
+        then have a smaller grid.
 
         >>> import veca
         >>> model, images = veca.create_model("veca_tiny").eval(), torch.zeros(2, 3, 64, 64)
@@ -235,6 +255,7 @@ class Veca(nn.Module):
         >>> out.cls.shape, out.patches.shape
         (torch.Size([2, 192]), torch.Size([2, 0, 192]))
         """
+        images, cores, width = apply_compute(self, images, cores, width, compute, resize)
         x, coordinates, _ = self._run(images, cores, cls_only=cls_only, width=width)
         x = self.output_proj(x)
         budget = coordinates.shape[2]

@@ -14,7 +14,7 @@ from torch import Tensor
 from veca.checkpoint.format import CheckpointError, StrPath, check_tensors, read_description, read_safetensors
 from veca.checkpoint.released import Contents, parse_released, read_released
 from veca.config import SIZES, ConfigError, VecaConfig, get_config
-from veca.errors import warn_caller
+from veca.errors import ArgumentError, warn_caller
 from veca.model import Veca
 from veca.utils.text import did_you_mean, excerpt
 
@@ -100,7 +100,10 @@ def load(source: StrPath, device: str | torch.device | None = None, dtype: torch
         model = Veca(config)
     check_tensors(path, tensors, model.state_dict())
     model.load_state_dict(tensors, assign=True)
-    model.provenance = provenance
+    try:
+        model.provenance = provenance
+    except ArgumentError as error:
+        raise CheckpointError(f"{path}: its quality-cost table: {error}") from error
     model = model.to(device=device, dtype=dtype).eval()
     _warn_if_not_finite(model, path)
     return model

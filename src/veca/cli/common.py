@@ -18,6 +18,7 @@ from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import did_you_mean, origin
 
 if TYPE_CHECKING:
+    from veca.compute import Choice, CostTable
     from veca.model import Veca
 
 out, err = PlainConsole(), PlainConsole(stderr=True)
@@ -153,6 +154,33 @@ def display_name(source: str) -> str:
     from veca.checkpoint.loading import pretrained_name
 
     return pretrained_name(source) or Path(source).name or source
+
+
+def choose_compute(model: "Veca", compute: float, size: int, cores: object, width: object) -> "Choice":
+    """What `--compute` stands for, at a size or a smaller one; say so, and refuse --cores and --width beside it."""
+    from veca.compute import resolve_compute
+
+    if cores is not None or width is not None:
+        raise ArgumentError("--compute chooses cores and width: leave out --cores and --width, or --compute")
+    choice = resolve_compute(model, compute, size, resize=True)
+    setting = f"C = {choice.cores}, width {choice.width:g}, {choice.size[0]} px"
+    err.print(f"compute {compute:g}: {setting}, {choice.cost:.2f} of the full cost by {choice.by}.", soft_wrap=True)
+    return choice
+
+
+def print_cost_table(table: "CostTable") -> None:
+    """Print the Pareto front of a quality-cost table."""
+    from rich.table import Table
+
+    full = max(table.settings, key=lambda row: (row.size, row.cores, row.width))
+    title = f"Pareto front of {len(table.settings)} settings; cost: {table.by}"
+    columns = ("size", "cores", "width", "GFLOPs", *["ms"] * bool(table.device), "cost", "quality", *full.scores)
+    shown = Table(*columns, title=title, header_style="bold", title_justify="left")
+    for row in table.front():
+        cost = (row.ms or row.gflops) / (full.ms or full.gflops)
+        numbers = [row.gflops, *[row.ms] * bool(table.device), cost, row.quality, *row.scores.values()]
+        shown.add_row(str(row.size), str(row.cores), f"{row.width:g}", *(f"{number:.4g}" for number in numbers))
+    out.print(shown)
 
 
 def warn_if_random(provenance: dict[str, Any], source: str) -> None:

@@ -10,6 +10,7 @@ from veca.checkpoint.format import HEAD, carry_along, cast, without_paths
 from veca.checkpoint.released import save_released
 from veca.cli.common import check_absent, out, warn
 from veca.cli.options import Model, Overwrite, option
+from veca.compute import TABLE_KEY, CostTable
 from veca.utils.files import check_writable
 
 
@@ -17,6 +18,7 @@ def convert_command(
     model: Model,
     to: Annotated[Path, option("convert.out")],
     dtype: Annotated[Literal["float32", "float16", "bfloat16"] | None, option("convert.dtype")] = None,
+    table: Annotated[Path | None, option("convert.table")] = None,
     paths: Annotated[bool, option("convert.paths")] = True,
     overwrite: Overwrite = False,
 ) -> None:
@@ -32,6 +34,8 @@ def convert_command(
     loaded = veca.load(model, dtype=None)
     stored = getattr(torch, dtype) if dtype else None
     loaded = cast(loaded, stored) if stored else loaded
+    if table is not None:
+        loaded.provenance = {**loaded.provenance, TABLE_KEY: CostTable.read(table).to_dict()}
     loaded.provenance = loaded.provenance if paths else without_paths(loaded.provenance)
     # A fine-tuned model has the weights of its head in a file of their own beside it.
     if (source := Path(model)).is_dir() and target != to:

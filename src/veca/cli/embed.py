@@ -6,7 +6,7 @@ import typer
 
 from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
-from veca.cli.common import check_sources, load_model, out, resumable, warn, with_settings
+from veca.cli.common import check_sources, choose_compute, load_model, out, resumable, warn, with_settings
 from veca.embed import EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
 from veca.embed.ray_engine import Engine
@@ -32,6 +32,7 @@ def _run_embed(
     sources: opt.Sources,
     to: Annotated[str, opt.option("embed.out")],
     model: opt.Model = "veca_tiny",
+    compute: opt.ComputeShare = None,
     device: opt.Device = "auto",
     workers: Annotated[int | None, opt.option("embed.workers")] = None,
     column: Annotated[str | None, opt.option("embed.column")] = None,
@@ -57,8 +58,12 @@ def _run_embed(
     if not on_ray and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
     with resumable("Interrupted. The same command continues where this one stopped."):
+        loaded = load_model(model, "cpu" if on_ray else device)
+        if compute is not None:
+            choice = choose_compute(loaded, compute, values["size"], values["cores"], values["width"])
+            values |= {"cores": choice.cores, "width": choice.width, "size": choice.size[0]}
         report = embed(
-            sources, to, model=load_model(model, "cpu" if on_ray else device),
+            sources, to, model=loaded,
             model_name=pretrained_name(model) or model, settings=EmbedSettings(**values), column=column, engine=engine,
             device=device if on_ray and device != "auto" else None, address=address, partition=partition,
             workers=workers, overwrite=overwrite,

@@ -24,6 +24,7 @@ FigureOut = Annotated[Path | None, opt.option("figure.out")]
 FIGURE_OPTIONS = {
     "budgets": opt.Budgets,
     "cores": opt.Cores,
+    "compute": opt.ComputeShare,
     "which": Annotated[Any, opt.option("figure.which")],
     "layers": Annotated[Any, opt.option("figure.layers")],
     "patches": Annotated[Any, opt.option("figure.patches")],
@@ -43,11 +44,11 @@ FIGURE_DEFAULTS: dict[str, Any] = {
 }
 FIGURES: dict[str, tuple[Callable[..., Any], str]] = {
     "layers": (figures.draw_layers, "budgets layers method size fit"),
-    "cores": (figures.draw_cores, "cores which layers size fit"),
+    "cores": (figures.draw_cores, "cores compute which layers size fit"),
     "paths": (figures.draw_paths, "budgets size fit"),
     "features": (figures.draw_features, "cores sizes beside method fit"),
-    "similarity": (figures.draw_similarity, "cores patches with_global beside size fit"),
-    "states": (figures.draw_states, "cores layers method size fit"),
+    "similarity": (figures.draw_similarity, "cores compute patches with_global beside size fit"),
+    "states": (figures.draw_states, "cores compute layers method size fit"),
     "budgets": (figures.draw_budgets, "budgets method size fit"),
 }
 FIGURE_HELP = {
@@ -68,6 +69,10 @@ def _run_figure(
     common.check_sources(images)
     to = check_out(Path(f"{kind}.png") if to is None else to)
     loaded, name = load_model(model, device), common.display_name(model)
+    if (compute := values.pop("compute", None)) is not None:
+        choice = common.choose_compute(loaded, compute, values["size"], values["cores"], width)
+        values |= {"cores": choice.cores, "size": choice.size[0]}
+        width = choice.width
     if width is not None:
         resolve_width(width, loaded.config, loaded._warned)
         loaded.width, name = width, f"{name}, width {width:g}"

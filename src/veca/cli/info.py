@@ -1,20 +1,25 @@
 """`veca info`: what a model is and costs."""
 
 import json
+import warnings
 from typing import Annotated, Any
 
 from rich.table import Table
 
 from veca.checkpoint.loading import load_or_random, pretrained_name
-from veca.cli.common import out, warn_if_random
+from veca.cli.common import out, print_cost_table, warn_if_random
 from veca.cli.options import Cores, Model, Size, Width, option
+from veca.compute import TABLE_KEY, resolve_compute
 from veca.config import size_name
 from veca.errors import ArgumentError
 from veca.flops import model_flops
 from veca.inputs import resolve_width
+from veca.model import Veca
 from veca.utils.text import origin, printable, quoted, shorten
 
 MAX_SIDE = 2**20  # pixels; the cost beyond it would not be meaningful
+
+SHARES = (0.75, 0.5, 0.25)  # of the full cost, of which the settings are shown
 
 
 def info_command(
@@ -45,6 +50,7 @@ def info_command(
         "config": config.to_dict(),
         "gflops": {name: model_flops(config, size, size, c, w) / 1e9 for name, (c, w) in settings.items()},
     }
+    facts["compute"] = {share: _describe_choice(loaded, share, size) for share in SHARES}
     if as_json:
         print(json.dumps({**facts, "pixels": size}))
         return
@@ -52,14 +58,27 @@ def info_command(
     table.add_row("size", facts["size"])
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     weights = {"weights": phrase} if (phrase := origin(loaded.provenance)) else {}
-    for key, value in {**config.to_dict(), **loaded.provenance, **weights}.items():
+    described = {**config.to_dict(), **loaded.provenance, **weights}
+    for key, value in ((key, value) for key, value in described.items() if key != TABLE_KEY):
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         text = text if len(text) <= 100 else f"{text[:80]}… (all of it: --json)"
         table.add_row(_cell(key.replace("_", " ")), printable(text))
     for setting, gflops in facts["gflops"].items():
         table.add_row(f"GFLOPs, {size} px, C = {setting}", f"{gflops:,.2f}")
+    for share, choice in facts["compute"].items():
+        setting = f"C = {choice['cores']}, width {choice['width']:g}, {choice['size'][0]} px"
+        worth = "" if choice["quality"] is None else f", quality {choice['quality']:.3f}"
+        table.add_row(f"compute {share:g}", f"{setting}: {choice['cost']:.2f} of the cost by {choice['by']}{worth}")
     out.print(table)
+    if loaded.quality_cost:
+        print_cost_table(loaded.quality_cost)
     warn_if_random(loaded.provenance, model)
+
+
+def _describe_choice(model: Veca, compute: float, size: int) -> dict[str, Any]:
+    with warnings.catch_warnings():  # the cost is shown
+        warnings.simplefilter("ignore")
+        return resolve_compute(model, compute, size, resize=True)._asdict()
 
 
 def _cell(text: str) -> str:

@@ -95,6 +95,7 @@ OptionalSources = Annotated[
 Cores = Annotated[int | None, option("cores")]
 Width = Annotated[float | None, option("width")]
 Widths = Annotated[Any, option("widths")]
+ComputeShare = Annotated[float | None, option("compute")]
 Budgets = Annotated[Any, option("budgets")]
 Size = Annotated[int, option("size")]
 Sizes = Annotated[Any, option("sizes")]

@@ -9,11 +9,13 @@ from rich.table import Table
 
 from veca.cli import common
 from veca.cli import options as opt
-from veca.cli.common import out
+from veca.cli.common import out, print_cost_table
 from veca.data.datasets import limit_splits, load_dataset
-from veca.heads.features import FeatureKind, FrozenPrecision
+from veca.errors import ArgumentError
+from veca.heads.features import FeatureKind, FrozenBackbone, FrozenPrecision, FrozenVeca
 from veca.probe.backbones import load_backbone
 from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, probe_dense
+from veca.probe.pareto import make_cost_table, write_cost_table
 from veca.probe.run import ClassifySettings, KnnSettings, Row, classify, knn
 
 probe_app = common.make_group(
@@ -27,6 +29,9 @@ ProbeTask = Literal["classify", "segment", "depth"]
 ResultsOut = Annotated[Path, opt.option("probe.out")]
 PrecisionOption = Annotated[FrozenPrecision | None, opt.option("probe.precision")]
 Compile = Annotated[bool, opt.option("probe.compile")]
+AnyBudgets = Annotated[Any, opt.option("budgets", show_default="all in the folder")]
+AnyWidths = Annotated[Any, opt.option("widths", show_default="all in the folder")]
+AnySizes = Annotated[Any, opt.option("sizes", show_default="all in the folder")]
 # The options of the fields that settings have; the fields without one keep their defaults.
 ALL_PROBES = {
     "cores": opt.Budgets,
@@ -80,7 +85,7 @@ PROBES: dict[str, tuple[Callable[..., Sequence[Row]], Callable[..., Any], ProbeT
 def _run_probe(
     name: str, data: opt.Data, model: opt.Backbone = "veca_tiny", to: ResultsOut = Path("results"),
     root: opt.DataRoot = None, limit: opt.Limit = None, device: opt.Device = "auto", precision: PrecisionOption = None,
-    compile: Compile = False, widths: opt.Widths = None, **values: Any,
+    compile: Compile = False, widths: opt.Widths = None, compute: opt.ComputeShare = None, **values: Any,
 ) -> None:  # fmt: skip
     probe, kind, task, _ = PROBES[name]
     with common.resumable(INTERRUPTED):
@@ -89,6 +94,8 @@ def _run_probe(
         common.register_timm_models(model)
         backbone = load_backbone(model, device, precision, compile)
         common.warn_if_random(backbone.about.get("provenance", {}), model)
+        if compute is not None:
+            widths = _apply_compute(backbone, compute, widths, values)
         values["cores"] = backbone.budgets if values["cores"] == () else values["cores"]
         # On a CPU each worker also runs the model on one core, if it computes global features: use them all.
         every_cpu = backbone.forks and task == "classify"
@@ -107,6 +114,38 @@ for _name, (_, _settings, _task, _help) in PROBES.items():
     _defaults = {"workers": None} | ({"also": None} if _name == "classify" else {})
     _command = common.with_settings(partial(_run_probe, _name), _options, _settings, **_defaults)
     probe_app.command(_name, cls=common.Command, help=_help)(_command)
+
+
+def _apply_compute(backbone: FrozenBackbone, compute: float, widths: Any, values: dict[str, Any]) -> tuple[float]:
+    """Put what `--compute` stands for into the settings; return the widths."""
+    if not isinstance(backbone, FrozenVeca) or len(values["sizes"]) > 1:
+        raise ArgumentError("--compute is for a VECA, at one --size; name the settings of others by --cores and --size")
+    choice = common.choose_compute(backbone.model, compute, values["sizes"][0], values["cores"], widths)
+    values |= {"cores": (choice.cores,), "sizes": (choice.size[0],)}
+    return (choice.width,)
+
+
+@probe_app.command("pareto", cls=common.Command)
+def pareto_command(
+    model: opt.Backbone = "veca_tiny", to: ResultsOut = Path("results"),
+    probes: Annotated[Any, opt.option("probe.probes")] = None, cores: AnyBudgets = None,
+    widths: AnyWidths = None, sizes: AnySizes = None, batch: opt.BatchSize = 16,
+    repeats: Annotated[int, opt.option("bench.repeats")] = 20,
+    device: opt.Device = "auto", precision: PrecisionOption = None, compile: Compile = False,
+) -> None:  # fmt: skip
+    """Quality against FLOPs and measured time over budgets, widths and sizes: table, Pareto front, chart.
+
+    Scores are the rows that probes of this model left in --out; times are measured here, settings in turns. Then
+    `veca convert --table results/pareto.json` puts the table into the weights, for --compute.
+    """
+    with common.resumable("Interrupted."):
+        backbone = load_backbone(model, device, precision, compile)
+        # An empty list is "all".
+        table = make_cost_table(backbone, to, probes, cores or None, widths or None, sizes or None, batch, repeats)
+        files = write_cost_table(table, to)
+    print_cost_table(table)
+    for path in files:
+        common.print_path("Wrote", path)
 
 
 def _print_rows(rows: Sequence[Row], folder: Path) -> None:
