@@ -26,8 +26,7 @@ from typer.testing import CliRunner
 
 import veca
 import veca.cli.main
-from veca.data import loader, records
-from veca.data.datasets import batches
+from veca.data import crops, loader, records
 from veca.data.records import decode_items
 from veca.data.sources import iter_items
 from veca.train.checkpoints import list_checkpoints
@@ -114,7 +113,7 @@ def slowly(seconds: float, decoding: Path) -> Callable[[], None]:
 
     def before() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for module, name in ((loader, "open_image"), (records, "load_pixels"), (batches, "open_image")):
+        for module, name in ((loader, "open_image"), (records, "load_pixels"), (crops, "open_for_crop")):
             real: Any = getattr(module, name)
 
             def slow(*arguments: Any, _real: Any = real, **options: Any) -> Any:
