@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_pairs(root / "steps", "depths", 3)
     common = ["--model", root / "model", "--out", root / "out", "--size", "32,48", *GRID, *QUICK]
     run("probe", "knn", "--data", root / "mine", "--k", "1", *common)
-    run("probe", "depth", "--data", root / "steps", "--steps", "2", *common)
+    run("probe", "depth", "--data", root / "steps", "--steps", "2", "--rates", "1e-3", *common)
     return root
 
 
