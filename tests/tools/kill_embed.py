@@ -37,14 +37,14 @@ def begin(shards: list[str], out: Path, device: str, workers: int) -> int:
     os._exit(0)
 
 
-def wait(pid: int, seconds: float) -> int | None:
-    """The exit status of a process that ends in time; None otherwise."""
+def ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process ends in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if os.waitpid(pid, os.WNOHANG)[0]:
-            return 0
+            return True
         time.sleep(0.005)
-    return None
+    return False
 
 
 def check_kills(shards: list[str], folder: Path, device: str, workers: int, kills: int, seed: int) -> list[str]:
@@ -60,7 +60,7 @@ def check_kills(shards: list[str], folder: Path, device: str, workers: int, kill
             pid = begin(shards, out, device, workers)
             if done == kills:
                 os.waitpid(pid, 0)
-            elif wait(pid, rng.uniform(0.1, longest)) is None:
+            elif not ends_within(pid, rng.uniform(0.1, longest)):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 done += 1
