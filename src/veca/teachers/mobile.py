@@ -1,0 +1,159 @@
+"""Teachers that are mobile networks of timm, on a GPU by the kernels of `veca.kernels.convolution`.
+
+Such a network is bound by memory: its maps are widened six times between two convolutions. The kernels write the wide
+map once, and no map twice.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from veca.attention import use_triton
+from veca.kernels import ops
+
+
+def fuse_mobile_network(model: Any) -> None:
+    """Fold the norms of a timm EfficientNet into its convolutions, and run on GPUs by kernels what they compute.
+
+    They compute convolutions with ReLU6, "same" padding and no attention over channels, as all of EfficientNet-Lite's
+    are. The rest stays as it is.
+    """
+    for module in list(model.modules()):
+        for (at, conv), (after, norm) in itertools.pairwise(list(module.named_children())):
+            if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                setattr(module, at, fuse_conv_bn_eval(conv, norm))
+                setattr(module, after, getattr(norm, "act", nn.Identity()))  # timm's norms include the activation
+    if is_dense(model.conv_stem) and isinstance(model.bn1, nn.ReLU6):
+        model.conv_stem, model.bn1 = FirstConvolution(model.conv_stem), nn.Identity()
+    if _is_pointwise(model.conv_head) and isinstance(model.bn2, nn.ReLU6):
+        model.conv_head, model.bn2 = Pointwise(model.conv_head), nn.Identity()
+    for stage in model.blocks:
+        for name, block in stage.named_children():
+            if _is_mobile(block):
+                setattr(stage, name, MobileBlock(block))
+
+
+class FirstConvolution(nn.Module):
+    """A convolution with ReLU6 after it, of images (B, c, H, W)."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv, self.side, self.stride = conv, conv.kernel_size[0], conv.stride[0]
+        self.weight, self.bias = _buffer(conv.weight.flatten(1).T), _buffer(conv.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not _by_kernels(images):
+            return self.conv(images).clamp(0, 6)
+        weight = self.weight.to(_product_dtype(images))
+        maps = ops.first_convolution_op(images, weight, self.bias, self.side, self.stride, ops.KERNELS)
+        return maps.permute(0, 3, 1, 2)
+
+
+class Pointwise(nn.Module):
+    """A 1×1 convolution with ReLU6 after it, of maps (B, K, H, W)."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv, self.layer = conv, PointwiseLayer(conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _by_kernels(x):
+            return self.conv(x).clamp(0, 6)
+        return self.layer(_channels_last(x), relu6=True).permute(0, 3, 1, 2)
+
+
+class PointwiseLayer(nn.Module):
+    """A 1×1 convolution by the kernel: maps (B, H, W, K) → (B, H, W, N), then ReLU6 or plus a residual."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = _buffer(conv.weight.flatten(1).T), _buffer(conv.bias)
+
+    def forward(self, maps: Tensor, relu6: bool = False, residual: Tensor | None = None) -> Tensor:
+        rest = None if residual is None else residual.flatten(0, 2)
+        weight = self.weight.to(maps.dtype)
+        rows = ops.pointwise_op(maps.flatten(0, 2), weight, self.bias, relu6, rest, ops.KERNELS)
+        return rows.unflatten(0, maps.shape[:3])
+
+
+class MobileBlock(nn.Module):
+    """A block of timm's: an inverted residual, or one that does not widen the map."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block, self.has_residual, depthwise = block, block.has_skip, block.conv_dw
+        wider, narrower = (block.conv_pw, block.conv_pwl) if hasattr(block, "conv_pwl") else (None, block.conv_pw)
+        self.wider = None if wider is None else PointwiseLayer(wider)
+        self.narrower, self.stride = PointwiseLayer(narrower), depthwise.stride[0]
+        self.taps, self.taps_bias = _buffer(depthwise.weight[:, 0].permute(1, 2, 0)), _buffer(depthwise.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _by_kernels(x):
+            out: Tensor = self.block(x)
+            return out
+        maps = _channels_last(x)
+        wide = maps if self.wider is None else self.wider(maps, relu6=True)
+        wide = ops.depthwise_op(wide, self.taps, self.taps_bias, self.stride, ops.KERNELS)
+        return self.narrower(wide, residual=maps if self.has_residual else None).permute(0, 3, 1, 2)
+
+
+def _buffer(tensor: Tensor | None) -> Tensor:
+    """A contiguous float32 copy that is not part of the state dict."""
+    assert tensor is not None
+    return nn.Buffer(tensor.detach().float().contiguous(), persistent=False)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    """Whether kernels run on `x`: they are made for half precision; elsewhere only Triton's interpreter needs them."""
+    return use_triton(x) and (ops.INTERPRETED or _product_dtype(x) in (torch.bfloat16, torch.float16))
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Maps (B, c, H, W) as (B, H, W, c) in the dtype of products; no copy of what comes from a kernel."""
+    return x.permute(0, 2, 3, 1).to(_product_dtype(x)).contiguous()
+
+
+def _has_same_padding(conv: nn.Conv2d) -> bool:
+    """Whether a convolution is padded as TensorFlow's "same" at every size, and has nothing that kernels do not."""
+    side, stride = conv.kernel_size[0], conv.stride[0]
+    padded = type(conv).__name__ == "Conv2dSame" or (stride == 1 and conv.padding == (side // 2, side // 2))
+    square = conv.kernel_size == (side, side) and conv.stride == (stride, stride) and side % 2 == 1
+    return padded and square and conv.dilation == (1, 1) and conv.bias is not None
+
+
+def is_dense(conv: nn.Module) -> bool:
+    """Whether the kernels compute such a convolution of all channels."""
+    return isinstance(conv, nn.Conv2d) and _has_same_padding(conv) and conv.groups == 1
+
+
+def _is_pointwise(conv: nn.Module) -> bool:
+    return is_dense(conv) and conv.kernel_size == conv.stride == (1, 1)
+
+
+def _is_mobile(block: Any) -> bool:
+    """Whether `MobileBlock` computes what a block of timm's does."""
+    names: dict[str, tuple[str, ...]] = {
+        "DepthwiseSeparableConv": ("conv_dw", "bn1", "aa", "se", "conv_pw", "bn2", "drop_path"),
+        "InvertedResidual": ("conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3", "drop_path"),
+    }
+    layers = dict(block.named_children())
+    if tuple(layers) != names.get(type(block).__name__):
+        return False
+    wide = ("bn1", "bn2") if "conv_pwl" in layers else ("bn1",)
+    kinds: dict[str, type[nn.Module]] = dict.fromkeys(wide, nn.ReLU6)
+    depthwise = layers.pop("conv_dw")
+    return (
+        isinstance(depthwise, nn.Conv2d)
+        and _has_same_padding(depthwise)
+        and depthwise.groups == depthwise.in_channels == depthwise.out_channels
+        and all(_is_pointwise(layers.pop(name)) for name in list(layers) if name.startswith("conv_"))
+        and all(isinstance(layer, kinds.get(name, nn.Identity)) for name, layer in layers.items())
+    )
