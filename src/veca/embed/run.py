@@ -30,10 +30,11 @@ from veca.data.remote import is_remote
 from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
-from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, WriteQueue, prepare_model
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
+from veca.embed.rows import WriteQueue
 from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings
 from veca.embed.tuning import choose_batch, default_batch
 from veca.errors import NonFiniteError
