@@ -262,8 +262,8 @@ class PartitionWriter:
                     complete = self._add_pieces(pieces, writer, save_seconds)
                     queue.wait(MAX_WRITES - 1)  # an error must come before the file is left to the thread
                 except BaseException:
+                    queue.settle()  # before the file is closed
                     if save_seconds is not None:
-                        queue.settle()
                         with suppress(Exception):  # the first error is the one to report
                             self._write_rows(writer)
                         queue.settle()

@@ -89,7 +89,11 @@ class WriteQueue(AbstractContextManager["WriteQueue"]):
         self._thread, self._jobs = ThreadPoolExecutor(1, "parquet"), deque[Future[Any]]()
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
+        self.close(wait=True)
+
+    def close(self, wait: bool = False) -> None:
+        """Take no more jobs; those that were submitted are done, and waited for if told so."""
+        self._thread.shutdown(wait)
 
     def submit(self, job: Callable[..., _T], *args: Any) -> Future[_T]:
         """Have a job done; raises the error of an earlier one instead."""
