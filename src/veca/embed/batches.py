@@ -34,6 +34,7 @@ from veca.embed.rows import MAX_WRITES, FeatureBatch, FeatureRows, ImageShape, W
 from veca.embed.settings import EmbedSettings
 from veca.errors import NonFiniteError
 from veca.images import normalize
+from veca.kernels.onednn import PackedWeights
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused, unfusable_reason
 
@@ -149,6 +150,7 @@ class FeatureModel:
         self._dtype: torch.dtype = getattr(torch, job.settings.precision)
         compiled = job.settings.compile and not supports_fused(job.config, job.device, self._dtype)
         self._autocast = self._dtype != torch.float32 and not compiled  # a compiled model has that dtype itself
+        self._packed = PackedWeights(model) if job.device.type == "cpu" else nullcontext()
 
     def __call__(self, images: Sequence[Any]) -> FeatureBatch:
         """Images of one shape, uint8, to their features: tensors (B, 3, height, width), or lists of arrays."""
@@ -156,7 +158,8 @@ class FeatureModel:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
         began, ended, copied = (event.record for event in events) if events else (lambda: None,) * 3
         start = time.perf_counter()
-        with torch.inference_mode(), torch.autocast(device.type, self._dtype, enabled=self._autocast):
+        autocast = torch.autocast(device.type, self._dtype, enabled=self._autocast)
+        with torch.inference_mode(), autocast, self._packed:
             pixels = _stack(images, device)
             began()
             output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense, width=s.width)

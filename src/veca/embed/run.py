@@ -128,7 +128,8 @@ def embed(
                     decode.result()
                 ready = model if on_ray else prepare_model(model, settings, device)
                 if settings.batch is None:
-                    batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
+                    width = model.config.embed_dim
+                    batch = default_batch(settings, device, width) if on_ray else choose_batch(ready, settings, device)
                     settings = dataclasses.replace(settings, batch=batch)
             settings = dataclasses.replace(settings, decode=decode.result())
             about = describe_features(model, model_name, settings, device)
