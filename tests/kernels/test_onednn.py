@@ -1,5 +1,7 @@
 """Linear layers by oneDNN, against float64; and that they run only where nobody can ask for a gradient."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -81,6 +83,16 @@ def test_packed_weights_are_those_of_the_model_alone(layer: nn.Linear) -> None:
             assert relative_error(inference_linear(x, weight, layer.bias), expected) <= 1e-6
         assert relative_error(inference_linear(x, layer.weight[:8], None), F.linear(x, layer.weight[:8])) <= 1e-6
         assert relative_error(inference_linear(x, layer.weight[8:16], None), F.linear(x, layer.weight[8:16])) <= 1e-6
+
+
+def test_onednn_is_given_weights_without_gaps(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, given = torch.ops.mkldnn._linear_pointwise, list[Tensor]()
+    spy = Mock(side_effect=lambda x, weight, *rest: (given.append(weight), operator(x, weight, *rest))[1])
+    monkeypatch.setattr("veca.kernels.onednn.torch.ops.mkldnn._linear_pointwise", spy)
+    x, part = torch.randn(2, 16), layer.weight[:, :16]
+    with torch.inference_mode():
+        assert relative_error(inference_linear(x, part, layer.bias), F.linear(x, part, layer.bias)) <= 1e-6
+    assert [weight.is_contiguous() for weight in given] == [True]
 
 
 def test_flops_are_counted(layer: nn.Linear) -> None:

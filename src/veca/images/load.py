@@ -323,7 +323,7 @@ def normalize(x: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = ST
     mean_of, std_of = (_channel_constants(tuple(values), x.device) for values in (mean, std))
     if x.is_floating_point():
         return (x.float() - mean_of) / std_of
-    return x.float().div_(255).sub_(mean_of).div_(std_of)  # new memory would take longer than the arithmetic
+    return x.float().div_(255).sub_(mean_of).div_(std_of)  # in place: no more memory
 
 
 @cached_tensors  # copying constants to a GPU would wait for it at every batch

@@ -62,7 +62,7 @@ class PackedWeights(AbstractContextManager["PackedWeights"]):
     def pack(self, weight: Tensor) -> Tensor:
         """`weight` in oneDNN's layout; as it is if it is none of the model's."""
         if weight.untyped_storage().data_ptr() not in self._weights:
-            return weight
+            return weight.contiguous()
         key = weight.data_ptr(), weight.shape, weight.stride()
         if key not in self._packed:
             self._packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -84,7 +84,8 @@ _active_weights: ContextVar[PackedWeights | None] = ContextVar("packed weights",
 
 def _pack(weight: Tensor) -> Tensor:
     packed = _active_weights.get()
-    return weight if packed is None else packed.pack(weight)
+    # For a weight with gaps between its rows oneDNN has no fast kernel: it takes a thousand times as long.
+    return weight.contiguous() if packed is None else packed.pack(weight)
 
 
 def keep_layer(key: Any, weight: Tensor, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
