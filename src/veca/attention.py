@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from veca.errors import ArgumentError
 from veca.kernels import ops
-from veca.kernels.onednn import inference_linear, supports_onednn
+from veca.kernels.onednn import inference_linear, keep_layer, supports_onednn
 from veca.rope import Rotary, rotate
 
 Kernel: TypeAlias = Literal["auto", "triton", "sdpa", "reference"]
@@ -124,9 +124,13 @@ def _rotated(x: Tensor, weight: Tensor, bias: Tensor, heads: int, core_rotary: R
     so that a rotation is one product in place. In this order queries and keys have the same products.
     """
     dim, cores = x.shape[-1], core_rotary.cos.shape[-2]
-    order = torch.arange(len(weight))
-    order[: 2 * dim] = order[: 2 * dim].view(2 * heads, 2, -1).mT.flatten()
-    out = inference_linear(x, weight[order], bias[order])
+
+    def pair_channels() -> tuple[Tensor, Tensor]:
+        order = torch.arange(len(weight))
+        order[: 2 * dim] = order[: 2 * dim].view(2 * heads, 2, -1).mT.flatten()
+        return weight[order], bias[order]
+
+    out = inference_linear(x, *keep_layer(("pairs", heads), weight, pair_channels))
     out = out.unflatten(-1, (-1, heads, dim // heads))  # (B, S, 2 or 3, H, d)
     pairs = torch.view_as_complex(out[:, :, :2].unflatten(-1, (-1, 2)))  # (B, S, 2, H, d/2)
     pairs[:, :cores] *= torch.complex(*core_rotary[:2]).transpose(1, 2)[:, :, None]

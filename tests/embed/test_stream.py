@@ -76,11 +76,11 @@ def test_one_pool_reads_ahead_and_files_are_those_of_the_plain_engine(
             pools.append(self)
             super().__init__(*args, **options)
 
-    real = stream_module.PartitionWriter.write
+    real = stream_module.PartitionWriter.submit
     monkeypatch.setattr(records, "WorkerPool", Counted)
     monkeypatch.setattr(
         stream_module.PartitionWriter,
-        "write",
+        "submit",
         lambda self, *given: (real(self, *given), events.append(f"written {self.partition.number}"))[0],
     )
     begun = Begun()
@@ -100,6 +100,41 @@ def test_one_pool_reads_ahead_and_files_are_those_of_the_plain_engine(
     embed(images, f"{tmp_path}/plain/", model=model, model_name="tiny", settings=SETTINGS, workers=1, progress=False)
     for path in (tmp_path / "plain").glob("0*.parquet"):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_is_completed_while_the_next_partition_is_computed(
+    images: str, tmp_path: Path, model: Veca, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published, computed = PartitionFolder.publish, threading.Event()
+    submit, late = stream_module.PartitionWriter.submit, list[bool]()
+
+    def publish(self: PartitionFolder, path: Path, name: str) -> None:
+        late.append(name != "00000000.parquet" or computed.wait(60))
+        if name == "00000002.parquet":
+            raise OSError("the disk is full")
+        published(self, path, name)
+
+    def compute(self: Any, *given: Any) -> Any:
+        future = submit(self, *given)
+        if self.partition.number == 1:
+            computed.set()
+        return future
+
+    monkeypatch.setattr(PartitionFolder, "publish", publish)
+    monkeypatch.setattr(stream_module.PartitionWriter, "submit", compute)
+    begun = Begun()
+    stream, plan = prepare(images, tmp_path / "out", model, workers, begun)
+    futures = [stream.submit(partition) for partition in plan]
+    begun.submitted.set()
+    with pytest.raises(OSError, match="the disk is full"):
+        futures[2].result(120)
+    assert [futures[i].result(120).pictures for i in (0, 1, 3, 4)] == [2, 1, 2, 2]
+    assert all(late)
+    assert begun.numbers == [0, 1, 2, 3, 4]  # each once
+    monkeypatch.setattr(PartitionFolder, "publish", published)
+    assert stream.submit(plan[2]).result(120).pictures == 2
+    assert {path.name for path in (tmp_path / "out").glob("0*.parquet")} == {f"{i:08d}.parquet" for i in range(5)}
 
 
 def test_an_error_is_that_of_its_partition(

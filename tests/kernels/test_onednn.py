@@ -1,5 +1,7 @@
 """Linear layers by oneDNN, against float64; and that they run only where nobody can ask for a gradient."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -10,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import veca
 from veca.attention import use_kernel
 from veca.block_ops import apply_linear, gated_linear
-from veca.kernels.onednn import AVAILABLE, inference_linear, inference_swiglu, supports_onednn
+from veca.kernels.onednn import AVAILABLE, PackedWeights, inference_linear, inference_swiglu, supports_onednn
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="needs oneDNN on an x86 CPU")
 
@@ -51,12 +53,56 @@ def test_a_model_has_the_features_of_the_reference(cores: int, cls_only: bool) -
     assert cls_only or relative_error(found.patches, expected.patches) <= 1e-6
 
 
+@pytest.mark.parametrize("cores", [8, 64])
+@pytest.mark.parametrize("cls_only", [False, True])
+def test_packed_weights_give_the_same_features(cores: int, cls_only: bool) -> None:
+    torch.manual_seed(0)
+    model, other = (veca.create_model("veca_tiny").eval() for _ in range(2))
+    packed = PackedWeights(model)
+    for batch in (1, 3):
+        images = torch.randn(batch, 3, 48, 80)
+        with torch.inference_mode():
+            expected, expected_other = model(images, cores, cls_only=cls_only), other(images, cores)
+            for _ in range(2):
+                with packed:
+                    found, found_other = model(images, cores, cls_only=cls_only), other(images, cores)
+                assert relative_error(found.cores, expected.cores) <= 1e-6
+                assert cls_only or relative_error(found.patches, expected.patches) <= 1e-6
+                assert torch.equal(found_other.cores, expected_other.cores)
+    with torch.inference_mode():  # after the block weights may change
+        model.blocks[0].mlp.fc1.weight.mul_(2)
+        assert relative_error(model(images, cores).cores, expected.cores) > 1e-3
+
+
+def test_packed_weights_are_those_of_the_model_alone(layer: nn.Linear) -> None:
+    x, packed = torch.randn(2, 48), PackedWeights(layer)
+    with torch.inference_mode(), packed:
+        for factor in (1, 2, 3):  # new weights, that may come to lie where others were
+            weight = layer.weight * factor
+            expected = F.linear(x, weight, layer.bias)
+            assert relative_error(inference_linear(x, weight, layer.bias), expected) <= 1e-6
+        assert relative_error(inference_linear(x, layer.weight[:8], None), F.linear(x, layer.weight[:8])) <= 1e-6
+        assert relative_error(inference_linear(x, layer.weight[8:16], None), F.linear(x, layer.weight[8:16])) <= 1e-6
+
+
+def test_onednn_is_given_weights_without_gaps(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, given = torch.ops.mkldnn._linear_pointwise, list[Tensor]()
+    spy = Mock(side_effect=lambda x, weight, *rest: (given.append(weight), operator(x, weight, *rest))[1])
+    monkeypatch.setattr("veca.kernels.onednn.torch.ops.mkldnn._linear_pointwise", spy)
+    x, part = torch.randn(2, 16), layer.weight[:, :16]
+    with torch.inference_mode():
+        assert relative_error(inference_linear(x, part, layer.bias), F.linear(x, part, layer.bias)) <= 1e-6
+    assert [weight.is_contiguous() for weight in given] == [True]
+
+
 def test_flops_are_counted(layer: nn.Linear) -> None:
     counter, x = FlopCounterMode(display=False), torch.randn(3, 48)
     with torch.inference_mode(), counter:
         inference_linear(x, layer.weight, layer.bias)
         inference_swiglu(x, *zip(layer.weight.chunk(2), layer.bias.chunk(2), strict=True))
-    assert counter.get_total_flops() == 2 * (2 * 3 * 48 * 34)
+        with PackedWeights(layer):
+            inference_linear(x, layer.weight, layer.bias)
+    assert counter.get_total_flops() == 3 * (2 * 3 * 48 * 34)
 
 
 def test_hooks_see_the_layers(layer: nn.Linear) -> None:

@@ -36,8 +36,9 @@ from veca.data.gpu_decode import GpuDecoder, decode_jpegs, undecodable_reason
 from veca.data.records import Decode, Record, RecordDecoder, TaskRecords, decode_tasks
 from veca.data.remote import SpanReader
 from veca.data.sources import Item, iter_items
-from veca.embed.batches import EmbedJob, FeatureBatch, FeatureModel, PartitionWriter, prepare_model
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
 from veca.embed.partitions import Partition, PartitionFolder
+from veca.embed.rows import FeatureBatch
 from veca.embed.run import describe_features, embed
 from veca.embed.settings import EmbedReport, EmbedSettings
 from veca.embed.tuning import choose_batch

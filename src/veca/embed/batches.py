@@ -1,4 +1,4 @@
-"""From decoded images to files: batches of one shape through the model, rows of features, partitions.
+"""From decoded images to files: batches of one shape through the model, and partitions of their features.
 
 Batches are formed within a *part*: up to `PART_IMAGES` consecutive images of one partition, fewer where their features
 are large. Parts follow from the settings and the order of the images alone, so batches and therefore the bits of the
@@ -8,22 +8,20 @@ features do not depend on interruptions, on the number of workers or on the engi
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.config import VecaConfig
@@ -32,19 +30,17 @@ from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, RecordDecode
 from veca.data.sources import Item
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_schema
+from veca.embed.rows import MAX_WRITES, FeatureBatch, FeatureRows, ImageShape, WriteQueue, make_table
 from veca.embed.settings import EmbedSettings
 from veca.errors import NonFiniteError
 from veca.images import normalize
+from veca.kernels.onednn import PackedWeights
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused, unfusable_reason
-
-_T = TypeVar("_T")
 
 PART_IMAGES = 4096
 PART_BYTES = 256 << 20
 """Bytes of features in a part, about; also of decoded images that wait for their batch."""
-_WRITES = 2
-"""Row groups and files that wait to be written, at most."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,12 @@ class EmbedJob:
         batch, size = self.settings.batch_size, self.settings.size
         return min(batch, max(1, batch * size**2 // (height * width)))
 
+    def shape_of(self, height: int, width: int) -> ImageShape:
+        """What images of height × width pixels have in common."""
+        grid, batch = (height // self.config.patch_size, width // self.config.patch_size), self.batch_of(height, width)
+        cores = self.settings.cores or 0
+        return ImageShape((*grid, cores), batch, self.feature_bytes(height, width), 3 * height * width)
+
     def part_limits(self) -> tuple[int, int]:
         """Images in a part, a multiple of the batch size, and the bytes of features after which it ends early."""
         batch, size = self.settings.batch_size, self.settings.size
@@ -136,23 +138,6 @@ def prepare_model(model: Veca, settings: EmbedSettings, device: torch.device) ->
     return optimize(model, dtype=dtype) if supported or settings.compile else model
 
 
-class FeatureBatch:
-    """FeatureBatch of a batch, on their way from the device until they are asked for."""
-
-    def __init__(self, columns: dict[str, Tensor], events: Sequence[torch.cuda.Event], seconds: float) -> None:
-        self._columns, self._events = columns, events
-        self.seconds = seconds
-        """What the model took."""
-
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """Wait for them: columns (B, numbers)."""
-        if self._events:
-            began, ended, copied = self._events
-            copied.synchronize()
-            self.seconds, self._events = began.elapsed_time(ended) / 1000, ()
-        return {name: values.numpy() for name, values in self._columns.items()}
-
-
 class FeatureModel:
     """The model of a run: a batch of images to their features. The device is not waited for."""
 
@@ -165,6 +150,7 @@ class FeatureModel:
         self._dtype: torch.dtype = getattr(torch, job.settings.precision)
         compiled = job.settings.compile and not supports_fused(job.config, job.device, self._dtype)
         self._autocast = self._dtype != torch.float32 and not compiled  # a compiled model has that dtype itself
+        self._packed = PackedWeights(model) if job.device.type == "cpu" else nullcontext()
 
     def __call__(self, images: Sequence[Any]) -> FeatureBatch:
         """Images of one shape, uint8, to their features: tensors (B, 3, height, width), or lists of arrays."""
@@ -172,7 +158,8 @@ class FeatureModel:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
         began, ended, copied = (event.record for event in events) if events else (lambda: None,) * 3
         start = time.perf_counter()
-        with torch.inference_mode(), torch.autocast(device.type, self._dtype, enabled=self._autocast):
+        autocast = torch.autocast(device.type, self._dtype, enabled=self._autocast)
+        with torch.inference_mode(), autocast, self._packed:
             pixels = _stack(images, device)
             began()
             output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense, width=s.width)
@@ -227,76 +214,6 @@ def _stack(images: Sequence[Any], device: torch.device) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Shape:
-    """What images of one shape (height, width) have in common."""
-
-    def __init__(self, job: EmbedJob, shape: tuple[int, int]) -> None:
-        height, width = shape
-        self.numbers = height // job.config.patch_size, width // job.config.patch_size, job.settings.cores or 0
-        self.batch, self.feature_bytes = job.batch_of(height, width), job.feature_bytes(height, width)
-        self.pixel_bytes = 3 * height * width
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Consecutive images of a part: all of one shape, and where their features are, from `first` on; or all errors.
-
-    `errors` are of rows by their index. `images` wait for their batch.
-    """
-
-    names: list[str]
-    sizes: NDArray[np.int32]
-    errors: dict[int, str]
-    shape: _Shape | None = None
-    images: Any = None
-    features: FeatureBatch | dict[str, NDArray[Any]] | None = None
-    first: int = 0
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def column(self, name: str) -> NDArray[Any]:
-        """A column of their features (rows, numbers); waits for them."""
-        columns = self.features.columns() if isinstance(self.features, FeatureBatch) else self.features
-        assert columns is not None
-        return columns[name][self.first : self.first + len(self)]
-
-    def without_errors(self, names: Iterable[str]) -> "_Rows":
-        """The rows with features, of which `names` are the columns."""
-        if not self.errors:
-            return self
-        kept = [i for i in range(len(self)) if i not in self.errors]
-        features = {name: self.column(name)[kept] for name in names}
-        return _Rows([self.names[i] for i in kept], self.sizes[kept], {}, self.shape, None, features)
-
-
-class WriteQueue(AbstractContextManager["WriteQueue"]):
-    """A thread that writes what it is given, in order. It is at most `_WRITES` jobs behind."""
-
-    def __init__(self) -> None:
-        self._thread, self._jobs = ThreadPoolExecutor(1, "parquet"), deque[Future[Any]]()
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-
-    def submit(self, job: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Have a job done; raises the error of an earlier one instead."""
-        self.wait(_WRITES - 1)
-        future = self._thread.submit(job, *args)
-        self._jobs.append(future)
-        return future
-
-    def settle(self) -> None:
-        """Wait until all jobs are done or have failed; errors are ignored."""
-        wait(self._jobs)
-        self._jobs.clear()
-
-    def wait(self, but: int = 0) -> None:
-        """Wait until all jobs but the last few are done; raises the error of one of them."""
-        while len(self._jobs) > but:
-            self._jobs.popleft().result()
-
-
 class PartitionWriter:
     """Runs the images of one partition through the model, in batches of one shape, and writes its file.
 
@@ -318,14 +235,14 @@ class PartitionWriter:
         # With what is not written yet
         self.added, self._part, self._part_bytes = self._state.end, self._state.part, self._state.part_bytes
         # Images after those written; those before `_settled` are finished.
-        self._rows: list[_Rows] = []
+        self._rows: list[FeatureRows] = []
         self._settled = 0
         # Images that wait for their batch
-        self.waiting: dict[_Shape, list[_Rows]] = {}
+        self.waiting: dict[ImageShape, list[FeatureRows]] = {}
         self._waiting_bytes, self._by_task, s = 0, self.job.by_task, self.job.settings
         self._max_waiting_bytes = max(PART_BYTES, 3 * s.batch_size * s.size**2)
         self._part_images, self._max_part_bytes = self.job.part_limits()
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._shapes: dict[tuple[int, int], ImageShape] = {}
         self._error: BaseException | None = None  # of the first write that failed: nothing is written after it
 
     def write(self, tasks: Iterable[TaskRecords]) -> PartitionState:
@@ -346,10 +263,10 @@ class PartitionWriter:
                 path, writer = stack.enter_context(self.job.folder.new_file(self.model.schema))
                 try:
                     complete = self._add_pieces(pieces, writer, save_seconds)
-                    queue.wait(_WRITES - 1)  # an error must come before the file is left to the thread
+                    queue.wait(MAX_WRITES - 1)  # an error must come before the file is left to the thread
                 except BaseException:
+                    queue.settle()  # before the file is closed
                     if save_seconds is not None:
-                        queue.settle()
                         with suppress(Exception):  # the first error is the one to report
                             self._write_rows(writer)
                         queue.settle()
@@ -360,7 +277,7 @@ class PartitionWriter:
                     return queue.submit(self._complete, stack.pop_all(), path, writer, save_seconds is not None)
                 queue.submit(self._save_slice, path, writer).result()
 
-    def _split(self, tasks: Iterable[TaskRecords]) -> Iterator[tuple[_Rows, bool]]:
+    def _split(self, tasks: Iterable[TaskRecords]) -> Iterator[tuple[FeatureRows, bool]]:
         """The images of tasks in pieces of one shape that end where a batch or a part does; and whether a task ends."""
         for records in tasks:
             start, taken = 0, dict.fromkeys(records.groups, 0)
@@ -369,7 +286,7 @@ class PartitionWriter:
                 while start < end:
                     stop = end if self._by_task else min(end, start + self._room(shape))
                     errors = {i - start: records.errors[i] for i in range(start, stop)} if group is None else {}
-                    rows = _Rows(records.names[start:stop], records.sizes[start:stop], errors, shape)
+                    rows = FeatureRows(records.names[start:stop], records.sizes[start:stop], errors, shape)
                     if group is not None:
                         rows.features, rows.first = group.features, taken[size]
                         taken[size] += len(rows)
@@ -378,13 +295,13 @@ class PartitionWriter:
                     start = stop
                     yield rows, stop == len(records)
 
-    def _shape(self, size: tuple[int, int]) -> _Shape | None:
+    def _shape(self, size: tuple[int, int]) -> ImageShape | None:
         """What images of height and width have in common; None of errors."""
         if size not in self._shapes and all(size):
-            self._shapes[size] = _Shape(self.job, size)
+            self._shapes[size] = self.job.shape_of(*size)
         return self._shapes.get(size)
 
-    def _room(self, shape: _Shape | None) -> int:
+    def _room(self, shape: ImageShape | None) -> int:
         """Images of a shape after which a batch or the part is full, or too many wait."""
         room = self._part_images - (self.added - self._part)
         if shape is None:
@@ -395,7 +312,7 @@ class PartitionWriter:
         return min(room, part, waiting, shape.batch - sum(map(len, self.waiting.get(shape, ()))))
 
     def _add_pieces(
-        self, pieces: Iterator[tuple[_Rows, bool]], writer: pq.ParquetWriter, save_seconds: float | None
+        self, pieces: Iterator[tuple[FeatureRows, bool]], writer: pq.ParquetWriter, save_seconds: float | None
     ) -> bool:
         """Add images until the partition ends (True) or a slice is due (False)."""
         began = time.monotonic()
@@ -417,7 +334,7 @@ class PartitionWriter:
         self._end_part(writer)
         return True
 
-    def _add(self, rows: _Rows) -> None:
+    def _add(self, rows: FeatureRows) -> None:
         """Add images; runs the model when a batch is full."""
         self._rows.append(rows)
         self.added += len(rows)
@@ -439,7 +356,7 @@ class PartitionWriter:
             self._run_batch(next(iter(self.waiting)))
         self._settled = len(self._rows)
 
-    def _run_batch(self, shape: _Shape) -> None:
+    def _run_batch(self, shape: ImageShape) -> None:
         group = self.waiting.pop(shape)
         features, first = self.model([rows.images for rows in group]), 0
         for rows in group:
@@ -457,7 +374,7 @@ class PartitionWriter:
         self._queue.submit(self._write, writer, self._rows[: self._settled], end_part)
         self._rows, self._settled = self._rows[self._settled :], 0
 
-    def _write(self, writer: pq.ParquetWriter, pieces: list[_Rows], end_part: bool) -> None:
+    def _write(self, writer: pq.ParquetWriter, pieces: list[FeatureRows], end_part: bool) -> None:
         """Wait for the features of rows and write them, in a thread; nothing is written after a failure."""
         if self._error is not None:
             raise self._error
@@ -469,7 +386,7 @@ class PartitionWriter:
         if end_part:
             self._state.part, self._state.part_bytes = self._state.end, 0
 
-    def _write_group(self, writer: pq.ParquetWriter, pieces: list[_Rows]) -> None:
+    def _write_group(self, writer: pq.ParquetWriter, pieces: list[FeatureRows]) -> None:
         state, names = self._state, self.model.schema.names[6:]
         batches = {id(rows.features): rows.features for rows in pieces if isinstance(rows.features, FeatureBatch)}
         for batch in batches.values():
@@ -479,7 +396,7 @@ class PartitionWriter:
                 self._refuse_nonfinite(rows, names)
         began = time.perf_counter()
         if good := [rows.without_errors(names) for rows in pieces if len(rows.errors) < len(rows)]:
-            writer.write_table(_make_table(good, self.model.schema))
+            writer.write_table(make_table(good, self.model.schema))
             state.groups.append(state.part)
         state.pictures += sum(map(len, good))
         state.failures += [(rows.names[i], rows.errors[i]) for rows in pieces for i in sorted(rows.errors)]
@@ -487,7 +404,7 @@ class PartitionWriter:
         state.part_bytes += sum(len(rows) * rows.shape.feature_bytes for rows in pieces if rows.shape)
         self._meter.add("write", sum(map(len, pieces)), time.perf_counter() - began)
 
-    def _refuse_nonfinite(self, rows: _Rows, names: Iterable[str]) -> None:
+    def _refuse_nonfinite(self, rows: FeatureRows, names: Iterable[str]) -> None:
         """Make images whose features are not finite errors or failures."""
         s = self.job.settings
         for name in names:
@@ -545,33 +462,3 @@ class PartitionWriter:
         for name in names:
             folder.remove(name)
         return state
-
-
-def _make_table(pieces: Sequence[_Rows], schema: pa.Schema) -> pa.Table:
-    """The table of rows, none of which is an error."""
-    counts = [len(rows) for rows in pieces]
-    shapes = np.array([rows.shape.numbers for rows in pieces if rows.shape], np.int32)
-    numbers = np.concatenate([np.concatenate([rows.sizes for rows in pieces]), np.repeat(shapes, counts, axis=0)], 1)
-    columns: dict[str, Any] = {"path": _to_strings(list(chain.from_iterable(rows.names for rows in pieces)))}
-    columns |= dict(zip(schema.names[1:6], map(_to_arrow, numbers.T.copy()), strict=True))
-    for name in schema.names[6:]:
-        values, kind = [rows.column(name) for rows in pieces], cast(Any, schema.field(name).type)
-        flat = _to_arrow(np.concatenate([each.reshape(-1) for each in values]))
-        if pa.types.is_fixed_size_list(kind):
-            columns[name] = pa.FixedSizeListArray.from_arrays(flat, type=kind)  # type: ignore[call-overload]
-        else:
-            lengths = np.repeat([each.shape[1] for each in values], counts)
-            ends = _to_arrow(np.concatenate([[0], np.cumsum(lengths)]))
-            columns[name] = pa.LargeListArray.from_arrays(ends, flat, type=kind)
-    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
-
-
-def _to_arrow(values: Any) -> Any:
-    """An array of numbers as Arrow's, not copied. `pa.array` would first import pandas, where that is installed."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def _to_strings(texts: Sequence[str]) -> Any:
-    encoded = [text.encode() for text in texts]
-    ends: Any = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    return pa.Array.from_buffers(pa.string(), len(texts), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])

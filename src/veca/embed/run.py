@@ -30,10 +30,11 @@ from veca.data.remote import is_remote
 from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
-from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, WriteQueue, prepare_model
+from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
+from veca.embed.rows import WriteQueue
 from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings
 from veca.embed.tuning import choose_batch, default_batch
 from veca.errors import NonFiniteError
@@ -127,7 +128,8 @@ def embed(
                     decode.result()
                 ready = model if on_ray else prepare_model(model, settings, device)
                 if settings.batch is None:
-                    batch = default_batch(settings, device) if on_ray else choose_batch(ready, settings, device)
+                    width = model.config.embed_dim
+                    batch = default_batch(settings, device, width) if on_ray else choose_batch(ready, settings, device)
                     settings = dataclasses.replace(settings, batch=batch)
             settings = dataclasses.replace(settings, decode=decode.result())
             about = describe_features(model, model_name, settings, device)

@@ -1,10 +1,10 @@
-"""Partitions through one pipeline, as they come: while one is computed, workers and decoder are at the next."""
+"""Partitions through one pipeline, as they come: workers and decoder are ahead of the model, files are behind it."""
 
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from veca.data.gpu_decode import GpuDecoder
@@ -12,6 +12,7 @@ from veca.data.records import TaskRecords, decode_tasks
 from veca.data.sources import Item, unpack_files
 from veca.embed.batches import FeatureModel, PartitionWriter
 from veca.embed.partitions import Partition, PartitionState
+from veca.embed.rows import WriteQueue
 
 
 @dataclass(eq=False)
@@ -21,13 +22,21 @@ class _Request:
     """Whether no other partition is under way beside it."""
     done: Future[PartitionState] = field(default_factory=Future)
 
+    def report(self, completed: Future[PartitionState]) -> None:
+        """Hand on what became of the file."""
+        if error := completed.exception():
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(completed.result())
+
 
 class PartitionStream:
     """Computes partitions in the order they are submitted, in a thread, with one pool of processes for all of them.
 
     `on_begin` is told the number of a partition when it is taken up and returns how many times that has happened, in
     this process and others that were lost. A partition that is begun again is computed alone, so that others do not
-    share its fate; what `on_begin` raises becomes the partition's error. After any other error the partitions under way
+    share its fate; what `on_begin` raises becomes the partition's error. The file of a partition is completed while the
+    next is computed, and what fails there is the partition's error too. After any other error the partitions under way
     are computed again, one by one, to tell which of them it belongs to.
     """
 
@@ -38,6 +47,7 @@ class PartitionStream:
         # Those to take up before others, and those that workers were given images of
         self._waiting, self._under_way = deque[_Request](), deque[_Request]()
         self._ends = deque[bool]()  # of each task under way, whether it is the last of its partition
+        self._completing: Future[PartitionState] | None = None  # the file of the partition before
         # A daemon: it waits for partitions until the process ends.
         threading.Thread(target=self._run, name="partitions", daemon=True).start()
 
@@ -102,8 +112,10 @@ class PartitionStream:
             except Exception as error:
                 self._waiting.popleft().done.set_exception(error)
                 return None
-        if request.alone and self._under_way:
-            return None
+        if request.alone:
+            if self._under_way:
+                return None
+            self._wait_for_file()
         return self._waiting.popleft()
 
     def _write(self, tasks: Iterator[TaskRecords]) -> None:
@@ -117,6 +129,19 @@ class PartitionStream:
             yield next(tasks)
 
     def _finish(self, request: _Request, tasks: Iterator[TaskRecords]) -> None:
-        state = PartitionWriter(self.model, request.partition).write(tasks)
+        """Compute a partition and leave its file to a thread, once that of the partition before is complete."""
+        writes = WriteQueue()  # its own: an error in it is of this partition
+        try:
+            completed = PartitionWriter(self.model, request.partition).submit(tasks, writes)
+        finally:
+            writes.close()
+        self._wait_for_file()
         self._under_way.remove(request)
-        request.done.set_result(state)
+        self._completing = completed
+        completed.add_done_callback(request.report)
+        if request.alone:
+            self._wait_for_file()
+
+    def _wait_for_file(self) -> None:
+        if self._completing is not None:
+            wait([self._completing])

@@ -10,23 +10,26 @@ from veca.images import normalize
 from veca.model import Veca
 from veca.optimized import FastVeca
 
-# Pixels per forward pass: enough to fill a large GPU, and what stays in the caches of a CPU; and images at most
-_PIXELS, _PIXELS_ON_CPU = 256 * 256**2, 8 * 256**2
+# Pixels per forward pass: enough to fill a large GPU; on a CPU so few that its caches hold what a layer returns, which
+# depends on the width of the model: for one of 192 channels this number; and images at most
+_PIXELS, _PIXELS_ON_CPU, _WIDTH_ON_CPU = 256 * 256**2, 16 * 256**2, 192
 _IMAGES, _IMAGES_ON_CPU = 1024, 64
 # A batch this much slower than the fastest is taken if it is smaller.
 _TOLERANCE = 1.03
 _REPEATS = 3
 
 
-def default_batch(settings: EmbedSettings, device: torch.device) -> int:
-    """The batch size by rule: a number of pixels."""
-    pixels, images = (_PIXELS, _IMAGES) if device.type == "cuda" else (_PIXELS_ON_CPU, _IMAGES_ON_CPU)
+def default_batch(settings: EmbedSettings, device: torch.device, width: int) -> int:
+    """The batch size by rule: a number of pixels, on a CPU of a model that has `width` channels."""
+    pixels, images = _PIXELS, _IMAGES
+    if device.type != "cuda":
+        pixels, images = _PIXELS_ON_CPU * _WIDTH_ON_CPU // width, _IMAGES_ON_CPU
     return min(max(1, pixels // settings.size**2), images)
 
 
 def choose_batch(model: Veca, settings: EmbedSettings, device: torch.device) -> int:
     """The smallest batch whose rate is near that of the best, of a few around the rule's, measured on a GPU."""
-    rule = default_batch(settings, device)
+    rule = default_batch(settings, device, model.config.embed_dim)
     if device.type != "cuda":
         return rule
     if isinstance(model, FastVeca):

@@ -320,8 +320,10 @@ def normalize(x: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = ST
     readable = x.is_floating_point() and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if readable and x.numel() and (top := float(x.detach().max())) > 2:
         raise ArgumentError(f"tensor has values up to {top:g}; floats must lie in [0, 1]. Divide by 255, or pass uint8")
-    unit = x.float() if x.is_floating_point() else x.float() / 255
-    return (unit - _channel_constants(tuple(mean), x.device)) / _channel_constants(tuple(std), x.device)
+    mean_of, std_of = (_channel_constants(tuple(values), x.device) for values in (mean, std))
+    if x.is_floating_point():
+        return (x.float() - mean_of) / std_of
+    return x.float().div_(255).sub_(mean_of).div_(std_of)  # in place: no more memory
 
 
 @cached_tensors  # copying constants to a GPU would wait for it at every batch

@@ -4,11 +4,14 @@ The operators are those that torch.compile calls for frozen models. They know no
 `torch.inference_mode` only, where nobody can ask for one.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 AVAILABLE = (
@@ -34,18 +37,75 @@ def supports_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+class PackedWeights(AbstractContextManager["PackedWeights"]):
+    """Weights of a model in the layout that oneDNN computes with: made once, not in each call, while a block runs.
+
+    The model's weights must not change as long as this is used.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # By address, which is theirs as long as they are kept here. Quantised ones are of other types.
+        weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
+        self._weights: dict[int, Tensor] = {weight.untyped_storage().data_ptr(): weight for weight in weights}
+        self._packed: dict[tuple[Any, ...], Tensor] = {}
+        self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._token: Token[PackedWeights | None] | None = None
+
+    def __enter__(self) -> "PackedWeights":
+        self._token = _active_weights.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _active_weights.reset(self._token)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """`weight` in oneDNN's layout; as it is if it is none of the model's."""
+        if weight.untyped_storage().data_ptr() not in self._weights:
+            return weight.contiguous()
+        key = weight.data_ptr(), weight.shape, weight.stride()
+        if key not in self._packed:
+            self._packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        return self._packed[key]
+
+    def keep(self, key: Any, weight: Tensor, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The weight and bias that `make` makes of a layer whose weight is `weight`."""
+        if weight.untyped_storage().data_ptr() not in self._weights:
+            return make()
+        place = weight.data_ptr(), weight.shape, key
+        if place not in self._made:
+            self._made[place] = made = make()
+            self._weights[made[0].untyped_storage().data_ptr()] = made[0]
+        return self._made[place]
+
+
+_active_weights: ContextVar[PackedWeights | None] = ContextVar("packed weights", default=None)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed = _active_weights.get()
+    # For a weight with gaps between its rows oneDNN has no fast kernel: it takes a thousand times as long.
+    return weight.contiguous() if packed is None else packed.pack(weight)
+
+
+def keep_layer(key: Any, weight: Tensor, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`make()`, the weight and bias of a layer made from one with `weight`; made once where there are PackedWeights."""
+    packed = _active_weights.get()
+    return make() if packed is None else packed.keep(key, weight, make)
+
+
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, by oneDNN where it is supported."""
     if not supports_onednn(x, weight):
         return F.linear(x, weight, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, _pack(weight), bias, "none", [], "")
     return out
 
 
 def inference_swiglu(x: Tensor, u: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -> Tensor:
     """`silu(F.linear(x, *u)) * F.linear(x, *v)`, each a weight and a bias, without either product in memory."""
-    gate = torch.ops.mkldnn._linear_pointwise(x, *u, "swish", [], "")
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, *v, "mul")
+    gate = torch.ops.mkldnn._linear_pointwise(x, _pack(u[0]), u[1], "swish", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, _pack(v[0]), v[1], "mul")
     return out
 
 
