@@ -19,15 +19,14 @@ from sample_images import random_images
 from torch import Tensor, nn
 
 import veca
-from veca import optimized as fast_module
+from veca import fast_block, optimized
 from veca.attention import core_probabilities, use_kernel
 from veca.config import SWIGLU_GROUP
+from veca.fast_block import fold_norm, interleave_swiglu, to_float8
 from veca.inspect import core_maps
 from veca.model import VecaOutput
-from veca.optimized import FastVeca, fold_norm, interleave_swiglu, to_float8
+from veca.optimized import FastVeca
 from veca.rope import grid_rotary, make_rotary, patch_coordinates
-
-SETTINGS = fast_module
 
 
 def make(**overrides: object) -> veca.Veca:
@@ -81,8 +80,8 @@ def shortcut(monkeypatch: pytest.MonkeyPatch, on: bool) -> list[int]:
 
     original = few_cores.mix_residual
     monkeypatch.setattr(few_cores, "mix_residual", mix)
-    monkeypatch.setattr(SETTINGS, "FEW_CORES_MAX_RATIO", math.inf if on else 0.0)
-    monkeypatch.setattr(SETTINGS, "FEW_CORES_MIN_ELEMENTS", 0)
+    monkeypatch.setattr(fast_block, "FEW_CORES_MAX_RATIO", math.inf if on else 0.0)
+    monkeypatch.setattr(fast_block, "FEW_CORES_MIN_ELEMENTS", 0)
     return taken
 
 
@@ -685,7 +684,7 @@ def test_gpu_replays_are_right_and_leave_earlier_results_alone(cls_only: bool) -
 
 @pytest.mark.gpu
 def test_gpu_replays_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SETTINGS, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(optimized, "MAX_GRAPHS", 2)
     model = make().cuda()
     fast, unrecorded = veca.optimize(model), veca.optimize(model, cuda_graphs=False)
     assert isinstance(fast, FastVeca)
@@ -781,7 +780,7 @@ def test_gpu_model_is_left_as_it_is_and_so_is_the_copy(dtype: torch.dtype) -> No
 @interpreted
 def test_compiling_runs_all_kernels_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton's interpreter takes one thread.
-    monkeypatch.setattr(fast_module, "ThreadPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(optimized, "ThreadPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     fast, images = FastVeca(make_small(), torch.float32, None, False), random_images(2, 8, 8)
     before = fast(images, 8, cls_only=True).cls
     fast.compile_kernels(2, 8, 8, cls_only=True)
