@@ -21,6 +21,8 @@ RotaryInputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 FEW_CORES_MAX_RATIO, FEW_CORES_MIN_ELEMENTS = 0.25, 2**25
 """The few-cores algorithm is used up to this C·H / D, in batches of at least so many elements B·S·D."""
+PROJECTED_MAX_DIM = 2**16
+"""With few cores, queries and keys of patches stay on chip up to this width D."""
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -122,17 +124,21 @@ class FastBlock(nn.Module):
 
     def _few_cores(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
         """`veca.attention.few_cores_attention` with the residual sum, by kernels."""
-        from veca.kernels.core_products import core_vectors
-        from veca.kernels.few_cores import averaging_weights, mix_residual, probabilities
+        from veca.kernels.core_products import core_projection, core_vectors
+        from veca.kernels.few_cores import averaging_weights, mix_residual, probabilities, projected_probabilities
         from veca.kernels.linear import linear
 
-        (batch, tokens, dim), heads, eps = x.shape, self.num_heads, self.qkv.eps
+        (batch, tokens, dim), heads, eps, cores = x.shape, self.num_heads, self.qkv.eps, positions[0].shape[1]
         (w_qk, w_v), (b_qk, b_v) = (part.split([2 * dim, dim]) for part in (self.qkv.weight, self.qkv.bias))
-        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=eps).view(batch, tokens, 2, heads, dim // heads)
-        patch_to_core, logits = probabilities(qk, *positions)
+        core_qkv = core_projection(x, sums, self.qkv.weight, self.qkv.bias, eps, cores)
+        if dim <= PROJECTED_MAX_DIM:
+            patch_to_core, logits = projected_probabilities(x, sums, w_qk, b_qk, eps, core_qkv, heads, *positions)
+        else:
+            qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=eps)
+            patch_to_core, logits = probabilities(qk.view(batch, tokens, 2, heads, dim // heads), *positions)
         averages = torch.bmm(averaging_weights(logits, sums, dim, eps, x.dtype), x)  # (B, H·C, D)
-        vectors = core_vectors(averages, x, sums, (w_v, b_v), self.proj, eps, heads)
-        return mix_residual(patch_to_core, vectors, self.proj_bias, x, positions[0].shape[1])
+        vectors = core_vectors(averages, core_qkv, (w_v, b_v), self.proj, heads)
+        return mix_residual(patch_to_core, vectors, self.proj_bias, x, cores)
 
     def first_core(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> Tensor:
         """The first core's token (B, 1, D) after this block, which must be the last."""

@@ -2,7 +2,8 @@
 
 - MLP of a width below 1: all tokens share two products over the first channels (`veca.kernels.linear`); the channels
   that only cores use are `core_channels` and `add_core_channels`.
-- Attention with few cores (`veca.kernels.few_cores`): `core_vectors` are the vectors that patches and cores take.
+- Attention with few cores (`veca.kernels.few_cores`): `core_projection` are their queries, keys and values,
+  `core_vectors` what patches and cores take.
 
 Cores of all images share tiles, read from and written to where they are in the sequence.
 
@@ -125,32 +126,52 @@ def add_core_channels(hidden: Tensor, w: Tensor, x: Tensor, cores: int) -> None:
 
 
 @triton.jit(do_not_specialize=["B", "C", "S"])
-def _core_values_kernel(
-    averages, x, w, bias, out, moments, B, C, S, eps,
-    H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, K_STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+def _core_projection_kernel(
+    x, w, bias, out, moments, B, C, S, eps,
+    N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K_STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Role 0: values of what the cores have averaged. Role 1: values of the cores themselves.
-    WIDTH: tl.constexpr = D // H
     i, row, inside = core_rows(tl.program_id(0), B, C, S, ROWS)
-    h, role = tl.program_id(1), tl.program_id(2)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    at, columns = x + row.to(tl.int64)[:, None] * D, w + n[:, None] * D
+    acc = _small_product(at, columns, acc, inside[:, None], (n < N)[:, None], D, K_STEP, D % K_STEP == 0, STAGES)
+    acc *= inverse_deviation(moments, row, inside, B * S, eps, D, PARTS)[:, None]
+    acc += tl.load(bias + n, n < N, 0.0)[None, :]
+    tl.store(out + i[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), inside[:, None] & (n < N)[None, :])
+
+
+def core_projection(x: Tensor, moments: Tensor, w: Tensor, bias: Tensor, eps: float, cores: int) -> Tensor:
+    """A layer, with the norm before it, of the first `cores` tokens of x (B, S, D): (B·C, N)."""
+    (batch, tokens, dim), outputs = x.shape, len(w)
+    out = x.new_empty(batch * cores, outputs)
+    rows = _tile_rows(len(out))
+    _core_projection_kernel[triton.cdiv(len(out), rows), triton.cdiv(outputs, 64)](
+        x, w, bias, out, moments, batch, cores, tokens, eps, N=outputs, D=dim, PARTS=moments.shape[0], ROWS=rows,
+        COLUMNS=64, K_STEP=K_STEP, STAGES=STAGES,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["B", "C"])
+def _core_values_kernel(
+    averages, w, bias, out, B, C,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, K_STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = D // H
+    i, row, inside = core_rows(tl.program_id(0), B, C, H * C, ROWS)
+    h = tl.program_id(1)
     n = h * WIDTH + tl.arange(0, WIDTH)
-    columns, mask = w + n[:, None] * D, inside[:, None]
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    if role == 0:
-        at = averages + (((i // C) * H + h) * C + i % C).to(tl.int64)[:, None] * D
-        acc = _small_product(at, columns, acc, mask, n[:, None] >= 0, D, K_STEP, D % K_STEP == 0, STAGES)
-    else:
-        at = x + row.to(tl.int64)[:, None] * D
-        acc = _small_product(at, columns, acc, mask, n[:, None] >= 0, D, K_STEP, D % K_STEP == 0, STAGES)
-        acc *= inverse_deviation(moments, row, inside, B * S, eps, D, PARTS)[:, None]
+    at, columns = averages + (row + h * C).to(tl.int64)[:, None] * D, w + n[:, None] * D
+    acc = _small_product(at, columns, acc, inside[:, None], n[:, None] >= 0, D, K_STEP, D % K_STEP == 0, STAGES)
     acc += tl.load(bias + n)[None, :]
-    tl.store(out + (role * (B * C) + i)[:, None] * D + n[None, :], acc.to(out.dtype.element_ty), mask)
+    tl.store(out + i[:, None] * D + n[None, :], acc.to(out.dtype.element_ty), inside[:, None])
 
 
 @triton.jit(do_not_specialize=["B", "C"])
 def _core_vectors_kernel(
-    values, w, out, B, C,
+    own, averaged, w, out, B, C,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, K_STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -160,35 +181,32 @@ def _core_vectors_kernel(
     n, role = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(2)
     inside = i < B * C
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    a, b, b_mask = values + i[:, None] * D, w + n[:, None] * D, (n < D)[:, None]
+    b, b_mask = w + n[:, None] * D, (n < D)[:, None]
     if role < H:
-        a += B * C * D + role * WIDTH
-        b += role * WIDTH
-        acc = _small_product(a, b, acc, inside[:, None], b_mask, WIDTH, K_STEP, True, STAGES)
+        a = own + i[:, None] * (3 * D) + (2 * D + role * WIDTH)
+        acc = _small_product(a, b + role * WIDTH, acc, inside[:, None], b_mask, WIDTH, K_STEP, True, STAGES)
     else:
-        acc = _small_product(a, b, acc, inside[:, None], b_mask, D, K_STEP, True, STAGES)
+        acc = _small_product(averaged + i[:, None] * D, b, acc, inside[:, None], b_mask, D, K_STEP, True, STAGES)
     to = out + ((i // C) * ((H + 1) * C) + role * C + i % C).to(tl.int64)[:, None] * D + n[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), inside[:, None] & (n < D)[None, :])
 
 
-def core_vectors(
-    averages: Tensor, x: Tensor, moments: Tensor, value: tuple[Tensor, Tensor], proj: Tensor, eps: float, heads: int
-) -> Tensor:
-    """The vectors (B, H·C + C, D) that `mix_residual` takes, of averages (B, H·C, D) of the tokens x (B, S, D).
+def core_vectors(averages: Tensor, core_qkv: Tensor, value: tuple[Tensor, Tensor], proj: Tensor, heads: int) -> Tensor:
+    """The vectors (B, H·C + C, D) that `mix_residual` takes, of averages (B, H·C, D) of the tokens.
 
-    The first H·C are the values of the cores through one head of the output projection each, the others the averages'
-    through all. `value` is weight and bias of the value projection, with the norm folded in.
+    The first H·C are the values of the cores, in their projection `core_qkv` (B·C, 3·D), through one head of the output
+    projection each; the others are the averages', through all. `value` is weight and bias of the value projection, with
+    the norm folded in.
     """
-    (batch, tokens, dim), cores = x.shape, averages.shape[1] // heads
-    count, width = batch * cores, dim // heads
-    values, vectors = x.new_empty(2, count, dim), x.new_empty(batch, (heads + 1) * cores, dim)
+    (batch, rows_of_image, dim), count = averages.shape, len(core_qkv)
+    cores = rows_of_image // heads
+    values, vectors = averages.new_empty(count, dim), averages.new_empty(batch, rows_of_image + cores, dim)
     rows, columns = _tile_rows(count), 64
-    _core_values_kernel[triton.cdiv(count, rows), heads, 2](
-        averages, x, *value, values, moments, batch, cores, tokens, eps, H=heads, D=dim, PARTS=moments.shape[0],
-        ROWS=rows, K_STEP=K_STEP, STAGES=STAGES,
-    )  # fmt: skip
+    _core_values_kernel[triton.cdiv(count, rows), heads](
+        averages, *value, values, batch, cores, H=heads, D=dim, ROWS=rows, K_STEP=K_STEP, STAGES=STAGES
+    )
     _core_vectors_kernel[triton.cdiv(count, rows), triton.cdiv(dim, columns), heads + 1](
-        values, proj, vectors, batch, cores, H=heads, D=dim, ROWS=rows, COLUMNS=columns, K_STEP=min(K_STEP, width),
-        STAGES=STAGES,
+        core_qkv, values, proj, vectors, batch, cores, H=heads, D=dim, ROWS=rows, COLUMNS=columns,
+        K_STEP=min(K_STEP, dim // heads), STAGES=STAGES,
     )  # fmt: skip
     return vectors

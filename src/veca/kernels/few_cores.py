@@ -5,6 +5,7 @@ than to project the output of every patch (`veca.attention.few_cores_attention` 
 products this takes:
 
 - `probabilities`: q and k → each patch's softmax over the cores, and the cores' logits over all tokens;
+  `projected_probabilities` starts from the tokens, and its queries and keys stay on chip;
 - `averaging_weights`: softmax of those logits, times 1/σ of each token, so that tokens are averaged without a LayerNorm
   before;
 - `mix_residual`: x + probabilities · vectors + bias, and the moments of the sum for the next LayerNorm.
@@ -13,14 +14,18 @@ Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d
 columns of probabilities are head-major: h·C + c.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from veca.kernels.core_attention import LOG2_E, dot_scores
+from veca.kernels.core_products import inverse_deviation, split_groups
 from veca.kernels.launch import multiprocessors, program_pair, row_pointers
-from veca.kernels.rotary import load_frequency, load_rotated, rotary_table
+from veca.kernels.rotary import load_frequency, load_rotated, load_rows, rotary_table, rotate_pair
 
 
 @triton.jit(do_not_specialize=["C", "N", "num_queries", "splits", "tiles"])
@@ -108,6 +113,112 @@ def _launch_probabilities(
         EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,
     )  # fmt: skip
     return logits
+
+
+@triton.jit
+def _load_halves(rows, mask, cos, sin, HALF: tl.constexpr):
+    """Queries or keys of cores, rotated, as two halves of their channels."""
+    a, b = load_rows(rows, mask, HALF), load_rows(rows + HALF, mask, HALF)
+    rotated_a, rotated_b = rotate_pair(a, b, cos, sin)
+    return rotated_a.to(a.dtype), rotated_b.to(a.dtype)
+
+
+@triton.jit
+def _dot_halves(a, b, core_a, core_b, PRECISION: tl.constexpr):
+    """Products (rows, cores) of queries or keys in float32 with those of cores, each as two halves."""
+    acc = tl.dot(a.to(core_a.dtype), core_a.T, input_precision=PRECISION)
+    return tl.dot(b.to(core_b.dtype), core_b.T, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["C", "N", "M", "tiles"])
+def _projected_probabilities_kernel(
+    x, w, bias, moments, core_qkv, cores, patches, frequencies, patch_to_core, logits, C, N, M, tiles, eps, scale,
+    H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # One tile of patches and one head; heads run fastest, so that they find the tile in the cache.
+    WIDTH: tl.constexpr = D // H
+    HALF: tl.constexpr = WIDTH // 2
+    h, tile_b = program_pair(H)
+    tile, b = tile_b % tiles, tile_b // tiles
+    S = C + N
+    acc = tl.zeros([BLOCK_M, 2 * WIDTH], tl.float32)
+    for step in tl.range(0, tl.cdiv(D, BLOCK_K), num_stages=STAGES):
+        rows = x.load([b, C + tile * BLOCK_M, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+        qk = w.load([0, h * WIDTH, step * BLOCK_K]).reshape(2 * WIDTH, BLOCK_K)
+        acc = tl.dot(rows, qk.T, acc, input_precision=PRECISION)
+    n = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (n < N)[:, None]
+    acc *= inverse_deviation(moments + b.to(tl.int64) * S + C, n, n < N, M, eps, D, PARTS)[:, None]
+    q, k = split_groups(acc, BLOCK_M, WIDTH)
+    channel = h * WIDTH + tl.arange(0, WIDTH)[None, :]
+    q += tl.load(bias + channel)
+    k += tl.load(bias + D + channel)
+    frequency = load_frequency(frequencies, HALF)
+    cos, sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+    c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    core_cos, core_sin = rotary_table(cores + b.to(tl.int64) * (2 * C), frequency, c, C - 1, HALF, EXACT)
+    own = core_qkv + (b.to(tl.int64) * C + c) * (3 * D) + h * WIDTH
+    key_a, key_b = _load_halves(own + D, c < C, core_cos, core_sin, HALF)
+    query_a, query_b = _load_halves(own, c < C, core_cos, core_sin, HALF)
+
+    a, b_half = split_groups(q, BLOCK_M, HALF)
+    a, b_half = rotate_pair(a, b_half, cos, sin)
+    s = tl.where(column < C, _dot_halves(a, b_half, key_a, key_b, PRECISION), float("-inf"))
+    p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
+    p *= (1.0 / tl.sum(p, 1))[:, None]
+    to = row_pointers(patch_to_core, b.to(tl.int64) * S + C + tile * BLOCK_M, H * C, BLOCK_M) + h * C + column
+    tl.store(to, p.to(patch_to_core.dtype.element_ty), inside & (column < C))
+
+    a, b_half = split_groups(k, BLOCK_M, HALF)
+    a, b_half = rotate_pair(a, b_half, cos, sin)
+    to = logits + ((b * H + h).to(tl.int64) * C + column) * S
+    s = _dot_halves(a, b_half, query_a, query_b, PRECISION) * scale
+    tl.store(to + C + n[:, None], s, inside & (column < C))
+    if tile == 0:  # the cores' own keys
+        own_logits = _dot_halves(key_a, key_b, query_a, query_b, PRECISION) * scale
+        tl.store(to + c, own_logits, (c < C) & (column < C))
+
+
+class ProjectionTiling(NamedTuple):
+    """How `projected_probabilities` is divided into tiles."""
+
+    rows: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Most of a thread; None: as the compiler chooses."""
+
+
+PROJECTION_TILING = ProjectionTiling(128, 4, 3)
+
+
+def projected_probabilities(
+    x: Tensor, moments: Tensor, w: Tensor, bias: Tensor, eps: float, core_qkv: Tensor, heads: int, core_points: Tensor,
+    patch_points: Tensor, frequencies: Tensor, tiling: ProjectionTiling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`probabilities` of the projection of x (B, S, D), whose queries and keys never reach memory.
+
+    `w` (2·D, D or more) and `bias` are of the projection to q and k, with the norm folded in; `core_qkv` (B·C, 3·D) is
+    what it gives for the cores.
+    """
+    (batch, tokens, dim), cores = x.shape, core_points.shape[1]
+    width, patches = dim // heads, tokens - cores
+    patch_to_core = x.new_empty(batch, tokens, heads * cores)
+    logits = x.new_empty(batch, heads * cores, tokens, dtype=torch.float32)
+    rows, warps, stages, registers = tiling or PROJECTION_TILING
+    block_k = 128 // x.element_size()  # rows of a tile are 128 bytes
+    tiles = triton.cdiv(patches, rows)
+    _projected_probabilities_kernel[heads * tiles * batch,](
+        TensorDescriptor.from_tensor(x, [1, rows, block_k]),
+        TensorDescriptor.from_tensor(w.view(2, dim, dim), [2, width, block_k]),
+        bias, moments, core_qkv, core_points, patch_points, frequencies, patch_to_core, logits,
+        cores, patches, batch * tokens, tiles, eps, width**-0.5 * LOG2_E.value,
+        H=heads, D=dim, PARTS=moments.shape[0], BLOCK_M=rows, BLOCK_K=block_k,
+        CHUNK=max(16, triton.next_power_of_2(cores)), EXACT=x.dtype == torch.float32, PRECISION="ieee", STAGES=stages,
+        num_warps=warps, maxnreg=registers,
+    )  # fmt: skip
+    return patch_to_core, logits
 
 
 @triton.jit(do_not_specialize=["rows", "S", "M"])

@@ -91,6 +91,8 @@ class FusedTiling(NamedTuple):
     """Hidden channels of one step, at most `SWIGLU_GROUP`."""
     warps: int
     stages: int
+    registers: int | None = None
+    """Most of a thread; None: as the compiler chooses."""
 
 
 FUSED_TILINGS = {64: FusedTiling(64, 64, 4, 2), 192: FusedTiling(128, 64, 8, 2), 384: FusedTiling(64, 32, 8, 2)}
@@ -128,7 +130,7 @@ def fused_mlp(
     if hidden == w2.shape[1]:
         cores = 0  # no different from patches
     tiling = tiling or next(each for limit, each in FUSED_TILINGS.items() if dim <= limit)
-    rows, step, warps, stages = tiling
+    rows, step, warps, stages, registers = tiling
     left, right = column_parts(dim)
     pairs = w1.view(-1, SWIGLU_GROUP, dim)
     w1_left = TensorDescriptor.from_tensor(pairs, [2, step, left])
@@ -140,6 +142,6 @@ def fused_mlp(
         x, w1_left, w1_right, w2_left, w2_right, b1, b2, out, moments, sums,
         batch, cores, tokens, hidden // step, w2.shape[1] // step, core_tiles, eps,
         LEFT=left, RIGHT=right, PARTS=moments.shape[0], BLOCK_M=rows, STEP=step, GROUP=SWIGLU_GROUP, STAGES=stages,
-        num_warps=warps,
+        num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return out, sums
