@@ -309,6 +309,18 @@ def _mix_residual_kernel(
     tl.store(moments + M + row, squares, s < S)
 
 
+class MixTiling(NamedTuple):
+    """How `mix_residual` is divided into tiles."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+MIX_TILING = MixTiling(64, 64, 4, 3)
+
+
 def mix_residual(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: int) -> tuple[Tensor, Tensor]:
     """X (B, S, D) + probabilities (B, S, H·C) · the first H·C vectors (B, H·C + C, D) + bias, and moments (1, 2, B·S).
 
@@ -318,9 +330,10 @@ def mix_residual(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor
     out = torch.empty_like(x)
     moments = torch.empty(1, 2, batch * tokens, device=x.device, dtype=torch.float32)
     width = probabilities.shape[-1]
-    _mix_residual_kernel[triton.cdiv(tokens, 64) * batch,](
+    rows, columns, warps, stages = MIX_TILING
+    _mix_residual_kernel[triton.cdiv(tokens, rows) * batch,](
         probabilities, vectors, bias, x, out, moments, cores, tokens, batch * tokens, width,
-        INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=64, COLUMNS=64, PRECISION="ieee",
-        STAGES=3, num_warps=4,
+        INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=rows, COLUMNS=columns, PRECISION="ieee",
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out, moments
