@@ -42,7 +42,7 @@ def split_groups(h, ROWS: tl.constexpr, GROUP: tl.constexpr):
 def core_rows(tile, B, C, S, ROWS: tl.constexpr):
     """Of a tile of cores, counted over all images: their numbers, the rows they are in, and which of them exist."""
     i = tile * ROWS + tl.arange(0, ROWS)
-    return i, (i // C) * S + i % C, i < B * C
+    return i.to(tl.int64), ((i // C) * S + i % C).to(tl.int64), i < B * C
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _core_channels_kernel(
     group = tl.program_id(1)
     n = group * (2 * GROUP) + tl.arange(0, 2 * GROUP)[:, None]
     acc = tl.zeros([ROWS, 2 * GROUP], tl.float32)
-    at = x + row.to(tl.int64)[:, None] * D
+    at = x + row[:, None] * D
     acc = _small_product(at, w + n * D, acc, inside[:, None], n >= 0, D, K_STEP, D % K_STEP == 0, STAGES)
     acc *= inverse_deviation(moments, row, inside, B * S, eps, D, PARTS)[:, None]
     u, v = split_groups(acc, ROWS, GROUP)
@@ -109,7 +109,7 @@ def _add_core_channels_kernel(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     rows, columns = hidden + i[:, None] * N, w + n[:, None] * stride
     acc = _small_product(rows, columns, acc, inside[:, None], (n < D)[:, None], N, K_STEP, True, STAGES)
-    to = x + row.to(tl.int64)[:, None] * D + n[None, :]
+    to = x + row[:, None] * D + n[None, :]
     acc += tl.load(to, mask, 0.0).to(tl.float32)
     tl.store(to, acc.to(x.dtype.element_ty), mask)
 
@@ -134,7 +134,7 @@ def _core_projection_kernel(
     i, row, inside = core_rows(tl.program_id(0), B, C, S, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    at, columns = x + row.to(tl.int64)[:, None] * D, w + n[:, None] * D
+    at, columns = x + row[:, None] * D, w + n[:, None] * D
     acc = _small_product(at, columns, acc, inside[:, None], (n < N)[:, None], D, K_STEP, D % K_STEP == 0, STAGES)
     acc *= inverse_deviation(moments, row, inside, B * S, eps, D, PARTS)[:, None]
     acc += tl.load(bias + n, n < N, 0.0)[None, :]
@@ -163,7 +163,7 @@ def _core_values_kernel(
     h = tl.program_id(1)
     n = h * WIDTH + tl.arange(0, WIDTH)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    at, columns = averages + (row + h * C).to(tl.int64)[:, None] * D, w + n[:, None] * D
+    at, columns = averages + (row + h * C)[:, None] * D, w + n[:, None] * D
     acc = _small_product(at, columns, acc, inside[:, None], n[:, None] >= 0, D, K_STEP, D % K_STEP == 0, STAGES)
     acc += tl.load(bias + n)[None, :]
     tl.store(out + i[:, None] * D + n[None, :], acc.to(out.dtype.element_ty), inside[:, None])
@@ -177,9 +177,8 @@ def _core_vectors_kernel(
 ):  # fmt: skip
     # The first H roles: one head of the cores' own values. The last: all heads of what they have averaged.
     WIDTH: tl.constexpr = D // H
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i, row, inside = core_rows(tl.program_id(0), B, C, (H + 1) * C, ROWS)
     n, role = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(2)
-    inside = i < B * C
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     b, b_mask = w + n[:, None] * D, (n < D)[:, None]
     if role < H:
@@ -187,7 +186,7 @@ def _core_vectors_kernel(
         acc = _small_product(a, b + role * WIDTH, acc, inside[:, None], b_mask, WIDTH, K_STEP, True, STAGES)
     else:
         acc = _small_product(averaged + i[:, None] * D, b, acc, inside[:, None], b_mask, D, K_STEP, True, STAGES)
-    to = out + ((i // C) * ((H + 1) * C) + role * C + i % C).to(tl.int64)[:, None] * D + n[None, :]
+    to = out + (row + role * C)[:, None] * D + n[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), inside[:, None] & (n < D)[None, :])
 
 
