@@ -184,7 +184,7 @@ def test_fused_mlp_matches_float64(
     assert relative_error(out, expected) <= 1e-6
     rows = expected.flatten(0, 1)
     assert relative_error(found[0], torch.stack([rows.sum(1), rows.square().sum(1)])) <= 1e-6
-    assert prefers_fused(dim, hidden)
+    assert prefers_fused(dim, hidden) == (dim <= 192)
     assert not prefers_fused(96, hidden)
     assert not prefers_fused(448, hidden), "256 + 192: the rest is no power of two"
 

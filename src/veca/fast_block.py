@@ -19,10 +19,8 @@ Weights: TypeAlias = Literal["float8"]
 RotaryInputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """What kernels compute rotary tables from: coordinates of cores (B, C, 2) and patches (N, 2), frequencies (d/4)."""
 
-FEW_CORES_MAX_RATIO, FEW_CORES_MIN_ELEMENTS = 0.25, 2**25
-"""The few-cores algorithm is used up to this C·H / D, in batches of at least so many elements B·S·D."""
-PROJECTED_MAX_DIM = 2**16
-"""With few cores, queries and keys of patches stay on chip up to this width D."""
+FEW_CORES_MAX_RATIO, FEW_CORES_MIN_TOKENS = 0.25, 2**15
+"""The few-cores algorithm is used up to this C·H / D, in batches of at least so many tokens B·S."""
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -67,7 +65,7 @@ class FastBlock(nn.Module):
     def prefers_few_cores(self, x: Tensor, cores: int) -> bool:
         """Whether `_few_cores` is faster for tokens (B, S, D)."""
         few = cores * self.num_heads <= FEW_CORES_MAX_RATIO * x.shape[-1]
-        return few and x.numel() >= FEW_CORES_MIN_ELEMENTS
+        return few and x.shape[0] * x.shape[1] >= FEW_CORES_MIN_TOKENS
 
     def mlp(self, x: Tensor, sums: Tensor, cores: int, hidden: int | None) -> tuple[Tensor, Tensor]:
         """Tokens (B, S, D) + their MLP, and the moments of the sum; overwrites the cores of `x` at some widths."""
@@ -125,24 +123,19 @@ class FastBlock(nn.Module):
     def _few_cores(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
         """`veca.attention.few_cores_attention` with the residual sum, by kernels."""
         from veca.kernels.core_products import core_projection, core_vectors
-        from veca.kernels.few_cores import averaging_weights, mix_residual, probabilities, projected_probabilities
-        from veca.kernels.linear import linear
+        from veca.kernels.few_cores import averaging_weights, mix_residual, projected_probabilities
 
-        (batch, tokens, dim), heads, eps, cores = x.shape, self.num_heads, self.qkv.eps, positions[0].shape[1]
+        dim, heads, eps, cores = x.shape[-1], self.num_heads, self.qkv.eps, positions[0].shape[1]
         (w_qk, w_v), (b_qk, b_v) = (part.split([2 * dim, dim]) for part in (self.qkv.weight, self.qkv.bias))
         core_qkv = core_projection(x, sums, self.qkv.weight, self.qkv.bias, eps, cores)
-        if dim <= PROJECTED_MAX_DIM:
-            patch_to_core, logits = projected_probabilities(x, sums, w_qk, b_qk, eps, core_qkv, heads, *positions)
-        else:
-            qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=eps)
-            patch_to_core, logits = probabilities(qk.view(batch, tokens, 2, heads, dim // heads), *positions)
+        patch_to_core, logits = projected_probabilities(x, sums, w_qk, b_qk, eps, core_qkv, heads, *positions)
         averages = torch.bmm(averaging_weights(logits, sums, dim, eps, x.dtype), x)  # (B, H·C, D)
         vectors = core_vectors(averages, core_qkv, (w_v, b_v), self.proj, heads)
         return mix_residual(patch_to_core, vectors, self.proj_bias, x, cores)
 
     def first_core(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> Tensor:
         """The first core's token (B, 1, D) after this block, which must be the last."""
-        from veca.kernels.few_cores import averaging_weights, first_core_logits
+        from veca.kernels.few_cores import averaging_weights, core_logits
         from veca.kernels.linear import linear
 
         (batch, tokens, dim), dtype, heads, eps = x.shape, x.dtype, self.num_heads, self.qkv.eps
@@ -150,7 +143,7 @@ class FastBlock(nn.Module):
         first = F.layer_norm(x[:, :1], (dim,), eps=eps)
         q = F.linear(first, w_q, b_q.to(dtype)).unflatten(-1, (heads, -1))
         k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=eps).view(batch, tokens, heads, dim // heads)
-        logits = first_core_logits(q, k, *positions)
+        logits = core_logits(q, k, *positions)
         averages = torch.bmm(averaging_weights(logits, sums, dim, eps, dtype), x).transpose(0, 1)  # (H, B, D)
         values = torch.bmm(averages, w_v.view(heads, -1, dim).mT).transpose(0, 1).flatten(1) + b_v.to(dtype)
         x = x[:, :1] + F.linear(values, self.proj, self.proj_bias.to(dtype))[:, None]

@@ -172,7 +172,7 @@ class FastVeca(Veca):
         """
         from veca.kernels.coordinates import move_cores
         from veca.kernels.core_attention import launch_core_attention
-        from veca.kernels.few_cores import averaging_weights, first_core_logits
+        from veca.kernels.few_cores import averaging_weights, core_logits
         from veca.kernels.linear import linear, linear_residual, moment_parts, moments, patchify
 
         budget, dim = cores or self.budget or self.config.num_cores, self.config.embed_dim
@@ -216,7 +216,7 @@ class FastVeca(Veca):
             key, eps = block.qkv.weight.chunk(3)[1], block.qkv.eps
             calls += [
                 lambda: linear(flat, key, block.qkv.bias.chunk(3)[1], moments=mlp_sums, eps=eps),
-                lambda: first_core_logits(zeros(batch, 1, heads, dim // heads), qkv[:, :, 0].contiguous(), *positions),
+                lambda: core_logits(zeros(batch, 1, heads, dim // heads), qkv[:, :, 0].contiguous(), *positions),
                 lambda: averaging_weights(numbers(batch, heads, tokens), mlp_sums, dim, eps, x.dtype),
             ]
 

@@ -4,8 +4,8 @@ With C·H well below D it is less work to average tokens than to project their v
 than to project the output of every patch (`veca.attention.few_cores_attention` is the definition). Besides matrix
 products this takes:
 
-- `probabilities`: q and k → each patch's softmax over the cores, and the cores' logits over all tokens;
-  `projected_probabilities` starts from the tokens, and its queries and keys stay on chip;
+- `projected_probabilities`: tokens → each patch's softmax over the cores, and the cores' logits over all tokens;
+  queries and keys of patches stay on chip. `core_logits` are the logits alone, of queries and keys in memory;
 - `averaging_weights`: softmax of those logits, times 1/σ of each token, so that tokens are averaged without a LayerNorm
   before;
 - `mix_residual`: x + probabilities · vectors + bias, and the moments of the sum for the next LayerNorm.
@@ -29,88 +29,53 @@ from veca.kernels.rotary import load_frequency, load_rotated, load_rows, rotary_
 
 
 @triton.jit(do_not_specialize=["C", "N", "num_queries", "splits", "tiles"])
-def _probabilities_kernel(
-    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, num_queries, splits, tiles, scale,
-    stride_qb, stride_q, stride_k,
-    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PATCHES: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def _core_logits_kernel(
+    q, k, cores, patches, frequencies, logits, C, N, num_queries, splits, tiles, scale, stride_qb, stride_q, stride_k,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     split, bh = program_pair(splits)
-    role = tl.program_id(1)
     b, h = bh // H, bh % H
     S = C + N
     cores += b.to(tl.int64) * (2 * C)
-    patch_to_core += b.to(tl.int64) * S * (H * C)
     q += b.to(tl.int64) * stride_qb + h * D
     k += b.to(tl.int64) * S * stride_k + h * D
     frequency = load_frequency(frequencies, D // 2)
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
-    if PATCHES and role == 0:  # patch queries
-        cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
-        key = load_rotated(k + c * stride_k, c < C, cos, sin, HALF)
-        for tile in tl.range(start, stop, num_stages=STAGES):
-            n = tile * TILE + tl.arange(0, TILE)[:, None]
-            token = C + tile * TILE
-            patch_cos, patch_sin = rotary_table(patches, frequency, n, N - 1, HALF, EXACT)
-            query = load_rotated(row_pointers(q, token, stride_q, TILE), n < N, patch_cos, patch_sin, HALF)
-            s = tl.where(column < C, dot_scores(query, key, PRECISION), float("-inf"))
-            p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
-            p *= (1.0 / tl.sum(p, 1))[:, None]
-            to = row_pointers(patch_to_core, token, H * C, TILE) + h * C + column
-            tl.store(to, p.to(query.dtype), (n < N) & (column < C))
-    else:  # core queries: log2 of their probabilities, up to a constant
-        cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
-        query = load_rotated(q + c * stride_q, c < num_queries, cos, sin, HALF)
-        to = logits + (bh.to(tl.int64) * num_queries + c) * S
-        if split == 0:
-            for first in range(0, C, CHUNK):
-                key_cos, key_sin = rotary_table(cores, frequency, first + c, C - 1, HALF, EXACT)
-                key = load_rotated(k + (first + c) * stride_k, first + c < C, key_cos, key_sin, HALF)
-                s = dot_scores(query, key, PRECISION) * scale
-                tl.store(to + first + column, s, (c < num_queries) & (first + column < C))
-        for tile in tl.range(start, stop, num_stages=STAGES):
-            n = tile * TILE + tl.arange(0, TILE)
-            patch_cos, patch_sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
-            rows = row_pointers(k, C + tile * TILE, stride_k, TILE)
-            key = load_rotated(rows, (n < N)[:, None], patch_cos, patch_sin, HALF)
+    cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
+    query = load_rotated(q + c * stride_q, c < num_queries, cos, sin, HALF)
+    to = logits + (bh.to(tl.int64) * num_queries + c) * S
+    if split == 0:
+        for first in range(0, C, CHUNK):
+            key_cos, key_sin = rotary_table(cores, frequency, first + c, C - 1, HALF, EXACT)
+            key = load_rotated(k + (first + c) * stride_k, first + c < C, key_cos, key_sin, HALF)
             s = dot_scores(query, key, PRECISION) * scale
-            tl.store(to + C + n[None, :], s, (c < num_queries) & (n < N)[None, :])
+            tl.store(to + first + column, s, (c < num_queries) & (first + column < C))
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        patch_cos, patch_sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+        rows = row_pointers(k, C + tile * TILE, stride_k, TILE)
+        key = load_rotated(rows, (n < N)[:, None], patch_cos, patch_sin, HALF)
+        s = dot_scores(query, key, PRECISION) * scale
+        tl.store(to + C + n[None, :], s, (c < num_queries) & (n < N)[None, :])
 
 
-def probabilities(qk: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Of qk (B, S, 2, H, d): patches' probabilities (B, S, H·C), rows of cores unset, and cores' logits (B, H·C, S)."""
-    batch, tokens, _, heads, _ = qk.shape
-    cores = core_points.shape[1]
-    patch_to_core = qk.new_empty(batch, tokens, heads * cores)
-    q, k = qk.unbind(2)
-    return patch_to_core, _launch_probabilities(q, k, cores, core_points, patch_points, frequencies, patch_to_core)
-
-
-def first_core_logits(q: Tensor, k: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> Tensor:
-    """Logits (B, H, S), base 2, of the first core's query (B, 1, H, d) against keys (B, S, H, d)."""
-    return _launch_probabilities(q, k, 1, core_points, patch_points, frequencies, None)
-
-
-def _launch_probabilities(
-    q: Tensor, k: Tensor, num_queries: int, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
-    patch_to_core: Tensor | None,
-) -> Tensor:  # fmt: skip
-    batch, tokens, heads, width = k.shape
-    cores, patches = core_points.shape[1], patch_to_core is not None
+def core_logits(q: Tensor, k: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> Tensor:
+    """Logits (B, H·n, S), base 2, of the first n cores' queries (B, n, H, d) against keys (B, S, H, d)."""
+    (batch, tokens, heads, width), num_queries, cores = k.shape, q.shape[1], core_points.shape[1]
     logits = k.new_empty(batch, heads * num_queries, tokens, dtype=torch.float32)
     tiles = triton.cdiv(tokens - cores, 64)
-    splits = max(1, min(tiles, 10 * multiprocessors(k) // ((1 + patches) * batch * heads)))
+    splits = max(1, min(tiles, 10 * multiprocessors(k) // (batch * heads)))
     per_split = triton.cdiv(tiles, splits)
     splits = triton.cdiv(tiles, per_split)
-    _probabilities_kernel[splits * batch * heads, 1 + patches](
-        q, k, core_points, patch_points, frequencies, logits if patch_to_core is None else patch_to_core, logits,
-        cores, tokens - cores, num_queries, splits, per_split, width**-0.5 * LOG2_E.value,
-        q.stride(0), q.stride(1), k.stride(1),
-        H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(num_queries)), TILE=64, PATCHES=patches,
-        EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,
+    _core_logits_kernel[splits * batch * heads,](
+        q, k, core_points, patch_points, frequencies, logits, cores, tokens - cores, num_queries, splits, per_split,
+        width**-0.5 * LOG2_E.value, q.stride(0), q.stride(1), k.stride(1),
+        H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(num_queries)), TILE=64, EXACT=k.dtype == torch.float32,
+        PRECISION="ieee", STAGES=3,
     )  # fmt: skip
     return logits
 
@@ -190,14 +155,14 @@ class ProjectionTiling(NamedTuple):
     """Most of a thread; None: as the compiler chooses."""
 
 
-PROJECTION_TILING = ProjectionTiling(128, 4, 3)
+PROJECTION_TILING = ProjectionTiling(128, 8, 3, registers=128)
 
 
 def projected_probabilities(
     x: Tensor, moments: Tensor, w: Tensor, bias: Tensor, eps: float, core_qkv: Tensor, heads: int, core_points: Tensor,
     patch_points: Tensor, frequencies: Tensor, tiling: ProjectionTiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`probabilities` of the projection of x (B, S, D), whose queries and keys never reach memory.
+    """Patches' probabilities (B, S, H·C), rows of cores unset, and cores' logits (B, H·C, S) of tokens x (B, S, D).
 
     `w` (2·D, D or more) and `bias` are of the projection to q and k, with the norm folded in; `core_qkv` (B·C, 3·D) is
     what it gives for the cores.
