@@ -19,15 +19,14 @@ from sample_images import random_images
 from torch import Tensor, nn
 
 import veca
-from veca import optimized as fast_module
+from veca import fast_block, optimized
 from veca.attention import core_probabilities, use_kernel
 from veca.config import SWIGLU_GROUP
+from veca.fast_block import fold_norm, interleave_swiglu, to_float8
 from veca.inspect import core_maps
 from veca.model import VecaOutput
-from veca.optimized import FastVeca, fold_norm, interleave_swiglu, to_float8
+from veca.optimized import FastVeca
 from veca.rope import grid_rotary, make_rotary, patch_coordinates
-
-SETTINGS = fast_module
 
 
 def make(**overrides: object) -> veca.Veca:
@@ -81,8 +80,8 @@ def shortcut(monkeypatch: pytest.MonkeyPatch, on: bool) -> list[int]:
 
     original = few_cores.mix_residual
     monkeypatch.setattr(few_cores, "mix_residual", mix)
-    monkeypatch.setattr(SETTINGS, "FEW_CORES_MAX_RATIO", math.inf if on else 0.0)
-    monkeypatch.setattr(SETTINGS, "FEW_CORES_MIN_ELEMENTS", 0)
+    monkeypatch.setattr(fast_block, "FEW_CORES_MAX_RATIO", math.inf if on else 0.0)
+    monkeypatch.setattr(fast_block, "FEW_CORES_MIN_TOKENS", 0)
     return taken
 
 
@@ -363,22 +362,22 @@ def test_patchify_of_a_wide_picture() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("cores", "grid", "width"), [(1, (1, 3), 32), (8, (7, 10), 32), (20, (5, 13), 64)], ids=str)
-def test_probabilities_match_float64(cores: int, grid: tuple[int, int], width: int) -> None:
-    from veca.kernels.few_cores import averaging_weights, first_core_logits, probabilities
+def test_logits_and_averaging_weights_match_float64(cores: int, grid: tuple[int, int], width: int) -> None:
+    from veca.kernels.few_cores import averaging_weights, core_logits
 
     torch.manual_seed(cores)
     batch, heads, patches, dim = 2, 2, math.prod(grid), 2 * width
     qk = torch.randn(batch, cores + patches, 2, heads, width)
     points = torch.rand(batch, cores, 2) * 2 - 1
     patch = make_rotary(patch_coordinates(*grid, points.device, points.dtype), width, 0.125)
-    asked, logits = probabilities(qk, points, patch.coordinates, patch.frequencies)
+    q, k = qk.unbind(2)
+    logits = core_logits(q[:, :cores], k, points, patch.coordinates, patch.frequencies)
     assert logits.shape == (batch, heads * cores, cores + patches)
     core64, patch64 = (make_rotary(p.double(), width, 0.125) for p in (points[:, None], patch.coordinates))
-    patch_to_core, core_to_all = core_probabilities(qk.double(), core64, patch64)
-    assert relative_error(asked[:, cores:], patch_to_core) <= 2e-6
+    core_to_all = core_probabilities(qk.double(), core64, patch64)[1]
     assert relative_error((logits.double() * math.log(2)).softmax(-1), core_to_all) <= 2e-6
 
-    first = first_core_logits(qk[:, :1, 0], qk[:, :, 1], points, patch.coordinates, patch.frequencies)
+    first = core_logits(q[:, :1], k, points, patch.coordinates, patch.frequencies)
     assert relative_error(first, logits.unflatten(1, (heads, cores))[:, :, 0]) <= 1e-6
 
     # Averages are of normed tokens, without the mean: the value projection behind takes that out.
@@ -685,7 +684,7 @@ def test_gpu_replays_are_right_and_leave_earlier_results_alone(cls_only: bool) -
 
 @pytest.mark.gpu
 def test_gpu_replays_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SETTINGS, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(optimized, "MAX_GRAPHS", 2)
     model = make().cuda()
     fast, unrecorded = veca.optimize(model), veca.optimize(model, cuda_graphs=False)
     assert isinstance(fast, FastVeca)
@@ -781,7 +780,7 @@ def test_gpu_model_is_left_as_it_is_and_so_is_the_copy(dtype: torch.dtype) -> No
 @interpreted
 def test_compiling_runs_all_kernels_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton's interpreter takes one thread.
-    monkeypatch.setattr(fast_module, "ThreadPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(optimized, "ThreadPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     fast, images = FastVeca(make_small(), torch.float32, None, False), random_images(2, 8, 8)
     before = fast(images, 8, cls_only=True).cls
     fast.compile_kernels(2, 8, 8, cls_only=True)

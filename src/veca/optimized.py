@@ -1,9 +1,10 @@
 """`veca.optimize`: a copy of a model for fast inference, by fused kernels or torch.compile.
 
 On NVIDIA GPUs from Hopper on, each block is five Triton kernels (q, k and v; attention; output; two for the MLP) with
-the norms, SwiGLU and residual sums fused into them, and the coordinate update between two blocks is one more. Nothing
-is traced: a kernel is compiled for a width and a dtype when it first runs and serves every batch, resolution and
-budget. A shape that comes again is recorded as a CUDA graph and replayed, so that the GPU never waits for Python.
+the norms, SwiGLU and residual sums fused into them (`veca.fast_block`), and the coordinate update between two blocks is
+one more. Nothing is traced: a kernel is compiled for a model's sizes and a dtype when it first runs and serves every
+batch, resolution and budget; a new MLP width may compile the MLP's. A shape that comes again is recorded as a CUDA
+graph and replayed, so that the GPU never waits for Python.
 
 Elsewhere the plain model is compiled by `torch.compile` with dynamic shapes.
 
@@ -17,7 +18,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,26 +27,20 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
 from veca.block_ops import has_hooks, is_wrapped
-from veca.config import SWIGLU_GROUP, VecaConfig
+from veca.config import VecaConfig
 from veca.errors import ArgumentError
+from veca.fast_block import FastBlock, FastNorm, Weights, make_buffer
 from veca.inputs import patch_grid, resolve_budget, resolve_width
 from veca.kernels import ops
 from veca.model import Block, Veca
 from veca.rope import Rotary
 
-Weights: TypeAlias = Literal["float8"]
-RotaryInputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""What kernels compute rotary tables from: coordinates of cores (B, C, 2) and patches (N, 2), frequencies (d/4)."""
-
 HOPPER = (9, 0)
 """The first architecture with the tensor memory accelerator, which `veca.kernels.linear` loads tiles by."""
-FEW_CORES_MAX_RATIO, FEW_CORES_MIN_ELEMENTS = 0.25, 2**25
-"""The few-cores algorithm is used up to this C·H / D, in batches of at least so many elements B·S·D."""
 MAX_GRAPHS = 16
 RECOMPILE_LIMIT = 64
 """Of one block: the first, the last and the others, with gradients and without, few cores and many, a batch of one; a
 teacher at each resolution."""
-FLOAT8 = torch.float8_e4m3fn
 
 
 class FastVeca(Veca):
@@ -64,16 +59,20 @@ class FastVeca(Veca):
         self._seen: set[Any] = set()  # shapes that have been run at least once
         self.norm = FastNorm(model.norm)  # type: ignore[assignment]  # called the same way
         # Coordinates and their heads stay float32.
-        self.states = _buffer(torch.cat(list(model.core_states)), torch.float32)
+        self.states = make_buffer(torch.cat(list(model.core_states)), torch.float32)
         heads = cast(Sequence[nn.Linear], model.coordinate_heads)
-        self.move_weights = _buffer(torch.cat([head.weight[None] for head in heads] or [torch.empty(0)]), torch.float32)
-        self.move_biases = _buffer(torch.cat([head.bias[None] for head in heads] or [torch.empty(0)]), torch.float32)
-        self.move_alphas = _buffer(model.coordinate_alpha[:, None], torch.float32)
-        self.bank = _buffer(torch.cat(list(model.cores)), dtype)
+        self.move_weights = make_buffer(
+            torch.cat([head.weight[None] for head in heads] or [torch.empty(0)]), torch.float32
+        )
+        self.move_biases = make_buffer(
+            torch.cat([head.bias[None] for head in heads] or [torch.empty(0)]), torch.float32
+        )
+        self.move_alphas = make_buffer(model.coordinate_alpha[:, None], torch.float32)
+        self.bank = make_buffer(torch.cat(list(model.cores)), dtype)
         patch_weight = model.patch_embed.proj.weight.flatten(1)
         padding = (0, -patch_weight.shape[1] % ops.ROW_MULTIPLE)
-        self.patch_weight = _buffer(F.pad(patch_weight, padding), dtype)
-        self.patch_bias = _buffer(cast(Tensor, model.patch_embed.proj.bias), torch.float32)
+        self.patch_weight = make_buffer(F.pad(patch_weight, padding), dtype)
+        self.patch_bias = make_buffer(cast(Tensor, model.patch_embed.proj.bias), torch.float32)
         self.eval().requires_grad_(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,13 +108,14 @@ class FastVeca(Veca):
 
         rows, columns = patch_grid(images, self.config)
         budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
-        if resolve_width(self.width if width is None else width, self.config, self._warned) is not None:
-            raise ArgumentError(f"width={width}: fused kernels have the whole MLP only; use the model as it is")
+        hidden = resolve_width(self.width if width is None else width, self.config, self._warned)
         patch_rotary = self._patch_rotary(rows, columns, self.states)
         # With empty rows for the cores, so that the patch embedding writes the whole sequence in place.
         pixels = functools.partial(patchify, images, self.config.patch_size, budget, self.bank.dtype)
-        run = functools.partial(self._blocks, budget=budget, patch_rotary=patch_rotary, cls_only=cls_only)
-        key = (len(images), rows, columns, budget, cls_only)
+        run = functools.partial(
+            self._blocks, budget=budget, patch_rotary=patch_rotary, cls_only=cls_only, hidden=hidden
+        )
+        key = (len(images), rows, columns, budget, cls_only, hidden)
         if take or stop is not None or not self.cuda_graphs:
             x, coordinates, taken = run(pixels(), take=take, stop=stop)
         elif key not in self._seen:  # the first call compiles; a graph is recorded at the second
@@ -137,6 +137,7 @@ class FastVeca(Veca):
         budget: int,
         patch_rotary: Rotary,
         cls_only: bool,
+        hidden: int | None,
         take: Sequence[int] = (),
         stop: int | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -156,43 +157,52 @@ class FastVeca(Veca):
             if cls_only and i == len(self.blocks) - 1:
                 x = block.first_core(x, sums, positions)
             else:
-                x, sums = block(x, sums, positions)
+                x, sums = block(x, sums, positions, hidden)
             if i in take:
                 taken.append(x)
         return x, torch.stack(coordinates), taken
 
     @torch.inference_mode()
-    def compile_kernels(self, batch: int, side: int, cores: int | None = None, cls_only: bool = False) -> None:
+    def compile_kernels(
+        self, batch: int, side: int, cores: int | None = None, cls_only: bool = False, width: float | None = None
+    ) -> None:
         """Compile the kernels of a pass over (batch, 3, side, side), at once in threads; a pass does one by one.
 
         It saves time only where Triton's cache does not have them yet.
         """
         from veca.kernels.coordinates import move_cores
         from veca.kernels.core_attention import launch_core_attention
-        from veca.kernels.few_cores import averaging_weights, first_core_logits
+        from veca.kernels.few_cores import averaging_weights, core_logits
         from veca.kernels.linear import linear, linear_residual, moment_parts, moments, patchify
 
         budget, dim = cores or self.budget or self.config.num_cores, self.config.embed_dim
+        hidden = resolve_width(self.width if width is None else width, self.config, self._warned)
         block, grid = cast(FastBlock, self.blocks[0]), side // self.config.patch_size
         heads, tokens = block.num_heads, budget + grid**2
         zeros = functools.partial(torch.zeros, device=self.bank.device, dtype=self.bank.dtype)
         numbers = functools.partial(zeros, dtype=torch.float32)
         x, qkv = zeros(batch, tokens, dim), zeros(batch, tokens, 3, heads, dim // heads)
-        flat, hidden, images = x.flatten(0, 1), zeros(batch * tokens, block.fc2.shape[1]), numbers(batch, 3, side, side)
-        # Of the first block, and of those after it, whose moments come from another kernel
-        sums = numbers(1, 2, len(flat)), numbers(moment_parts(block.fc2), 2, len(flat))
+        flat, images = x.flatten(0, 1), numbers(batch, 3, side, side)
+        few = block.prefers_few_cores(x, budget)
+        sums = numbers(1, 2, len(flat))  # of the first block
+        attention_sums = sums if few else numbers(moment_parts(block.proj), 2, len(flat))
+        mlp_sums = numbers(block.mlp_moment_parts(hidden), 2, len(flat))
         state, rotary = numbers(batch, budget, 2), self._patch_rotary(grid, grid, self.states)
         positions = state, rotary.coordinates, rotary.frequencies
         pixels = zeros(len(flat), self.patch_weight.shape[1])
         # Those that take longest come first: threads take turns at Python, and the rest of a compilation needs none.
-        calls: list[Callable[[], object]] = [
-            # A smaller batch is split among more programs.
-            lambda: launch_core_attention(qkv[: max(1, batch // 4)], state[: max(1, batch // 4)], *positions[1:]),
-            lambda: launch_core_attention(qkv, *positions),
-            *(functools.partial(block.qkv.run, flat, each) for each in sums),
-            lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
-            lambda: block.fc1.run(flat, sums[1], swiglu=True),
-            lambda: linear_residual(hidden, block.fc2, block.fc2_bias, flat),
+        calls: list[Callable[[], object]] = block.mlp_calls(x, attention_sums, budget, hidden)
+        if few:
+            calls += [functools.partial(block._few_cores, x, each, positions) for each in (sums, mlp_sums)]
+        else:
+            calls += [
+                # A smaller batch is split among more programs.
+                lambda: launch_core_attention(qkv[: max(1, batch // 4)], state[: max(1, batch // 4)], *positions[1:]),
+                lambda: launch_core_attention(qkv, *positions),
+                *(functools.partial(block.qkv.run, flat, each) for each in (sums, mlp_sums)),
+                lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
+            ]
+        calls += [
             lambda: linear(pixels, self.patch_weight, self.patch_bias),
             lambda: patchify(images, self.config.patch_size, budget, self.bank.dtype),
             lambda: moments(flat),
@@ -202,14 +212,12 @@ class FastVeca(Veca):
         # Kernels depend on how the numbers of a layer are aligned in memory, which repeats after four layers.
         for head in list(zip(self.move_weights, self.move_biases, self.move_alphas, strict=True))[:4]:
             calls.append(functools.partial(move_cores, x, budget, state, head))
-        if budget * heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
-            calls += [functools.partial(block._few_cores, x, each, positions) for each in sums]
         if cls_only:
             key, eps = block.qkv.weight.chunk(3)[1], block.qkv.eps
             calls += [
-                lambda: linear(flat, key, block.qkv.bias.chunk(3)[1], moments=sums[1], eps=eps),
-                lambda: first_core_logits(zeros(batch, 1, heads, dim // heads), qkv[:, :, 0].contiguous(), *positions),
-                lambda: averaging_weights(numbers(batch, heads, tokens), sums[1], dim, eps, x.dtype),
+                lambda: linear(flat, key, block.qkv.bias.chunk(3)[1], moments=mlp_sums, eps=eps),
+                lambda: core_logits(zeros(batch, 1, heads, dim // heads), qkv[:, :, 0].contiguous(), *positions),
+                lambda: averaging_weights(numbers(batch, heads, tokens), mlp_sums, dim, eps, x.dtype),
             ]
 
         @torch.inference_mode()
@@ -219,115 +227,6 @@ class FastVeca(Veca):
 
         with ThreadPoolExecutor(4, "compile") as threads:
             list(threads.map(run, calls))
-
-
-class FastBlock(nn.Module):
-    """A block whose norms are folded into the weights that follow them."""
-
-    def __init__(self, block: Block, dtype: torch.dtype, weights: Weights | None) -> None:
-        super().__init__()
-        self.num_heads, attn, mlp = block.attn.num_heads, block.attn, block.mlp
-        qkv, qkv_bias = fold_norm(block.norm1, attn.qkv)
-        self.qkv = NormLinear(qkv, qkv_bias, block.norm1.eps, dtype, weights)
-        self.proj, self.proj_bias = _buffer(attn.proj.weight, dtype), _buffer(attn.proj.bias, torch.float32)
-        fc1, fc1_bias = interleave_swiglu(*fold_norm(block.norm2, mlp.fc1))
-        self.fc1 = NormLinear(fc1, fc1_bias, block.norm2.eps, dtype, weights)
-        padding = (0, len(fc1) // 2 - mlp.fc2.in_features)
-        self.fc2, self.fc2_bias = _buffer(F.pad(mlp.fc2.weight, padding), dtype), _buffer(mlp.fc2.bias, torch.float32)
-
-    def forward(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
-        """Tokens (B, S, D) and their moments (`veca.kernels.linear`) → the same after this block."""
-        from veca.kernels.core_attention import launch_core_attention
-        from veca.kernels.linear import linear_residual
-
-        batch, tokens, dim = x.shape
-        cores = positions[0].shape[1]
-        flat = x.flatten(0, 1)
-        if cores * self.num_heads <= FEW_CORES_MAX_RATIO * dim and x.numel() >= FEW_CORES_MIN_ELEMENTS:
-            flat, sums = self._few_cores(x, sums, positions)
-        else:
-            qkv = self.qkv.run(flat, sums).view(batch, tokens, 3, self.num_heads, dim // self.num_heads)
-            out, _ = launch_core_attention(qkv, *positions)
-            flat, sums = linear_residual(out.flatten(0, 1), self.proj, self.proj_bias, flat)
-        hidden = self.fc1.run(flat, sums, swiglu=True)
-        flat, sums = linear_residual(hidden, self.fc2, self.fc2_bias, flat)
-        return flat.view(batch, tokens, dim), sums
-
-    def _few_cores(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> tuple[Tensor, Tensor]:
-        """`veca.attention.few_cores_attention` with the residual sum, by kernels."""
-        from veca.kernels.few_cores import averaging_weights, mix_residual, probabilities
-        from veca.kernels.linear import linear
-
-        batch, tokens, dim = x.shape
-        heads, cores = self.num_heads, positions[0].shape[1]
-        (w_qk, w_v), (b_qk, b_v) = (part.split([2 * dim, dim]) for part in (self.qkv.weight, self.qkv.bias))
-        b_v, eps = b_v.to(x.dtype), self.qkv.eps
-        qk = linear(x.flatten(0, 1), w_qk, b_qk, moments=sums, eps=eps).view(batch, tokens, 2, heads, dim // heads)
-        patch_to_core, logits = probabilities(qk, *positions)
-        weights = averaging_weights(logits, sums, dim, eps, x.dtype)
-        averages = torch.bmm(weights, x).view(batch, heads, cores, dim).transpose(0, 1).reshape(heads, -1, dim)
-        values = torch.baddbmm(b_v.view(heads, 1, -1), averages, w_v.view(heads, -1, dim).mT)  # (H, B·C, d)
-        v_core = F.linear(F.layer_norm(x[:, :cores], (dim,), eps=eps), w_v, b_v).view(batch * cores, heads, -1)
-        vectors = x.new_empty(batch, heads * cores + cores, dim)
-        parts = torch.bmm(v_core.transpose(0, 1), self.proj.view(dim, heads, -1).permute(1, 2, 0))  # (H, B·C, D)
-        mixed = vectors[:, : heads * cores].view(batch, heads, cores, dim)
-        mixed.copy_(parts.view(heads, batch, cores, dim).transpose(0, 1))
-        vectors[:, heads * cores :] = F.linear(values.transpose(0, 1).flatten(1), self.proj).view(batch, cores, dim)
-        out, sums = mix_residual(patch_to_core, vectors, self.proj_bias, x, cores)
-        return out.flatten(0, 1), sums
-
-    def first_core(self, x: Tensor, sums: Tensor, positions: RotaryInputs) -> Tensor:
-        """The first core's token (B, 1, D) after this block, which must be the last."""
-        from veca.kernels.few_cores import averaging_weights, first_core_logits
-        from veca.kernels.linear import linear
-
-        (batch, tokens, dim), dtype, heads, eps = x.shape, x.dtype, self.num_heads, self.qkv.eps
-        (w_q, w_k, w_v), (b_q, b_k, b_v) = self.qkv.weight.chunk(3), self.qkv.bias.chunk(3)
-        first = F.layer_norm(x[:, :1], (dim,), eps=eps)
-        q = F.linear(first, w_q, b_q.to(dtype)).unflatten(-1, (heads, -1))
-        k = linear(x.flatten(0, 1), w_k, b_k, moments=sums, eps=eps).view(batch, tokens, heads, dim // heads)
-        logits = first_core_logits(q, k, *positions)
-        averages = torch.bmm(averaging_weights(logits, sums, dim, eps, dtype), x).transpose(0, 1)  # (H, B, D)
-        values = torch.bmm(averages, w_v.view(heads, -1, dim).mT).transpose(0, 1).flatten(1) + b_v.to(dtype)
-        x = x[:, :1] + F.linear(values, self.proj, self.proj_bias.to(dtype))[:, None]
-        hidden = F.linear(F.layer_norm(x, (dim,), eps=self.fc1.eps), self.fc1.weight, self.fc1.bias.to(dtype))
-        u, v = hidden.unflatten(-1, (-1, 2, SWIGLU_GROUP)).unbind(-2)
-        return x + F.linear((F.silu(u) * v).flatten(-2), self.fc2, self.fc2_bias.to(dtype))
-
-
-class NormLinear(nn.Module):
-    """A linear layer with the norm before it folded in (`fold_norm`), in 8 bits if `weights` says so."""
-
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, weights: Weights | None) -> None:
-        super().__init__()
-        self.eps, self.is_float8 = eps, weights == "float8"
-        self.weight, self.bias = _buffer(weight, dtype), _buffer(bias, torch.float32)
-        if self.is_float8:
-            values, scale = to_float8(self.weight)
-            self.float8, self.float8_scale = _buffer(values, FLOAT8), _buffer(scale, torch.float32)
-
-    def run(self, x: Tensor, sums: Tensor, swiglu: bool = False) -> Tensor:
-        """The norm and the layer on x (M, D), whose moments are `sums`."""
-        from veca.kernels.linear import linear, quantize_normalized
-
-        if not self.is_float8:
-            return linear(x, self.weight, self.bias, moments=sums, eps=self.eps, swiglu=swiglu)
-        values, scale = quantize_normalized(x, self.eps)
-        return linear(values, self.float8, self.bias, scales=(scale, self.float8_scale), swiglu=swiglu, dtype=x.dtype)
-
-
-class FastNorm(nn.Module):
-    """A LayerNorm by the kernel, with weight and bias in float32."""
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__()
-        self.eps = norm.eps
-        self.weight, self.bias = _buffer(norm.weight, torch.float32), _buffer(norm.bias, torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        from veca.kernels.linear import layer_norm
-
-        return layer_norm(x.flatten(0, -2), self.weight, self.bias, self.eps).view(x.shape)
 
 
 class Graph:
@@ -346,36 +245,6 @@ class Graph:
         return self.output
 
 
-def _buffer(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy as a buffer that is not part of the state dict."""
-    return nn.Buffer(tensor.detach().to(dtype, copy=True).contiguous(), persistent=False)
-
-
-@torch.no_grad()
-def fold_norm(norm: nn.LayerNorm, layer: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Weight W and bias such that `layer(norm(x))` is `(x Wᵀ) / σ(x) + bias`: all of the norm but 1/σ is in them."""
-    weight = layer.weight.double() * norm.weight.double()
-    bias = layer.bias.double() + layer.weight.double() @ norm.bias.double()
-    return weight - weight.mean(dim=1, keepdim=True), bias
-
-
-@torch.no_grad()
-def interleave_swiglu(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [u; v] of a SwiGLU's first layer, interleaved in groups of half a tile, which zeros are padded to."""
-    hidden = len(bias) // 2
-    padding = -hidden % SWIGLU_GROUP
-    weight = F.pad(weight.unflatten(0, (2, hidden)), (0, 0, 0, padding))
-    bias = F.pad(bias.unflatten(0, (2, hidden)), (0, padding))
-    weight, bias = (part.unflatten(1, (-1, SWIGLU_GROUP)).transpose(0, 1) for part in (weight, bias))
-    return weight.flatten(0, 2), bias.flatten()
-
-
-def to_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows scaled to the range of float8, and the scales (rows) that undo it."""
-    scale = weight.float().abs().amax(dim=1).clamp_min(1e-12) / torch.finfo(FLOAT8).max
-    return (weight.float() / scale[:, None]).to(FLOAT8), scale
-
-
 def supports_fused(config: VecaConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused kernels support such a model."""
     return (
@@ -389,15 +258,16 @@ def supports_fused(config: VecaConfig, device: torch.device, dtype: torch.dtype)
 def optimize(
     model: Veca, *, dtype: torch.dtype | None = None, weights: Weights | None = None, cuda_graphs: bool = True
 ) -> Veca:
-    """A copy of `model` for fast inference, called like the model itself, at any budget: `fast(images, cores=32)`.
+    """A copy of `model` for fast inference, called like the model itself: `fast(images, cores=32, width=0.5)`.
 
     The model itself is not changed. What the copy is depends on the model's device:
 
     - On NVIDIA GPUs from Hopper on: fused kernels in `dtype` (default bfloat16, or float16). They are compiled when
       they first run, which takes seconds for all, cached on disk by Triton, and serve every batch, resolution and
-      budget. With `cuda_graphs`, a shape that comes a second time is recorded and replayed from then on, which frees
-      the CPU; up to 16 shapes are kept. `weights="float8"` runs the two widest layers of each block in 8 bits: faster,
-      less exact.
+      budget; a new MLP width compiles at most the MLP's kernels. With `cuda_graphs`, a shape that comes a second time
+      is recorded and replayed from then on, which frees the CPU; up to 16 shapes are kept. `weights="float8"` runs the
+      two widest layers of each block in 8 bits, except where the whole MLP is one kernel (narrow models at small
+      widths): faster, less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with
       dynamic shapes, on a CPU block by block: the first call takes half a minute there, else a minute or two. Another
       batch, resolution or budget does not compile again, except for a few special cases: a batch of one, sizes that

@@ -33,7 +33,7 @@ def choose_batch(model: Veca, settings: EmbedSettings, device: torch.device) -> 
     if device.type != "cuda":
         return rule
     if isinstance(model, FastVeca):
-        model.compile_kernels(rule, settings.size, settings.cores, cls_only=not settings.dense)
+        model.compile_kernels(rule, settings.size, settings.cores, not settings.dense, settings.width)
     best, rate = 1, 0.0
     dtype: torch.dtype = getattr(torch, settings.precision)
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

@@ -4,7 +4,8 @@ With C·H well below D it is less work to average tokens than to project their v
 than to project the output of every patch (`veca.attention.few_cores_attention` is the definition). Besides matrix
 products this takes:
 
-- `probabilities`: q and k → each patch's softmax over the cores, and the cores' logits over all tokens;
+- `projected_probabilities`: tokens → each patch's softmax over the cores, and the cores' logits over all tokens;
+  queries and keys of patches stay on chip. `core_logits` are the logits alone, of queries and keys in memory;
 - `averaging_weights`: softmax of those logits, times 1/σ of each token, so that tokens are averaged without a LayerNorm
   before;
 - `mix_residual`: x + probabilities · vectors + bias, and the moments of the sum for the next LayerNorm.
@@ -13,101 +14,176 @@ Shapes: B images, C cores, N patches, S = C + N tokens (cores first), H heads, d
 columns of probabilities are head-major: h·C + c.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from veca.kernels.core_attention import LOG2_E, dot_scores
+from veca.kernels.core_products import inverse_deviation, split_groups
 from veca.kernels.launch import multiprocessors, program_pair, row_pointers
-from veca.kernels.rotary import load_frequency, load_rotated, rotary_table
+from veca.kernels.rotary import load_frequency, load_rotated, load_rows, rotary_table, rotate_pair
 
 
 @triton.jit(do_not_specialize=["C", "N", "num_queries", "splits", "tiles"])
-def _probabilities_kernel(
-    q, k, cores, patches, frequencies, patch_to_core, logits, C, N, num_queries, splits, tiles, scale,
-    stride_qb, stride_q, stride_k,
-    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PATCHES: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def _core_logits_kernel(
+    q, k, cores, patches, frequencies, logits, C, N, num_queries, splits, tiles, scale, stride_qb, stride_q, stride_k,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = D // 2
     split, bh = program_pair(splits)
-    role = tl.program_id(1)
     b, h = bh // H, bh % H
     S = C + N
     cores += b.to(tl.int64) * (2 * C)
-    patch_to_core += b.to(tl.int64) * S * (H * C)
     q += b.to(tl.int64) * stride_qb + h * D
     k += b.to(tl.int64) * S * stride_k + h * D
     frequency = load_frequency(frequencies, D // 2)
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = split * tiles
     stop = min(start + tiles, tl.cdiv(N, TILE))
-    if PATCHES and role == 0:  # patch queries
-        cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
-        key = load_rotated(k + c * stride_k, c < C, cos, sin, HALF)
-        for tile in tl.range(start, stop, num_stages=STAGES):
-            n = tile * TILE + tl.arange(0, TILE)[:, None]
-            token = C + tile * TILE
-            patch_cos, patch_sin = rotary_table(patches, frequency, n, N - 1, HALF, EXACT)
-            query = load_rotated(row_pointers(q, token, stride_q, TILE), n < N, patch_cos, patch_sin, HALF)
-            s = tl.where(column < C, dot_scores(query, key, PRECISION), float("-inf"))
-            p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
-            p *= (1.0 / tl.sum(p, 1))[:, None]
-            to = row_pointers(patch_to_core, token, H * C, TILE) + h * C + column
-            tl.store(to, p.to(query.dtype), (n < N) & (column < C))
-    else:  # core queries: log2 of their probabilities, up to a constant
-        cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
-        query = load_rotated(q + c * stride_q, c < num_queries, cos, sin, HALF)
-        to = logits + (bh.to(tl.int64) * num_queries + c) * S
-        if split == 0:
-            for first in range(0, C, CHUNK):
-                key_cos, key_sin = rotary_table(cores, frequency, first + c, C - 1, HALF, EXACT)
-                key = load_rotated(k + (first + c) * stride_k, first + c < C, key_cos, key_sin, HALF)
-                s = dot_scores(query, key, PRECISION) * scale
-                tl.store(to + first + column, s, (c < num_queries) & (first + column < C))
-        for tile in tl.range(start, stop, num_stages=STAGES):
-            n = tile * TILE + tl.arange(0, TILE)
-            patch_cos, patch_sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
-            rows = row_pointers(k, C + tile * TILE, stride_k, TILE)
-            key = load_rotated(rows, (n < N)[:, None], patch_cos, patch_sin, HALF)
+    cos, sin = rotary_table(cores, frequency, c, C - 1, HALF, EXACT)
+    query = load_rotated(q + c * stride_q, c < num_queries, cos, sin, HALF)
+    to = logits + (bh.to(tl.int64) * num_queries + c) * S
+    if split == 0:
+        for first in range(0, C, CHUNK):
+            key_cos, key_sin = rotary_table(cores, frequency, first + c, C - 1, HALF, EXACT)
+            key = load_rotated(k + (first + c) * stride_k, first + c < C, key_cos, key_sin, HALF)
             s = dot_scores(query, key, PRECISION) * scale
-            tl.store(to + C + n[None, :], s, (c < num_queries) & (n < N)[None, :])
+            tl.store(to + first + column, s, (c < num_queries) & (first + column < C))
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        n = tile * TILE + tl.arange(0, TILE)
+        patch_cos, patch_sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+        rows = row_pointers(k, C + tile * TILE, stride_k, TILE)
+        key = load_rotated(rows, (n < N)[:, None], patch_cos, patch_sin, HALF)
+        s = dot_scores(query, key, PRECISION) * scale
+        tl.store(to + C + n[None, :], s, (c < num_queries) & (n < N)[None, :])
 
 
-def probabilities(qk: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Of qk (B, S, 2, H, d): patches' probabilities (B, S, H·C), rows of cores unset, and cores' logits (B, H·C, S)."""
-    batch, tokens, _, heads, _ = qk.shape
-    cores = core_points.shape[1]
-    patch_to_core = qk.new_empty(batch, tokens, heads * cores)
-    q, k = qk.unbind(2)
-    return patch_to_core, _launch_probabilities(q, k, cores, core_points, patch_points, frequencies, patch_to_core)
-
-
-def first_core_logits(q: Tensor, k: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> Tensor:
-    """Logits (B, H, S), base 2, of the first core's query (B, 1, H, d) against keys (B, S, H, d)."""
-    return _launch_probabilities(q, k, 1, core_points, patch_points, frequencies, None)
-
-
-def _launch_probabilities(
-    q: Tensor, k: Tensor, num_queries: int, core_points: Tensor, patch_points: Tensor, frequencies: Tensor,
-    patch_to_core: Tensor | None,
-) -> Tensor:  # fmt: skip
-    batch, tokens, heads, width = k.shape
-    cores, patches = core_points.shape[1], patch_to_core is not None
+def core_logits(q: Tensor, k: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor) -> Tensor:
+    """Logits (B, H·n, S), base 2, of the first n cores' queries (B, n, H, d) against keys (B, S, H, d)."""
+    (batch, tokens, heads, width), num_queries, cores = k.shape, q.shape[1], core_points.shape[1]
     logits = k.new_empty(batch, heads * num_queries, tokens, dtype=torch.float32)
     tiles = triton.cdiv(tokens - cores, 64)
-    splits = max(1, min(tiles, 10 * multiprocessors(k) // ((1 + patches) * batch * heads)))
+    splits = max(1, min(tiles, 10 * multiprocessors(k) // (batch * heads)))
     per_split = triton.cdiv(tiles, splits)
     splits = triton.cdiv(tiles, per_split)
-    _probabilities_kernel[splits * batch * heads, 1 + patches](
-        q, k, core_points, patch_points, frequencies, logits if patch_to_core is None else patch_to_core, logits,
-        cores, tokens - cores, num_queries, splits, per_split, width**-0.5 * LOG2_E.value,
-        q.stride(0), q.stride(1), k.stride(1),
-        H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(num_queries)), TILE=64, PATCHES=patches,
-        EXACT=k.dtype == torch.float32, PRECISION="ieee", STAGES=3,
+    _core_logits_kernel[splits * batch * heads,](
+        q, k, core_points, patch_points, frequencies, logits, cores, tokens - cores, num_queries, splits, per_split,
+        width**-0.5 * LOG2_E.value, q.stride(0), q.stride(1), k.stride(1),
+        H=heads, D=width, CHUNK=max(16, triton.next_power_of_2(num_queries)), TILE=64, EXACT=k.dtype == torch.float32,
+        PRECISION="ieee", STAGES=3,
     )  # fmt: skip
     return logits
+
+
+@triton.jit
+def _load_halves(rows, mask, cos, sin, HALF: tl.constexpr):
+    """Queries or keys of cores, rotated, as two halves of their channels."""
+    a, b = load_rows(rows, mask, HALF), load_rows(rows + HALF, mask, HALF)
+    rotated_a, rotated_b = rotate_pair(a, b, cos, sin)
+    return rotated_a.to(a.dtype), rotated_b.to(a.dtype)
+
+
+@triton.jit
+def _dot_halves(a, b, core_a, core_b, PRECISION: tl.constexpr):
+    """Products (rows, cores) of queries or keys in float32 with those of cores, each as two halves."""
+    acc = tl.dot(a.to(core_a.dtype), core_a.T, input_precision=PRECISION)
+    return tl.dot(b.to(core_b.dtype), core_b.T, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["C", "N", "M", "tiles"])
+def _projected_probabilities_kernel(
+    x, w, bias, moments, core_qkv, cores, patches, frequencies, patch_to_core, logits, C, N, M, tiles, eps, scale,
+    H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # One tile of patches and one head; heads run fastest, so that they find the tile in the cache.
+    WIDTH: tl.constexpr = D // H
+    HALF: tl.constexpr = WIDTH // 2
+    h, tile_b = program_pair(H)
+    tile, b = tile_b % tiles, tile_b // tiles
+    S = C + N
+    acc = tl.zeros([BLOCK_M, 2 * WIDTH], tl.float32)
+    for step in tl.range(0, tl.cdiv(D, BLOCK_K), num_stages=STAGES):
+        rows = x.load([b, C + tile * BLOCK_M, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+        qk = w.load([0, h * WIDTH, step * BLOCK_K]).reshape(2 * WIDTH, BLOCK_K)
+        acc = tl.dot(rows, qk.T, acc, input_precision=PRECISION)
+    n = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (n < N)[:, None]
+    acc *= inverse_deviation(moments + b.to(tl.int64) * S + C, n, n < N, M, eps, D, PARTS)[:, None]
+    q, k = split_groups(acc, BLOCK_M, WIDTH)
+    channel = h * WIDTH + tl.arange(0, WIDTH)[None, :]
+    q += tl.load(bias + channel)
+    k += tl.load(bias + D + channel)
+    frequency = load_frequency(frequencies, HALF)
+    cos, sin = rotary_table(patches, frequency, n[:, None], N - 1, HALF, EXACT)
+    c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    core_cos, core_sin = rotary_table(cores + b.to(tl.int64) * (2 * C), frequency, c, C - 1, HALF, EXACT)
+    own = core_qkv + (b.to(tl.int64) * C + c) * (3 * D) + h * WIDTH
+    key_a, key_b = _load_halves(own + D, c < C, core_cos, core_sin, HALF)
+    query_a, query_b = _load_halves(own, c < C, core_cos, core_sin, HALF)
+
+    a, b_half = split_groups(q, BLOCK_M, HALF)
+    a, b_half = rotate_pair(a, b_half, cos, sin)
+    s = tl.where(column < C, _dot_halves(a, b_half, key_a, key_b, PRECISION), float("-inf"))
+    p = tl.exp2((s - tl.max(s, 1)[:, None]) * scale)
+    p *= (1.0 / tl.sum(p, 1))[:, None]
+    to = row_pointers(patch_to_core, b.to(tl.int64) * S + C + tile * BLOCK_M, H * C, BLOCK_M) + h * C + column
+    tl.store(to, p.to(patch_to_core.dtype.element_ty), inside & (column < C))
+
+    a, b_half = split_groups(k, BLOCK_M, HALF)
+    a, b_half = rotate_pair(a, b_half, cos, sin)
+    to = logits + ((b * H + h).to(tl.int64) * C + column) * S
+    s = _dot_halves(a, b_half, query_a, query_b, PRECISION) * scale
+    tl.store(to + C + n[:, None], s, inside & (column < C))
+    if tile == 0:  # the cores' own keys
+        own_logits = _dot_halves(key_a, key_b, query_a, query_b, PRECISION) * scale
+        tl.store(to + c, own_logits, (c < C) & (column < C))
+
+
+class ProjectionTiling(NamedTuple):
+    """How `projected_probabilities` is divided into tiles."""
+
+    rows: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Most of a thread; None: as the compiler chooses."""
+
+
+PROJECTION_TILING = ProjectionTiling(128, 8, 3, registers=128)
+
+
+def projected_probabilities(
+    x: Tensor, moments: Tensor, w: Tensor, bias: Tensor, eps: float, core_qkv: Tensor, heads: int, core_points: Tensor,
+    patch_points: Tensor, frequencies: Tensor, tiling: ProjectionTiling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Patches' probabilities (B, S, H·C), rows of cores unset, and cores' logits (B, H·C, S) of tokens x (B, S, D).
+
+    `w` (2·D, D or more) and `bias` are of the projection to q and k, with the norm folded in; `core_qkv` (B·C, 3·D) is
+    what it gives for the cores.
+    """
+    (batch, tokens, dim), cores = x.shape, core_points.shape[1]
+    width, patches = dim // heads, tokens - cores
+    patch_to_core = x.new_empty(batch, tokens, heads * cores)
+    logits = x.new_empty(batch, heads * cores, tokens, dtype=torch.float32)
+    rows, warps, stages, registers = tiling or PROJECTION_TILING
+    block_k = 128 // x.element_size()  # rows of a tile are 128 bytes
+    tiles = triton.cdiv(patches, rows)
+    _projected_probabilities_kernel[heads * tiles * batch,](
+        TensorDescriptor.from_tensor(x, [1, rows, block_k]),
+        TensorDescriptor.from_tensor(w.view(2, dim, dim), [2, width, block_k]),
+        bias, moments, core_qkv, core_points, patch_points, frequencies, patch_to_core, logits,
+        cores, patches, batch * tokens, tiles, eps, width**-0.5 * LOG2_E.value,
+        H=heads, D=dim, PARTS=moments.shape[0], BLOCK_M=rows, BLOCK_K=block_k,
+        CHUNK=max(16, triton.next_power_of_2(cores)), EXACT=x.dtype == torch.float32, PRECISION="ieee", STAGES=stages,
+        num_warps=warps, maxnreg=registers,
+    )  # fmt: skip
+    return patch_to_core, logits
 
 
 @triton.jit(do_not_specialize=["rows", "S", "M"])
@@ -198,6 +274,18 @@ def _mix_residual_kernel(
     tl.store(moments + M + row, squares, s < S)
 
 
+class MixTiling(NamedTuple):
+    """How `mix_residual` is divided into tiles."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+MIX_TILING = MixTiling(64, 64, 4, 3)
+
+
 def mix_residual(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor, cores: int) -> tuple[Tensor, Tensor]:
     """X (B, S, D) + probabilities (B, S, H·C) · the first H·C vectors (B, H·C + C, D) + bias, and moments (1, 2, B·S).
 
@@ -207,9 +295,10 @@ def mix_residual(probabilities: Tensor, vectors: Tensor, bias: Tensor, x: Tensor
     out = torch.empty_like(x)
     moments = torch.empty(1, 2, batch * tokens, device=x.device, dtype=torch.float32)
     width = probabilities.shape[-1]
-    _mix_residual_kernel[triton.cdiv(tokens, 64) * batch,](
+    rows, columns, warps, stages = MIX_TILING
+    _mix_residual_kernel[triton.cdiv(tokens, rows) * batch,](
         probabilities, vectors, bias, x, out, moments, cores, tokens, batch * tokens, width,
-        INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=64, COLUMNS=64, PRECISION="ieee",
-        STAGES=3, num_warps=4,
+        INNER=max(16, triton.next_power_of_2(width + cores)), D=dim, ROWS=rows, COLUMNS=columns, PRECISION="ieee",
+        STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out, moments

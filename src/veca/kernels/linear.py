@@ -107,7 +107,7 @@ NARROW_RESIDUAL_TILES = LinearTiling(128, 4, 3, 2, False)
 
 def _choose_linear_tiling(inputs: int, outputs: int, swiglu: bool, residual: bool) -> LinearTiling:
     """The fastest measured on an H200 among tiles of 128 × 256, 128 × 128 and 256 × 128."""
-    if swiglu or inputs < 512 or outputs % WIDE_TILES.block_n:
+    if swiglu or inputs < (768 if residual else 512) or outputs % WIDE_TILES.block_n:
         return NARROW_RESIDUAL_TILES if residual else NARROW_TILES
     return WIDE_TILES
 
