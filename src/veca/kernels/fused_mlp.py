@@ -98,8 +98,8 @@ class FusedTiling(NamedTuple):
 FUSED_TILINGS = {64: FusedTiling(64, 64, 4, 2), 192: FusedTiling(64, 32, 4, 2), 384: FusedTiling(64, 32, 8, 2)}
 """By the width D up to which they serve."""
 FUSED_MAX_DIM, FUSED_MAX_HIDDEN = 192, 128
-"""`fused_mlp` is used up to this width D and up to so many hidden channels of the patches. Beyond them two products, by
-memory, were faster on an H200; at D = 384 twice as fast, for lack of registers here."""
+"""`fused_mlp` is used up to this width D and so many hidden channels of the patches. Beyond them two products through
+memory were faster on an H200; at D = 384 twice as fast, for lack of registers here."""
 
 
 def column_parts(dim: int) -> tuple[int, int]:
