@@ -91,6 +91,8 @@ def test_a_mobile_network_by_kernels_matches_float64() -> None:
         expected = copy.deepcopy(model).double().forward_features(images.double())
         fuse_mobile_network(model)
         assert relative_error(model.forward_features(images), expected) <= 1e-5
+        compiled = torch.compile(model.forward_features, backend="aot_eager", fullgraph=True)
+        assert relative_error(compiled(images), expected) <= 1e-5
         with use_kernel("reference"):
             assert relative_error(model.forward_features(images), expected) <= 1e-5
 

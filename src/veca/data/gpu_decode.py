@@ -28,6 +28,7 @@ from veca.errors import ArgumentError, warn_caller
 from veca.images import to_tensor
 from veca.images.load import apply_crop
 from veca.images.resize import Crop
+from veca.utils.device import side_stream
 
 # After this many seconds without an answer the GPU is given up.
 PATIENCE = 60.0
@@ -217,7 +218,7 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
         if not self._threads:
             # Daemons: the interpreter does not wait for them if the GPU hangs.
             names = (f"gpu decoder {i}" for i in range(THREADS))
-            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+            self._threads = [threading.Thread(target=self._run, args=(name,), name=name, daemon=True) for name in names]
             for thread in self._threads:
                 thread.start()
         if self.works:
@@ -235,9 +236,9 @@ class GpuDecoder(AbstractContextManager["GpuDecoder"]):
 
         return wait
 
-    def _run(self) -> None:
+    def _run(self, name: str) -> None:
         on_gpu = self.device.type == "cuda"
-        stream: Any = torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext()
+        stream: Any = torch.cuda.stream(side_stream(self.device, name)) if on_gpu else nullcontext()
         while (task := self._tasks.get()) is not None:
             future, records = task
             began = time.perf_counter()

@@ -26,6 +26,7 @@ from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool, prefetch
 from veca.images import MAX_PIXELS, normalize, open_image
 from veca.images.load import apply_crop
 from veca.images.resize import Crop
+from veca.utils.device import side_stream
 
 # Images that a worker returns at a time
 _TASK_IMAGES = 16
@@ -132,7 +133,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
             self._shared = SharedSlots(workers * self._prefetch + 1, _SLOT_BYTES)
         self._pin = torch.cuda.is_available() and self.device is None
         on_gpu = self.device is not None and self.device.type == "cuda"
-        self._stream: Any = torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext()
+        self._stream: Any = torch.cuda.stream(side_stream(self.device, "loader")) if on_gpu else nullcontext()
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:

@@ -6,6 +6,9 @@ ReLU6 and the residual sum are part of the kernel before them.
 Shapes: B images, maps (B, H, W, channels), side × side taps, E channels, N outputs; in 1×1 convolutions M = B·H·W rows,
 K inputs.
 """
+# Triton has tuples in kernels, but does not unpack them; mypy knows no tuple that grows.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment,var-annotated"
 
 from typing import NamedTuple
 
@@ -54,41 +57,67 @@ def _pointwise_kernel(
         tl.store(row_pointers(out, first, N, BLOCK_M) + n[None, :], acc.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["H", "W", "rows", "columns", "top", "left", "across", "tiles"])
+@triton.jit
+def _load_line(at, y, z, c, H, W, E: tl.constexpr, PIXELS: tl.constexpr):
+    """`PIXELS` neighbouring pixels from each of `at`, in line y of a map, from columns z on; zeros outside of it."""
+    inside = c < tl.where((y >= 0) & (y < H), E, 0)
+    values = ()
+    for j in tl.static_range(PIXELS):
+        values = values + (tl.load(at + j * E, inside & (z + j >= 0) & (z + j < W), 0.0),)
+    return values
+
+
+@triton.jit(do_not_specialize=["H", "W", "rows", "columns", "top", "left", "height", "across", "tiles"])
 def _depthwise_kernel(
-    x, taps, bias, out, H, W, rows, columns, top, left, across, tiles, E: tl.constexpr, SIDE: tl.constexpr,
-    STRIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    x, taps, bias, out, H, W, rows, columns, top, left, height, across, tiles, E: tl.constexpr, SIDE: tl.constexpr,
+    STRIDE: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    # A program goes down a strip of the map, `EACH` neighbouring pixels for each row of its tensors. Every line is read
+    # once, while the one before it is computed, and added to all output lines that it is part of.
+    LIVE: tl.constexpr = (SIDE + STRIDE - 1) // STRIDE  # output lines under way: line n is in slot n % LIVE
+    PIXELS: tl.constexpr = SIDE + (EACH - 1) * STRIDE
     chunk, image_tile = program_pair((E + CHANNELS - 1) // CHANNELS)
     tile, b = image_tile % tiles, (image_tile // tiles).to(tl.int64)
-    c = chunk * CHANNELS + tl.arange(0, CHANNELS)
-    p = tl.arange(0, HEIGHT * WIDTH)
-    # Four neighbouring pixels of a row together: what is loaded for one serves the next.
-    row, column = tile // across * HEIGHT + p // WIDTH, (tile % across * WIDTH + p % WIDTH) * 4
+    c = chunk * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    row, column = tile // across * height, (tile % across * GROUPS + tl.arange(0, GROUPS)[:, None]) * EACH
     y, z = row * STRIDE - top, column * STRIDE - left
-    at = x + b * H * W * E + ((y * W + z) * E)[:, None] + c[None, :]
-    zeros = tl.zeros([HEIGHT * WIDTH, CHANNELS], tl.float32) + tl.load(bias + c, c < E, 0.0)[None, :]
-    acc0, acc1, acc2, acc3 = zeros, zeros, zeros, zeros
-    for i in range(SIDE):
-        in_row = (y + i >= 0) & (y + i < H)
-        for j in tl.static_range(SIDE + 3 * STRIDE):
-            inside = (in_row & (z + j >= 0) & (z + j < W))[:, None] & (c < E)[None, :]
-            value = tl.load(at + i * W * E + j * E, inside, 0.0).to(tl.float32)
-            tap = taps + (i * SIDE + j) * E + c
-            if j < SIDE:
-                acc0 += value * tl.load(tap, c < E, 0.0)[None, :]
-            if j >= STRIDE and j < SIDE + STRIDE:
-                acc1 += value * tl.load(tap - STRIDE * E, c < E, 0.0)[None, :]
-            if j >= 2 * STRIDE and j < SIDE + 2 * STRIDE:
-                acc2 += value * tl.load(tap - 2 * STRIDE * E, c < E, 0.0)[None, :]
-            if j >= 3 * STRIDE:
-                acc3 += value * tl.load(tap - 3 * STRIDE * E, c < E, 0.0)[None, :]
-    to = out + b * rows * columns * E + ((row * columns + column) * E)[:, None] + c[None, :]
-    in_map = (row < rows)[:, None] & (c < E)[None, :]
-    tl.store(to, _relu6(acc0).to(out.dtype.element_ty), in_map & (column < columns)[:, None])
-    tl.store(to + E, _relu6(acc1).to(out.dtype.element_ty), in_map & (column + 1 < columns)[:, None])
-    tl.store(to + 2 * E, _relu6(acc2).to(out.dtype.element_ty), in_map & (column + 2 < columns)[:, None])
-    tl.store(to + 3 * E, _relu6(acc3).to(out.dtype.element_ty), in_map & (column + 3 < columns)[:, None])
+    at = x + b * H * W * E + (y * W + z) * E + c
+    to = out + b * rows * columns * E + column * E + c
+    empty = tl.zeros([GROUPS, CHANNELS], tl.float32) + tl.load(bias + c, c < E, 0.0)
+    weights, sums = (), ()
+    for k in tl.static_range(SIDE * SIDE):
+        weights = weights + (tl.load(taps + k * E + c, c < E, 0.0),)
+    for _ in tl.static_range(LIVE * EACH):
+        sums = sums + (empty,)
+    values = _load_line(at, y, z, c, H, W, E, PIXELS)
+    for first in range(0, height * STRIDE + SIDE - STRIDE, LIVE * STRIDE):
+        for u in tl.static_range(LIVE * STRIDE):
+            line = first + u
+            ahead = _load_line(at + (line + 1) * W * E, y + line + 1, z, c, H, W, E, PIXELS)
+            for j in tl.static_range(PIXELS):
+                value, more = values[j].to(tl.float32), ()
+                for k in tl.static_range(LIVE * EACH):
+                    a = sums[k]
+                    # The row of taps that takes this line to slot k // EACH, if there is one
+                    if (u - k // EACH * STRIDE) % (LIVE * STRIDE) < SIDE:  # noqa: SIM102
+                        if j - k % EACH * STRIDE >= 0 and j - k % EACH * STRIDE < SIDE:
+                            tap = weights[(u - k // EACH * STRIDE) % (LIVE * STRIDE) * SIDE + j - k % EACH * STRIDE]
+                            a += value * tap
+                    more = more + (a,)
+                sums = more
+            values = ahead
+            if (u - SIDE + 1) % STRIDE == 0:  # an output line is complete
+                done, more = row + (line - SIDE + 1) // STRIDE, ()
+                inside = c < tl.where((done >= row) & (done < row + height) & (done < rows), E, 0)
+                for k in tl.static_range(LIVE * EACH):
+                    a = sums[k]
+                    if (u - SIDE + 1) // STRIDE % LIVE == k // EACH:
+                        pixel = to + (done * columns + k % EACH) * E
+                        in_map = inside & (column + k % EACH < columns)
+                        tl.store(pixel, _relu6(a).to(out.dtype.element_ty), in_map)
+                        a = empty
+                    more = more + (a,)
+                sums = more
 
 
 @triton.jit(do_not_specialize=["H", "W", "rows", "columns", "top", "left", "blocks"])
@@ -125,12 +154,14 @@ class PointwiseTiling(NamedTuple):
 
 
 class DepthwiseTiling(NamedTuple):
-    """Rows, groups of four pixels in a row, and channels that a program computes."""
+    """What a program of a depthwise convolution computes: rows, groups of neighbouring pixels, and channels."""
 
     height: int
-    width: int
+    """At most."""
+    groups: int
+    each: int
+    """Pixels of a group."""
     channels: int
-    warps: int
 
 
 def choose_pointwise_tiling(inputs: int, outputs: int) -> PointwiseTiling:
@@ -144,10 +175,12 @@ def choose_pointwise_tiling(inputs: int, outputs: int) -> PointwiseTiling:
     return PointwiseTiling(128, 64, whole, 4, 1 if whole >= 128 else 3)
 
 
-def choose_depthwise_tiling(channels: int, columns: int) -> DepthwiseTiling:
-    """The fastest measured on an H200 for the layers of EfficientNet-Lite2, or within 4 % of it."""
-    (height, width), some = (2, 8) if columns > 16 else (4, 4), 16 if channels % 32 else 32
-    return DepthwiseTiling(height, width, some, height * width * some // 256)
+def choose_depthwise_tiling(side: int) -> DepthwiseTiling:
+    """The fastest measured on an H200 for the layers of EfficientNet-Lite2, or near it: 128 numbers for one warp.
+
+    With more than three taps on a side, larger groups of pixels would take more registers than there are.
+    """
+    return DepthwiseTiling(64, 4, 4, 32) if side <= 3 else DepthwiseTiling(64, 8, 2, 16)
 
 
 def same_padding(size: int, side: int, stride: int) -> tuple[int, int]:
@@ -183,14 +216,16 @@ def launch_depthwise(
 
     Taps are (side, side, E) in float32, padding is TensorFlow's "same".
     """
-    (batch, height, width, channels), side = x.shape, taps.shape[0]
-    (rows, top), (columns, left) = (same_padding(size, side, stride) for size in (height, width))
-    tiling = tiling or choose_depthwise_tiling(channels, columns)
-    down, across = triton.cdiv(rows, tiling.height), triton.cdiv(columns, 4 * tiling.width)
+    (batch, lines, width, channels), side = x.shape, taps.shape[0]
+    (rows, top), (columns, left) = (same_padding(size, side, stride) for size in (lines, width))
+    height, groups, each, some = tiling or choose_depthwise_tiling(side)
+    height = min(height, rows)
+    down, across = triton.cdiv(rows, height), triton.cdiv(columns, groups * each)
     out = x.new_empty(batch, rows, columns, channels)
-    launchable(_depthwise_kernel, x)[triton.cdiv(channels, tiling.channels) * down * across * batch,](
-        x, taps, bias, out, height, width, rows, columns, top, left, across, down * across, E=channels, SIDE=side,
-        STRIDE=stride, HEIGHT=tiling.height, WIDTH=tiling.width, CHANNELS=tiling.channels, num_warps=tiling.warps,
+    launchable(_depthwise_kernel, x)[triton.cdiv(channels, some) * down * across * batch,](
+        x, taps, bias, out, lines, width, rows, columns, top, left, height, across, down * across,
+        E=channels, SIDE=side, STRIDE=stride, GROUPS=groups, EACH=each, CHANNELS=some,
+        num_warps=triton.cdiv(groups * some, 128), num_stages=1,
     )  # fmt: skip
     return out
 

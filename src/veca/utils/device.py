@@ -1,5 +1,6 @@
 """Devices: choosing one by name, its versions for results, peak memory of a call or a process."""
 
+import functools
 import gc
 import os
 import platform
@@ -22,6 +23,16 @@ def separate_streams() -> None:
     of `veca embed` would be several times slower.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+@functools.cache
+def side_stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """A stream of a GPU beside the model's, always the same for a `use`.
+
+    torch deals out 32 streams in turn. Were one made for each run, it would sooner or later be the stream on which the
+    model records a CUDA graph, and its work would be recorded or refused.
+    """
+    return torch.cuda.Stream(device)
 
 
 def choose_device(name: str = "auto") -> torch.device:

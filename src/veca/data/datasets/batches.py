@@ -32,6 +32,7 @@ from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
 from veca.images.load import CROP_RATIO, plan_centre
 from veca.images.resize import Crop
+from veca.utils.device import side_stream
 
 # Pixels and label map of an image
 _Pair = tuple[NDArray[Any], NDArray[Any]]
@@ -370,7 +371,7 @@ class _DeviceBatches(AbstractContextManager[Iterator[list[tuple[int, Any]]]]):
         tasks = enumerate(part for batch in sent for part in _split_batch(batch))
         self.pool = WorkerPool(self._read, tasks, workers, _PREFETCH, fork=self.slots is not None)
         on_gpu = device.type == "cuda"
-        self.stream: Any = torch.cuda.stream(torch.cuda.Stream(device)) if on_gpu else nullcontext()
+        self.stream: Any = torch.cuda.stream(side_stream(device, "labelled")) if on_gpu else nullcontext()
 
     def __enter__(self) -> Iterator[list[tuple[int, Any]]]:
         self.batches = self._finish()
