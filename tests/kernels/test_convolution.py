@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -70,11 +72,17 @@ def test_first_convolution_matches_float64(
     assert relative_error(out, convolve(images, weight, bias, stride)) <= 1e-6
 
 
-def mobile_network() -> nn.Module:
-    """A timm EfficientNet-Lite with statistics as after training."""
+def mobile_network(small: bool = False) -> nn.Module:
+    """A timm EfficientNet-Lite, or a `small` one of the same blocks, with statistics as after training."""
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model("tf_efficientnet_lite0", num_classes=0).eval()
+    model: nn.Module = timm.create_model("tf_efficientnet_lite0", num_classes=0)
+    if small:
+        arch = [["ds_r1_k3_s1_e1_c8"], ["ir_r2_k3_s2_e3_c16"], ["ir_r2_k5_s2_e2_c24"]]
+        blocks = import_module("timm.models._efficientnet_builder").decode_arch_def(arch)
+        options: dict[str, Any] = {"num_features": 40, "stem_size": 16, "pad_type": "same", "act_layer": nn.ReLU6}
+        model = type(model)(blocks, num_classes=0, **options)
+    model.eval()
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.normal_(norm.running_mean, std=0.1)  # type: ignore[arg-type]
@@ -85,11 +93,12 @@ def mobile_network() -> nn.Module:
 
 @interpreted
 def test_a_mobile_network_by_kernels_matches_float64() -> None:
-    model = mobile_network()
-    images = torch.randn(1, 3, 24, 40)
+    model = mobile_network(small=True)
+    images = torch.randn(2, 3, 24, 40)
     with torch.no_grad():
         expected = copy.deepcopy(model).double().forward_features(images.double())
         fuse_mobile_network(model)
+        assert all(isinstance(block, MobileBlock) for stage in model.blocks for block in stage)
         assert relative_error(model.forward_features(images), expected) <= 1e-5
         compiled = torch.compile(model.forward_features, backend="aot_eager", fullgraph=True)
         assert relative_error(compiled(images), expected) <= 1e-5
