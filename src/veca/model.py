@@ -258,9 +258,10 @@ class Veca(nn.Module):
         images, cores, width = apply_compute(self, images, cores, width, compute, resize)
         x, coordinates, _ = self._run(images, cores, cls_only=cls_only, width=width)
         x = self.output_proj(x)
-        budget = coordinates.shape[2]
+        budget = min(coordinates.shape[2], x.shape[1])
         logits = self.forward_head(x) if self.config.num_classes else None
-        return VecaOutput(x[:, :budget], x[:, budget:], coordinates, patch_grid(images, self.config), logits)
+        core_tokens, patches = x.split([budget, x.shape[1] - budget], dim=1)  # slices would each have a whole gradient
+        return VecaOutput(core_tokens, patches, coordinates, patch_grid(images, self.config), logits)
 
     def _run(
         self,

@@ -70,7 +70,7 @@ def test_the_kernel_gives_the_pixels_of_pillow() -> None:
     from veca.kernels.resample import locate, resample_crops
 
     rng = np.random.default_rng(0)
-    images, crops, want = list[torch.Tensor](), list[Crop](), list[NDArray[np.uint8]]()
+    images, crops, want = list[NDArray[np.uint8]](), list[Crop](), list[NDArray[np.uint8]]()
     for orientation in range(1, 9):
         height, width = rng.integers(36, 60, 2)
         stored = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -80,15 +80,19 @@ def test_the_kernel_gives_the_pixels_of_pillow() -> None:
         box = 6 * left, 6 * top, upright.width - 6 * right, upright.height - 6 * bottom
         crop = Crop(box, 15, 12, 16, 16)
         want.append(np.asarray(apply_crop(crop, upright)))
-        tensor = torch.from_numpy(stored).permute(2, 0, 1)
-        images.append(tensor if orientation % 2 else tensor.contiguous())
+        images.append(stored)
         crops.append(crop._replace(orientation=orientation))
     square = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
-    images.append(torch.from_numpy(square).permute(2, 0, 1))
+    images.append(square)
     crops.append(Crop((0.0, 0.0, 20.0, 20.0), 16, 16, 16, 16, flip=True))
     want.append(np.asarray(apply_crop(crops[-1], Image.fromarray(square))))
     out = torch.full((len(images), 3, 16, 16), 7, dtype=torch.uint8)
-    resample_crops(locate(images), crops, out)
+    pixels = np.concatenate([image.reshape(-1) for image in images])
+    places = locate(pixels.ctypes.data, [image.shape for image in images])
+    # Planes of channels too, as a JPEG's are
+    planes = torch.from_numpy(images[1]).permute(2, 0, 1).contiguous()
+    places[1] = planes.data_ptr(), *planes.shape, *planes.stride()
+    resample_crops(places, crops, out)
     np.testing.assert_array_equal(out.permute(0, 2, 3, 1).numpy(), np.stack(want))
 
 

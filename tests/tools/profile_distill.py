@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from torch.profiler import ProfilerActivity, profile
 from veca.optimized import RECOMPILE_LIMIT
 from veca.train import parallel
 from veca.train.distill import Distillation
+from veca.train.objective import Pass
 from veca.train.recipe import load_recipe
 from veca.utils.timing import synchronize
 
 
-class Waiting:
+class Waiting(AbstractContextManager["Waiting"]):
     """Batches, and the seconds that were spent waiting for them."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches, self.seconds = batches, 0.0
+
+    def __exit__(self, *_: object) -> None: ...
 
     def __iter__(self) -> Waiting:
         return self
@@ -55,29 +59,30 @@ def main() -> None:
     ):
         run = Distillation(recipe, Path(folder), world)
         with run.batches() as batches:
-            waiting = Waiting(iter(batches))
-            time_steps(run, waiting, arguments.warmup, "warm-up")
+            batches.batches = waiting = Waiting(iter(batches.batches))
+            passes = iter(batches)
+            time_steps(run, passes, waiting, arguments.warmup, "warm-up")
             for _ in range(3):
-                time_steps(run, waiting, arguments.steps, "timed")
+                time_steps(run, passes, waiting, arguments.steps, "timed")
             if run.device.type == "cuda":
-                show_kernels(run, waiting, arguments.rows)
+                show_kernels(run, passes, arguments.rows)
 
 
-def time_steps(run: Distillation, batches: Waiting, count: int, label: str) -> None:
-    batches.seconds, began = 0.0, time.perf_counter()
+def time_steps(run: Distillation, passes: Iterator[Pass], waiting: Waiting, count: int, label: str) -> None:
+    waiting.seconds, began = 0.0, time.perf_counter()
     for _ in range(count):
-        run.train_step(batches)
+        run.train_step(passes)
     synchronize(run.device)
     seconds = time.perf_counter() - began
     rate = run.recipe.batch * count / seconds
-    each, waited = 1e3 * seconds / count, 1e3 * batches.seconds / count
+    each, waited = 1e3 * seconds / count, 1e3 * waiting.seconds / count
     print(f"{label}: {rate:,.0f} images/s, {each:.1f} ms a step, {waited:.1f} ms of it waiting for images", flush=True)
 
 
-def show_kernels(run: Distillation, batches: Waiting, rows: int, steps: int = 3) -> None:
+def show_kernels(run: Distillation, passes: Iterator[Pass], rows: int, steps: int = 3) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
-            run.train_step(batches)
+            run.train_step(passes)
         synchronize(run.device)
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     busy, end, times, launches = 0.0, 0.0, Counter[str](), Counter[str]()

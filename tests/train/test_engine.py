@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,42 @@ def test_gpu_stops_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert veca.load(folder).provenance["step"] == 5
 
 
+@pytest.mark.gpu
+def test_gpu_passes_ahead_of_the_student_have_the_targets_of_their_images(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, steps=20, resolutions=[{"odds": {64: 1, 96: 1}}])
+    trainer = Distillation(recipe, tmp_path / "run", World(0, 1, torch.device("cuda", 0)))
+    runner = trainer.runner
+    with trainer.batches() as passes:
+        for images, targets, _ in itertools.islice(passes, 16):
+            again = runner.targets(images)  # as validation does, while the next pass is under way
+            with runner.autocast():
+                expected = trainer.teacher(images, (images.shape[-1] // 16,) * 2)
+            for one, two, other in zip(targets, again, expected, strict=True):
+                assert torch.equal(one, other)
+                assert torch.equal(two, other)
+    assert len(runner._graphs) == 2
+    assert all(runner._graphs.values())
+
+
+class Waiting(Colours):
+    """A teacher that waits for the device, which a CUDA graph cannot."""
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return super().features(images * (1 + 0 * images[0, 0, 0, 0].item()))
+
+
+@pytest.mark.gpu
+def test_gpu_a_teacher_that_no_graph_can_record_runs_without() -> None:
+    recipe, world = Recipe.from_dict({"precision": "float32", "compile": True}), World(0, 1, torch.device("cuda", 0))
+    images = torch.randn(8, 3, 64, 64, device="cuda")
+    for teacher, recorded in ((Waiting(), False), (Colours(), True)):
+        runner = TeacherRunner(teacher.cuda(), recipe, world, 16)
+        for _ in range(5):
+            targets = runner.targets(images)
+            assert torch.equal(targets.cls, teacher(images, (4, 4)).cls)
+        assert [bool(graph) for graph in runner._graphs.values()] == [recorded]
+
+
 def test_no_memory_names_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 406 MiB, another process has 30 GiB")
@@ -165,7 +202,7 @@ def test_a_signal_before_the_first_step_is_done_does_not_wait_for_it(
     recipe = small_recipe(
         tmp_path, steps=5, **more, data={"train": [str(tmp_path)], "workers": 0, "resident": 64, "augment": "flip"}
     )
-    place = "veca.data.loader.open_crop" if where == "open_crop" else "veca.train.distill.to_model_input"
+    place = "veca.data.loader.open_crop" if where == "open_crop" else "veca.train.objective.to_model_input"
     monkeypatch.setattr(place, lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(TeacherRunner, "targets", lambda *_: pytest.fail("went on to train"))
     with pytest.raises(Interrupted):

@@ -162,12 +162,14 @@ def _covered(sizes: NDArray[np.int64], crops: Sequence[Crop]) -> NDArray[np.bool
 def _finish_pixels(
     indices: Sequence[int], sources: Sequence[NDArray[np.uint8]], crops: Sequence[Crop], out: Tensor
 ) -> None:
-    """Resize some of the images."""
+    """Resize some of the images, which are sent to the device as one array."""
     from veca.kernels.resample import locate
 
-    arrays = [sources[i] if sources[i].flags.writeable else sources[i].copy() for i in indices]  # torch warns of others
-    images = [torch.from_numpy(array).to(out.device, non_blocking=True).permute(2, 0, 1) for array in arrays]
-    _resample(locate(images), indices, crops, out)
+    arrays = [sources[i] for i in indices]
+    sent = torch.empty(sum(array.size for array in arrays), dtype=torch.uint8, pin_memory=out.is_cuda)
+    np.concatenate([array.reshape(-1) for array in arrays], out=sent.numpy())
+    pixels = sent.to(out.device, non_blocking=True)
+    _resample(locate(pixels.data_ptr(), [array.shape for array in arrays]), indices, crops, out)
 
 
 def _resample(places: NDArray[np.int64], indices: Sequence[int], crops: Sequence[Crop], out: Tensor) -> None:

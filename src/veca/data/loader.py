@@ -211,13 +211,14 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                 for part in self._split(plan):
                     number = next(numbers)
                     found, failed, arrays, some = next(results)
-                    arrays = arrays if self._shared is None else self._shared.get(number, arrays)
+                    if self._shared is not None:
+                        arrays = self._shared.get(number, arrays, copy=self.device is not None)
                     if self.device is None:
                         # Copied by numpy: torch would use a thread per core, which the workers need.
                         for target, array in zip(pixels.numpy()[len(images) :], arrays, strict=False):
                             target[:] = array
                     else:
-                        sources += [array.copy() for array in arrays]
+                        sources += arrays
                         crops += some
                     images += found
                     skipped += failed

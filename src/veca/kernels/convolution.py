@@ -1,7 +1,8 @@
-"""Triton kernels: the convolutions of mobile networks, for inference: a network's first, depthwise, and 1×1.
+"""Triton kernels: the convolutions of mobile networks, for inference: a network's first, depthwise, 1×1, whole blocks.
 
 A block of such a network widens a map by a 1×1 convolution, convolves each channel alone, and narrows it again. Biases,
-ReLU6 and the residual sum are part of the kernel before them.
+ReLU6 and the residual sum are part of the kernel before them. Where the wide map has few channels, one kernel computes
+all of a block.
 
 Shapes: B images, maps (B, H, W, channels), side × side taps, E channels, N outputs; in 1×1 convolutions M = B·H·W rows,
 K inputs.
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veca.kernels.launch import launchable, program_pair, row_pointers
+from veca.kernels.launch import program_pair, row_pointers
 
 
 @triton.jit
@@ -121,6 +122,38 @@ def _depthwise_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "W", "rows", "columns", "top", "left", "blocks"])
+def _block_kernel(
+    x, wide_weight, wide_bias, taps, taps_bias, weight, bias, out, H, W, rows, columns, top, left, blocks,
+    K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, WIDEN: tl.constexpr,
+    PIXELS: tl.constexpr, INPUTS: tl.constexpr, CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    # The wide map stays on chip: it is computed anew for every tap.
+    block, b = program_pair(blocks)
+    p = block * PIXELS + tl.arange(0, PIXELS)
+    y, z, in_map = p // columns * STRIDE - top, p % columns * STRIDE - left, p < rows * columns
+    k, c, n = tl.arange(0, INPUTS), tl.arange(0, CHANNELS), tl.arange(0, OUTPUTS)
+    x += b.to(tl.int64) * H * W * K
+    sums = tl.zeros([PIXELS, CHANNELS], tl.float32) + tl.load(taps_bias + c, c < E, 0.0)[None, :]
+    if WIDEN:
+        widen = tl.load(wide_weight + k[:, None] * E + c[None, :], (k < K)[:, None] & (c < E)[None, :], 0.0)
+        offset = tl.load(wide_bias + c, c < E, 0.0)[None, :]
+    for tap in range(SIDE * SIDE):
+        i, j = y + tap // SIDE, z + tap % SIDE
+        inside = in_map & (i >= 0) & (i < H) & (j >= 0) & (j < W)
+        a = tl.load(x + ((i * W + j) * K)[:, None] + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
+        if WIDEN:  # zeros pad the wide map, not the narrow one
+            wide = _relu6(tl.dot(a, widen, input_precision="ieee") + offset)
+            wide = tl.where(inside[:, None], wide, 0.0)
+        else:
+            wide = a.to(tl.float32)
+        sums += wide * tl.load(taps + tap * E + c, c < E, 0.0)[None, :]
+    w = tl.load(weight + c[:, None] * N + n[None, :], (c < E)[:, None] & (n < N)[None, :], 0.0)
+    acc = tl.dot(_relu6(sums).to(w.dtype), w, input_precision="ieee") + tl.load(bias + n, n < N, 0.0)[None, :]
+    to = out + b.to(tl.int64) * rows * columns * N + (p * N)[:, None] + n[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), in_map[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["H", "W", "rows", "columns", "top", "left", "blocks"])
 def _first_convolution_kernel(
     images, weight, bias, out, H, W, rows, columns, top, left, blocks, stride_b, stride_c, stride_y, stride_x,
     INPUTS: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PIXELS: tl.constexpr,
@@ -201,7 +234,7 @@ def launch_pointwise(
     (count, inputs), outputs = x.shape, weight.shape[1]
     tiling = tiling or choose_pointwise_tiling(inputs, outputs)
     out = x.new_empty(count, outputs)
-    launchable(_pointwise_kernel, x)[triton.cdiv(count, tiling.rows),](
+    _pointwise_kernel[triton.cdiv(count, tiling.rows),](
         x, weight, bias, x if residual is None else residual, out, count, K=inputs, N=outputs, RELU6=relu6,
         RESIDUAL=residual is not None, BLOCK_M=tiling.rows, BLOCK_N=tiling.outputs, BLOCK_K=tiling.inputs,
         num_warps=tiling.warps, num_stages=tiling.stages,
@@ -222,10 +255,33 @@ def launch_depthwise(
     height = min(height, rows)
     down, across = triton.cdiv(rows, height), triton.cdiv(columns, groups * each)
     out = x.new_empty(batch, rows, columns, channels)
-    launchable(_depthwise_kernel, x)[triton.cdiv(channels, some) * down * across * batch,](
+    _depthwise_kernel[triton.cdiv(channels, some) * down * across * batch,](
         x, taps, bias, out, lines, width, rows, columns, top, left, height, across, down * across,
         E=channels, SIDE=side, STRIDE=stride, GROUPS=groups, EACH=each, CHANNELS=some,
         num_warps=triton.cdiv(groups * some, 128), num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def launch_block(
+    x: Tensor, wide: tuple[Tensor, Tensor] | None, taps: Tensor, taps_bias: Tensor, weight: Tensor, bias: Tensor,
+    stride: int, pixels: int = 128, warps: int = 8,
+) -> Tensor:  # fmt: skip
+    """All convolutions of a block, without residual: maps (B, H, W, K) → (B, H / stride, W / stride, N).
+
+    `wide` is weight (K, E) and bias of the 1×1 convolution that widens, if there is one; the rest as in
+    `launch_depthwise` and `launch_pointwise`.
+    """
+    (batch, height, width, inputs), (side, _, channels), outputs = x.shape, taps.shape, weight.shape[1]
+    (rows, top), (columns, left) = (same_padding(size, side, stride) for size in (height, width))
+    out = x.new_empty(batch, rows, columns, outputs)
+    blocks = triton.cdiv(rows * columns, pixels)
+    tile_inputs, tile_channels, tile_outputs = (max(16, triton.next_power_of_2(m)) for m in (inputs, channels, outputs))
+    _block_kernel[blocks * batch,](
+        x, *(wide or (weight, bias)), taps, taps_bias, weight, bias, out, height, width, rows, columns, top, left,
+        blocks, K=inputs, E=channels, N=outputs, SIDE=side, STRIDE=stride, WIDEN=wide is not None, PIXELS=pixels,
+        INPUTS=tile_inputs if wide else tile_channels, CHANNELS=tile_channels, OUTPUTS=tile_outputs,
+        num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -239,7 +295,7 @@ def launch_first_convolution(images: Tensor, weight: Tensor, bias: Tensor, side:
     (rows, top), (columns, left) = (same_padding(size, side, stride) for size in (height, width))
     out = torch.empty(batch, rows, columns, outputs, dtype=weight.dtype, device=images.device)
     blocks = triton.cdiv(rows * columns, 128)
-    launchable(_first_convolution_kernel, images)[blocks * batch,](
+    _first_convolution_kernel[blocks * batch,](
         images, weight, bias, out, height, width, rows, columns, top, left, blocks, *images.stride(),
         INPUTS=inputs, N=outputs, SIDE=side, STRIDE=stride, PIXELS=128,
         TAPS=max(16, triton.next_power_of_2(len(weight))), OUTPUTS=max(16, triton.next_power_of_2(outputs)),

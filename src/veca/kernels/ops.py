@@ -47,14 +47,14 @@ text changes with the kernels; without it those of another version could run.
 """
 
 
-def register_operator(name: str, opaque: bool = False) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def register_operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Register a function as an operator that torch.compile traces into, so that its graph launches the kernels.
 
-    It cannot trace kernels of Triton's interpreter: there the operator is `opaque`.
+    It cannot trace kernels of Triton's interpreter: there the operator is opaque.
     """
 
     def register(function: Any) -> Any:
-        if INTERPRETED or opaque:
+        if INTERPRETED:
             return torch.library.custom_op(name, function, mutates_args=())
         # torch would load its compiler to search the source of a function for kernels. There are none in ours, and a
         # partial has no source.
@@ -288,51 +288,3 @@ def _add_norm_gradients(
 
 
 add_norm_op.register_autograd(_add_norm_gradients, setup_context=_save_add_norm)
-
-
-# The convolutions are opaque: tracing would unroll each kernel several times, which takes seconds, and in inference
-# nothing can be fused with them.
-
-
-@register_operator("veca::pointwise", opaque=True)
-def pointwise_op(
-    x: Tensor, weight: Tensor, bias: Tensor, relu6: bool, residual: Tensor | None, kernels: str = ""
-) -> Tensor:
-    """`x W + bias`, then ReLU6 or plus the residual: a 1×1 convolution of rows (M, K) by a weight (K, N)."""
-    from veca.kernels.convolution import launch_pointwise
-
-    return launch_pointwise(x, weight, bias, relu6, residual)
-
-
-@pointwise_op.register_fake
-def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(len(x), weight.shape[1])
-
-
-@register_operator("veca::depthwise", opaque=True)
-def depthwise_op(x: Tensor, taps: Tensor, bias: Tensor, stride: int, kernels: str = "") -> Tensor:
-    """`relu6(depthwise(x) + bias)`: (B, H, W, E) → (B, H / stride, W / stride, E), by taps (side, side, E)."""
-    from veca.kernels.convolution import launch_depthwise
-
-    return launch_depthwise(x, taps, bias, stride)
-
-
-@depthwise_op.register_fake
-def _(x: Tensor, taps: Tensor, bias: Tensor, stride: int, *_: Any) -> Tensor:
-    return x.new_empty(len(x), -(-x.shape[1] // stride), -(-x.shape[2] // stride), x.shape[3])
-
-
-@register_operator("veca::first_convolution", opaque=True)
-def first_convolution_op(
-    images: Tensor, weight: Tensor, bias: Tensor, side: int, stride: int, kernels: str = ""
-) -> Tensor:
-    """`relu6(convolution(images) + bias)`: (B, c, H, W) → (B, H / stride, W / stride, N), weight (c·side·side, N)."""
-    from veca.kernels.convolution import launch_first_convolution
-
-    return launch_first_convolution(images, weight, bias, side, stride)
-
-
-@first_convolution_op.register_fake
-def _(images: Tensor, weight: Tensor, bias: Tensor, side: int, stride: int, *_: Any) -> Tensor:
-    rows, columns = (-(-size // stride) for size in images.shape[-2:])
-    return weight.new_empty(len(images), rows, columns, weight.shape[1])

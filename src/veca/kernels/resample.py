@@ -30,9 +30,15 @@ _LINES, _PIXELS = 4, 128
 _FIELDS = tl.constexpr(12)
 
 
-def locate(images: Sequence[Tensor]) -> NDArray[np.int64]:
-    """Where images (3, height, width) are, of any strides: address, shape and strides of each (B, 7)."""
-    return np.array([(image.data_ptr(), *image.shape, *image.stride()) for image in images], np.int64).reshape(-1, 7)
+def locate(start: int, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """Where images (height, width, 3) are that lie one after another from an address on.
+
+    Returns address, shape as (3, height, width) and strides of each: (B, 7).
+    """
+    height, width, channels = np.array(shapes, np.int64).T
+    sizes = height * width * channels
+    addresses, one = start + np.cumsum(sizes) - sizes, np.ones_like(sizes)
+    return np.stack([addresses, channels, height, width, one, width * channels, channels], 1)
 
 
 def resample_crops(places: NDArray[np.int64], crops: Sequence[Crop], out: Tensor) -> None:

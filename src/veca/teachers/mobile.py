@@ -5,6 +5,8 @@ activation and residual sum on the way, so that no map is read or written once m
 """
 
 import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from veca.attention import use_triton
 from veca.kernels import ops
+
+_MAX_FUSED_CHANNELS = 128
+"""Up to so many wide channels, one kernel computes all of a block: with more it would take longer than three."""
 
 
 def fuse_mobile_network(model: Any) -> None:
@@ -34,6 +39,38 @@ def fuse_mobile_network(model: Any) -> None:
         for name, block in stage.named_children():
             if _is_mobile(block):
                 setattr(stage, name, MobileBlock(block))
+    if all(isinstance(block, MobileBlock) for stage in model.blocks for block in stage):
+        model.forward_features = _ForwardFeatures(model, model.forward_features)
+
+
+class _ForwardFeatures:
+    """`forward_features` of a fused network; torch.compile leaves it alone where kernels run."""
+
+    def __init__(self, model: Any, forward: Callable[[Tensor], Tensor]) -> None:
+        self.model, self.forward, self.compiled = model, forward, set[torch.dtype]()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self._run_kernels(images) if _by_kernels(images) else self.forward(images)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_kernels(self, images: Tensor) -> Tensor:
+        if images.is_cuda and (dtype := _product_dtype(images)) not in self.compiled:
+            self._compile_kernels(images, dtype)
+            self.compiled.add(dtype)
+        return self.forward(images)
+
+    def _compile_kernels(self, images: Tensor, dtype: torch.dtype) -> None:
+        """Compile the kernels of all blocks at once in threads; a pass does one by one."""
+
+        @torch.no_grad()
+        def run(block: MobileBlock) -> None:
+            with torch.cuda.device_of(images):
+                block(torch.zeros(1, 32, 32, block.inputs, device=images.device, dtype=dtype).permute(0, 3, 1, 2))
+
+        blocks = [module for module in self.model.modules() if isinstance(module, MobileBlock)]
+        different = {(block.inputs, block.taps.shape, block.stride, block.has_residual): block for block in blocks}
+        with ThreadPoolExecutor(8, "compile") as threads:
+            list(threads.map(run, different.values()))
 
 
 class FirstConvolution(nn.Module):
@@ -43,13 +80,15 @@ class FirstConvolution(nn.Module):
         super().__init__()
         self.conv, self.side, self.stride = conv, conv.kernel_size[0], conv.stride[0]
         self.weight, self.bias = _buffer(conv.weight.flatten(1).T), _buffer(conv.bias)
+        self.cast: Tensor = nn.Buffer(self.weight, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         if not _by_kernels(images):
             return self.conv(images).clamp(0, 6)
-        weight = self.weight.to(_product_dtype(images))
-        maps = ops.first_convolution_op(images, weight, self.bias, self.side, self.stride, ops.KERNELS)
-        return maps.permute(0, 3, 1, 2)
+        from veca.kernels.convolution import launch_first_convolution
+
+        weight = _cast_weight(self, _product_dtype(images))
+        return launch_first_convolution(images, weight, self.bias, self.side, self.stride).permute(0, 3, 1, 2)
 
 
 class Pointwise(nn.Module):
@@ -71,11 +110,13 @@ class PointwiseLayer(nn.Module):
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
         self.weight, self.bias = _buffer(conv.weight.flatten(1).T), _buffer(conv.bias)
+        self.cast: Tensor = nn.Buffer(self.weight, persistent=False)
 
     def forward(self, maps: Tensor, relu6: bool = False, residual: Tensor | None = None) -> Tensor:
+        from veca.kernels.convolution import launch_pointwise
+
         rest = None if residual is None else residual.flatten(0, 2)
-        weight = self.weight.to(maps.dtype)
-        rows = ops.pointwise_op(maps.flatten(0, 2), weight, self.bias, relu6, rest, ops.KERNELS)
+        rows = launch_pointwise(maps.flatten(0, 2), _cast_weight(self, maps.dtype), self.bias, relu6, rest)
         return rows.unflatten(0, maps.shape[:3])
 
 
@@ -88,15 +129,24 @@ class MobileBlock(nn.Module):
         wider, narrower = (block.conv_pw, block.conv_pwl) if hasattr(block, "conv_pwl") else (None, block.conv_pw)
         self.wider = None if wider is None else PointwiseLayer(wider)
         self.narrower, self.stride = PointwiseLayer(narrower), depthwise.stride[0]
+        self.inputs = (wider or depthwise).in_channels
         self.taps, self.taps_bias = _buffer(depthwise.weight[:, 0].permute(1, 2, 0)), _buffer(depthwise.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        out: Tensor
         if not _by_kernels(x):
-            out: Tensor = self.block(x)
+            out = self.block(x)
             return out
+        from veca.kernels.convolution import launch_block, launch_depthwise
+
         maps = _channels_last(x)
+        if self.taps.shape[2] <= _MAX_FUSED_CHANNELS and not self.has_residual:
+            widening = None if self.wider is None else (_cast_weight(self.wider, maps.dtype), self.wider.bias)
+            narrowing = _cast_weight(self.narrower, maps.dtype), self.narrower.bias
+            out = launch_block(maps, widening, self.taps, self.taps_bias, *narrowing, self.stride)
+            return out.permute(0, 3, 1, 2)
         wide = maps if self.wider is None else self.wider(maps, relu6=True)
-        wide = ops.depthwise_op(wide, self.taps, self.taps_bias, self.stride, ops.KERNELS)
+        wide = launch_depthwise(wide, self.taps, self.taps_bias, self.stride)
         return self.narrower(wide, residual=maps if self.has_residual else None).permute(0, 3, 1, 2)
 
 
@@ -104,6 +154,13 @@ def _buffer(tensor: Tensor | None) -> Tensor:
     """A contiguous float32 copy that is not part of the state dict."""
     assert tensor is not None
     return nn.Buffer(tensor.detach().float().contiguous(), persistent=False)
+
+
+def _cast_weight(layer: FirstConvolution | PointwiseLayer, dtype: torch.dtype) -> Tensor:
+    """The weight of a layer in the dtype of products; cast once."""
+    if layer.cast.dtype != dtype:
+        layer.cast = layer.weight.to(dtype)
+    return layer.cast
 
 
 def _by_kernels(x: Tensor) -> bool:

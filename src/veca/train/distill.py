@@ -22,7 +22,7 @@ from veca.config import VecaConfig
 from veca.data.device_cache import DeviceImageCache, DeviceLoader
 from veca.data.gpu_decode import can_resize, undecodable_reason
 from veca.data.index import ImageIndex
-from veca.data.loader import Batch, ImageLoader, to_model_input, train_loader
+from veca.data.loader import train_loader
 from veca.data.sampler import TrainSampler
 from veca.elastic import make_elastic
 from veca.model import Veca
@@ -32,7 +32,7 @@ from veca.train import parallel
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.logger import grid_means
-from veca.train.objective import Losses, Student, TeacherMaps, TeacherRunner, validate
+from veca.train.objective import Losses, Pass, PassLoader, Student, TeacherMaps, TeacherRunner, validate
 from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
 from veca.train.parallel import World
 from veca.train.plan import PASSES, expected_flops, run_length, shares
@@ -161,7 +161,7 @@ class Distillation(RunEngine):
         recipe, seed = self.recipe, self.recipe.seed
         return draw(self.settings, "budget", seed, step), draw(recipe.odds_at(step), "resolution", seed, step)
 
-    def batches(self) -> ImageLoader | DeviceLoader:
+    def batches(self) -> PassLoader:
         recipe, data, world = self.recipe, self.recipe.data, self.world
         sampler = TrainSampler(
             len(self.images), self.runner.pass_batch, lambda i: self.draws(i // recipe.accumulate)[1],
@@ -174,22 +174,21 @@ class Distillation(RunEngine):
             if data.decode == "gpu" and (reason := undecodable_reason(self.device)):
                 raise RecipeError(f"data.decode=gpu: {reason}. Set data.decode=cpu")
             options = "gpu" if on_gpu else "cpu", device, data.decode == "gpu"
-            return train_loader(self.images, sampler, data.workers, data.max_pixels, *options)
+            loader = train_loader(self.images, sampler, data.workers, data.max_pixels, *options)
+            return PassLoader(loader, self.runner)
         cache = DeviceImageCache(self.images, data.resident, self.device, data.workers, data.max_pixels, world.first)
         dtypes = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
         precision = recipe.teacher.resident
         maps = TeacherMaps(cache, self.runner, dtypes[precision], world.first) if precision else None
-        return DeviceLoader(cache, sampler, maps)
+        return PassLoader(DeviceLoader(cache, sampler, maps), self.runner)
 
-    def train_step(self, batches: Iterator[Batch]) -> None:
+    def train_step(self, batches: Iterator[Pass]) -> None:
         recipe, passes = self.recipe, self.recipe.accumulate
         setting, resolution = self.draws(self.step)
         losses: list[Losses] = []
         for i in range(passes):
-            batch = next(batches)
-            self.runner.unreadable += batch.skipped
-            images = to_model_input(batch, self.device)
-            targets = self.runner.targets(images) if batch.targets is None else batch.targets
+            images, targets, skipped = next(batches)
+            self.runner.unreadable += skipped
             # Seeded per step, so that a resumed run repeats it, whatever was drawn before.
             torch.manual_seed(step_seed("model", recipe.seed, self.step))
             # As DDP's no_sync: it exchanges accumulated gradients in the last pass only; FSDP2 exchanges them in each.

@@ -5,30 +5,36 @@ Shapes: N images or patches, B images in a batch, D width of the features, G row
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from veca.data.device_cache import DeviceImageCache
+from veca.data.device_cache import DeviceImageCache, DeviceLoader
 from veca.data.index import DataError, ImageIndex
-from veca.data.loader import to_model_input, validation_loader
+from veca.data.loader import Batch, ImageLoader, to_model_input, validation_loader
 from veca.images import normalize
 from veca.model import Veca
+from veca.optimized import Graph
 from veca.teachers import Standardized, Targets, Teacher
 from veca.train.logger import Grid
 from veca.train.parallel import World, all_reduced, broadcast, gathered
 from veca.train.recipe import Recipe, Setting
 from veca.utils.console import bar
+from veca.utils.device import side_stream
 
 STATISTICS_IMAGES = 1024
 """Number of images for a teacher's statistics, where training images are among them."""
 MIN_VALIDATION_IMAGES = 256
 """With fewer, statistics are not taken from validation images alone: a channel that happens to be near zero in all of
 them would be divided by next to nothing, and outweigh the others."""
+_CALLS_BEFORE_GRAPH = 2
+"""Calls of the teacher with a shape before it is recorded as a CUDA graph: they compile it and its kernels."""
 
 
 class TeacherRunner:
@@ -39,6 +45,11 @@ class TeacherRunner:
         self.pass_batch = recipe.pass_batch(world.size)
         self.unreadable: list[tuple[str, str]] = []
         """Name and reason of images that could not be used, until they are logged."""
+
+        # Its own stream, on which it can be ahead of the student
+        self.stream = side_stream(world.device, "teacher") if world.device.type == "cuda" else None
+        self._graphs: dict[Any, Graph | None] = {}
+        self._calls = Counter[Any]()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
@@ -56,11 +67,41 @@ class TeacherRunner:
         """The teacher's features of normalised images, its map on the student's grid."""
         grid = images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
         size, count = self.micro_batch(images.shape[-1]), len(images)
-        if self.recipe.compile:  # compiled for one batch size: blank images fill the last part
-            images = F.pad(images, (0, 0) * 3 + (0, -count % size))
-        with self.autocast():
-            parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
-        return Targets(*(torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)))
+        if not self.recipe.compile:
+            with self.autocast():
+                parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
+            return Targets(*map(torch.cat, zip(*parts, strict=True)))
+        with _on_stream(self.stream, images) as hand_over, self.autocast():
+            if count % size:  # compiled for one batch size
+                images = F.pad(images, (0, 0) * 3 + (0, -count % size))
+            out: list[Tensor] = []
+            for start in range(0, len(images), size):
+                found = self._run(images[start : start + size], grid, zoom)
+                out = out or [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in found]
+                for whole, tensor in zip(out, found, strict=True):
+                    whole[start : start + size] = tensor
+            return Targets(*hand_over(tensor[:count] for tensor in out))
+
+    def _run(self, images: Tensor, grid: tuple[int, int], zoom: float) -> Targets:
+        """One pass of the compiled teacher, on a GPU by a CUDA graph: small kernels take longer to launch than to run.
+
+        The next call may overwrite the result.
+        """
+        key = images.shape, grid, zoom
+        self._calls[key] += 1
+        if not images.is_cuda or self._calls[key] <= _CALLS_BEFORE_GRAPH:
+            return self.teacher(images, grid, zoom)
+        if key not in self._graphs:
+            neighbour = next(filter(None, self._graphs.values()), None)
+            try:
+                self._graphs[key] = Graph(lambda x: self.teacher(x, grid, zoom), images.clone(), neighbour)
+            except RuntimeError:  # it waits for the device, or memory is short
+                self._graphs[key] = None
+        graph = self._graphs[key]
+        if graph is None:
+            return self.teacher(images, grid, zoom)
+        graph.x.copy_(images)
+        return graph.replay()
 
     def fit_statistics(self, images: ImageIndex, validation: ImageIndex | None) -> None:
         """Fit the statistics of a standardized teacher, the same in every process: over the validation images, and
@@ -94,6 +135,85 @@ class TeacherRunner:
                 self.unreadable += each.skipped
                 if len(each.images):
                     yield to_model_input(each, self.world.device)
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream | None, given: Tensor) -> Iterator[Callable[[Iterable[Tensor]], list[Tensor]]]:
+    """Run what follows on a stream, if there is one, between the work before it and the work after it.
+
+    It takes `given`, and hands its results over by the function that is yielded.
+    """
+    if stream is None:
+        yield list
+        return
+    current = torch.cuda.current_stream(stream.device)
+
+    def hand_over(results: Iterable[Tensor]) -> list[Tensor]:
+        return [_keep_for(current, tensor) for tensor in results]
+
+    stream.wait_stream(current)
+    _keep_for(stream, given)
+    with torch.cuda.stream(stream):
+        yield hand_over
+    current.wait_stream(stream)
+
+
+def _keep_for(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    """Have the memory of a tensor, made on another stream, not used again before this stream has read it."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor
+
+
+class Pass(NamedTuple):
+    """What a forward pass of training takes."""
+
+    images: Tensor
+    targets: Targets
+    skipped: list[tuple[str, str]]
+    """Name and reason of images that could not be used."""
+
+
+class PassLoader(AbstractContextManager["PassLoader"]):
+    """Batches as passes: on the device, normalised, with the teacher's targets.
+
+    On a GPU the teacher is one pass ahead of the student: its kernels fill the gaps between those of the student and
+    of the optimizers, which are many and small.
+    """
+
+    def __init__(self, batches: ImageLoader | DeviceLoader, runner: TeacherRunner) -> None:
+        self.batches, self.runner = batches, runner
+
+    def __exit__(self, *error: object) -> None:
+        self.batches.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Pass]:
+        stream = self.runner.stream
+        if stream is None:
+            yield from map(self._make, self.batches)
+            return
+        student, batches = torch.cuda.current_stream(stream.device), iter(self.batches)
+        stream.wait_stream(student)
+        ahead, steps = deque[tuple[Pass, torch.cuda.Event]](), deque[torch.cuda.Event]()
+        while True:
+            while len(ahead) < 2:
+                with torch.cuda.stream(stream):
+                    batch = next(batches)
+                    _keep_for(stream, batch.images)
+                    ahead.append((self._make(batch), stream.record_event()))
+            current, ready = ahead.popleft()
+            student.wait_event(ready)
+            for tensor in (current.images, *current.targets):
+                _keep_for(student, tensor)
+            yield current
+            # The host is at most one pass ahead of the GPU: passes hold memory.
+            steps.append(student.record_event())
+            if len(steps) > 1:
+                steps.popleft().synchronize()
+
+    def _make(self, batch: Batch) -> Pass:
+        images = to_model_input(batch, self.runner.world.device)
+        return Pass(images, self.runner.targets(images) if batch.targets is None else batch.targets, batch.skipped)
 
 
 class TeacherMaps:
@@ -190,11 +310,17 @@ def distillation_losses(
         x.to(torch.promote_types(x.dtype, torch.float32)) for x in (cls, patches, teacher_cls, teacher_patches)
     )
     with torch.autocast(cls.device.type, enabled=False):
-        cls_loss = (1 - F.cosine_similarity(cls, teacher_cls, dim=-1, eps=1e-6)).mean()
-        cosine = (1 - F.cosine_similarity(patches, teacher_patches, dim=-1, eps=1e-6)).mean()
-        mse = F.mse_loss(patches, teacher_patches)
+        cls_loss = _cosine_loss(cls, teacher_cls)
+        cosine = _cosine_loss(patches, teacher_patches)
+        mse = (patches - teacher_patches).square().sum(-1).mean() / patches.shape[-1]
         dense = cosine + weights[1] * mse
     return Losses(cls_loss + weights[0] * dense, cls_loss, dense, cosine, mse)
+
+
+def _cosine_loss(x: Tensor, y: Tensor, eps: float = 1e-6) -> Tensor:
+    """The mean of 1 − `F.cosine_similarity(x, y, dim=-1, eps=eps)`, by sums that a compiler takes in one pass."""
+    dot, square_x, square_y = ((a * b).sum(-1) for a, b in ((x, y), (x, x), (y, y)))
+    return (1 - dot / (square_x.clamp_min(eps**2) * square_y.clamp_min(eps**2)).sqrt()).mean()
 
 
 class Student(nn.Module):
