@@ -196,9 +196,8 @@ class FastVeca(Veca):
             calls += [functools.partial(block._few_cores, x, each, positions) for each in (sums, mlp_sums)]
         else:
             calls += [
-                # A smaller batch is split among more programs.
-                lambda: launch_core_attention(qkv[: max(1, batch // 4)], state[: max(1, batch // 4)], *positions[1:]),
-                lambda: launch_core_attention(qkv, *positions),
+                # One image: it is split among programs, whose partial results another kernel combines.
+                lambda: launch_core_attention(qkv[:1], state[:1], *positions[1:]),
                 *(functools.partial(block.qkv.run, flat, each) for each in (sums, mlp_sums)),
                 lambda: linear_residual(flat, block.proj, block.proj_bias, flat),
             ]

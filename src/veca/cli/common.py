@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from veca.config import SIZES
 from veca.errors import ArgumentError, needs_extra
 from veca.utils.console import PlainConsole, as_message
+from veca.utils.cuda import start_cuda
 from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import did_you_mean, origin
 
@@ -76,8 +77,11 @@ class LazyCommand(TyperCommand):
         holder.command(self.name, cls=Command)(getattr(module, f"{self.name}_command"))
         return typer.main.get_command(holder)
 
-    def make_context(self, *args: Any, **options: Any) -> Any:
-        return self.load().make_context(*args, **options)
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **options: Any) -> Any:
+        named = ("--device", "--engine", "--help", "-h")
+        if self.name == "embed" and args and not any(arg.startswith(named) for arg in args):
+            start_cuda()  # while torch is imported: the first features are there a second earlier
+        return self.load().make_context(info_name, args, *more, **options)
 
 
 class Commands(TyperGroup):

@@ -33,7 +33,7 @@ from veca.embed.settings import EmbedError
 from veca.embed.stream import PartitionStream
 from veca.model import Veca
 from veca.utils.console import bar
-from veca.utils.device import separate_streams
+from veca.utils.cuda import separate_streams
 from veca.version import __version__
 
 Engine = Literal["plain", "ray"]

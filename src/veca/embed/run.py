@@ -42,7 +42,8 @@ from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
-from veca.utils.device import separate_streams, usable_cpus
+from veca.utils.cuda import separate_streams
+from veca.utils.device import usable_cpus
 from veca.utils.files import check_utf8, check_writable, list_paths
 from veca.version import __version__
 

@@ -93,8 +93,8 @@ def _patch_queries(
 @triton.jit
 def _core_queries(
     base, cores, patches, frequency, out, lse, partial, chunk, C, first_patch, count, scale,
-    stride_s, stride_3, stride_o,
-    D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, SINGLE_SPLIT: tl.constexpr, FULL_N: tl.constexpr,
+    stride_s, stride_3, stride_o, single_split,
+    D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL_N: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A chunk of cores attends to `count` patches from `first_patch` on; the first program adds the cores."""
@@ -128,7 +128,7 @@ def _core_queries(
             s = tl.where((n < count)[None, :], s, float("-inf"))
         row_max, row_sum, acc = _running_softmax(s, v, row_max, row_sum, acc, scale, PRECISION)
     channel = tl.arange(0, D)[None, :]
-    if SINGLE_SPLIT:
+    if single_split:
         tl.store(out + row * stride_o + channel, (acc / row_sum[:, None]).to(q.dtype), row < C)
         tl.store(lse + chunk * CHUNK + c, row_max + tl.log2(row_sum), chunk * CHUNK + c < C)
     else:  # a partial is acc (CHUNK, d), then row_max and row_sum (CHUNK each)
@@ -137,12 +137,12 @@ def _core_queries(
         tl.store(partial + CHUNK * (D + 1) + c, row_sum)
 
 
-@triton.jit(do_not_specialize=["C", "N", "tiles"])
+@triton.jit(do_not_specialize=["C", "N", "tiles", "single_split"])
 def _core_attention_kernel(
-    qkv, cores, patches, frequencies, out, lse, partials, C, N, tiles,
+    qkv, cores, patches, frequencies, out, lse, partials, C, N, tiles, single_split,
     stride_b, stride_s, stride_3, stride_h,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    SINGLE_SPLIT: tl.constexpr, FULL_C: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    FULL_C: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Role 0: patch queries. Role r > 0: queries of chunk r - 1 of the cores.
@@ -164,7 +164,7 @@ def _core_attention_kernel(
         partial = partials + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
         _core_queries(
             base, cores, patches, frequency, out, lse, partial, role - 1, C, first_patch, count, SCALE * LOG2_E,
-            stride_s, stride_3, H * D, D, CHUNK, TILE, SINGLE_SPLIT, FULL_N, EXACT, PRECISION, STAGES,
+            stride_s, stride_3, H * D, single_split, D, CHUNK, TILE, FULL_N, EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
 
@@ -233,6 +233,11 @@ class LaunchConfig(NamedTuple):
     tiles: int
     """Tiles of each of them."""
 
+    @property
+    def single_split(self) -> bool:
+        """Whether it is known that there is one split: a traced number is a symbol."""
+        return isinstance(self.splits, int) and self.splits == 1
+
 
 def launch_config(
     qkv: Tensor, cores: int, backward: bool, tiling: AttentionTiling | None, stride: int = 0
@@ -254,7 +259,6 @@ def launch_config(
     splits = triton.cdiv(tiles, torch.sym_max(1, per_split))
     constants = {
         "H": heads, "D": width, "CHUNK": tiling.chunk, "CHUNKS": chunks, "TILE": tiling.tile, "STAGES": tiling.stages,
-        "SINGLE_SPLIT": isinstance(splits, int) and splits == 1,
         "FULL_C": _is_multiple(cores, tiling.chunk), "FULL_N": _is_multiple(patches, tiling.tile),
         "SCALE": width**-0.5, "EXACT": qkv.dtype == torch.float32, "PRECISION": "ieee",
     }  # fmt: skip
@@ -278,15 +282,15 @@ def launch_core_attention(
     qkv = as_kernel_input(qkv)
     batch, tokens, _, heads, width = qkv.shape
     cores = core_points.shape[1]
-    constants, options, splits, tiles = launch_config(qkv, cores, False, tiling)
-    chunk, chunks, single_split = constants["CHUNK"], constants["CHUNKS"], constants["SINGLE_SPLIT"]
+    constants, options, splits, tiles = config = launch_config(qkv, cores, False, tiling)
+    chunk, chunks, single_split = constants["CHUNK"], constants["CHUNKS"], config.single_split
     out = qkv.new_empty(batch, tokens, heads * width)
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     partial_size = chunk * (width + 2)  # acc, row_max and row_sum of each core
     partials = qkv.new_empty(0 if single_split else splits * batch * heads * chunks * partial_size, dtype=torch.float32)
     launchable(_core_attention_kernel, qkv)[batch * heads, splits, 1 + chunks](
         qkv, core_points, patch_points, frequencies, out, lse, partials, cores, tokens - cores, tiles,
-        qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
+        int(single_split), qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3), **constants, **options,
     )  # fmt: skip
     if not single_split:
         launchable(_combine_partials_kernel, qkv)[batch * heads, chunks, chunk // 16](

@@ -281,8 +281,8 @@ def launch_core_attention_backward(
     qkv, d_out = as_kernel_input(qkv), as_kernel_input(d_out)
     batch, tokens, _, heads, width = qkv.shape
     cores = core_points.shape[1]
-    constants, options, splits, tiles = launch_config(qkv, cores, True, tiling, d_out.stride(1))
-    chunk, chunks, single_split = constants["CHUNK"], constants["CHUNKS"], constants["SINGLE_SPLIT"]
+    constants, options, splits, tiles = config = launch_config(qkv, cores, True, tiling, d_out.stride(1))
+    chunk, chunks, single_split = constants["CHUNK"], constants["CHUNKS"], config.single_split
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     partial_size = 3 * chunk * width  # dq, dk and dv of each core
     partials = qkv.new_empty(0 if single_split else splits * batch * heads * chunks * partial_size, dtype=torch.float32)
@@ -293,7 +293,7 @@ def launch_core_attention_backward(
         launchable(_core_attention_backward_kernel, qkv)[batch * heads, splits, 2 * chunks if core else 2](
             qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, d_points, partials,
             cores, tokens - cores, tiles, *strides, d_out.stride(0), d_out.stride(1),
-            PATCHES=patches, CORES=core, **constants, **options,
+            PATCHES=patches, CORES=core, SINGLE_SPLIT=single_split, **constants, **options,
         )  # fmt: skip
     if not single_split:
         launchable(_combine_partials_backward_kernel, qkv)[batch * heads, chunks, 2](

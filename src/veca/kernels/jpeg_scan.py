@@ -23,7 +23,7 @@ _LANES, _PIECE = 128, 32
 # Bytes, and entries of a table, that a program handles at a time
 _CHUNK, _ENTRIES = tl.constexpr(1024), tl.constexpr(256)
 # Codes that are read before asking whether any lane has more
-_STEPS = tl.constexpr(8)
+_STEPS = tl.constexpr(4)
 # A table has an entry for each value of 10 bits, and for each value of 16 bits that begins with a longer code, of which
 # baseline has at most 162. The entry after them stays empty.
 _SHORT, _LONG = tl.constexpr(1 << 10), tl.constexpr(162 << 5)

@@ -12,17 +12,9 @@ from typing import Literal
 import torch
 
 from veca.errors import ArgumentError
+from veca.utils.cuda import separate_streams
 from veca.utils.text import quoted
 from veca.version import __version__
-
-
-def separate_streams() -> None:
-    """Give each stream of a GPU a queue of its own; it has no effect once CUDA has started.
-
-    CUDA makes streams share eight queues, and a stream whose queue the model uses waits for the model: the JPEG decoder
-    of `veca embed` would be several times slower.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @functools.cache
