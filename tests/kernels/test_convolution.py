@@ -172,21 +172,21 @@ def test_only_convolutions_that_kernels_compute_are_taken(conv: nn.Conv2d, known
 
 @interpreted
 @pytest.mark.parametrize(("rows", "columns"), [(9, 14), (8, 5)])
-@pytest.mark.parametrize(("inputs", "channels", "outputs", "stride"), [(16, 96, 24, 2), (5, 20, 7, 1), (32, 32, 16, 1)])
+@pytest.mark.parametrize(("inputs", "channels", "outputs", "stride"), [(16, 96, 24, 2), (5, 20, 7, 1)])
 def test_a_block_in_one_kernel_matches_float64(
     rows: int, columns: int, inputs: int, channels: int, outputs: int, stride: int
 ) -> None:
     from veca.kernels.convolution import launch_block
 
     torch.manual_seed(0)
-    x, widens = torch.randn(2, inputs, rows, columns, dtype=torch.double), inputs != channels
+    x = torch.randn(2, inputs, rows, columns, dtype=torch.double)
     first, second = torch.randn(channels, inputs, 1, 1).double(), torch.randn(channels, 1, 3, 3).double()
     third, biases = torch.randn(outputs, channels, 1, 1).double(), torch.randn(3, channels).double()
-    wide = F.conv2d(x, first, biases[0]).clamp(0, 6) if widens else x
+    wide = F.conv2d(x, first, biases[0]).clamp(0, 6)
     wide = convolve(wide, second, biases[1], stride, channels).permute(0, 3, 1, 2)
     expected = F.conv2d(wide, third, biases[2, :outputs]).permute(0, 2, 3, 1)
     maps, taps = x.permute(0, 2, 3, 1).float().contiguous(), second[:, 0].permute(1, 2, 0).float().contiguous()
-    widening = (first[..., 0, 0].T.float().contiguous(), biases[0].float()) if widens else None
+    widening = first[..., 0, 0].T.float().contiguous(), biases[0].float()
     narrowing = third[..., 0, 0].T.float().contiguous(), biases[2, :outputs].float()
-    out = launch_block(maps, widening, taps, biases[1].float(), *narrowing, stride, pixels=16)
+    out = launch_block(maps, *widening, taps, biases[1].float(), *narrowing, stride, pixels=16)
     assert relative_error(out, expected) <= 1e-6

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from veca.optimized import RECOMPILE_LIMIT
 from veca.train import parallel
 from veca.train.distill import Distillation
-from veca.train.objective import Pass
+from veca.train.objective import PassLoader
 from veca.train.recipe import load_recipe
 from veca.utils.timing import synchronize
 
@@ -68,7 +68,7 @@ def main() -> None:
                 show_kernels(run, passes, arguments.rows)
 
 
-def time_steps(run: Distillation, passes: Iterator[Pass], waiting: Waiting, count: int, label: str) -> None:
+def time_steps(run: Distillation, passes: PassLoader, waiting: Waiting, count: int, label: str) -> None:
     waiting.seconds, began = 0.0, time.perf_counter()
     for _ in range(count):
         run.train_step(passes)
@@ -79,7 +79,7 @@ def time_steps(run: Distillation, passes: Iterator[Pass], waiting: Waiting, coun
     print(f"{label}: {rate:,.0f} images/s, {each:.1f} ms a step, {waited:.1f} ms of it waiting for images", flush=True)
 
 
-def show_kernels(run: Distillation, passes: Iterator[Pass], rows: int, steps: int = 3) -> None:
+def show_kernels(run: Distillation, passes: PassLoader, rows: int, steps: int = 3) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             run.train_step(passes)

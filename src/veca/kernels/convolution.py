@@ -123,32 +123,32 @@ def _depthwise_kernel(
 
 @triton.jit(do_not_specialize=["H", "W", "rows", "columns", "top", "left", "blocks"])
 def _block_kernel(
-    x, wide_weight, wide_bias, taps, taps_bias, weight, bias, out, H, W, rows, columns, top, left, blocks,
-    K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, WIDEN: tl.constexpr,
-    PIXELS: tl.constexpr, INPUTS: tl.constexpr, CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, wide_weight, wide_bias, taps, taps_bias, narrow_weight, bias, out, H, W, rows, columns, top, left, blocks,
+    K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PIXELS: tl.constexpr,
+    INPUTS: tl.constexpr, CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    # The wide map stays on chip: it is computed anew for every tap.
+    # The wide map stays on chip, some channels at a time: it is computed anew for every tap.
     block, b = program_pair(blocks)
     p = block * PIXELS + tl.arange(0, PIXELS)
     y, z, in_map = p // columns * STRIDE - top, p % columns * STRIDE - left, p < rows * columns
-    k, c, n = tl.arange(0, INPUTS), tl.arange(0, CHANNELS), tl.arange(0, OUTPUTS)
+    k, n = tl.arange(0, INPUTS), tl.arange(0, OUTPUTS)
     x += b.to(tl.int64) * H * W * K
-    sums = tl.zeros([PIXELS, CHANNELS], tl.float32) + tl.load(taps_bias + c, c < E, 0.0)[None, :]
-    if WIDEN:
+    acc = tl.zeros([PIXELS, OUTPUTS], tl.float32) + tl.load(bias + n, n < N, 0.0)[None, :]
+    for first in range(0, E, CHANNELS):
+        c = first + tl.arange(0, CHANNELS)
         widen = tl.load(wide_weight + k[:, None] * E + c[None, :], (k < K)[:, None] & (c < E)[None, :], 0.0)
         offset = tl.load(wide_bias + c, c < E, 0.0)[None, :]
-    for tap in range(SIDE * SIDE):
-        i, j = y + tap // SIDE, z + tap % SIDE
-        inside = in_map & (i >= 0) & (i < H) & (j >= 0) & (j < W)
-        a = tl.load(x + ((i * W + j) * K)[:, None] + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
-        if WIDEN:  # zeros pad the wide map, not the narrow one
+        sums = tl.zeros([PIXELS, CHANNELS], tl.float32) + tl.load(taps_bias + c, c < E, 0.0)[None, :]
+        for tap in range(SIDE * SIDE):
+            i, j = y + tap // SIDE, z + tap % SIDE
+            inside = in_map & (i >= 0) & (i < H) & (j >= 0) & (j < W)
+            a = tl.load(x + ((i * W + j) * K)[:, None] + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
             wide = _relu6(tl.dot(a, widen, input_precision="ieee") + offset)
-            wide = tl.where(inside[:, None], wide, 0.0)
-        else:
-            wide = a.to(tl.float32)
-        sums += wide * tl.load(taps + tap * E + c, c < E, 0.0)[None, :]
-    w = tl.load(weight + c[:, None] * N + n[None, :], (c < E)[:, None] & (n < N)[None, :], 0.0)
-    acc = tl.dot(_relu6(sums).to(w.dtype), w, input_precision="ieee") + tl.load(bias + n, n < N, 0.0)[None, :]
+            # Zeros pad the wide map, not the narrow one.
+            weight = tl.where(inside[:, None], tl.load(taps + tap * E + c, c < E, 0.0)[None, :], 0.0)
+            sums += wide * weight
+        w = tl.load(narrow_weight + c[:, None] * N + n[None, :], (c < E)[:, None] & (n < N)[None, :], 0.0)
+        acc = tl.dot(_relu6(sums).to(w.dtype), w, acc, input_precision="ieee")
     to = out + b.to(tl.int64) * rows * columns * N + (p * N)[:, None] + n[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), in_map[:, None] & (n < N)[None, :])
 
@@ -264,24 +264,22 @@ def launch_depthwise(
 
 
 def launch_block(
-    x: Tensor, wide: tuple[Tensor, Tensor] | None, taps: Tensor, taps_bias: Tensor, weight: Tensor, bias: Tensor,
-    stride: int, pixels: int = 128, warps: int = 8,
+    x: Tensor, wide_weight: Tensor, wide_bias: Tensor, taps: Tensor, taps_bias: Tensor, weight: Tensor, bias: Tensor,
+    stride: int, pixels: int = 128, channels: int = 32, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     """All convolutions of a block, without residual: maps (B, H, W, K) → (B, H / stride, W / stride, N).
 
-    `wide` is weight (K, E) and bias of the 1×1 convolution that widens, if there is one; the rest as in
-    `launch_depthwise` and `launch_pointwise`.
+    Arguments are as in `launch_pointwise`, `launch_depthwise` and again `launch_pointwise`.
     """
-    (batch, height, width, inputs), (side, _, channels), outputs = x.shape, taps.shape, weight.shape[1]
+    (batch, height, width, inputs), side, outputs = x.shape, taps.shape[0], weight.shape[1]
     (rows, top), (columns, left) = (same_padding(size, side, stride) for size in (height, width))
     out = x.new_empty(batch, rows, columns, outputs)
     blocks = triton.cdiv(rows * columns, pixels)
-    tile_inputs, tile_channels, tile_outputs = (max(16, triton.next_power_of_2(m)) for m in (inputs, channels, outputs))
     _block_kernel[blocks * batch,](
-        x, *(wide or (weight, bias)), taps, taps_bias, weight, bias, out, height, width, rows, columns, top, left,
-        blocks, K=inputs, E=channels, N=outputs, SIDE=side, STRIDE=stride, WIDEN=wide is not None, PIXELS=pixels,
-        INPUTS=tile_inputs if wide else tile_channels, CHANNELS=tile_channels, OUTPUTS=tile_outputs,
-        num_warps=warps, num_stages=2,
+        x, wide_weight, wide_bias, taps, taps_bias, weight, bias, out, height, width, rows, columns, top, left,
+        blocks, K=inputs, E=taps.shape[2], N=outputs, SIDE=side, STRIDE=stride, PIXELS=pixels,
+        INPUTS=max(16, triton.next_power_of_2(inputs)), CHANNELS=channels,
+        OUTPUTS=max(16, triton.next_power_of_2(outputs)), num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out
 

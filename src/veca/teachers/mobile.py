@@ -16,8 +16,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from veca.attention import use_triton
 from veca.kernels import ops
 
-_MAX_FUSED_CHANNELS = 128
-"""Up to so many wide channels, one kernel computes all of a block: with more it would take longer than three."""
+_MAX_FUSED_INPUTS = 16
+"""A map with so few channels is widened anew for every tap of the depthwise convolution, in one kernel with it."""
 
 
 def fuse_mobile_network(model: Any) -> None:
@@ -140,10 +140,9 @@ class MobileBlock(nn.Module):
         from veca.kernels.convolution import launch_block, launch_depthwise
 
         maps = _channels_last(x)
-        if self.taps.shape[2] <= _MAX_FUSED_CHANNELS and not self.has_residual:
-            widening = None if self.wider is None else (_cast_weight(self.wider, maps.dtype), self.wider.bias)
-            narrowing = _cast_weight(self.narrower, maps.dtype), self.narrower.bias
-            out = launch_block(maps, widening, self.taps, self.taps_bias, *narrowing, self.stride)
+        if self.wider is not None and self.inputs <= _MAX_FUSED_INPUTS and not self.has_residual:
+            widening, narrowing = ((_cast_weight(each, maps.dtype), each.bias) for each in (self.wider, self.narrower))
+            out = launch_block(maps, *widening, self.taps, self.taps_bias, *narrowing, self.stride)
             return out.permute(0, 3, 1, 2)
         wide = maps if self.wider is None else self.wider(maps, relu6=True)
         wide = launch_depthwise(wide, self.taps, self.taps_bias, self.stride)

@@ -32,7 +32,7 @@ from veca.train import parallel
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.logger import grid_means
-from veca.train.objective import Losses, Pass, PassLoader, Student, TeacherMaps, TeacherRunner, validate
+from veca.train.objective import Losses, PassLoader, Student, TeacherMaps, TeacherRunner, validate
 from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
 from veca.train.parallel import World
 from veca.train.plan import PASSES, expected_flops, run_length, shares
@@ -182,7 +182,7 @@ class Distillation(RunEngine):
         maps = TeacherMaps(cache, self.runner, dtypes[precision], world.first) if precision else None
         return PassLoader(DeviceLoader(cache, sampler, maps), self.runner)
 
-    def train_step(self, batches: Iterator[Pass]) -> None:
+    def train_step(self, batches: PassLoader) -> None:
         recipe, passes = self.recipe, self.recipe.accumulate
         setting, resolution = self.draws(self.step)
         losses: list[Losses] = []
@@ -196,6 +196,7 @@ class Distillation(RunEngine):
             with self.runner.autocast():
                 losses.append(self.student(images, setting, targets))
             (losses[-1].total / passes).backward()
+            batches.prefetch()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = parallel.unshard(torch.nn.utils.get_total_norm(gradients))
         # Whether to skip the step is decided on the device: asking would make the host wait for every step.

@@ -271,7 +271,7 @@ class RunEngine(ABC):
         """Context manager of the batches from `step` on."""
 
     @abstractmethod
-    def train_step(self, batches: Iterator[Any]) -> None:
+    def train_step(self, batches: Any) -> None:
         """One optimizer step: updates the model, `ema`, `meter`, `skipped_steps`, `rate` and `step`.
 
         A VecaError comes from the data, before anything has changed.

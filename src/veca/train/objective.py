@@ -8,16 +8,16 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from veca.data.device_cache import DeviceImageCache, DeviceLoader
+from veca.data.device_cache import DeviceImageCache
 from veca.data.index import DataError, ImageIndex
-from veca.data.loader import Batch, ImageLoader, to_model_input, validation_loader
+from veca.data.loader import Batch, to_model_input, validation_loader
 from veca.images import normalize
 from veca.model import Veca
 from veca.optimized import Graph
@@ -177,41 +177,59 @@ class Pass(NamedTuple):
 class PassLoader(AbstractContextManager["PassLoader"]):
     """Batches as passes: on the device, normalised, with the teacher's targets.
 
-    On a GPU the teacher is one pass ahead of the student: its kernels fill the gaps between those of the student and
-    of the optimizers, which are many and small.
+    On a GPU a pass can be made ahead, on the teacher's stream.
     """
 
-    def __init__(self, batches: ImageLoader | DeviceLoader, runner: TeacherRunner) -> None:
+    def __init__(self, batches: Iterable[Batch], runner: TeacherRunner) -> None:
         self.batches, self.runner = batches, runner
+        self._ahead, self._ends = deque[tuple[Pass, torch.cuda.Event | None]](), deque[torch.cuda.Event]()
+        self._iterator: Iterator[Batch] = iter(())
 
-    def __exit__(self, *error: object) -> None:
-        self.batches.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        if isinstance(self.batches, AbstractContextManager):
+            self.batches.__exit__(*error)
 
-    def __iter__(self) -> Iterator[Pass]:
+    def __iter__(self) -> Self:
+        self._ahead.clear()
+        self._iterator = iter(self.batches)
+        return self
+
+    def __next__(self) -> Pass:
+        if not self._ahead:
+            self._make()
+        found, ready = self._ahead.popleft()
+        if ready is not None and self.runner.stream is not None:
+            student = torch.cuda.current_stream(self.runner.stream.device)
+            student.wait_event(ready)
+            for tensor in (found.images, *found.targets):
+                _keep_for(student, tensor)
+        return found
+
+    def prefetch(self) -> None:
+        """Make the next pass, on a GPU after the work so far and beside what follows.
+
+        After a backward pass that is the optimizers' work: many small kernels, which leave the GPU nearly idle.
+        """
+        if self.runner.stream is None:
+            return
+        # The host is at most one pass ahead of the GPU: passes hold memory.
+        self._ends.append(torch.cuda.current_stream(self.runner.stream.device).record_event())
+        if len(self._ends) > 2:
+            self._ends.popleft().synchronize()
+        self._make()
+
+    def _make(self) -> None:
         stream = self.runner.stream
         if stream is None:
-            yield from map(self._make, self.batches)
+            self._ahead.append((self._ask_teacher(next(self._iterator)), None))
             return
-        student, batches = torch.cuda.current_stream(stream.device), iter(self.batches)
-        stream.wait_stream(student)
-        ahead, steps = deque[tuple[Pass, torch.cuda.Event]](), deque[torch.cuda.Event]()
-        while True:
-            while len(ahead) < 2:
-                with torch.cuda.stream(stream):
-                    batch = next(batches)
-                    _keep_for(stream, batch.images)
-                    ahead.append((self._make(batch), stream.record_event()))
-            current, ready = ahead.popleft()
-            student.wait_event(ready)
-            for tensor in (current.images, *current.targets):
-                _keep_for(student, tensor)
-            yield current
-            # The host is at most one pass ahead of the GPU: passes hold memory.
-            steps.append(student.record_event())
-            if len(steps) > 1:
-                steps.popleft().synchronize()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            batch = next(self._iterator)
+            _keep_for(stream, batch.images)
+            self._ahead.append((self._ask_teacher(batch), stream.record_event()))
 
-    def _make(self, batch: Batch) -> Pass:
+    def _ask_teacher(self, batch: Batch) -> Pass:
         images = to_model_input(batch, self.runner.world.device)
         return Pass(images, self.runner.targets(images) if batch.targets is None else batch.targets, batch.skipped)
 
@@ -329,7 +347,8 @@ class Student(nn.Module):
     def __init__(self, model: Veca, recipe: Recipe) -> None:
         super().__init__()
         self.model, self.weights = model, (recipe.objective.dense_weight, recipe.objective.mse_weight)
-        self.losses = torch.compile(distillation_losses, dynamic=True) if recipe.compile else distillation_losses
+        # Compiled anew when a first size changes, after that for any: the width stays a constant, which is faster.
+        self.losses = torch.compile(distillation_losses) if recipe.compile else distillation_losses
         self.match, self.largest = recipe.widths.match if recipe.widths else 0.0, recipe.largest_setting()
 
     def forward(self, images: Tensor, setting: Setting, targets: Targets) -> Losses:
