@@ -154,6 +154,7 @@ def test_gpu_passes_ahead_of_the_student_have_the_targets_of_their_images(tmp_pa
     runner = trainer.runner
     with trainer.batches() as passes:
         for images, targets, _ in itertools.islice(passes, 16):
+            passes.prefetch()
             again = runner.targets(images)  # as validation does, while the next pass is under way
             with runner.autocast():
                 expected = trainer.teacher(images, (images.shape[-1] // 16,) * 2)

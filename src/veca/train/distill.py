@@ -38,6 +38,7 @@ from veca.train.parallel import World
 from veca.train.plan import PASSES, expected_flops, run_length, shares
 from veca.train.recipe import Recipe, RecipeError, Setting
 from veca.train.report import write_distill_report
+from veca.utils.device import on_stream, side_stream
 from veca.utils.files import atomic_path
 from veca.utils.timing import matrix_rate
 
@@ -92,6 +93,8 @@ class Distillation(RunEngine):
         self.runner = TeacherRunner(self.teacher, recipe, world, self.model.config.patch_size)
         if recipe.model.elastic is not None and not self.checkpoint:
             calibrate(self.model, self.runner, self.images)
+        # Its kernels go before those of the teacher, which fill the gaps.
+        self.stream = side_stream(self.device, "student", priority=-1) if self.device.type == "cuda" else None
         self.sharded = recipe.parallel == "fsdp" and world.size > 1
         if self.sharded:  # before the optimizers, which must hold the sharded parameters
             parallel.shard(self.model)
@@ -183,6 +186,10 @@ class Distillation(RunEngine):
         return PassLoader(DeviceLoader(cache, sampler, maps), self.runner)
 
     def train_step(self, batches: PassLoader) -> None:
+        with on_stream(self.stream):
+            self._train_step(batches)
+
+    def _train_step(self, batches: PassLoader) -> None:
         recipe, passes = self.recipe, self.recipe.accumulate
         setting, resolution = self.draws(self.step)
         losses: list[Losses] = []

@@ -6,8 +6,8 @@ Shapes: N images or patches, B images in a batch, D width of the features, G row
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -26,7 +26,7 @@ from veca.train.logger import Grid
 from veca.train.parallel import World, all_reduced, broadcast, gathered
 from veca.train.recipe import Recipe, Setting
 from veca.utils.console import bar
-from veca.utils.device import side_stream
+from veca.utils.device import on_stream, side_stream
 
 STATISTICS_IMAGES = 1024
 """Number of images for a teacher's statistics, where training images are among them."""
@@ -71,7 +71,7 @@ class TeacherRunner:
             with self.autocast():
                 parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
             return Targets(*map(torch.cat, zip(*parts, strict=True)))
-        with _on_stream(self.stream, images) as hand_over, self.autocast():
+        with on_stream(self.stream), self.autocast():
             if count % size:  # compiled for one batch size
                 images = F.pad(images, (0, 0) * 3 + (0, -count % size))
             out: list[Tensor] = []
@@ -80,7 +80,9 @@ class TeacherRunner:
                 out = out or [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in found]
                 for whole, tensor in zip(out, found, strict=True):
                     whole[start : start + size] = tensor
-            return Targets(*hand_over(tensor[:count] for tensor in out))
+        if self.stream is not None:
+            _keep_for(torch.cuda.current_stream(self.stream.device), *out)
+        return Targets(*(whole[:count] for whole in out))
 
     def _run(self, images: Tensor, grid: tuple[int, int], zoom: float) -> Targets:
         """One pass of the compiled teacher, on a GPU by a CUDA graph: small kernels take longer to launch than to run.
@@ -137,32 +139,11 @@ class TeacherRunner:
                     yield to_model_input(each, self.world.device)
 
 
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream | None, given: Tensor) -> Iterator[Callable[[Iterable[Tensor]], list[Tensor]]]:
-    """Run what follows on a stream, if there is one, between the work before it and the work after it.
-
-    It takes `given`, and hands its results over by the function that is yielded.
-    """
-    if stream is None:
-        yield list
-        return
-    current = torch.cuda.current_stream(stream.device)
-
-    def hand_over(results: Iterable[Tensor]) -> list[Tensor]:
-        return [_keep_for(current, tensor) for tensor in results]
-
-    stream.wait_stream(current)
-    _keep_for(stream, given)
-    with torch.cuda.stream(stream):
-        yield hand_over
-    current.wait_stream(stream)
-
-
-def _keep_for(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
-    """Have the memory of a tensor, made on another stream, not used again before this stream has read it."""
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
-    return tensor
+def _keep_for(stream: torch.cuda.Stream, *tensors: Tensor) -> None:
+    """Have the memory of tensors, made on another stream, not used again before this stream has read it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 class Pass(NamedTuple):
@@ -177,7 +158,7 @@ class Pass(NamedTuple):
 class PassLoader(AbstractContextManager["PassLoader"]):
     """Batches as passes: on the device, normalised, with the teacher's targets.
 
-    On a GPU a pass can be made ahead, on the teacher's stream.
+    On a GPU passes can be made ahead, on the teacher's stream, beside the work of the student.
     """
 
     def __init__(self, batches: Iterable[Batch], runner: TeacherRunner) -> None:
@@ -192,6 +173,8 @@ class PassLoader(AbstractContextManager["PassLoader"]):
     def __iter__(self) -> Self:
         self._ahead.clear()
         self._iterator = iter(self.batches)
+        if self.runner.stream is not None:  # what the batches are made of may be on its way to the device
+            self.runner.stream.wait_stream(torch.cuda.current_stream(self.runner.stream.device))
         return self
 
     def __next__(self) -> Pass:
@@ -201,15 +184,11 @@ class PassLoader(AbstractContextManager["PassLoader"]):
         if ready is not None and self.runner.stream is not None:
             student = torch.cuda.current_stream(self.runner.stream.device)
             student.wait_event(ready)
-            for tensor in (found.images, *found.targets):
-                _keep_for(student, tensor)
+            _keep_for(student, found.images, *found.targets)
         return found
 
     def prefetch(self) -> None:
-        """Make the next pass, on a GPU after the work so far and beside what follows.
-
-        After a backward pass that is the optimizers' work: many small kernels, which leave the GPU nearly idle.
-        """
+        """On a GPU, begin the next pass: the teacher runs where the student and the optimizers leave room."""
         if self.runner.stream is None:
             return
         # The host is at most one pass ahead of the GPU: passes hold memory.
@@ -223,7 +202,6 @@ class PassLoader(AbstractContextManager["PassLoader"]):
         if stream is None:
             self._ahead.append((self._ask_teacher(next(self._iterator)), None))
             return
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             batch = next(self._iterator)
             _keep_for(stream, batch.images)

@@ -1,11 +1,12 @@
 """Devices: choosing one by name, its versions for results, peak memory of a call or a process."""
 
+import contextlib
 import functools
 import gc
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +19,26 @@ from veca.version import __version__
 
 
 @functools.cache
-def side_stream(device: torch.device, use: str) -> torch.cuda.Stream:
-    """A stream of a GPU beside the model's, always the same for a `use`.
+def side_stream(device: torch.device, use: str, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of a GPU beside the model's, always the same for a `use`; a priority below 0 goes before others.
 
     torch deals out 32 streams in turn. Were one made for each run, it would sooner or later be the stream on which the
     model records a CUDA graph, and its work would be recorded or refused.
     """
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run what follows on a stream, if there is one: after the work so far, and before the work behind the block."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def choose_device(name: str = "auto") -> torch.device:
