@@ -96,8 +96,13 @@ def few_cores_attention(
     v_core = F.linear(x[:, :cores], w_v, b_v).unflatten(-1, (heads, -1))
     vectors = torch.einsum("bchd,ohd->bhco", v_core, proj.weight.unflatten(-1, (heads, -1))).flatten(1, 2)
     # A patch's probabilities sum to H over all heads, so each vector carries 1/H of the bias.
-    out_patch = patch_to_core @ (vectors + proj.bias / heads)
-    return torch.cat([out_core, out_patch], dim=1)
+    vectors = vectors + proj.bias / heads
+    if not rotates_in_place(x, qkv):
+        return torch.cat([out_core, patch_to_core @ vectors], dim=1)
+    out = torch.empty_like(x)
+    out[:, :cores] = out_core
+    torch.bmm(patch_to_core, vectors, out=out[:, cores:])
+    return out
 
 
 def many_cores_attention(

@@ -224,7 +224,7 @@ class FastVeca(Veca):
             with torch.cuda.device_of(x):
                 call()
 
-        with ThreadPoolExecutor(4, "compile") as threads:
+        with ThreadPoolExecutor(8, "compile") as threads:
             list(threads.map(run, calls))
 
 
