@@ -258,7 +258,7 @@ class Veca(nn.Module):
         images, cores, width = apply_compute(self, images, cores, width, compute, resize)
         x, coordinates, _ = self._run(images, cores, cls_only=cls_only, width=width)
         x = self.output_proj(x)
-        budget = min(coordinates.shape[2], x.shape[1])
+        budget = 1 if cls_only else coordinates.shape[2]
         logits = self.forward_head(x) if self.config.num_classes else None
         core_tokens, patches = x.split([budget, x.shape[1] - budget], dim=1)  # slices would each have a whole gradient
         return VecaOutput(core_tokens, patches, coordinates, patch_grid(images, self.config), logits)
