@@ -85,6 +85,8 @@ def main() -> None:
             with suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *_: warn(f"warning: {message}")
+    # Triton's default so far. It warns where none is set, because a later version will have another.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     try:
         try:
             with terminable():
