@@ -10,7 +10,7 @@ from veca.utils.device import side_stream
 
 def test_a_stream_is_made_once_for_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device) or object())
     first, second = torch.device("cuda", 98), torch.device("cuda", 99)  # of no machine: streams are kept
     streams = [side_stream(device, use) for _ in range(40) for device in (first, second) for use in ("one", "other")]
     assert made == [first, first, second, second]

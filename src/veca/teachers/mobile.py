@@ -48,11 +48,13 @@ class _ForwardFeatures:
 
     def __init__(self, model: Any, forward: Callable[[Tensor], Tensor]) -> None:
         self.model, self.forward, self.compiled = model, forward, set[torch.dtype]()
+        self.by_kernels: Callable[[Tensor], Tensor] = self._run_kernels
+        if torch.cuda.is_available() or ops.INTERPRETED:  # not elsewhere: it loads the compiler, which takes seconds
+            self.by_kernels = torch.compiler.disable(self._run_kernels)
 
     def __call__(self, images: Tensor) -> Tensor:
-        return self._run_kernels(images) if _by_kernels(images) else self.forward(images)
+        return self.by_kernels(images) if _by_kernels(images) else self.forward(images)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_kernels(self, images: Tensor) -> Tensor:
         if images.is_cuda and (dtype := _product_dtype(images)) not in self.compiled:
             self._compile_kernels(images, dtype)
