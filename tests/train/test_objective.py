@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from veca.train.objective import distillation_losses
@@ -33,3 +34,17 @@ def test_a_feature_of_zeros_has_a_loss_and_a_gradient() -> None:
     losses.total.backward()
     assert float(losses.total.detach()) == 3.0  # both angles count 1, and every square is 1
     assert torch.isfinite(patches.grad).all()
+
+
+def test_losses_and_gradients_are_those_of_torchs_functions() -> None:
+    given = [feature.double().requires_grad_() for feature in features()]
+    losses = distillation_losses(*given)
+    cls, patches, teacher_cls, teacher_patches = given
+    cosines = [
+        F.cosine_similarity(*pair, dim=-1, eps=1e-6) for pair in ((cls, teacher_cls), (patches, teacher_patches))
+    ]
+    expected = (1 - cosines[0]).mean() + (1 - cosines[1]).mean() + F.mse_loss(patches, teacher_patches)
+    torch.testing.assert_close(losses.total, expected, rtol=1e-12, atol=0)
+    gradients = (torch.autograd.grad(total, given, retain_graph=True) for total in (losses.total, expected))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)

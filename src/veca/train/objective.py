@@ -76,9 +76,9 @@ class TeacherRunner:
                 images = F.pad(images, (0, 0) * 3 + (0, -count % size))
             out: list[Tensor] = []
             for start in range(0, len(images), size):
-                found = self._run(images[start : start + size], grid, zoom)
-                out = out or [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in found]
-                for whole, tensor in zip(out, found, strict=True):
+                part = self._run(images[start : start + size], grid, zoom)
+                out = out or [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in part]
+                for whole, tensor in zip(out, part, strict=True):
                     whole[start : start + size] = tensor
         if self.stream is not None:
             _keep_for(torch.cuda.current_stream(self.stream.device), *out)
@@ -180,12 +180,12 @@ class PassLoader(AbstractContextManager["PassLoader"]):
     def __next__(self) -> Pass:
         if not self._ahead:
             self._make()
-        found, ready = self._ahead.popleft()
+        current, ready = self._ahead.popleft()
         if ready is not None and self.runner.stream is not None:
             student = torch.cuda.current_stream(self.runner.stream.device)
             student.wait_event(ready)
-            _keep_for(student, found.images, *found.targets)
-        return found
+            _keep_for(student, current.images, *current.targets)
+        return current
 
     def prefetch(self) -> None:
         """On a GPU, begin the next pass: the teacher runs where the student and the optimizers leave room."""
