@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -71,17 +71,21 @@ class TeacherRunner:
             with self.autocast():
                 parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
             return Targets(*map(torch.cat, zip(*parts, strict=True)))
+        # Memory of the caller's stream, which waits for the teacher's: it can be used again at once when it is freed.
+        callers: Any = nullcontext()
+        if self.stream is not None:
+            callers = torch.cuda.stream(torch.cuda.current_stream(self.stream.device))
         with on_stream(self.stream), self.autocast():
             if count % size:  # compiled for one batch size
                 images = F.pad(images, (0, 0) * 3 + (0, -count % size))
             out: list[Tensor] = []
             for start in range(0, len(images), size):
                 part = self._run(images[start : start + size], grid, zoom)
-                out = out or [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in part]
+                if not out:
+                    with callers:
+                        out = [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in part]
                 for whole, tensor in zip(out, part, strict=True):
                     whole[start : start + size] = tensor
-        if self.stream is not None:
-            _keep_for(torch.cuda.current_stream(self.stream.device), *out)
         return Targets(*(whole[:count] for whole in out))
 
     def _run(self, images: Tensor, grid: tuple[int, int], zoom: float) -> Targets:
