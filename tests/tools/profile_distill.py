@@ -28,10 +28,11 @@ from veca.utils.timing import synchronize
 class Waiting(AbstractContextManager["Waiting"]):
     """Batches, and the seconds that were spent waiting for them."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self.batches, self.seconds = batches, 0.0
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.batches, self.seconds = loader, iter(loader), 0.0
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *error: Any) -> None:
+        self.loader.__exit__(*error)
 
     def __iter__(self) -> Waiting:
         return self
@@ -59,7 +60,7 @@ def main() -> None:
     ):
         run = Distillation(recipe, Path(folder), world)
         with run.batches() as batches:
-            batches.batches = waiting = Waiting(iter(batches.batches))
+            batches.batches = waiting = Waiting(batches.batches)
             passes = iter(batches)
             time_steps(run, passes, waiting, arguments.warmup, "warm-up")
             for _ in range(3):

@@ -13,7 +13,8 @@ from veca.utils import cuda
 
 
 def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "5")
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        monkeypatch.setenv(name, "")  # so that what is set is restored
     cuda._make_context("libthereisnone.so.1")
     thread = cuda.start_cuda()
     thread.join(20)

@@ -72,9 +72,9 @@ class TeacherRunner:
                 parts = [self.teacher(part, grid, zoom) for part in images.split(size)]
             return Targets(*map(torch.cat, zip(*parts, strict=True)))
         # Memory of the caller's stream, which waits for the teacher's: it can be used again at once when it is freed.
-        callers: Any = nullcontext()
+        callers_stream: Any = nullcontext()
         if self.stream is not None:
-            callers = torch.cuda.stream(torch.cuda.current_stream(self.stream.device))
+            callers_stream = torch.cuda.stream(torch.cuda.current_stream(self.stream.device))
         with on_stream(self.stream), self.autocast():
             if count % size:  # compiled for one batch size
                 images = F.pad(images, (0, 0) * 3 + (0, -count % size))
@@ -82,7 +82,7 @@ class TeacherRunner:
             for start in range(0, len(images), size):
                 part = self._run(images[start : start + size], grid, zoom)
                 if not out:
-                    with callers:
+                    with callers_stream:
                         out = [tensor.new_empty(len(images), *tensor.shape[1:]) for tensor in part]
                 for whole, tensor in zip(out, part, strict=True):
                     whole[start : start + size] = tensor
@@ -195,7 +195,7 @@ class PassLoader(AbstractContextManager["PassLoader"]):
         """On a GPU, begin the next pass: the teacher runs where the student and the optimizers leave room."""
         if self.runner.stream is None:
             return
-        # The host is at most one pass ahead of the GPU: passes hold memory.
+        # The host is at most two passes ahead of the GPU: passes hold memory.
         self._ends.append(torch.cuda.current_stream(self.runner.stream.device).record_event())
         if len(self._ends) > 2:
             self._ends.popleft().synchronize()
@@ -320,7 +320,7 @@ def distillation_losses(
 def _cosine_loss(x: Tensor, y: Tensor, eps: float = 1e-6) -> Tensor:
     """The mean of 1 − `F.cosine_similarity(x, y, dim=-1, eps=eps)`, by sums that a compiler takes in one pass."""
     dot, square_x, square_y = ((a * b).sum(-1) for a, b in ((x, y), (x, x), (y, y)))
-    return (1 - dot / (square_x.clamp_min(eps**2) * square_y.clamp_min(eps**2)).sqrt()).mean()
+    return (1 - dot / (square_x.clamp_min(eps**2).sqrt() * square_y.clamp_min(eps**2).sqrt())).mean()
 
 
 class Student(nn.Module):
