@@ -9,7 +9,6 @@ import argparse
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
