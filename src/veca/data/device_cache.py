@@ -76,16 +76,17 @@ class DeviceLoader(AbstractContextManager["DeviceLoader"]):
         # Tensor cores need half precision: pixel values are exact in it, weights to 1/2048, less than a level in all
         dtype = torch.float16 if device.type == "cuda" else torch.float32
         if self.targets is None:
-            short = round(self.sampler.short_side * resolution)
-            x, y = (crop_offset(share, short - resolution) for share in (params.x, params.y))
-            matrices = shifted_crop_matrices(side, short, resolution, dtype, device)
+            index = copy_to_device(device, np.array(numbers))
+            left, top, lengths, flip = copy_to_device(device, self._pixel_spans(params, resolution))
+            columns, rows = (bicubic_matrices(start, lengths, side, resolution, dtype) for start in (left, top))
         else:
             spans, x, y = self._cell_spans(params, self.targets.cells)
             patch = self.targets.patch
             pixels = tuple((start * patch, end * patch) for start, end in spans)
             matrices = crop_matrices(side, pixels, resolution, "bicubic", dtype, device)
-        index, x_crop, y_crop, flip = copy_to_device(device, np.stack([numbers, x, y, params.flip]))
-        images = resize_crops(self.cache.images[index], matrices[y_crop], _flip_rows(matrices[x_crop], flip))
+            index, x_crop, y_crop, flip = copy_to_device(device, np.stack([numbers, x, y, params.flip]))
+            columns, rows = matrices[x_crop], matrices[y_crop]
+        images = resize_crops(self.cache.images[index], rows, _flip_rows(columns, flip))
         targets = None
         if self.targets is not None:
             grid = resolution // patch
@@ -93,6 +94,17 @@ class DeviceLoader(AbstractContextManager["DeviceLoader"]):
             targets = self.targets.crop(index, cells[y_crop], _flip_rows(cells[x_crop], flip))
         augmentation = params.augmentation() if self.sampler.augment in ("trivial", "colour") else None
         return Batch(images, augmentation, torch.tensor(numbers), torch.tensor(plan.variants), skipped, targets)
+
+    def _pixel_spans(self, params: TransformParams, resolution: int) -> NDArray[np.float32]:
+        """Return (4, B): where crops start in x and y, their length in pixels of the cached images, and flips.
+
+        They are those of `veca.data.loader.plan_crop`.
+        """
+        sampler, side = self.sampler, self.cache.side
+        zoom = 1 / np.interp(params.scale, (0, 1), sampler.crops) if sampler.crops else sampler.short_side
+        short = np.broadcast_to(np.rint(zoom * resolution), len(params.flip)).astype(np.int64)
+        starts = [crop_offset(share, short - resolution) * side / short for share in (params.x, params.y)]
+        return np.stack([*starts, resolution * side / short, params.flip]).astype(np.float32)
 
     def _cell_spans(self, params: TransformParams, cells: int) -> tuple[Spans, NDArray[np.int64], NDArray[np.int64]]:
         """Return the spans of cells that crops can have along a side, and which of these each image has in x and y."""
@@ -130,11 +142,19 @@ def _flip_rows(matrices: Tensor, flip: Tensor) -> Tensor:
     return torch.where(flip.bool()[:, None, None], matrices.flip(1), matrices)
 
 
-@functools.lru_cache(maxsize=16)
-def shifted_crop_matrices(side: int, short: int, resolution: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Matrices (P, R, S) that resize a side to `short` pixels and crop `resolution` of them, for each of P offsets."""
-    resizing = resize_matrix(side, short, device, dtype, "bicubic", antialias=True)
-    return resizing.unfold(0, resolution, 1).mT.contiguous()
+def bicubic_matrices(starts: Tensor, lengths: Tensor, side: int, out: int, dtype: torch.dtype) -> Tensor:
+    """Matrices (B, out, side) that cut a span out of a side and resize it to `out`: bicubic, antialiased, as Pillow's.
+
+    Spans (B) are in pixels, not whole ones; as in Pillow, pixels around them contribute at their ends.
+    """
+    scale = (lengths / out)[:, None, None]
+    places = torch.arange(max(side, out), device=starts.device) + 0.5
+    centres = starts[:, None, None] + places[:out, None] * scale
+    x = ((places[:side] - centres) / scale.clamp_min(1)).abs()
+    # Keys' cubic with a = -0.5, by pieces
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    return (weights / weights.sum(-1, keepdim=True)).to(dtype)
 
 
 @functools.lru_cache(maxsize=32)

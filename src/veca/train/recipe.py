@@ -279,12 +279,10 @@ class Recipe(RecipeSection):
         super().__post_init__()
         bank, patch = self.model.config().num_cores, self.model.config().patch_size
         # Targets cropped from resident maps need crops on whole cells.
-        side, crops = self.data.resident, self.data.crops
+        side = self.data.resident
         aligned = side is not None and side % patch == 0 and self.data.augment != "trivial"
         rule = f"null unless data.resident={side} is a multiple of {patch}; augment=trivial moves pixels, use colour"
         self.require("teacher.resident", self.teacher.resident is None or aligned, rule, self.teacher.resident)
-        rule = "null with data.resident: crops need teacher.resident, to lie on whole cells"
-        self.require("data.crops", crops is None or side is None or self.teacher.resident is not None, rule, crops)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
         until = [phase.until for phase in self.resolutions]
