@@ -9,7 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
-from veca.data.transforms import BINS, OPS, Augmentation, augment_batch, augment_image, choose_ops
+from veca.data.transforms import (
+    BINS,
+    OPS,
+    Augmentation,
+    PairMixer,
+    augment_batch,
+    augment_image,
+    choose_ops,
+    mix_pairs,
+)
 
 autoaugment = pytest.importorskip("torchvision.transforms.autoaugment")
 
@@ -99,3 +108,50 @@ def test_a_gpu_gives_the_same_pixels_and_is_not_waited_for() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found.cpu(), augment_batch(images, what))
+
+
+def test_pairs_are_mixed_with_each_other() -> None:
+    images = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 8, 8)
+    blend, box, none = [0.75, 0, 0, 0, 0], [1, 0.25, 0.5, -0.5, 0.75], [1, 0, 0, 0, 0]
+    mixed = mix_pairs(images, torch.tensor([blend, box, none]))
+    assert (mixed[0] == 0.25).all()
+    assert (mixed[1] == 0.75).all()
+    expected = torch.full((8, 8), 2.0)
+    expected[:6, 2:4] = 3
+    assert torch.equal(mixed[2], expected.expand(3, 8, 8))
+    assert torch.equal(mixed[3], 5 - mixed[2])
+    assert torch.equal(mixed[4:], images[4:])
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(1.0, 0.0), (0.0, 1.0), (0.4, 1.0)])
+def test_mixing_depends_on_the_place_of_a_pair_alone(mixup: float, cutmix: float) -> None:
+    images = torch.randn(64, 3, 16, 16)
+    whole = PairMixer(mixup, cutmix, 0.5, seed=3, forward=5)(images)
+    parts = []
+    for half in range(2):  # two passes in two processes each
+        for rank in range(2):
+            mixer = PairMixer(mixup, cutmix, 0.5, 3, 10 + half, 2, rank, 2)
+            parts.append(mixer(images.view(4, 16, 3, 16, 16)[2 * half + rank]))
+    assert torch.equal(torch.cat(parts), whole)
+    mixed = (whole != images).flatten(1).any(1)
+    assert torch.equal(mixed[::2], mixed[1::2])
+    assert 8 <= int(mixed[::2].sum()) <= 24  # about half of 32 pairs
+    blended = (whole != images).flatten(1).all(1)  # of a box part of the image stays
+    assert bool(blended.any()) == (mixup > 0)
+    assert bool((mixed & ~blended).any()) == (cutmix > 0)
+    torch.testing.assert_close(whole[::2] + whole[1::2], images[::2] + images[1::2])
+    assert not torch.equal(PairMixer(mixup, cutmix, 0.5, seed=3, forward=6)(images), whole)
+
+
+def test_shares_of_mixup_are_those_of_the_beta_distribution() -> None:
+    images = torch.tensor([0.0, 1.0]).repeat(2000).view(-1, 1, 1, 1).expand(-1, 3, 1, 1)
+    shares = PairMixer(0.4, 0.0)(images)[1::2, 0, 0, 0].double()
+    assert abs(float(shares.mean()) - 0.5) < 0.03
+    assert abs(float(shares.var()) - 1 / (4 * (2 * 0.4 + 1))) < 0.01
+
+
+def test_areas_of_cutmix_are_those_of_the_beta_distribution() -> None:
+    images = torch.tensor([0.0, 1.0]).repeat(1000).view(-1, 1, 1, 1).expand(-1, 3, 64, 64)
+    areas = PairMixer(0.0, 1.0)(images)[::2, 0].mean((1, 2))
+    assert float(areas.max()) <= 1
+    assert 0.25 < float(areas.mean()) < 0.4  # 1/2 if no box went beyond the edges, which cut off a third

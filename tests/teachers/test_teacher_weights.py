@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from veca import VecaConfig
 from veca.images import MEAN, STD
-from veca.teachers import Standardized, Teacher, TeacherError, load_teacher, output_dim_for, start_patch_embed
+from veca.teachers import (
+    Standardized,
+    Teacher,
+    TeacherError,
+    TeacherGroup,
+    load_teacher,
+    output_dim_for,
+    start_patch_embed,
+)
 from veca.teachers.from_timm import read_weights, timm_teacher
 from veca.teachers.load import load_in_order, read_dinov2_onnx
 
@@ -207,6 +215,7 @@ def test_width_of_the_output() -> None:
     assert output_dim_for(narrow, teacher) is None
     assert output_dim_for(wide, Standardized(teacher)) == 64
     assert output_dim_for(VecaConfig(embed_dim=64, num_heads=2, output_dim=64), teacher) == 64
+    assert output_dim_for(wide, TeacherGroup([teacher, Standardized(teacher)])) == 128  # a layer, though it is as wide
     with pytest.raises(TeacherError, match="output_dim=65.*is 64 wide; leave output_dim out"):
         output_dim_for(VecaConfig(embed_dim=64, num_heads=2, output_dim=65), teacher)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -142,6 +143,16 @@ def test_two_processes_do_what_one_does(place: Place, done: Path, tmp_path: Path
     assert found.keys() == expected.keys()
     for name in found:
         assert torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-4), name
+
+
+def test_mixed_images_are_the_same_for_any_number_of_processes_and_passes(place: Place, tmp_path: Path) -> None:
+    recipes = [place.recipe(data__mixup=1.0, data__cutmix=1.0, schedule__steps=8, accumulate=n) for n in (1, 2, 1)]
+    train(recipes[0], tmp_path / "one")
+    train(recipes[1], tmp_path / "two passes")
+    run = start(recipes[2], tmp_path / "two processes", 2)
+    assert finish(run) == [0, 0], run[0].text()
+    for name in ("two passes", "two processes"):
+        assert_close(tmp_path / name, tmp_path / "one")
 
 
 def test_two_passes_do_what_one_does(place: Place, done: Path, tmp_path: Path) -> None:
@@ -513,6 +524,25 @@ def test_a_second_stage_starts_from_the_first(place: Place, done: Path, tmp_path
     first, second = (veca.load(folder).provenance for folder in (done, tmp_path / "run"))
     assert second["started_from"] == first
     assert "started_from" not in first
+
+
+def test_a_start_that_learned_from_others_gets_an_output_for_its_teachers(
+    place: Place, done: Path, tmp_path: Path
+) -> None:
+    """The backbone stays; so do the output's rows of the teacher that both have."""
+    stage = {"epochs": None, "steps": 1, "warmup": 0, "peak": 1e-12, "low": 0.0}
+    options = {"schedule": stage, "weight_decay": 0.0, "ema": None}
+    teacher = {"name": str(place.folder / "teacher"), "standardize": True}
+    train(place.recipe(model__start=str(done), teachers=[teacher], **options), tmp_path / "two")
+    train(place.recipe(model__start=str(tmp_path / "two"), teachers=[teacher] * 2, **options), tmp_path / "three")
+    weights = [load_file(folder / "model.safetensors") for folder in (done, tmp_path / "two", tmp_path / "three")]
+    assert weights[1]["output_proj.weight"].shape == (64, 32)
+    assert weights[2]["output_proj.weight"].shape == (96, 32)
+    for before, after in itertools.pairwise(weights):
+        for name, tensor in before.items():
+            kept = after[name] if not name.startswith("output_proj") else after[name][:32]
+            expected = tensor if not name.startswith("output_proj") else tensor[:32]
+            assert torch.allclose(kept, expected, rtol=0, atol=1e-9), name
 
 
 def test_it_does_not_start_from_another_model(place: Place, done: Path, tmp_path: Path) -> None:

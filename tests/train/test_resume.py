@@ -220,6 +220,21 @@ def test_a_run_of_several_widths_continues_bit_for_bit(place: Place, tmp_path: P
     assert [row["width"] for row in table(folder / "validation.csv")[:4]] == ["0.25", "1", "0.25", "1"]
 
 
+def test_a_run_of_two_teachers_and_mixed_images_continues_bit_for_bit(place: Place, tmp_path: Path) -> None:
+    more = {"name": str(place.folder / "teacher"), "standardize": True, "objective": {"dense_weight": 0.5}}
+    recipe = place.recipe(
+        teachers=[more], data__mixup=0.5, data__cutmix=1.0, data__mix_prob=0.8, checkpoints__keep=99, log_every=6,
+        accumulate=2,
+    )  # fmt: skip
+    train(recipe, tmp_path / "whole")
+    for step in (4, 28):
+        folder = back_to(step, tmp_path / "whole", tmp_path / f"from {step}")
+        train(recipe, folder)
+        assert_same_run(folder, tmp_path / "whole")
+    model = veca.load(folder)
+    assert (model.num_features, len(model.provenance["teacher"]["teachers"])) == (64, 2)
+
+
 def test_a_run_that_is_over_stays_as_it_is(
     place: Place, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

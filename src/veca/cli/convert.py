@@ -11,6 +11,7 @@ from veca.checkpoint.released import save_released
 from veca.cli.common import check_absent, out, warn
 from veca.cli.options import Model, Overwrite, option
 from veca.compute import TABLE_KEY, CostTable
+from veca.teachers.outputs import keep_output
 from veca.utils.files import check_writable
 
 
@@ -19,6 +20,7 @@ def convert_command(
     to: Annotated[Path, option("convert.out")],
     dtype: Annotated[Literal["float32", "float16", "bfloat16"] | None, option("convert.dtype")] = None,
     table: Annotated[Path | None, option("convert.table")] = None,
+    output: Annotated[str | None, option("convert.output")] = None,
     paths: Annotated[bool, option("convert.paths")] = True,
     overwrite: Overwrite = False,
 ) -> None:
@@ -32,6 +34,8 @@ def convert_command(
     check_absent(target, overwrite)
     check_writable(target)
     loaded = veca.load(model, dtype=None)
+    if output is not None:
+        keep_output(loaded, output)
     stored = getattr(torch, dtype) if dtype else None
     loaded = cast(loaded, stored) if stored else loaded
     if table is not None:

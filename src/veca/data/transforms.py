@@ -1,4 +1,4 @@
-"""Image transforms: crops and resizes for training and evaluation, and TrivialAugmentWide.
+"""Image transforms: crops and resizes for training and evaluation, TrivialAugmentWide, mixup and CutMix.
 
 TrivialAugmentWide applies one operation of one strength to each image. Operations, strengths and arithmetic are
 torchvision's on Pillow images: nearest-neighbour sampling, black fill. `augment_image` does one image with Pillow,
@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -302,3 +303,61 @@ def _blend(plain: Tensor, x: Tensor, share: Tensor) -> Tensor:
     """Blend from `plain` towards `x` and beyond, in float32 and truncated, as `Image.blend` does."""
     plain = plain.float()
     return (plain + (x.float() - plain) * share.float()).trunc().clamp(0, 255)
+
+
+@dataclass
+class PairMixer:
+    """Mixes neighbouring images of a batch with each other, by mixup or CutMix.
+
+    What is drawn for a pair follows from the seed, the step and the place of the pair in it, whatever the number of
+    processes and of the forward passes (`accumulate`) that share it. `mixup` and `cutmix` are parameters of Beta
+    distributions, 0 for none; `prob` is the share of the pairs that are mixed.
+    """
+
+    mixup: float
+    cutmix: float
+    prob: float = 1.0
+    seed: int = 0
+    forward: int = 0
+    """Number of the next forward pass."""
+    accumulate: int = 1
+    rank: int = 0
+    world_size: int = 1
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images (B, 3, R, R) of the next forward pass, B even, mixed."""
+        step, place = divmod(self.forward, self.accumulate)
+        pairs, rng = len(images) // 2, seeded_random(self.seed, step)
+        drawn = [self._draw(rng) for _ in range(pairs * self.world_size * self.accumulate)]
+        first = pairs * (place * self.world_size + self.rank)
+        self.forward += 1
+        own = np.array(drawn[first : first + pairs], np.float32)
+        return mix_pairs(images, copy_to_device(images.device, own))
+
+    def _draw(self, rng: random.Random) -> tuple[float, float, float, float, float]:
+        """Draw a row for `mix_pairs`."""
+        chosen, blends = rng.random() < self.prob, rng.random() < 0.5 if self.mixup and self.cutmix else self.mixup > 0
+        alpha, x, y = self.mixup if blends else self.cutmix, rng.random(), rng.random()
+        share = rng.betavariate(alpha, alpha) if alpha else 1.0
+        if not chosen:
+            return 1.0, 0.0, 0.0, 0.0, 0.0
+        if blends:
+            return share, 0.0, 0.0, 0.0, 0.0
+        half = math.sqrt(1 - share) / 2
+        return 1.0, x - half, x + half, y - half, y + half
+
+
+def mix_pairs(images: Tensor, rows: Tensor) -> Tensor:
+    """Mix images (B, 3, R, R) 2 i and 2 i + 1 with each other, by `rows` (B / 2, 5).
+
+    A row is the share that an image keeps of itself, and a box in which it has the other's pixels alone: left, right,
+    top and bottom as shares of the side.
+    """
+    side = images.shape[-1]
+    places = (torch.arange(side, device=images.device) + 0.5) / side
+    share, left, right, top, bottom = rows[:, :, None].unbind(1)
+    inside_x, inside_y = (places > left) & (places < right), (places > top) & (places < bottom)
+    inside = inside_y[:, :, None] & inside_x[:, None]  # (B / 2, R, R)
+    kept = torch.where(inside, 0.0, share[:, :, None])[:, None, None]
+    pairs = images.unflatten(0, (-1, 2))
+    return torch.lerp(pairs.flip(1), pairs, kept.to(images.dtype)).flatten(0, 1)

@@ -3,7 +3,21 @@
 They take images as the student sees them, and give features on the student's grid.
 """
 
-from veca.teachers.load import load_teacher, output_dim_for, start_patch_embed
-from veca.teachers.protocol import Standardized, Targets, Teacher, TeacherError
+from veca.teachers.load import load_teacher, start_patch_embed
+from veca.teachers.outputs import keep_output, output_dim_for, replace_output
+from veca.teachers.protocol import AnyTeacher, Standardized, Targets, Teacher, TeacherError, TeacherGroup, members
 
-__all__ = ["Standardized", "Targets", "Teacher", "TeacherError", "load_teacher", "output_dim_for", "start_patch_embed"]
+__all__ = [
+    "AnyTeacher",
+    "Standardized",
+    "Targets",
+    "Teacher",
+    "TeacherError",
+    "TeacherGroup",
+    "keep_output",
+    "load_teacher",
+    "members",
+    "output_dim_for",
+    "replace_output",
+    "start_patch_embed",
+]

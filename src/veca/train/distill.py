@@ -24,19 +24,30 @@ from veca.data.gpu_decode import can_resize, undecodable_reason
 from veca.data.index import ImageIndex
 from veca.data.loader import train_loader
 from veca.data.sampler import TrainSampler
+from veca.data.transforms import PairMixer
 from veca.elastic import make_elastic
 from veca.model import Veca
 from veca.optimized import RECOMPILE_LIMIT
-from veca.teachers import Standardized, Teacher, load_teacher, output_dim_for, start_patch_embed
+from veca.teachers import (
+    AnyTeacher,
+    Standardized,
+    Teacher,
+    TeacherGroup,
+    load_teacher,
+    members,
+    output_dim_for,
+    replace_output,
+    start_patch_embed,
+)
 from veca.train import parallel
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.logger import grid_means
-from veca.train.objective import Losses, PassLoader, Student, TeacherMaps, TeacherRunner, validate
+from veca.train.objective import Losses, PassLoader, Student, TeacherMaps, TeacherRunner, teacher_losses, validate
 from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
 from veca.train.parallel import World
 from veca.train.plan import PASSES, expected_flops, run_length, shares
-from veca.train.recipe import Recipe, RecipeError, Setting
+from veca.train.recipe import Recipe, RecipeError, Setting, TeacherRecipe
 from veca.train.report import write_distill_report
 from veca.utils.device import on_stream, side_stream
 from veca.utils.files import atomic_path
@@ -123,7 +134,7 @@ class Distillation(RunEngine):
                 block.compile(dynamic=True)
             self.teacher.compile(dynamic=False)
             self.say("The first steps compile the model, which takes a minute or so.")
-        student = Student(self.model, recipe)
+        student = Student(self.model, recipe, teacher_losses(recipe, self.teacher))
         self.student: Any = student if self.sharded else parallel.replicate(student, world)
 
     def _restore(self, facts: Mapping[str, Any], files: TensorFiles) -> None:
@@ -171,6 +182,10 @@ class Distillation(RunEngine):
             rank=world.rank, world_size=world.size, seed=recipe.seed, short_side=data.short_side,
             crops=data.crops, augment=data.augment, num_variants=data.views, start=self.step * recipe.accumulate,
         )  # fmt: skip
+        mixer = None
+        if data.mixup or data.cutmix:
+            place = self.step * recipe.accumulate, recipe.accumulate, world.rank, world.size
+            mixer = PairMixer(data.mixup, data.cutmix, data.mix_prob, recipe.seed, *place)
         if data.resident is None:
             on_gpu = self.device.type == "cuda" and data.augment_on != "cpu"
             device = self.device if can_resize(self.device) else None
@@ -178,12 +193,12 @@ class Distillation(RunEngine):
                 raise RecipeError(f"data.decode=gpu: {reason}. Set data.decode=cpu")
             options = "gpu" if on_gpu else "cpu", device, data.decode == "gpu"
             loader = train_loader(self.images, sampler, data.workers, data.max_pixels, *options)
-            return PassLoader(loader, self.runner)
+            return PassLoader(loader, self.runner, mixer)
         cache = DeviceImageCache(self.images, data.resident, self.device, data.workers, data.max_pixels, world.first)
         dtypes = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
         precision = recipe.teacher.resident
         maps = TeacherMaps(cache, self.runner, dtypes[precision], world.first) if precision else None
-        return PassLoader(DeviceLoader(cache, sampler, maps), self.runner)
+        return PassLoader(DeviceLoader(cache, sampler, maps), self.runner, mixer)
 
     def train_step(self, batches: PassLoader) -> None:
         with on_stream(self.stream):
@@ -214,7 +229,8 @@ class Distillation(RunEngine):
         self.ema.update(skip)
         self.skipped_steps.update(skip)
         # Means over the passes stay on the device until they are logged.
-        means = {name: torch.stack([getattr(x, name).detach() for x in losses]).mean() for name in Losses._fields}
+        found = [each.values() for each in losses]
+        means = {name: torch.stack([each[name].detach() for each in found]).mean() for name in found[0]}
         budget, width = setting
         elastic = len(self.model.config.widths) > 1
         self.meter.update(
@@ -280,8 +296,10 @@ class Distillation(RunEngine):
         for kind, optimizer in self.optimizers.items():
             states = optimizer_tensors(self.model, optimizer)
             files["optimizers"] |= {kind + key: tensor for key, tensor in states.items()}
-        if isinstance(self.teacher, Standardized):
-            files["teacher"] = {name: getattr(self.teacher, name).cpu() for name in ("means", "deviations")}
+        buffers = dict(self.teacher.named_buffers())
+        statistics = [name for name in buffers if name.rpartition(".")[2] in ("means", "deviations")]
+        if statistics:
+            files["teacher"] = {name: buffers[name].cpu() for name in statistics}
         return files
 
     def checkpoint_facts(self) -> dict[str, Any]:
@@ -344,15 +362,21 @@ class Distillation(RunEngine):
             self.write_json("summary.json", self.checkpoint_facts() | self.totals() | more)
 
 
-def make_teacher(recipe: Recipe) -> Teacher | Standardized:
-    """The frozen teacher, standardized where the recipe or its kind asks for it."""
-    teacher = load_teacher(recipe.teacher.name, recipe.teacher.meet, recipe.teacher.trust_remote_code)
-    teacher.glance = recipe.teacher.glance
-    standardize = teacher.raw if recipe.teacher.standardize is None else recipe.teacher.standardize
+def make_teacher(recipe: Recipe) -> AnyTeacher:
+    """The frozen teacher, or all of them as one."""
+    teachers = [_load_teacher(settings) for settings in (recipe.teacher, *recipe.teachers)]
+    return TeacherGroup(teachers) if recipe.teachers else teachers[0]
+
+
+def _load_teacher(settings: TeacherRecipe) -> Teacher | Standardized:
+    """A frozen teacher, standardized where the recipe or its kind asks for it."""
+    teacher = load_teacher(settings.name, settings.meet, settings.trust_remote_code)
+    teacher.glance = settings.glance
+    standardize = teacher.raw if settings.standardize is None else settings.standardize
     return Standardized(teacher) if standardize else teacher
 
 
-def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
+def make_student(recipe: Recipe, teacher: AnyTeacher) -> Veca:
     """A student with new weights, which follow from the seed, or with those the recipe starts from."""
     config = recipe.model.config()
     config = VecaConfig.from_dict({**config.to_dict(), "output_dim": output_dim_for(config, teacher)})
@@ -360,6 +384,8 @@ def make_student(recipe: Recipe, teacher: Teacher | Standardized) -> Veca:
         model = veca.load(recipe.model.start)
         if recipe.model.elastic is not None:
             model.config = dataclasses.replace(model.config, widths=config.widths)
+        if model.config.output_dim != config.output_dim:
+            replace_output(model, config.output_dim, members(teacher)[0], recipe.seed)
         fields = [field.name for field in dataclasses.fields(VecaConfig)]
         pairs = {name: (getattr(model.config, name), getattr(config, name)) for name in fields}
         if different := [f"{name}: {theirs}, not {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]:
@@ -409,7 +435,8 @@ def _check_recipe(recipe: Recipe, folder: Path, facts: Mapping[str, Any]) -> Non
     if facts and "recipe" not in facts:
         raise RecipeError(f"{folder} holds a run of `veca finetune`: take another --out")
     if facts:
-        before, now = (dict(_flatten(values)) for values in (facts["recipe"], recipe.to_dict()))
+        # Through the recipe once: an earlier version wrote fewer keys.
+        before, now = (dict(_flatten(each.to_dict())) for each in (Recipe.from_dict(facts["recipe"]), recipe))
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         fixed = [key for key in keys if not key.startswith(tuple(f"{free}." for free in _CHANGEABLE_KEYS))]
         if changed := [f"{key[:-1]}: {before.get(key)!r}, now {now.get(key)!r}" for key in fixed]:

@@ -6,7 +6,7 @@ Shapes: N images or patches, B images in a batch, D width of the features, G row
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self
 
@@ -18,13 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from veca.data.device_cache import DeviceImageCache
 from veca.data.index import DataError, ImageIndex
 from veca.data.loader import Batch, to_model_input, validation_loader
+from veca.data.transforms import PairMixer
 from veca.images import normalize
 from veca.model import Veca
 from veca.optimized import Graph
-from veca.teachers import Standardized, Targets, Teacher
+from veca.teachers import AnyTeacher, Standardized, Targets, Teacher, members
 from veca.train.logger import Grid
 from veca.train.parallel import World, all_reduced, broadcast, gathered
-from veca.train.recipe import Recipe, Setting
+from veca.train.recipe import ObjectiveRecipe, Recipe, RecipeError, Setting
 from veca.utils.console import bar
 from veca.utils.device import on_stream, side_stream
 
@@ -40,7 +41,7 @@ _CALLS_BEFORE_GRAPH = 2
 class TeacherRunner:
     """Runs the teacher in the precision and micro-batches of the recipe."""
 
-    def __init__(self, teacher: Teacher | Standardized, recipe: Recipe, world: World, patch_size: int) -> None:
+    def __init__(self, teacher: AnyTeacher, recipe: Recipe, world: World, patch_size: int) -> None:
         self.teacher, self.recipe, self.world, self.patch_size = teacher, recipe, world, patch_size
         self.pass_batch = recipe.pass_batch(world.size)
         self.unreadable: list[tuple[str, str]] = []
@@ -110,11 +111,9 @@ class TeacherRunner:
         return graph.replay()
 
     def fit_statistics(self, images: ImageIndex, validation: ImageIndex | None) -> None:
-        """Fit the statistics of a standardized teacher, the same in every process: over the validation images, and
+        """Fit the statistics of standardized teachers, the same in every process: over the validation images, and
         training images where those are few.
         """
-        if not isinstance(self.teacher, Standardized):
-            return
         resolution = self.recipe.grid()[0][0]
         enough = len(validation or ()) >= MIN_VALIDATION_IMAGES
 
@@ -127,9 +126,10 @@ class TeacherRunner:
                     if left <= 0:
                         return
 
-        if self.world.first:  # one process fits, all get the same numbers
-            self.teacher.fit(batches(), (resolution // self.patch_size,) * 2)
-        broadcast([self.teacher.means, self.teacher.deviations], self.world)
+        for teacher in (each for each in members(self.teacher) if isinstance(each, Standardized)):
+            if self.world.first:  # one process fits, all get the same numbers
+                teacher.fit(batches(), (resolution // self.patch_size,) * 2)
+            broadcast([teacher.means, teacher.deviations], self.world)
 
     def centres(self, images: ImageIndex, resolution: int, batch: int, alone: bool = False) -> Iterator[Tensor]:
         """The centre crop of every image once, distributed over the processes, or all of them for this one `alone`."""
@@ -165,8 +165,8 @@ class PassLoader(AbstractContextManager["PassLoader"]):
     On a GPU passes can be made ahead, on the teacher's stream, beside the work of the student.
     """
 
-    def __init__(self, batches: Iterable[Batch], runner: TeacherRunner) -> None:
-        self.batches, self.runner = batches, runner
+    def __init__(self, batches: Iterable[Batch], runner: TeacherRunner, mixer: PairMixer | None = None) -> None:
+        self.batches, self.runner, self.mixer = batches, runner, mixer
         self._ahead, self._ends = deque[tuple[Pass, torch.cuda.Event | None]](), deque[torch.cuda.Event]()
         self._iterator: Iterator[Batch] = iter(())
 
@@ -213,6 +213,7 @@ class PassLoader(AbstractContextManager["PassLoader"]):
 
     def _ask_teacher(self, batch: Batch) -> Pass:
         images = to_model_input(batch, self.runner.world.device)
+        images = images if self.mixer is None else self.mixer(images)
         return Pass(images, self.runner.targets(images) if batch.targets is None else batch.targets, batch.skipped)
 
 
@@ -230,7 +231,7 @@ class TeacherMaps:
         self.cells = cache.side // self.patch
         # Side of the whole over that of a crop.
         zoom = self.cells / max(1, round(self.cells / runner.recipe.data.short_side))
-        own = teacher.teacher if isinstance(teacher, Standardized) else teacher
+        own: Any = teacher.teacher if isinstance(teacher, Standardized) else teacher
         self.means, self.deviations = images.new_zeros(2, 1).float(), images.new_ones(2, 1).float()
         if isinstance(teacher, Standardized):
             self.means, self.deviations = teacher.means, teacher.deviations
@@ -285,13 +286,19 @@ def _overlaps(sides: Tensor, cells: int) -> Tensor:
 
 
 class Losses(NamedTuple):
-    """Scalars, float32 or better. `total` is what training minimises."""
+    """Scalars, float32 or better. `total` is what training minimises; the others are means over the teachers."""
 
     total: Tensor
     cls: Tensor
     dense: Tensor
     cosine: Tensor
     mse: Tensor
+    logits: Tensor | None = None
+    """The mean over those whose logits count; None: there are none."""
+
+    def values(self) -> dict[str, Tensor]:
+        """Losses by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def distillation_losses(
@@ -323,14 +330,97 @@ def _cosine_loss(x: Tensor, y: Tensor, eps: float = 1e-6) -> Tensor:
     return (1 - dot / (square_x.clamp_min(eps**2).sqrt() * square_y.clamp_min(eps**2).sqrt())).mean()
 
 
+class TeacherClassifier(NamedTuple):
+    """A teacher's classifier, on global features as the student learns them: weight (K, D) and bias (K)."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def logits(self, cls: Tensor) -> Tensor:
+        """Logits (B, K) of global features (B, D), in float32."""
+        with torch.autocast(cls.device.type, enabled=False):
+            return F.linear(cls.float(), self.weight, self.bias)
+
+
+def student_classifier(teacher: Teacher | Standardized) -> TeacherClassifier | None:
+    """The classifier of a teacher, standardisation of its features undone in the weights; None: it has none."""
+    own = teacher.teacher if isinstance(teacher, Standardized) else teacher
+    if own.classifier is None:
+        return None
+    weight, bias = own.classifier.weight.detach().float(), own.classifier.bias.detach().float()
+    if isinstance(teacher, Standardized):
+        weight, bias = weight * teacher.deviations[0], bias + weight @ teacher.means[0]
+    return TeacherClassifier(weight, bias)
+
+
+class TeacherLoss(NamedTuple):
+    """What one teacher's part of the features costs."""
+
+    width: int
+    objective: ObjectiveRecipe
+    classifier: TeacherClassifier | None = None
+    """Where logits count."""
+
+    def __call__(self, cls: Tensor, patches: Tensor, teacher_cls: Tensor, teacher_patches: Tensor) -> Losses:
+        weights = self.objective
+        found = distillation_losses(cls, patches, teacher_cls, teacher_patches, (1.0, weights.mse_weight))
+        total, logits = weights.cls_weight * found.cls + weights.dense_weight * found.dense, None
+        if self.classifier is not None:
+            student, teacher = (self.classifier.logits(x) / weights.temperature for x in (cls, teacher_cls))
+            log_odds = student.log_softmax(-1), teacher.log_softmax(-1)
+            # By the square of the temperature, gradients have the same size at any.
+            logits = weights.temperature**2 * F.kl_div(*log_odds, reduction="batchmean", log_target=True)
+            total = total + weights.logits_weight * logits
+        return found._replace(total=total, logits=logits)
+
+
+def teacher_losses(recipe: Recipe, teacher: AnyTeacher) -> list[TeacherLoss]:
+    """The losses of a recipe's teachers. The statistics of standardised ones must be known."""
+    losses = []
+    for settings, each in zip((recipe.teacher, *recipe.teachers), members(teacher), strict=True):
+        objective = settings.objective or recipe.objective
+        classifier = student_classifier(each) if objective.logits_weight else None
+        if objective.logits_weight and classifier is None:
+            raise RecipeError(
+                f"objective.logits_weight={objective.logits_weight:g}: {each.name} has no classifier on its global "
+                "feature. Set it to 0, or in teacher.objective for a teacher that has one, as efficientnet-lite2"
+            )
+        losses.append(TeacherLoss(each.width, objective, classifier))
+    return losses
+
+
+def sum_losses(cls: Tensor, patches: Tensor, targets: Targets, losses: Sequence[TeacherLoss]) -> Losses:
+    """Losses of features against those of all teachers, which lie side by side."""
+    widths, found = [loss.width for loss in losses], []
+    parts = (x.split(widths, -1) for x in (cls, patches, *targets))
+    for loss, *features in zip(losses, *parts, strict=True):
+        found.append(loss(*features))
+    if len(found) == 1:
+        return found[0]
+    logits = [each.logits for each in found if each.logits is not None]
+    means = {name: torch.stack([getattr(x, name) for x in found]).mean() for name in ("cls", "dense", "cosine", "mse")}
+    total = torch.stack([each.total for each in found]).sum()
+    return Losses(total, logits=torch.stack(logits).mean() if logits else None, **means)
+
+
 class Student(nn.Module):
     """The model with its loss in one module: DDP needs the output of forward to be what backward starts from."""
 
-    def __init__(self, model: Veca, recipe: Recipe) -> None:
+    def __init__(self, model: Veca, recipe: Recipe, losses: Sequence[TeacherLoss] | None = None) -> None:
         super().__init__()
-        self.model, self.weights = model, (recipe.objective.dense_weight, recipe.objective.mse_weight)
+        self.model = model
+        own = [TeacherLoss(model.num_features, recipe.objective)] if losses is None else losses
+
+        def against(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
+            return sum_losses(cls, patches, targets, own)
+
+        def against_own(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
+            return sum_losses(cls, patches, targets, [loss._replace(classifier=None) for loss in own])
+
         # Compiled anew when a first size changes, after that for any: the width stays a constant, which is faster.
-        self.losses = torch.compile(distillation_losses) if recipe.compile else distillation_losses
+        self.losses, self.match_losses = (
+            torch.compile(each) if recipe.compile else each for each in (against, against_own)
+        )
         self.match, self.largest = recipe.widths.match if recipe.widths else 0.0, recipe.largest_setting()
 
     def forward(self, images: Tensor, setting: Setting, targets: Targets) -> Losses:
@@ -341,14 +431,14 @@ class Student(nn.Module):
                 larger = self._features(images, self.largest)
             torch.manual_seed(torch.initial_seed())  # both see the same augmented coordinates
         features = self._features(images, setting)
-        losses: Losses = self.losses(*features, *targets, self.weights)
+        losses: Losses = self.losses(*features, targets)
         if larger is None:
             return losses
-        return losses._replace(total=losses.total + self.match * self.losses(*features, *larger, self.weights).total)
+        return losses._replace(total=losses.total + self.match * self.match_losses(*features, larger).total)
 
-    def _features(self, images: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    def _features(self, images: Tensor, setting: Setting) -> Targets:
         out = self.model(images, setting[0], width=setting[1])
-        return out.cls, out.patches
+        return Targets(out.cls, out.patches)
 
 
 @torch.no_grad()
@@ -357,27 +447,28 @@ def validate(model: Veca, runner: TeacherRunner, images: ImageIndex) -> Grid:
     recipe, world = runner.recipe, runner.world
     resolutions, budgets, widths = recipe.grid()
     settings = list(itertools.product(budgets, widths))
-    weights = recipe.objective.dense_weight, recipe.objective.mse_weight
+    losses_of = teacher_losses(recipe, runner.teacher)
+    names = [*Losses._fields[:5], *(["logits"] if any(loss.classifier for loss in losses_of) else [])]
     grid: dict[tuple[int, int, float], dict[str, float]] = {}
     model.eval()
     for resolution in resolutions:
         # One row per setting; the last column counts images.
-        sums = torch.zeros(len(settings), len(Losses._fields) + 1, device=world.device, dtype=torch.float64)
+        sums = torch.zeros(len(settings), len(names) + 1, device=world.device, dtype=torch.float64)
         batches = runner.centres(images, resolution, recipe.validation.batch or runner.pass_batch)
         for inputs, number in _synchronized(batches, resolution, world):
             targets = runner.targets(inputs)
             for row, (budget, width) in zip(sums, settings, strict=True):
                 with runner.autocast():
                     out = model(inputs, budget, width=width)
-                losses = distillation_losses(out.cls, out.patches, *targets, weights)
-                row += number * torch.stack([*losses, torch.ones_like(losses.total)]).double()
+                losses = sum_losses(out.cls, out.patches, targets, losses_of)
+                row += number * torch.stack([*losses.values().values(), torch.ones_like(losses.total)]).double()
         # Summed in float64 over all processes, so that their number does not show in the mean.
         all_reduced(sums, world)
         for (budget, width), (*totals, count) in zip(settings, sums.tolist(), strict=True):
             if not count:  # the mean of nothing would count as the best
                 why = "".join(f": {name}, {reason}" for name, reason in runner.unreadable[-1:])
                 raise DataError(f"data.validation: none of its {len(images):,} pictures can be used{why}")
-            grid[resolution, budget, width] = {name: x / count for name, x in zip(Losses._fields, totals, strict=True)}
+            grid[resolution, budget, width] = {name: x / count for name, x in zip(names, totals, strict=True)}
     if isinstance(model, FSDPModule):  # a forward pass without a backward one leaves the parameters gathered
         model.reshard()
     model.train()

@@ -21,7 +21,7 @@ from veca.flops import model_flops, num_patches
 from veca.model import Veca
 from veca.teachers.load import KNOWN_TEACHERS
 from veca.train.optimizers import split_parameters
-from veca.train.recipe import Recipe, RecipeError, Setting
+from veca.train.recipe import Recipe, RecipeError, Setting, TeacherRecipe
 from veca.utils.console import as_message
 from veca.utils.text import printable, quoted, shorten
 
@@ -83,14 +83,16 @@ def expected_flops(config: VecaConfig, sizes: Mapping[int, float], settings: Map
 class RunPlan:
     """The numbers of a plan.
 
-    `teacher` has `width`, `stride`, `parameters`; `depth` (attention blocks) or `flops_per_pixel` (of a CNN) and
+    A teacher has `width`, `stride`, `parameters`; `depth` (attention blocks) or `flops_per_pixel` (of a CNN) and
     `bytes` (of its weights) where known; it is empty where the teacher is not known.
     """
 
     def __init__(
-        self, recipe: Recipe, config: VecaConfig, images: int | None, processes: int, teacher: Mapping[str, Any]
-    ) -> None:
+        self, recipe: Recipe, config: VecaConfig, images: int | None, processes: int, teacher: Mapping[str, Any],
+        *more_teachers: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.recipe, self.config, self.images, self.processes, self.teacher = recipe, config, images, processes, teacher
+        self.teachers = teacher, *more_teachers
         self.pass_batch = recipe.pass_batch(processes)
         self.length = None if images is None and recipe.schedule.steps is None else run_length(recipe, images)
         self.settings = shares(recipe.settings())
@@ -116,30 +118,34 @@ class RunPlan:
         """How many numbers are kept, by purpose."""
 
     def teacher_flops(self) -> float:
-        """Approximate FLOPs of the teacher's forward pass per image: 2 per weight and cell, and attention among all
-        cells; of a CNN, by the pixels it sees.
+        """Approximate FLOPs of the teachers' forward passes per image, of those that are known.
 
-        Unless its `depth` is given, it is that of a ViT of its width, whose blocks have 12 D² weights.
+        They are 2 per weight and cell, and attention among all cells; of a CNN, by the pixels it sees. Unless its
+        `depth` is given, it is that of a ViT of its width, whose blocks have 12 D² weights.
         """
-        if not self.teacher or self.recipe.teacher.resident:  # it runs only before the first step
+        pairs = zip((self.recipe.teacher, *self.recipe.teachers), self.teachers, strict=True)
+        return sum(self._flops_of(settings, teacher) for settings, teacher in pairs)
+
+    def _flops_of(self, settings: TeacherRecipe, teacher: Mapping[str, Any]) -> float:
+        if not teacher or settings.resident:  # it runs only before the first step
             return 0.0
-        meet, stride = self.recipe.teacher.meet, self.teacher["stride"]
+        meet, stride = settings.meet, teacher["stride"]
         zoom = stride / self.config.patch_size if meet == "input" else 1
         sides = [(meet if isinstance(meet, int) else size * zoom, part) for size, part in self.resolutions.items()]
-        if glance := self.recipe.teacher.glance:
-            sides.append((glance, 1.0))
-        if per_pixel := self.teacher.get("flops_per_pixel"):
-            return sum(per_pixel * side**2 * share for side, share in sides)
-        width, weights = self.teacher["width"], self.teacher["parameters"]
-        depth = self.teacher.get("depth", round(weights / (12 * width**2)))
+        if settings.glance:
+            sides.append((settings.glance, 1.0))
+        if per_pixel := teacher.get("flops_per_pixel"):
+            return float(sum(per_pixel * side**2 * share for side, share in sides))
+        width, weights = teacher["width"], teacher["parameters"]
+        depth = teacher.get("depth", round(weights / (12 * width**2)))
         cells = [((side / stride) ** 2, share) for side, share in sides]
-        return sum((2 * weights * n + 4 * width * n**2 * depth) * share for n, share in cells)
+        return float(sum((2 * weights * n + 4 * width * n**2 * depth) * share for n, share in cells))
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device of one process, by purpose."""
         shards = self.processes if self.recipe.parallel == "fsdp" else 1
         return {name: FLOAT_BYTES * count // shards for name, count in self.states.items()} | {
-            "teacher": self.teacher.get("bytes", FLOAT_BYTES * self.teacher.get("parameters", 0)),
+            "teacher": sum(t.get("bytes", FLOAT_BYTES * t.get("parameters", 0)) for t in self.teachers),
             "activations": self.activations(*self.largest_draw),
             "resident": self._resident(),
         }
@@ -191,10 +197,12 @@ def show_plan(recipe: Recipe, images: int | None = None, processes: int = 1) -> 
             images = len(ImageIndex.build(recipe.data.train))
         except DataError as error:
             notes.append(Text(as_message(f"data.train: {error}"), style="yellow"))
-    teacher, config = KNOWN_TEACHERS.get(recipe.teacher.name, {}), recipe.model.config()
-    if teacher and config.output_dim is None and config.embed_dim != teacher["width"]:
-        config = VecaConfig.from_dict({**config.to_dict(), "output_dim": teacher["width"]})
-    return Group(plan_tables(RunPlan(recipe, config, images, processes, teacher)), *notes)
+    names, config = [each.name for each in (recipe.teacher, *recipe.teachers)], recipe.model.config()
+    teachers: list[Mapping[str, Any]] = [KNOWN_TEACHERS.get(name, {}) for name in names]
+    width = sum(teacher["width"] for teacher in teachers) if all(teachers) else config.num_features
+    if config.output_dim is None and config.embed_dim != width:
+        config = VecaConfig.from_dict({**config.to_dict(), "output_dim": width})
+    return Group(plan_tables(RunPlan(recipe, config, images, processes, *teachers)), *notes)
 
 
 def plan_tables(plan: RunPlan) -> Group:
@@ -232,9 +240,10 @@ def _run_rows(plan: RunPlan) -> dict[str, str]:
     student, teacher = PASSES * plan.flops, plan.teacher_flops()
     work = student + teacher
     share = f"teacher about {teacher / 1e9:,.2f} ({teacher / work:.0%})" if teacher else "no teacher's"
-    about = "not loaded for a plan: its work, memory and width are not in the figures"
-    if plan.teacher:
-        about = "{parameters:,} parameters, width {width}, stride {stride}".format_map(plan.teacher)
+    unknown = "not loaded for a plan: its work, memory and width are not in the figures"
+    facts = "{parameters:,} parameters, width {width}, stride {stride}"
+    names = [each.name for each in (recipe.teacher, *recipe.teachers)]
+    known = [facts.format_map(each) if each else unknown for each in plan.teachers]
     state = FLOAT_BYTES * (sum(plan.states.values()) - plan.states["gradients"])
     shared = f"{plan.pass_batch} × {recipe.accumulate} accumulated × {plan.processes} processes"
     grid = f"{', '.join(map(str, resolutions))} px, {', '.join(map(str, budgets))} cores"
@@ -244,7 +253,7 @@ def _run_rows(plan: RunPlan) -> dict[str, str]:
         "starts from": recipe.model.start or "new weights",
         "moved by NorMuon": f"{plan.by_normuon:,} parameters",
         "moved by AdamW": f"{plan.trained - plan.by_normuon:,} parameters",
-        "teacher": f"{recipe.teacher.name}, {about}",
+        "teacher": "; ".join(f"{name}, {about}" for name, about in zip(names, known, strict=True)),
         "pictures": "not counted" if plan.images is None else f"{plan.images:,}",
         "batch": f"{recipe.batch:,} pictures: {shared}",
         "steps": f"unknown: name the pictures of {schedule.epochs} epochs by data.train, or their number by --images",

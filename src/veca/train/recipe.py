@@ -19,6 +19,7 @@ _Share = Annotated[float, Bounds(ge=0, le=1)]
 Setting = tuple[int, float]
 """What a step runs at: a budget and a width."""
 Pixels = Annotated[int, Bounds(ge=16, le=8192, unit="pixels")]
+_Weight = Annotated[float, Bounds(ge=0)]
 _NO_CACHE = "targets are no longer cached on disk. Remove the key; teacher.resident keeps them on the GPU"
 
 
@@ -66,6 +67,20 @@ class ModelRecipe(RecipeSection, section="model"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectiveRecipe(RecipeSection, section="objective"):
+    """Weights of the losses."""
+
+    cls_weight: _Weight = 1.0
+    dense_weight: _Weight = 1.0
+    mse_weight: _Weight = 1.0
+    logits_weight: _Weight = 0.0
+    """Of the KL divergence between the logits that the teacher's classifier gives from its and the student's global
+    feature; 0: none. Only for a teacher that has such a classifier."""
+    temperature: Annotated[float, Bounds(gt=0)] = 1.0
+    """Logits are divided by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherRecipe(RecipeSection, section="teacher"):
     """The frozen model whose features are the targets."""
 
@@ -89,6 +104,8 @@ class TeacherRecipe(RecipeSection, section="teacher"):
     """Run the teacher once on every whole image, keep its maps in GPU memory in this precision, and crop targets from
     them, resized to the student's grid. Crops then align with cells, and no other augmentation may move pixels. Needs
     `data.resident`."""
+    objective: ObjectiveRecipe | None = None
+    """Weights of this teacher's losses; null: those of the recipe."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +137,14 @@ class DataRecipe(RecipeSection, section="data"):
     """Where ordinary JPEGs are decoded. The GPU has a cosine transform of its own, which may round differently, so a
     run keeps what it began with; images are resized on the GPU in any case where `augment_on` allows, with the same
     pixels as on the CPU."""
+    mixup: Annotated[float, Bounds(ge=0)] = 0.0
+    """Blend the images of a pair, for the teacher too: both parameters of the Beta distribution of the share; 0: no
+    mixup."""
+    cutmix: Annotated[float, Bounds(ge=0)] = 0.0
+    """Exchange a box between the images of a pair: the same of the box's area; 0: no CutMix. With both, each pair has
+    one of them."""
+    mix_prob: _Share = 1.0
+    """Share of the pairs that are mixed."""
     views: Positive | None = None
     """Number of random views per image, which epochs take in turn; null: a new one every epoch."""
     resident: Annotated[int, Bounds(ge=16, le=4096)] | None = None
@@ -231,14 +256,6 @@ class CheckpointRecipe(RecipeSection, section="checkpoints"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveRecipe(RecipeSection, section="objective"):
-    """Weights of the losses."""
-
-    dense_weight: Annotated[float, Bounds(ge=0)] = 1.0
-    mse_weight: Annotated[float, Bounds(ge=0)] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe(RecipeSection):
     """Everything that decides the result of a distillation run.
 
@@ -248,6 +265,8 @@ class Recipe(RecipeSection):
 
     model: ModelRecipe = field(default_factory=ModelRecipe)
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
+    teachers: tuple[TeacherRecipe, ...] = ()
+    """More teachers: the student has an output for each, side by side. `micro_batch` is that of `teacher` for all."""
     data: DataRecipe = field(default_factory=DataRecipe)
     objective: ObjectiveRecipe = field(default_factory=ObjectiveRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
@@ -283,6 +302,12 @@ class Recipe(RecipeSection):
         aligned = side is not None and side % patch == 0 and self.data.augment != "trivial"
         rule = f"null unless data.resident={side} is a multiple of {patch}; augment=trivial moves pixels, use colour"
         self.require("teacher.resident", self.teacher.resident is None or aligned, rule, self.teacher.resident)
+        live = self.teacher.resident is None and all(each.resident is None for each in self.teachers)
+        self.require(
+            "teachers", live or not self.teachers, "empty with teacher.resident", [t.name for t in self.teachers]
+        )
+        mixed = {name: value for name in ("mixup", "cutmix") if (value := getattr(self.data, name))}
+        self.require("data.mixup", live or not mixed, "0, as data.cutmix, with teacher.resident", mixed)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
         until = [phase.until for phase in self.resolutions]
@@ -331,6 +356,8 @@ class Recipe(RecipeSection):
         parts = self.accumulate * processes
         rule = f"a multiple of {parts}: accumulate = {self.accumulate} × {processes} processes share it"
         self.require("batch", self.batch % parts == 0, rule)
+        pairs = self.batch // parts % 2 == 0 or not (self.data.mixup or self.data.cutmix)
+        self.require("batch", pairs, f"a multiple of {2 * parts}: data.mixup and data.cutmix take pairs")
         return self.batch // parts
 
     def to_yaml(self) -> str:

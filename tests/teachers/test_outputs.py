@@ -1,0 +1,78 @@
+"""The output of a student of several teachers: parts that are kept, dropped and replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import veca
+from veca.cli.main import app
+from veca.errors import ArgumentError
+from veca.images import MEAN, STD
+from veca.teachers import Standardized, Teacher, keep_output, replace_output
+
+
+def student(**options: Any) -> veca.Veca:
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 1, "output_dim": 56}
+    model = veca.create_model("veca_tiny", **{**sizes, **options}).eval()
+    teachers = [{"name": "first", "width": 40}, {"name": "second", "width": 16}]
+    model.provenance = {"weights": "distilled", "teacher": {"name": "first + second", "teachers": teachers}}
+    return model
+
+
+def teacher(name: str, width: int) -> Standardized:
+    found = Teacher(width, 16, MEAN, STD, raw=True)
+    found.name = name
+    return Standardized(found)
+
+
+@pytest.mark.parametrize(("name", "part"), [("first", slice(0, 40)), ("second", slice(40, 56))])
+def test_the_features_of_one_teacher_are_kept(tmp_path: Path, name: str, part: slice) -> None:
+    images, model = torch.randn(2, 3, 32, 48), student()
+    before = model(images, cores=8)
+    veca.save(model, tmp_path / "all")
+    asked = ["convert", "--model", str(tmp_path / "all"), "--out", str(tmp_path / "one"), "--output", name]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    kept = veca.load(tmp_path / "one").eval()
+    after = kept(images, cores=8)
+    torch.testing.assert_close(after.cls, before.cls[:, part], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(after.patches, before.patches[..., part], rtol=1e-6, atol=1e-6)
+    assert kept.num_features == kept.config.num_features == part.stop - part.start
+    keep_output(kept, name)  # once more
+    assert kept.num_features == part.stop - part.start
+    with pytest.raises(ArgumentError, match=f"no output for 'third': the model learned from {name}; or 'none'"):
+        keep_output(kept, "third")
+
+
+def test_without_an_output_features_are_the_backbones() -> None:
+    images, model = torch.randn(1, 3, 32, 32), student()
+    expected = model._run(images, 16)[0]
+    keep_output(model, "none")
+    torch.testing.assert_close(model.forward_features(images, cores=16), expected)
+    assert (model.config.output_dim, model.num_features) == (None, 32)
+    with pytest.raises(ArgumentError, match=r"has 32 output channels, its teachers \[40, 16\]: nothing to keep"):
+        keep_output(model, "second")
+
+
+def test_a_classifier_on_the_output_is_not_cut_off() -> None:
+    with pytest.raises(ArgumentError, match="has a classifier on its output"):
+        keep_output(student(num_classes=3), "first")
+
+
+@pytest.mark.parametrize(("name", "width", "kept"), [("first", 40, True), ("first", 24, False), ("other", 40, False)])
+def test_rows_of_a_teacher_it_has_learned_from_stay(name: str, width: int, kept: bool) -> None:
+    model, again = student(), student()
+    before = model.output_proj.weight.detach().clone()
+    replace_output(model, 64, teacher(name, width), seed=3)
+    replace_output(again, 64, teacher(name, width), seed=3)
+    weight = model.output_proj.weight
+    assert (weight.shape, model.config.output_dim, model.num_features) == ((64, 32), 64, 64)
+    assert torch.equal(weight[:40], before[:40]) == kept
+    assert torch.equal(weight, again.output_proj.weight)
+    replace_output(model, None, teacher(name, width))
+    assert model(torch.zeros(1, 3, 32, 32)).cls.shape == (1, 32)
