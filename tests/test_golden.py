@@ -52,7 +52,7 @@ def test_loss_and_every_gradient(golden: Golden, device: str) -> None:
     out = model(numbers["image0"], cores=40)
 
     losses = distillation_losses(out.cls, out.patches, numbers["loss.teacher_cls"], numbers["loss.teacher_patches"])
-    torch.testing.assert_close(torch.stack(losses[1:]), numbers["loss.values"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(torch.stack(losses[1:5]), numbers["loss.values"], rtol=1e-5, atol=1e-7)
 
     losses.total.backward()
     assert model.cores[5].grad is None, "chunks beyond the budget must take no part at all"

@@ -545,6 +545,16 @@ def test_a_start_that_learned_from_others_gets_an_output_for_its_teachers(
             assert torch.allclose(kept, expected, rtol=0, atol=1e-9), name
 
 
+def test_a_student_starts_from_its_teacher(place: Place, tmp_path: Path) -> None:
+    stage = {"epochs": None, "steps": 1, "warmup": 0, "peak": 1e-12, "low": 0.0}
+    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 4.0}
+    model = {"size": "veca_tiny", "overrides": sizes, "start": "teacher"}
+    train(place.recipe(model=model, schedule=stage, weight_decay=0.0, ema=None), tmp_path / "run")
+    found, teacher = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", place.folder / "teacher"))
+    values = next(tensor for name, tensor in teacher.items() if re.search(r"layer\.1\..*(v_proj|value)\.weight", name))
+    torch.testing.assert_close(found["blocks.1.attn.qkv.weight"][64:], values, rtol=0, atol=1e-9)
+
+
 def test_it_does_not_start_from_another_model(place: Place, done: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model.start=.* is another model \(depth: 2, not 3\)"):
         train(place.recipe(model__start=str(done), model__overrides__depth=3), tmp_path / "run")

@@ -32,7 +32,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 def test_all_recipes_are_there() -> None:
     stages = {f"{size}-stage{stage}" for size in HUB for stage in (1, 2)}
-    assert {path.stem for path in ALL} == stages | {"tiny-h200", "tiny-h200-stage2", "quick"}
+    assert {path.stem for path in ALL} == stages | {"tiny-h200", "tiny-h200-stage2", "tiny-elastic", "quick"}
 
 
 @pytest.mark.parametrize("size", HUB)
@@ -82,7 +82,10 @@ def test_the_second_stage_is_the_papers(size: str) -> None:
 
 def check_common(found: dict[str, Any]) -> None:
     assert found["budgets"] == {8: 1, 16: 1, 24: 2, 32: 2, 40: 3, 48: 3, 56: 4, 64: 4}
-    assert found["objective"] == {"dense_weight": 1, "mse_weight": 1}
+    weights = {"cls_weight": 1, "dense_weight": 1, "mse_weight": 1, "logits_weight": 0, "temperature": 1}
+    assert found["objective"] == weights
+    assert found["teachers"] == []
+    assert (found["data"]["mixup"], found["data"]["cutmix"]) == (0, 0)
     assert found["data"]["augment"] == "trivial"
     assert found["precision"] == "bfloat16"
     assert found["ema"] is None

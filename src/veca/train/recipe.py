@@ -50,7 +50,8 @@ class ModelRecipe(RecipeSection, section="model"):
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of `VecaConfig`. `output_dim` is set automatically when the teacher's width differs."""
     start: str | None = None
-    """Weights to start from, as `veca.load` takes them: those of the first stage, for a second."""
+    """Weights to start from, as `veca.load` takes them: those of the first stage, for a second. "teacher": those of the
+    first teacher, a ViT of the student's width (`veca.teachers.inherit_weights`)."""
     elastic: tuple[float, ...] | None = None
     """Make the weights of `start` elastic (`veca.make_elastic`) at these widths, calibrated on the first training
     images. Weights that are elastic already have their widths in `overrides` instead."""
