@@ -550,7 +550,8 @@ def test_a_student_starts_from_its_teacher(place: Place, tmp_path: Path) -> None
     sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 4.0}
     model = {"size": "veca_tiny", "overrides": sizes, "start": "teacher"}
     train(place.recipe(model=model, schedule=stage, weight_decay=0.0, ema=None), tmp_path / "run")
-    found, teacher = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", place.folder / "teacher"))
+    found = load_file(tmp_path / "run/model.safetensors")
+    teacher = load_file(place.folder / "teacher/model.safetensors")
     values = next(tensor for name, tensor in teacher.items() if re.search(r"layer\.1\..*(v_proj|value)\.weight", name))
     torch.testing.assert_close(found["blocks.1.attn.qkv.weight"][64:], values, rtol=0, atol=1e-9)
 
