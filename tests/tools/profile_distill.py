@@ -1,6 +1,8 @@
 """Rate of distillation steps, what they wait for, and the kernels they launch; nothing is saved.
 
 `python tests/tools/profile_distill.py recipes/quick.yaml --set data.train=images.tar --set data.validation=others.tar`
+
+With `--settings 64:1,64:0.25` steps run at these budgets and widths, in turns, instead of those drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from veca.optimized import RECOMPILE_LIMIT
 from veca.train import parallel
 from veca.train.distill import Distillation
 from veca.train.objective import PassLoader
-from veca.train.recipe import load_recipe
+from veca.train.recipe import Setting, load_recipe
 from veca.utils.timing import synchronize
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=40, help="steps before the first that is timed")
     parser.add_argument("--steps", type=int, default=40, help="timed steps in each of three rounds")
     parser.add_argument("--rows", type=int, default=30, help="kernels to show")
+    parser.add_argument("--settings", type=parse_settings, default=[None], metavar="CORES:WIDTH,…")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, arguments.changes)
     with (
@@ -61,14 +64,30 @@ def main() -> None:
         with run.batches() as batches:
             batches.batches = waiting = Waiting(batches.batches)
             passes = iter(batches)
-            time_steps(run, passes, waiting, arguments.warmup, "warm-up")
-            for _ in range(3):
-                time_steps(run, passes, waiting, arguments.steps, "timed")
-            if run.device.type == "cuda":
+            for turn, count in enumerate((arguments.warmup, *(arguments.steps,) * 3)):
+                for setting in arguments.settings:
+                    time_steps(run, passes, waiting, count, "timed" if turn else "warm-up", setting)
+            for setting in arguments.settings if run.device.type == "cuda" else ():
+                fix_setting(run, setting)
                 show_kernels(run, passes, arguments.rows)
 
 
-def time_steps(run: Distillation, passes: PassLoader, waiting: Waiting, count: int, label: str) -> None:
+def parse_settings(text: str) -> list[Setting | None]:
+    pairs = (part.partition(":") for part in text.split(","))
+    return [(int(cores), float(width or 1)) for cores, _, width in pairs]
+
+
+def fix_setting(run: Distillation, setting: Setting | None) -> None:
+    """Let steps run at a setting; None: at those that are drawn."""
+    if setting is not None:
+        run.settings = {setting: 1.0}
+
+
+def time_steps(
+    run: Distillation, passes: PassLoader, waiting: Waiting, count: int, label: str, setting: Setting | None
+) -> None:
+    fix_setting(run, setting)
+    label += f" at {setting}" if setting else ""
     waiting.seconds, began = 0.0, time.perf_counter()
     for _ in range(count):
         run.train_step(passes)
@@ -91,7 +110,9 @@ def show_kernels(run: Distillation, passes: PassLoader, rows: int, steps: int = 
         end = max(end, event.time_range.end)
         times[event.name] += event.time_range.elapsed_us()
         launches[event.name] += 1
-    print(f"GPU busy {busy / steps / 1e3:.1f} ms a step, {len(events) // steps} launches")
+    print(
+        f"{next(iter(run.settings)) if len(run.settings) == 1 else 'drawn settings'}: GPU busy {busy / steps / 1e3:.1f} ms a step, {len(events) // steps} launches"
+    )
     for name, total in times.most_common(rows):
         print(f"{total / steps / 1e3:8.2f} ms {launches[name] / steps:7.1f} × {name[:120]}")
 
