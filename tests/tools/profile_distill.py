@@ -110,9 +110,8 @@ def show_kernels(run: Distillation, passes: PassLoader, rows: int, steps: int = 
         end = max(end, event.time_range.end)
         times[event.name] += event.time_range.elapsed_us()
         launches[event.name] += 1
-    print(
-        f"{next(iter(run.settings)) if len(run.settings) == 1 else 'drawn settings'}: GPU busy {busy / steps / 1e3:.1f} ms a step, {len(events) // steps} launches"
-    )
+    setting = next(iter(run.settings)) if len(run.settings) == 1 else "as drawn"
+    print(f"{setting}: GPU busy {busy / steps / 1e3:.1f} ms a step, {len(events) // steps} launches")
     for name, total in times.most_common(rows):
         print(f"{total / steps / 1e3:8.2f} ms {launches[name] / steps:7.1f} × {name[:120]}")
 
