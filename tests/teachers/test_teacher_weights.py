@@ -44,7 +44,7 @@ def source(name: str, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("wrap", ["safetensors", "bare", "state_dict", "model"])
 def test_weights_from_a_file(wrap: str, tmp_path: Path) -> None:
-    """With the classifier the file has and the teacher has not."""
+    """With the classifier, which is taken off."""
     model = source("resnet18", num_classes=10)
     file = tmp_path / ("weights.safetensors" if wrap == "safetensors" else "weights.pt")
     tensors = model.state_dict()
@@ -58,6 +58,31 @@ def test_weights_from_a_file(wrap: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, tensors[name])
     assert teacher.name == f"timm:resnet18@{file}"
     assert teacher.weights.startswith(f"{file.name} (sha256 ")
+    assert torch.equal(teacher.classifier.weight, tensors["fc.weight"])
+    images = torch.rand(2, 3, 64, 96)
+    torch.testing.assert_close(teacher.classifier(teacher.features(images)[0]), model(images))
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "usable"),
+    [("vit_small_patch16_224", True), ("convnext_atto", False), ("vit_base_patch16_siglip_256", False)],
+)
+def test_a_classifier_that_reads_more_than_the_global_feature_is_left_out(
+    tmp_path: Path, name: str, usable: bool
+) -> None:
+    """ConvNeXt has a norm before it, SigLIP has none at all."""
+    options: dict[str, Any] = SMALL if name.startswith("vit") else {}
+    model = source(name, num_classes=0 if "siglip" in name else 10, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases that do something
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    teacher = timm_teacher(name, "input", tmp_path / "weights.safetensors", **options)
+    assert (teacher.classifier is not None) == usable
+    if teacher.classifier is not None:
+        images = torch.rand(1, 3, 224, 224)
+        torch.testing.assert_close(teacher.classifier(teacher.features(images)[0]), model(images))
 
 
 def test_a_file_of_open_clip(tmp_path: Path) -> None:

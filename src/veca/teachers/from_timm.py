@@ -1,11 +1,14 @@
 """Teachers from timm, with timm's weights or a local file's, and the dense ViTs that costs are compared with."""
 
+import contextlib
 import hashlib
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from veca.checkpoint.format import join_names, read_safetensors
@@ -66,7 +69,9 @@ def timm_teacher(
     if own_weights:
         _check_weights(name)
     tensors = {} if file is None else read_weights(Path(file))
-    options = {"pretrained": own_weights, "num_classes": 0, **options}
+    classes = _count_classes(name, tensors)
+    keep: dict[str, Any] = {} if own_weights else {"num_classes": classes}
+    options = {"pretrained": own_weights, **keep, **options}
     try:
         model = timm.create_model(name, dynamic_img_size=True, **options)
     except TypeError:  # only models with position embeddings have this option
@@ -78,7 +83,34 @@ def timm_teacher(
         teacher.name, teacher.weights = f"timm:{name}@{file}", describe_file(Path(file))
     elif pretrained:
         teacher.weights = f"timm's {architecture}.{teacher.model.pretrained_cfg.get('tag', '')}"
+    if getattr(model, "num_classes", 0):
+        teacher.classifier = _take_classifier(teacher)
     return teacher
+
+
+def _count_classes(name: str, tensors: Mapping[str, Tensor]) -> int:
+    """Classes of the classifier in a file of weights; 0: there is none that timm names so."""
+    import timm
+
+    about = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    head = about.classifier if about is not None else None
+    weight = tensors.get(f"{head}.weight") if isinstance(head, str) else None
+    return 0 if weight is None or weight.ndim != 2 else len(weight)
+
+
+@torch.no_grad()
+def _take_classifier(teacher: TimmTeacher) -> nn.Linear | None:
+    """Take the classifier off a model. It is kept if it is one layer on the global feature: some have a norm before."""
+    model, side = teacher.model, teacher.stride * max(2, round(224 / teacher.stride))
+    head = model.get_classifier()
+    images = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    usable = False
+    if isinstance(head, nn.Linear) and head.in_features == teacher.width:
+        with contextlib.suppress(AssertionError, RuntimeError):  # a model for another size only
+            expected: Tensor = model(images)
+            usable = torch.allclose(head(teacher.features(images)[0]), expected, rtol=1e-3, atol=1e-3)
+    model.reset_classifier(0)
+    return head if usable else None
 
 
 def _check_weights(name: str) -> None:
