@@ -5,6 +5,7 @@ A run's folder has `recipe.yaml`, `split.json` (which optimizer updates which pa
 `summary.json` and `report.html`. `veca.load` takes the folder, `best/` and each checkpoint.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -438,8 +439,10 @@ def _check_recipe(recipe: Recipe, folder: Path, facts: Mapping[str, Any]) -> Non
     if facts and "recipe" not in facts:
         raise RecipeError(f"{folder} holds a run of `veca finetune`: take another --out")
     if facts:
-        # Through the recipe once: an earlier version wrote fewer keys.
-        before, now = (dict(_flatten(each.to_dict())) for each in (Recipe.from_dict(facts["recipe"]), recipe))
+        earlier = facts["recipe"]
+        with contextlib.suppress(RecipeError):  # of a key that is gone
+            earlier = Recipe.from_dict(earlier).to_dict()  # with keys that came later
+        before, now = (dict(_flatten(values)) for values in (earlier, recipe.to_dict()))
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         fixed = [key for key in keys if not key.startswith(tuple(f"{free}." for free in _CHANGEABLE_KEYS))]
         if changed := [f"{key[:-1]}: {before.get(key)!r}, now {now.get(key)!r}" for key in fixed]:
