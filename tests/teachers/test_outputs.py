@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from veca.cli.main import app
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
 from veca.teachers import Standardized, Teacher, keep_output, replace_output
+from veca.teachers.outputs import attach_classifier, write_classifier
 
 
 def student(**options: Any) -> veca.Veca:
@@ -76,3 +78,36 @@ def test_rows_of_a_teacher_it_has_learned_from_stay(name: str, width: int, kept:
     assert torch.equal(weight, again.output_proj.weight)
     replace_output(model, None, teacher(name, width))
     assert model(torch.zeros(1, 3, 32, 32)).cls.shape == (1, 32)
+
+
+@pytest.mark.parametrize("kept", [None, "second"])
+def test_a_teachers_classifier_becomes_the_students(tmp_path: Path, kept: str | None) -> None:
+    """Of the second teacher: features of the first do not count."""
+    model, images = student(), torch.randn(2, 3, 32, 32)
+    weight, bias = torch.randn(3, 16), torch.randn(3)
+    expected = model(images).cls[:, 40:] @ weight.T + bias
+    veca.save(model, tmp_path / "model")
+    write_classifier(tmp_path / "c.safetensors", weight, bias, "second", ["cat", "dog", "cow"])
+    asked = ["convert", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "classes")]
+    asked += ["--classifier", str(tmp_path / "c.safetensors"), *(["--output", kept] if kept else [])]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    found = veca.load(tmp_path / "classes").eval()
+    torch.testing.assert_close(found(images).logits, expected, rtol=1e-5, atol=1e-5)
+    assert found.provenance["classes"] == ["cat", "dog", "cow"]
+    described = json.loads((tmp_path / "classes/config.json").read_text())
+    assert described["id2label"]["1"] == "dog"
+
+
+def test_classifiers_that_do_not_fit(tmp_path: Path) -> None:
+    model = student()
+    write_classifier(tmp_path / "other.safetensors", torch.zeros(3, 16), torch.zeros(3), "third", [])
+    with pytest.raises(ArgumentError, match="needs the features learned from third, which the model has not"):
+        attach_classifier(model, tmp_path / "other.safetensors")
+    keep_output(model, "first")
+    write_classifier(tmp_path / "dropped.safetensors", torch.zeros(3, 16), torch.zeros(3), "second", [])
+    with pytest.raises(ArgumentError, match="needs the features learned from second"):
+        attach_classifier(model, tmp_path / "dropped.safetensors")
+    (tmp_path / "no.safetensors").write_bytes(b"nothing")
+    for name in ("no.safetensors", "missing.safetensors"):
+        with pytest.raises(ArgumentError, match="is no classifier that `veca distill` left"):
+            attach_classifier(model, tmp_path / name)

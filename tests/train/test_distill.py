@@ -22,7 +22,9 @@ from safetensors.torch import load_file
 
 import veca
 import veca.checkpoint.format
+from veca.images import MEAN, STD
 from veca.teachers import Targets, Teacher, TeacherError
+from veca.teachers.outputs import attach_classifier
 from veca.train import checkpoints
 from veca.train.checkpoints import list_checkpoints
 from veca.train.engine import TrainingError, draw
@@ -554,6 +556,39 @@ def test_a_student_starts_from_its_teacher(place: Place, tmp_path: Path) -> None
     teacher = load_file(place.folder / "teacher/model.safetensors")
     values = next(tensor for name, tensor in teacher.items() if re.search(r"layer\.1\..*(v_proj|value)\.weight", name))
     torch.testing.assert_close(found["blocks.1.attn.qkv.weight"][64:], values, rtol=0, atol=1e-9)
+
+
+class Classifying(Teacher):
+    """The mean colour of each cell, and a classifier of three classes on the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 16, MEAN, STD, raw=True)
+        self.name, self.classes = "colours", ("red", "green", "blue")
+        self.classifier = torch.nn.Linear(3, 3).requires_grad_(False)
+        self.classifier.load_state_dict({"weight": 4 * torch.eye(3), "bias": torch.tensor([0.0, 0.5, -0.5])})
+
+    def features(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cells = torch.nn.functional.avg_pool2d(images, 16)
+        return cells.mean((2, 3)), cells
+
+
+def test_a_student_of_logits_can_take_the_classifier_over(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = Classifying()
+    monkeypatch.setattr("veca.train.distill.load_teacher", lambda *_: teacher)
+    weights = {"logits_weight": 2.0, "temperature": 2.0}
+    train(place.recipe(objective=weights, schedule__steps=STEPS, data__augment="flip"), tmp_path / "run")
+    for name in ("validation.csv", "metrics.csv"):
+        parts = [float(table(tmp_path / "run" / name)[-1][key]) for key in ("total", "cls", "dense", "logits")]
+        assert parts[0] == pytest.approx(parts[1] + parts[2] + 2 * parts[3], rel=1e-4)
+    model, images = veca.load(tmp_path / "run").eval(), torch.randn(2, 3, 48, 32)
+    attach_classifier(model, tmp_path / "run/classifier.safetensors")
+    statistics = tensors(list_checkpoints(tmp_path / "run/checkpoints")[-1])
+    mean, deviation = (statistics[f"teacher: {name}"][0] for name in ("means", "deviations"))
+    out = model(images)
+    torch.testing.assert_close(out.logits, teacher.classifier(out.cls * deviation + mean), rtol=1e-5, atol=1e-5)
+    assert model.provenance["classes"] == ["red", "green", "blue"]
 
 
 def test_it_does_not_start_from_another_model(place: Place, done: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from veca.checkpoint.released import save_released
 from veca.cli.common import check_absent, out, warn
 from veca.cli.options import Model, Overwrite, option
 from veca.compute import TABLE_KEY, CostTable
-from veca.teachers.outputs import keep_output
+from veca.teachers.outputs import attach_classifier, keep_output
 from veca.utils.files import check_writable
 
 
@@ -21,6 +21,7 @@ def convert_command(
     dtype: Annotated[Literal["float32", "float16", "bfloat16"] | None, option("convert.dtype")] = None,
     table: Annotated[Path | None, option("convert.table")] = None,
     output: Annotated[str | None, option("convert.output")] = None,
+    classifier: Annotated[Path | None, option("convert.classifier")] = None,
     paths: Annotated[bool, option("convert.paths")] = True,
     overwrite: Overwrite = False,
 ) -> None:
@@ -36,6 +37,8 @@ def convert_command(
     loaded = veca.load(model, dtype=None)
     if output is not None:
         keep_output(loaded, output)
+    if classifier is not None:
+        attach_classifier(loaded, classifier)
     stored = getattr(torch, dtype) if dtype else None
     loaded = cast(loaded, stored) if stored else loaded
     if table is not None:

@@ -84,8 +84,22 @@ def timm_teacher(
     elif pretrained:
         teacher.weights = f"timm's {architecture}.{teacher.model.pretrained_cfg.get('tag', '')}"
     if getattr(model, "num_classes", 0):
+        from timm.data.imagenet_info import infer_imagenet_subset
+
+        subset = infer_imagenet_subset(model) if own_weights else None
         teacher.classifier = _take_classifier(teacher)
+        teacher.classes = imagenet_names(subset) if subset and teacher.classifier is not None else ()
     return teacher
+
+
+def imagenet_names(subset: str) -> tuple[str, ...]:
+    """Names of ImageNet's classes, all different: of a subset that timm knows, as "imagenet-1k"."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    whole = ImageNetInfo(subset).label_descriptions()
+    short = [name.split(",")[0] for name in whole]
+    names = [one if short.count(one) == 1 else full for one, full in zip(short, whole, strict=True)]
+    return tuple(name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names))
 
 
 def _count_classes(name: str, tensors: Mapping[str, Tensor]) -> int:

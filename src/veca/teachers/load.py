@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from veca.errors import needs_extra
 from veca.images import MEAN, STD
-from veca.teachers.from_timm import TimmTeacher, describe_file, read_weights, timm_teacher
+from veca.teachers.from_timm import TimmTeacher, describe_file, imagenet_names, read_weights, timm_teacher
 from veca.teachers.from_transformers import HfTeacher, hf_teacher
 from veca.teachers.mobile import fuse_mobile_network
 from veca.teachers.protocol import Meet, Teacher, TeacherError
@@ -86,7 +86,7 @@ def efficientnet_lite2(meet: Meet = "input") -> TimmTeacher:
     teacher = timm_teacher("tf_efficientnet_lite2", meet, pretrained=False, pretrained_cfg_overlay=overlay)
     weight, bias = load_in_order(teacher.model, read_weights(path), str(path))
     fuse_mobile_network(teacher.model)
-    teacher.classifier = make_classifier(weight, bias)
+    teacher.classifier, teacher.classes = make_classifier(weight, bias), imagenet_names("imagenet-1k")
     teacher.name, teacher.weights = "efficientnet-lite2", weights
     return teacher
 

@@ -1,18 +1,26 @@
-"""The output layer of a student: its width, and what becomes of it when teachers change.
+"""The output layer of a student: its width, what becomes of it when teachers change, a teacher's classifier on it.
 
 The features that a student learned from several teachers lie side by side, in the order of the recipe.
 """
 
 import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from veca.checkpoint.format import read_safetensors, write_tensors
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.model import Veca, init_layer
 from veca.teachers.protocol import AnyTeacher, Standardized, Teacher, TeacherError, TeacherGroup
+from veca.utils.files import atomic_path
+
+CLASSIFIER = "classifier.safetensors"
+"""Of a teacher, in the folder of a run that learned from its logits."""
 
 
 def output_dim_for(config: VecaConfig, teacher: AnyTeacher) -> int | None:
@@ -69,6 +77,35 @@ def keep_output(model: Veca, teacher: str) -> None:
     new.bias.copy_(layer.bias[rows])
     _set_output(model, new, widths[place])
     model.provenance = {**model.provenance, "output": teacher}
+
+
+def write_classifier(path: Path, weight: Tensor, bias: Tensor, teacher: str, classes: Sequence[str]) -> None:
+    """Write a classifier (K, D) on the features that a model learned from a teacher, with the names of its classes."""
+    about = json.dumps({"teacher": teacher, "classes": list(classes)})
+    with atomic_path(path) as part:
+        write_tensors(part, {"weight": weight.cpu().contiguous(), "bias": bias.cpu()}, {"classifier": about})
+
+
+@torch.no_grad()
+def attach_classifier(model: Veca, path: Path) -> None:
+    """Give a model the classifier of a teacher that it learned from, as `write_classifier` wrote it."""
+    try:
+        tensors, metadata = read_safetensors(path)
+        weight, bias, about = tensors["weight"], tensors["bias"], json.loads(metadata["classifier"])
+        teacher, classes = str(about["teacher"]), [str(name) for name in about["classes"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{path} is no classifier that `veca distill` left: {error}") from error
+    learned = _learned_from(model)
+    names, widths = [str(each.get("name")) for each in learned], [int(each.get("width", 0)) for each in learned]
+    if teacher not in names or widths[names.index(teacher)] != weight.shape[1] or sum(widths) != model.num_features:
+        raise ArgumentError(f"{path} needs the features learned from {teacher}, which the model has not")
+    first = sum(widths[: names.index(teacher)])
+    model.reset_classifier(len(weight))
+    assert isinstance(model.head, nn.Linear)
+    model.head.weight.zero_()  # other teachers' features do not count
+    model.head.weight[:, first : first + weight.shape[1]] = weight
+    model.head.bias.copy_(bias)
+    model.provenance = {**model.provenance, "classes": classes} if classes else model.provenance
 
 
 def _learned_from(model: Veca) -> list[dict[str, Any]]:

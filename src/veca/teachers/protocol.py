@@ -57,6 +57,8 @@ class Teacher(nn.Module):
         self.mean, self.std = tuple(mean), tuple(std)
         self.classifier: nn.Linear | None = None
         """What its own classes are told by, from the global feature alone; None: nothing, or more than that."""
+        self.classes: tuple[str, ...] = ()
+        """Names of the classes, where they are known."""
         # One scale and shift take our normalisation to the teacher's.
         own, theirs = torch.tensor([MEAN, STD]), torch.tensor([self.mean, self.std])
         self.scale = nn.Buffer((own[1] / theirs[1]).view(3, 1, 1), persistent=False)

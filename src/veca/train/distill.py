@@ -2,7 +2,8 @@
 
 A run's folder has `recipe.yaml`, `split.json` (which optimizer updates which parameters), the log, `checkpoints/`,
 `best/` (the weights with the lowest mean loss over the validation grid), and in the end `model.safetensors`,
-`summary.json` and `report.html`. `veca.load` takes the folder, `best/` and each checkpoint.
+`summary.json` and `report.html`; `classifier.safetensors` where the student learned from logits. `veca.load` takes the
+folder, `best/` and each checkpoint.
 """
 
 import contextlib
@@ -41,6 +42,7 @@ from veca.teachers import (
     replace_output,
     start_patch_embed,
 )
+from veca.teachers.outputs import CLASSIFIER, write_classifier
 from veca.train import parallel
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
@@ -102,6 +104,7 @@ class Distillation(RunEngine):
         for images in filter(None, (self.images, self.validation)):
             self.notices += images.describe_problems()
         self.teacher = make_teacher(recipe).to(world.device)
+        teacher_losses(recipe, self.teacher)  # refused here, if a teacher lacks what they need
         self.model = make_student(recipe, self.teacher).to(world.device)
         self.runner = TeacherRunner(self.teacher, recipe, world, self.model.config.patch_size)
         if recipe.model.elastic is not None and not self.checkpoint:
@@ -340,6 +343,15 @@ class Distillation(RunEngine):
     def _write_weights(self, tensors: dict[str, Tensor], folder: Path) -> None:
         save_tensors(tensors, self.model.config.to_dict(), self._provenance(validation=self.last_validation), folder)
 
+    def _write_classifier(self) -> None:
+        """Leave the first classifier whose logits the student learned from beside the model."""
+        losses = teacher_losses(self.recipe, self.teacher)
+        for loss, teacher in zip(losses, members(self.teacher), strict=True):
+            if loss.classifier is not None:
+                own = teacher.teacher if isinstance(teacher, Standardized) else teacher
+                write_classifier(self.folder / CLASSIFIER, *loss.classifier, own.name, own.classes)
+                return
+
     def save_weights_only(self, tensors: TensorFiles) -> str:
         try:  # the averaged parameters replace the trained ones; buffers come from the model
             self._write_weights({**tensors["model"], **tensors.get("ema", {})}, self.folder)
@@ -351,7 +363,7 @@ class Distillation(RunEngine):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove(("summary.json",))
         if self.restart:
-            self.remove(("checkpoints", "best", "model.safetensors", "config.json", "report.html"))
+            self.remove(("checkpoints", "best", "model.safetensors", "config.json", "report.html", CLASSIFIER))
         with atomic_path(self.folder / "recipe.yaml") as part:
             part.write_text(self.recipe.to_yaml(), encoding="utf-8")
         self.write_json("split.json", split_parameters(self.model))
@@ -360,6 +372,7 @@ class Distillation(RunEngine):
     def finish(self) -> None:
         self._save_weights(self.folder)
         if self.world.first:
+            self._write_classifier()
             more = {"total_steps": self.steps, "model": self.recipe.model.size}
             self.write_json("summary.json", self.checkpoint_facts() | self.totals() | more)
 
