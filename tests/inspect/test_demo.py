@@ -146,6 +146,21 @@ def test_short_ways_are_drawn_longer_and_the_page_says_so(picture, tmp_path, pag
     assert "times as long" not in page
 
 
+def test_a_model_with_classes_names_the_most_probable(picture, tmp_path):
+    torch.manual_seed(1)
+    model = create_model("veca_tiny", depth=2, num_classes=4).eval()
+    model.head.bias.data.copy_(torch.tensor([0.0, 9.0, 5.0, 7.0]))
+    asked = {"model": model, "model_name": "tiny", "size": SIZE, "budgets": BUDGETS, "progress": False}
+    page = write_demo([picture], tmp_path / "numbers.html", **asked).read_text()
+    assert re.findall(r"<span>(class \d)</span>", page) == ["class 1", "class 3", "class 2"]
+    model.provenance = {"classes": ["dog", "tabby <cat>", "cow", "tiger"]}
+    page = write_demo([picture], tmp_path / "names.html", **asked).read_text()
+    odds = model(load_image(picture, size=SIZE)[None], cores=BUDGETS[-1]).logits[0].detach().softmax(-1).tolist()
+    shown = re.findall(r"<span>(tabby &lt;cat&gt;|tiger|cow)</span><span>([\d.]+)</span>", page)
+    expected = (1, "tabby &lt;cat&gt;"), (3, "tiger"), (2, "cow")
+    assert shown == [(name, f"{odds[i]:.2f}") for i, name in expected]
+
+
 def test_random_weights_are_announced(model, picture, page, tmp_path, monkeypatch):
     assert 'class="banner"' not in page
     assert "weights are random" not in page

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageOps
+from torch import Tensor
 
 from veca.flops import model_flops
 from veca.images import fit_image, open_image
@@ -30,6 +31,7 @@ from veca.utils.timing import measure
 
 TIMED_RUNS = 5
 SHOWN_CORES = 8
+SHOWN_CLASSES = 3
 TILE_SIDE, IMAGE_SIDE = 256, 512  # pixels
 
 
@@ -114,6 +116,7 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
     colours = heat_hex(torch.tensor([0.95 - 0.6 * core / len(travel) for core in range(len(travel))]))
     return {
         "name": photo.name,
+        "classes": _top_classes(model, outputs[-1].logits),
         "image": _embed(image.resize((IMAGE_SIDE, IMAGE_SIDE))),
         "features": list(zip(budgets, feature_tiles, similarity, strict=True)),
         "patches": maps[0].numel(),
@@ -126,6 +129,17 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
         "farthest_core": int(travel.argmax()) + 1,
         "farthest": 100 * float(travel.max()),
     }
+
+
+def _top_classes(model: Veca, logits: Tensor | None, count: int = SHOWN_CLASSES) -> list[tuple[str, float]]:
+    """Names and probabilities of the most probable classes of one image (1, K); empty if the model has no classes."""
+    if logits is None:
+        return []
+    names = model.provenance.get("classes") or ()
+    odds, numbers = logits[0].float().softmax(-1).topk(min(count, logits.shape[-1]))
+    named = len(names) == logits.shape[-1]
+    found = zip(numbers.tolist(), odds.tolist(), strict=True)
+    return [(str(names[i]) if named else f"class {i}", odd) for i, odd in found]
 
 
 def _embed(image: Image.Image, kind: str = "JPEG") -> str:
