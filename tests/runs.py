@@ -9,6 +9,7 @@ import contextlib
 import csv
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -210,14 +211,20 @@ def start(
     return start_all(["distill", file, "--out", folder, "--device", "cpu"], folder, processes, before)
 
 
+def free_port() -> int:
+    """A port that is free, below those that the system gives to connections: none of them takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def start_all(
     arguments: Sequence[object], folder: Path, processes: int, before: Callable[[], object] | None = None
 ) -> list[Process]:
     """`veca ARGUMENTS` in so many processes, as torchrun would start them; what each says is beside the folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = []
+    port, started = str(free_port()), []
     for rank in range(processes):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
