@@ -329,6 +329,15 @@ def test_onnx_files_of_something_else(tmp_path: Path) -> None:
         read_dinov2_onnx(tmp_path / "other.onnx")
 
 
+def test_weights_that_timm_loads_bring_classifier_and_classes(tmp_path: Path) -> None:
+    model = source("resnet18")
+    save_file(model.state_dict(), file := tmp_path / "weights.safetensors")
+    teacher = timm_teacher("resnet18", pretrained_cfg_overlay={"file": str(file)})
+    assert torch.equal(teacher.classifier.weight, model.fc.weight)
+    assert (len(teacher.classes), teacher.classes[281]) == (1000, "tabby")
+    assert not any(name.startswith("fc") for name in teacher.model.state_dict())
+
+
 def test_names_of_imagenets_classes_are_all_different() -> None:
     names = imagenet_names("imagenet-1k")
     assert len(names) == len(set(names)) == 1000

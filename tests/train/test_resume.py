@@ -42,7 +42,7 @@ from veca.train import checkpoints, distill, engine
 from veca.train.checkpoints import DamagedError, list_checkpoints, read_checkpoint
 from veca.train.distill import Distillation
 from veca.train.engine import TrainingError
-from veca.train.recipe import RecipeError
+from veca.train.recipe import Recipe, RecipeError
 from veca.utils.signals import Interrupted
 
 WIDE = {"embed_dim": 32, "depth": 2, "num_heads": 1, "mlp_ratio": 8.0}
@@ -198,6 +198,16 @@ def test_between_two_rows_of_the_log(place: Place, tmp_path: Path, standardize: 
         assert not any("statistics" in text for text in said)
 
 
+def assert_continues(recipe: Recipe, folder: Path) -> Path:
+    """A run continued from early and late checkpoints is the uninterrupted one; returns the last folder."""
+    train(recipe, folder / "whole")
+    for step in (4, 28):
+        again = back_to(step, folder / "whole", folder / f"from {step}")
+        train(recipe, again)
+        assert_same_run(again, folder / "whole")
+    return again
+
+
 def test_a_run_of_several_widths_continues_bit_for_bit(place: Place, tmp_path: Path) -> None:
     """Their draws, the largest setting's features as targets, and the order of channels that the run began with."""
     start_from = place.folder / "start"
@@ -207,11 +217,7 @@ def test_a_run_of_several_widths_continues_bit_for_bit(place: Place, tmp_path: P
         model={"size": "veca_tiny", "overrides": WIDE, "start": str(start_from), "elastic": [1, 0.5, 0.25]},
         checkpoints__keep=99, log_every=6, widths={"match": 0.5}, validation__widths=[0.25, 1],
     )  # fmt: skip
-    train(recipe, tmp_path / "whole")
-    for step in (4, 28):
-        folder = back_to(step, tmp_path / "whole", tmp_path / f"from {step}")
-        train(recipe, folder)
-        assert_same_run(folder, tmp_path / "whole")
+    folder = assert_continues(recipe, tmp_path)
     assert veca.load(folder).config.widths == (1.0, 0.5, 0.25)
     rows = table(folder / "metrics.csv")
     drawn = [sum(int(row[f"width_{width}"]) for row in rows) for width in ("0.25", "0.5", "1")]
@@ -226,11 +232,7 @@ def test_a_run_of_two_teachers_and_mixed_images_continues_bit_for_bit(place: Pla
         teachers=[more], data__mixup=0.5, data__cutmix=1.0, data__mix_prob=0.8, checkpoints__keep=99, log_every=6,
         accumulate=2,
     )  # fmt: skip
-    train(recipe, tmp_path / "whole")
-    for step in (4, 28):
-        folder = back_to(step, tmp_path / "whole", tmp_path / f"from {step}")
-        train(recipe, folder)
-        assert_same_run(folder, tmp_path / "whole")
+    folder = assert_continues(recipe, tmp_path)
     model = veca.load(folder)
     assert (model.num_features, len(model.provenance["teacher"]["teachers"])) == (64, 2)
 

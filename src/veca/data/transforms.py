@@ -309,9 +309,10 @@ def _blend(plain: Tensor, x: Tensor, share: Tensor) -> Tensor:
 class PairMixer:
     """Mixes neighbouring images of a batch with each other, by mixup or CutMix.
 
-    What is drawn for a pair follows from the seed, the step and the place of the pair in it, whatever the number of
-    processes and of the forward passes (`accumulate`) that share it. `mixup` and `cutmix` are parameters of Beta
-    distributions, 0 for none; `prob` is the share of the pairs that are mixed.
+    timm and torchvision mix labels too, and draw from global generators. Here what is drawn for a pair follows from the
+    seed, the step and the place of the pair in it, whatever the number of processes and of the forward passes
+    (`accumulate`) that share it. `mixup` and `cutmix` are alpha of Beta distributions, 0 for none; `prob` is the share
+    of the pairs that are mixed.
     """
 
     mixup: float

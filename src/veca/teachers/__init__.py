@@ -3,10 +3,10 @@
 They take images as the student sees them, and give features on the student's grid.
 """
 
+from veca.teachers.inherit import inherit_weights, start_patch_embed
 from veca.teachers.load import load_teacher
 from veca.teachers.outputs import keep_output, output_dim_for, replace_output
 from veca.teachers.protocol import AnyTeacher, Standardized, Targets, Teacher, TeacherError, TeacherGroup, members
-from veca.teachers.start import inherit_weights, start_patch_embed
 
 __all__ = [
     "AnyTeacher",

@@ -56,7 +56,7 @@ class Teacher(nn.Module):
         self.width, self.stride, self.raw, self.meet = width, stride, raw, meet
         self.mean, self.std = tuple(mean), tuple(std)
         self.classifier: nn.Linear | None = None
-        """What its own classes are told by, from the global feature alone; None: nothing, or more than that."""
+        """Logits of its own classes from the global feature; None: it has no classes, or needs more for them."""
         self.classes: tuple[str, ...] = ()
         """Names of the classes, where they are known."""
         # One scale and shift take our normalisation to the teacher's.
@@ -175,8 +175,8 @@ class TeacherGroup(nn.Module):
         return {"name": self.name, "teachers": [teacher.about for teacher in members(self)]}
 
     def forward(self, images: Tensor, grid: tuple[int, int], zoom: float = 1.0) -> Targets:
-        found = [teacher(images, grid, zoom) for teacher in self.teachers]
-        cls, patches = (torch.cat(features, dim=-1) for features in zip(*found, strict=True))
+        targets = [teacher(images, grid, zoom) for teacher in self.teachers]
+        cls, patches = (torch.cat(features, dim=-1) for features in zip(*targets, strict=True))
         return Targets(cls, patches)
 
 

@@ -363,15 +363,15 @@ class TeacherLoss(NamedTuple):
 
     def __call__(self, cls: Tensor, patches: Tensor, teacher_cls: Tensor, teacher_patches: Tensor) -> Losses:
         weights = self.objective
-        found = distillation_losses(cls, patches, teacher_cls, teacher_patches, (1.0, weights.mse_weight))
-        total, logits = weights.cls_weight * found.cls + weights.dense_weight * found.dense, None
+        losses = distillation_losses(cls, patches, teacher_cls, teacher_patches, (1.0, weights.mse_weight))
+        total, logits = weights.cls_weight * losses.cls + weights.dense_weight * losses.dense, None
         if self.classifier is not None:
             student, teacher = (self.classifier.logits(x) / weights.temperature for x in (cls, teacher_cls))
             log_odds = student.log_softmax(-1), teacher.log_softmax(-1)
-            # By the square of the temperature, gradients have the same size at any.
+            # Times the square of the temperature, gradients are of the same size at any temperature.
             logits = weights.temperature**2 * F.kl_div(*log_odds, reduction="batchmean", log_target=True)
             total = total + weights.logits_weight * logits
-        return found._replace(total=total, logits=logits)
+        return losses._replace(total=total, logits=logits)
 
 
 def teacher_losses(recipe: Recipe, teacher: AnyTeacher) -> list[TeacherLoss]:
@@ -391,15 +391,15 @@ def teacher_losses(recipe: Recipe, teacher: AnyTeacher) -> list[TeacherLoss]:
 
 def sum_losses(cls: Tensor, patches: Tensor, targets: Targets, losses: Sequence[TeacherLoss]) -> Losses:
     """Losses of features against those of all teachers, which lie side by side."""
-    widths, found = [loss.width for loss in losses], []
+    widths = [loss.width for loss in losses]
     parts = (x.split(widths, -1) for x in (cls, patches, *targets))
-    for loss, *features in zip(losses, *parts, strict=True):
-        found.append(loss(*features))
-    if len(found) == 1:
-        return found[0]
-    logits = [each.logits for each in found if each.logits is not None]
-    means = {name: torch.stack([getattr(x, name) for x in found]).mean() for name in ("cls", "dense", "cosine", "mse")}
-    total = torch.stack([each.total for each in found]).sum()
+    by_teacher = [loss(*features) for loss, *features in zip(losses, *parts, strict=True)]
+    if len(by_teacher) == 1:
+        return by_teacher[0]
+    logits = [each.logits for each in by_teacher if each.logits is not None]
+    names = "cls", "dense", "cosine", "mse"
+    means = {name: torch.stack([getattr(each, name) for each in by_teacher]).mean() for name in names}
+    total = torch.stack([each.total for each in by_teacher]).sum()
     return Losses(total, logits=torch.stack(logits).mean() if logits else None, **means)
 
 
@@ -409,17 +409,17 @@ class Student(nn.Module):
     def __init__(self, model: Veca, recipe: Recipe, losses: Sequence[TeacherLoss] | None = None) -> None:
         super().__init__()
         self.model = model
-        own = [TeacherLoss(model.num_features, recipe.objective)] if losses is None else losses
+        parts = [TeacherLoss(model.num_features, recipe.objective)] if losses is None else losses
 
-        def against(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
-            return sum_losses(cls, patches, targets, own)
+        def teacher_loss(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
+            return sum_losses(cls, patches, targets, parts)
 
-        def against_own(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
-            return sum_losses(cls, patches, targets, [loss._replace(classifier=None) for loss in own])
+        def match_loss(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
+            return sum_losses(cls, patches, targets, [part._replace(classifier=None) for part in parts])
 
         # Compiled anew when a first size changes, after that for any: the width stays a constant, which is faster.
         self.losses, self.match_losses = (
-            torch.compile(each) if recipe.compile else each for each in (against, against_own)
+            torch.compile(each) if recipe.compile else each for each in (teacher_loss, match_loss)
         )
         self.match, self.largest = recipe.widths.match if recipe.widths else 0.0, recipe.largest_setting()
 

@@ -139,11 +139,11 @@ class DataRecipe(RecipeSection, section="data"):
     run keeps what it began with; images are resized on the GPU in any case where `augment_on` allows, with the same
     pixels as on the CPU."""
     mixup: Annotated[float, Bounds(ge=0)] = 0.0
-    """Blend the images of a pair, for the teacher too: both parameters of the Beta distribution of the share; 0: no
-    mixup."""
+    """Blend the images of a pair, for the teacher too: alpha of the Beta distribution that the share an image keeps is
+    drawn from; 0: no mixup."""
     cutmix: Annotated[float, Bounds(ge=0)] = 0.0
-    """Exchange a box between the images of a pair: the same of the box's area; 0: no CutMix. With both, each pair has
-    one of them."""
+    """Exchange a box between the images of a pair: alpha, as for mixup, of the area an image keeps; 0: no CutMix. With
+    both, each pair has one of them."""
     mix_prob: _Share = 1.0
     """Share of the pairs that are mixed."""
     views: Positive | None = None
