@@ -109,5 +109,5 @@ def test_teachers_that_nothing_can_be_taken_from() -> None:
         inherit_weights(student(256, embed_dim=128), vit("dinov2"))
     with pytest.raises(TeacherError, match="has 2 heads, the student 1: take a student with as many"):
         inherit_weights(student(256, num_heads=1), vit("dinov2"))
-    with pytest.raises(TeacherError, match="no patch embedding to start from"):
+    with pytest.raises(TeacherError, match="no patch embedding to start from; leave model.start out"):
         inherit_weights(student(256), timm_teacher("resnet18", pretrained=False))

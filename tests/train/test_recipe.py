@@ -161,3 +161,16 @@ def test_a_wrong_name_shows_what_is_there(tmp_path: Path) -> None:
         load_recipe(tmp_path / "smal.yaml")
     with pytest.raises(RecipeError, match="no such recipe"):
         load_recipe(tmp_path / "nowhere" / "smal.yaml")
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_mixed_images_need_a_teacher_that_runs_live(name: str) -> None:
+    values = {"teacher": {"resident": "float8"}, "data": {"resident": 288, "augment": "flip", name: 0.5}}
+    with pytest.raises(RecipeError, match=rf"data\.{name}=0.5: must be 0 with teacher.resident"):
+        Recipe.from_dict(values)
+
+
+def test_several_teachers_run_live() -> None:
+    values = {"teacher": {"resident": "float8"}, "data": {"resident": 288, "augment": "flip"}}
+    with pytest.raises(RecipeError, match=r"teachers=.*other.*: must be empty with teacher.resident"):
+        Recipe.from_dict({**values, "teachers": [{"name": "other"}]})

@@ -39,7 +39,7 @@ def inherit_weights(student: Veca, teacher: AnyTeacher) -> int:
     norms are kept. Positions, other cores and the coordinate heads stay as they were.
     """
     own = _first(teacher)
-    start_patch_embed(student, own)
+    start_patch_embed(student, own, "model.start")
     tensors = {name: tensor.detach().float().cpu() for name, tensor in own.model.state_dict().items()}
     blocks: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -135,14 +135,15 @@ def _first(teacher: AnyTeacher) -> Teacher:
 
 
 @torch.no_grad()
-def start_patch_embed(student: Veca, teacher: AnyTeacher) -> None:
+def start_patch_embed(student: Veca, teacher: AnyTeacher, key: str = "model.patch_embed_from_teacher") -> None:
     """Initialise the student's patch embedding from the teacher's: both then compute the same from each patch.
 
     The difference in normalisation is folded into the weights, and so is the resizing of patches where the teacher's
-    have another size. (Resizing a whole image also mixes neighbouring patches at their borders.)
+    have another size. (Resizing a whole image also mixes neighbouring patches at their borders.) `key` is that of the
+    recipe which asked for it, for messages.
     """
     teacher = _first(teacher)
-    leave_out = "leave model.patch_embed_from_teacher out"
+    leave_out = f"leave {key} out"
     if (embedding := teacher.patch_embedding()) is None:
         raise TeacherError(f"{teacher.name} has no patch embedding to start from; {leave_out}")
     kernel, bias = (tensor.float().cpu() for tensor in embedding)

@@ -307,8 +307,8 @@ class Recipe(RecipeSection):
         self.require(
             "teachers", live or not self.teachers, "empty with teacher.resident", [t.name for t in self.teachers]
         )
-        mixed = {name: value for name in ("mixup", "cutmix") if (value := getattr(self.data, name))}
-        self.require("data.mixup", live or not mixed, "0, as data.cutmix, with teacher.resident", mixed)
+        for name, alpha in (("data.mixup", self.data.mixup), ("data.cutmix", self.data.cutmix)):
+            self.require(name, live or not alpha, "0 with teacher.resident, whose maps are of whole images", alpha)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
         until = [phase.until for phase in self.resolutions]
