@@ -371,7 +371,8 @@ class TeacherLoss(NamedTuple):
             # Times the square of the temperature, gradients are of the same size at any temperature.
             logits = weights.temperature**2 * F.kl_div(*log_odds, reduction="batchmean", log_target=True)
             total = total + weights.logits_weight * logits
-        return losses._replace(total=total, logits=logits)
+        # Written out: torch.compile of torch 2.11 does not know `_replace`.
+        return Losses(total, losses.cls, losses.dense, losses.cosine, losses.mse, logits)
 
 
 def teacher_losses(recipe: Recipe, teacher: AnyTeacher) -> list[TeacherLoss]:
