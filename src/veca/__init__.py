@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from veca.compute import resolve_compute
     from veca.config import ConfigError, VecaConfig
     from veca.elastic import make_elastic
-    from veca.images import ImageError
+    from veca.images import ImageError, pack
     from veca.model import Veca, VecaOutput
     from veca.optimized import optimize
+    from veca.packed import PackedImages, PackedOutput
     from veca.version import __version__ as __version__
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "ImageError",
+    "PackedImages",
+    "PackedOutput",
     "Veca",
     "VecaConfig",
     "VecaError",
@@ -34,6 +37,7 @@ __all__ = [
     "load",
     "make_elastic",
     "optimize",
+    "pack",
     "resolve_compute",
     "save",
 ]
@@ -44,8 +48,9 @@ _MODULES = {
     "config": ("ConfigError", "VecaConfig"),
     "elastic": ("make_elastic",),
     "optimized": ("optimize",),
-    "images": ("ImageError",),
+    "images": ("ImageError", "pack"),
     "model": ("Veca", "VecaOutput"),
+    "packed": ("PackedImages", "PackedOutput"),
     "version": ("__version__",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -92,7 +92,8 @@ def nested_mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear, cores: int, hidden: in
     u_first, u_rest, v_first, v_rest = zip(fc1.weight.split(sizes * 2), fc1.bias.split(sizes * 2), strict=True)
     w_first, w_rest = fc2.weight.split(sizes, dim=1)
     out = onednn.inference_linear(_gated_pair(x, u_first, v_first), w_first, fc2.bias)
-    out[:, :cores] += F.linear(_gated_pair(x[:, :cores], u_rest, v_rest), w_rest)
+    if cores:
+        out[:, :cores] += F.linear(_gated_pair(x[:, :cores], u_rest, v_rest), w_rest)
     return out
 
 

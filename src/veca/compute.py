@@ -187,18 +187,36 @@ def apply_compute(
     model: Veca, images: Tensor, cores: int | None, width: float | None, compute: float | None, resize: bool
 ) -> tuple[Tensor, int | None, float | None]:
     """Images, budget and width of a call with `compute`; without it, the call's own."""
+    _check_one_choice(cores, width, compute, resize)
     if compute is None:
-        if resize:
-            raise ArgumentError("resize=True goes with compute, which chooses the size; pass compute too, or neither")
         return images, cores, width
-    if cores is not None or width is not None:
-        given = f"cores={cores!r}, width={width!r}"
-        raise ArgumentError(f"compute={compute!r} chooses cores and width, and {given} too; pass the one or the other")
     choice = _choose(model, compute, patch_grid(images, model.config), resize)
     if choice.size != images.shape[-2:]:
         small = F.interpolate(images.float(), choice.size, mode="bicubic", antialias=True)
         images = small.to(images.dtype)
     return images, choice.cores, choice.width
+
+
+def choose_each(
+    model: Veca, grids: Sequence[tuple[int, int]], cores: Any, width: Any, compute: float | None, resize: bool
+) -> tuple[Any, Any]:
+    """Budget and width of each image of a pack with `compute`; without it, the call's own."""
+    _check_one_choice(cores, width, compute, resize)
+    if compute is None:
+        return cores, width
+    if resize:
+        raise ArgumentError("resize=True does not go with a pack, whose images are cut already; leave it out")
+    choices = {grid: _choose(model, compute, grid, False) for grid in dict.fromkeys(grids)}
+    return [choices[grid].cores for grid in grids], [choices[grid].width for grid in grids]
+
+
+def _check_one_choice(cores: Any, width: Any, compute: float | None, resize: bool) -> None:
+    """Refuse `resize` without `compute`, and `compute` beside what it chooses."""
+    if compute is None and resize:
+        raise ArgumentError("resize=True goes with compute, which chooses the size; pass compute too, or neither")
+    if compute is not None and (cores is not None or width is not None):
+        given = f"cores={cores!r}, width={width!r}"
+        raise ArgumentError(f"compute={compute!r} chooses cores and width, and {given} too; pass the one or the other")
 
 
 def _choose(model: Veca, compute: float, grid: tuple[int, int], resize: bool) -> Choice:

@@ -16,7 +16,7 @@ d = D / H, L blocks, p patch size.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,12 @@ from veca.block_ops import (
     gated_linear,
     nested_mlp,
 )
-from veca.compute import CostTable, apply_compute
+from veca.compute import CostTable, apply_compute, choose_each
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.inputs import patch_grid, resolve_block_indices, resolve_budget, resolve_width
 from veca.kernels.onednn import inference_linear
+from veca.packed import PackedImages, PackedLayout, PackedOutput, forward_packed
 from veca.rope import Rotary, augment_coordinates, grid_rotary, initial_core_states, make_rotary, patch_coordinates
 
 
@@ -144,7 +145,7 @@ class Block(nn.Module):
         tokens: Tokens,
         state: Tensor,
         coordinate_head: tuple[nn.Module, Tensor] | None,
-        patch_rotary: Rotary,
+        patch_rotary: Rotary | PackedLayout,
         cls_only: bool = False,
         hidden: int | None = None,
     ) -> tuple[Tokens, Tensor]:
@@ -152,13 +153,17 @@ class Block(nn.Module):
 
         `coordinate_head` is the layer that reads a core's step from its token, and the factor of the step; None in the
         first block, where cores stay at their learned coordinates. `cls_only` computes the first token only. `hidden`
-        is the number of MLP channels that patches use; None: all.
+        is the number of MLP channels that patches use; None: all. The tokens of a pack are (1, ΣC + ΣN, D); its layout
+        has the rotary tables of the patches.
         """
         x, normed, cores = add_and_norm(tokens, self.norm1, state.shape[1])
         if coordinate_head is not None:  # the coordinate update
             head, alpha = coordinate_head
             state = state + alpha * coordinate_step(cores, head).to(state.dtype)
         core_rotary = make_rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
+        if isinstance(patch_rotary, PackedLayout):
+            x, normed, _ = add_and_norm(Tokens(x, patch_rotary.attend(self.attn, normed, core_rotary)), self.norm2)
+            return Tokens(x, patch_rotary.run_mlp(self.mlp, normed)), state
         update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)  # (B, S, D), or (B, 1, D)
         x, normed, _ = add_and_norm(Tokens(x[:, : update.shape[1]], update), self.norm2)
         narrow = () if hidden is None or cls_only else (state.shape[1], hidden)
@@ -229,23 +234,43 @@ class Veca(nn.Module):
             chunk.copy_(state)
         nn.init.constant_(self.coordinate_alpha, 0.01)
 
+    @overload
     def forward(
         self,
         images: Tensor,
-        cores: int | None = None,
+        cores: int | None = ...,
+        cls_only: bool = ...,
+        width: float | None = ...,
+        compute: float | None = ...,
+        resize: bool = ...,
+    ) -> VecaOutput: ...
+    @overload
+    def forward(
+        self,
+        images: PackedImages,
+        cores: int | Sequence[int] | None = ...,
+        cls_only: bool = ...,
+        width: float | Sequence[float] | None = ...,
+        compute: float | None = ...,
+        resize: bool = ...,
+    ) -> PackedOutput: ...
+    def forward(
+        self,
+        images: Tensor | PackedImages,
+        cores: Any = None,
         cls_only: bool = False,
-        width: float | None = None,
+        width: Any = None,
         compute: float | None = None,
         resize: bool = False,
-    ) -> VecaOutput:
-        """Features of normalised images (B, 3, height, width), sides multiples of 16.
+    ) -> VecaOutput | PackedOutput:
+        """Features of normalised images (B, 3, height, width), sides multiples of 16; or of a pack (`veca.pack`).
 
         `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. An untrained budget warns once.
         `cls_only` skips what the global feature does not need: the output has one core and no patches. `width` is the
         share of the MLP's channels that patches use, above 0, at most 1; None: all. An untrained width warns once.
         `compute` chooses cores and width instead: the best that cost at most this share of the full cost
         (`veca.resolve_compute`). With `resize` it may also resize the images to a smaller size: the maps that come out
-        then have a smaller grid.
+        then have a smaller grid. For a pack, `cores` and `width` may have a value for each image.
 
         >>> import veca
         >>> model, images = veca.create_model("veca_tiny").eval(), torch.zeros(2, 3, 64, 64)
@@ -255,6 +280,9 @@ class Veca(nn.Module):
         >>> out.cls.shape, out.patches.shape
         (torch.Size([2, 192]), torch.Size([2, 0, 192]))
         """
+        if isinstance(images, PackedImages):
+            cores, width = choose_each(self, images.grids, cores, width, compute, resize)
+            return self._forward_packed(images, cores, cls_only, width)
         images, cores, width = apply_compute(self, images, cores, width, compute, resize)
         x, coordinates, _ = self._run(images, cores, cls_only=cls_only, width=width)
         x = self.output_proj(x)
@@ -262,6 +290,9 @@ class Veca(nn.Module):
         logits = self.forward_head(x) if self.config.num_classes else None
         core_tokens, patches = x.split([budget, x.shape[1] - budget], dim=1)  # slices would each have a whole gradient
         return VecaOutput(core_tokens, patches, coordinates, patch_grid(images, self.config), logits)
+
+    def _forward_packed(self, batch: PackedImages, cores: Any, cls_only: bool, width: Any) -> PackedOutput:
+        return forward_packed(self, batch, cores, cls_only, width)
 
     def _run(
         self,

@@ -33,6 +33,7 @@ from veca.fast_block import FastBlock, FastNorm, Weights, make_buffer
 from veca.inputs import patch_grid, resolve_budget, resolve_width
 from veca.kernels import ops
 from veca.model import Block, Veca
+from veca.packed import PackedImages, PackedOutput, forward_by_kind
 from veca.rope import Rotary
 
 HOPPER = (9, 0)
@@ -77,6 +78,9 @@ class FastVeca(Veca):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError("an optimized model has no weights to save: save the model it was made from")
+
+    def _forward_packed(self, batch: PackedImages, cores: Any, cls_only: bool, width: Any) -> PackedOutput:
+        return forward_by_kind(self, batch, cores, cls_only, width)
 
     def _run(
         self,

@@ -1,0 +1,140 @@
+"""Pack images of any mix of sizes into one batch: `veca.pack`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from veca.errors import ArgumentError
+from veca.images.load import normalize, to_tensor
+from veca.images.resize import PATCH, resample
+from veca.inputs import nearest_sizes
+from veca.packed import PackedImages, PatchGrid
+
+_NAFLEX = "patches", "patch_coord", "patch_valid"
+_SIGLIP2 = "pixel_values", "pixel_attention_mask", "spatial_shapes"
+
+
+def pack(
+    images: Sequence[Tensor | Image.Image] | Mapping[str, Tensor],
+    max_patches: int | None = None,
+    patch_size: int = PATCH,
+    device: str | torch.device | None = None,
+) -> PackedImages:
+    """Images of any mix of sizes as one batch for the model; nothing is padded or cropped.
+
+    `images` are normalised float tensors (channels, height, width), or images to be normalised: RGB of Pillow, or uint8
+    tensors. Sides become the nearest multiples of `patch_size`; an image of more than `max_patches` patches is shrunk,
+    its aspect ratio kept. Also accepted are the dictionaries of timm's NaFlex loaders and of SigLIP 2's processor.
+
+    >>> batch = pack([torch.zeros(3, 64, 100), Image.new("RGB", (1024, 512))], max_patches=100)
+    >>> batch.grids
+    ((4, 6), (7, 14))
+    """
+    if max_patches is not None and not (isinstance(max_patches, int) and max_patches >= 1):
+        raise ArgumentError(f"max_patches={max_patches!r}; it must be at least 1, or None for no limit")
+    if isinstance(images, Mapping):
+        if max_patches is not None:
+            raise ArgumentError("max_patches goes with images; those of a dictionary are cut into patches already")
+        packed = _from_padded(images, patch_size)
+    else:
+        if isinstance(images, Tensor | Image.Image) or not isinstance(images, Sequence):
+            raise ArgumentError(f"images are {type(images).__name__}; expected a list of images of any sizes")
+        fitted = [_fit(image, i, max_patches, patch_size, device) for i, image in enumerate(images)]
+        channels = sorted({len(image) for image in fitted})
+        if len(channels) > 1:
+            raise ArgumentError(
+                f"images of the pack have {' and '.join(map(str, channels))} channels; all need as many"
+            )
+        grids = tuple((image.shape[1] // patch_size, image.shape[2] // patch_size) for image in fitted)
+        pixels = [cut_patches(image, patch_size) for image in fitted]
+        packed = PackedImages(torch.cat(pixels) if pixels else torch.empty(0, 0), grids)
+    return packed if device is None else packed.to(device)
+
+
+def cut_patches(image: Tensor, side: int = PATCH) -> Tensor:
+    """An image (channels, H, W) as patches (N, channels · side · side), row by row."""
+    patches = image.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # (channels, rows, side, columns, side)
+    return patches.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)
+
+
+def native_sizes(height: int, width: int, max_patches: int | None = None, patch: int = PATCH) -> tuple[int, int]:
+    """Height and width, multiples of `patch`, nearest to a size; shrunk to at most `max_patches` patches, at least one.
+
+    >>> native_sizes(480, 640), native_sizes(480, 640, max_patches=256), native_sizes(1, 100_000, max_patches=10)
+    ((480, 640), (208, 288), (16, 160))
+    """
+    rows, columns = (side // patch for side in nearest_sizes(height, width, patch))
+    if max_patches is None or rows * columns <= max_patches:
+        return rows * patch, columns * patch
+    # A side of one patch cannot shrink further, so the other takes what is left.
+    scale = math.sqrt(max_patches * patch * patch / (height * width))
+    if height * scale < patch:
+        rows, columns = 1, max_patches
+    elif width * scale < patch:
+        rows, columns = max_patches, 1
+    else:
+        rows, columns = int(height * scale / patch), int(width * scale / patch)
+    return rows * patch, columns * patch
+
+
+def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: str | torch.device | None) -> Tensor:
+    """An image as a normalised tensor (channels, H, W), sides multiples of `patch`."""
+    where = f"image {index} of the pack"
+    if isinstance(image, Image.Image):
+        height, width = native_sizes(image.height, image.width, max_patches, patch)
+        return normalize(to_tensor(resample(image, (width, height), (0, 0, *image.size))).to(device))
+    if not isinstance(image, Tensor):
+        raise ArgumentError(f"{where} is {type(image).__name__}; expected a tensor or an image of Pillow")
+    if image.ndim != 3 or 0 in image.shape:
+        raise ArgumentError(
+            f"{where} has shape {tuple(image.shape)}; expected (channels, height, width), none of them 0"
+        )
+    image = image.to(device)
+    if image.dtype == torch.uint8:
+        image = normalize(image)
+    elif not image.is_floating_point():
+        raise ArgumentError(f"{where} is {image.dtype}; expected normalised floats, or uint8 to be normalised")
+    size = native_sizes(image.shape[1], image.shape[2], max_patches, patch)
+    if size == tuple(image.shape[1:]):
+        return image
+    resized = F.interpolate(image[None].float(), size, mode="bicubic", antialias=True)
+    return resized[0].to(image.dtype)
+
+
+def _from_padded(images: Mapping[str, Tensor], patch: int) -> PackedImages:
+    """A dictionary with padded patches (B, N, patch · patch · channels), channels last, of timm or SigLIP 2."""
+    if all(name in images for name in _NAFLEX):
+        pixels, coordinates, valid = (images[name] for name in _NAFLEX)
+        pixels = pixels.flatten(2)
+        valid = valid.bool()
+        shapes = torch.where(valid[..., None], coordinates, -1).amax(dim=1) + 1
+        grids = [_grid(shape) for shape in shapes.tolist()]
+        for i, (_, columns) in enumerate(grids):
+            own = coordinates[i][valid[i]]
+            order = torch.arange(len(own), device=own.device)
+            if not torch.equal(own, torch.stack([order // columns, order % columns], dim=1).to(own)):
+                raise ArgumentError(f"patch_coord of image {i} are not those of a whole grid, row by row")
+    elif all(name in images for name in _SIGLIP2):
+        pixels, valid, shapes = (images[name] for name in _SIGLIP2)
+        valid, grids = valid.bool(), [_grid(shape) for shape in shapes.tolist()]
+    else:
+        names = " or ".join(", ".join(each) for each in (_NAFLEX, _SIGLIP2))
+        raise ArgumentError(f"the dictionary has {', '.join(images) or 'nothing'}; a pack is made of {names}")
+    counts = valid.sum(dim=1).tolist()
+    for i, ((rows, columns), count) in enumerate(zip(grids, counts, strict=True)):
+        if rows * columns != count:
+            raise ArgumentError(f"image {i} has {count} valid patches, and a grid of {rows}×{columns}; they must agree")
+    if pixels.shape[2] % patch**2:
+        raise ArgumentError(f"patches have {pixels.shape[2]} numbers, not a multiple of {patch}² = {patch**2}")
+    flat = pixels[valid].unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2).flatten(1)  # channels first
+    return PackedImages(flat, tuple(grids))
+
+
+def _grid(shape: Sequence[int]) -> PatchGrid:
+    rows, columns = shape
+    return rows, columns

@@ -1,0 +1,344 @@
+"""Packed batches: images of any mix of sizes in one forward pass, each with its own budget and width.
+
+Patches meet only the cores of their own image, so a pack needs no padding and no mask: the cores of all images lie one
+after the other, then all patches. Layers that treat tokens one by one see one long sequence; attention runs once for
+each kind of image, those of the same budget and grid.
+
+Shapes: B images of a pack, C cores and N patches of an image, ΣC and ΣN of all, D width, p patch size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from veca.block_ops import Tokens, add_and_norm, checkpoint_block
+from veca.errors import ArgumentError
+from veca.inputs import resolve_budget, resolve_width
+from veca.kernels.onednn import inference_linear
+from veca.rope import Rotary, augment_coordinates, grid_rotary, make_rotary, patch_coordinates
+
+if TYPE_CHECKING:
+    from veca.model import Veca, VecaOutput
+
+Value = TypeVar("Value")
+PatchGrid = tuple[int, int]
+"""(rows, columns) of the patches of an image."""
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """Images of any mix of sizes, cut into patches; `veca.pack` makes them.
+
+    >>> import veca
+    >>> batch = veca.pack([torch.zeros(3, 64, 96), torch.zeros(3, 16, 32)])
+    >>> batch.pixels.shape, batch.grids
+    (torch.Size([26, 768]), ((4, 6), (1, 2)))
+    """
+
+    pixels: Tensor
+    """(ΣN, channels · p · p), float: the patches of each image row by row, in the order of the images."""
+    grids: tuple[PatchGrid, ...]
+
+    def __post_init__(self) -> None:
+        if not self.grids:
+            raise ArgumentError("the pack has no images; give at least one")
+        for rows, columns in self.grids:
+            if rows < 1 or columns < 1:
+                raise ArgumentError(f"an image of the pack has {rows}×{columns} patches; each needs at least one")
+        if self.pixels.ndim != 2 or len(self.pixels) != sum(self.num_patches):
+            shape, expected = tuple(self.pixels.shape), sum(self.num_patches)
+            raise ArgumentError(f"pixels of the pack have shape {shape}; its grids need ({expected}, channels · p · p)")
+        if not self.pixels.is_floating_point():
+            raise ArgumentError(f"pixels of the pack are {self.pixels.dtype}; they must be normalised floats")
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    @property
+    def num_patches(self) -> tuple[int, ...]:
+        """N of each image."""
+        return tuple(rows * columns for rows, columns in self.grids)
+
+    def to(self, *args: Any, **options: Any) -> PackedImages:
+        """As `Tensor.to`: on another device, or in another precision."""
+        return replace(self, pixels=self.pixels.to(*args, **options))
+
+
+@dataclass(frozen=True)
+class PackedOutput:
+    """Result of a forward pass of a pack. D is the output width: the model's, or `output_dim` where it has one.
+
+    >>> import veca
+    >>> model = veca.create_model("veca_tiny").eval()
+    >>> out = model(veca.pack([torch.zeros(3, 64, 96), torch.zeros(3, 16, 32)]), cores=[64, 8])
+    >>> out.cls.shape, [tuple(each.shape) for each in out.feature_maps]
+    (torch.Size([2, 192]), [(192, 4, 6), (192, 1, 2)])
+    """
+
+    cores: Tensor
+    """(ΣC, D): the cores of each image, in the order of the images; its first core is its global feature."""
+    patches: Tensor
+    """(ΣN, D): the patches of each image, row by row."""
+    coordinates: Tensor
+    """(L, ΣC, 2): the (x, y) in [-1, 1] of each core in each block."""
+    grids: tuple[PatchGrid, ...]
+    budgets: tuple[int, ...]
+    """Number of cores of each image, as the model ran."""
+    logits: Tensor | None = None
+    """(B, num_classes) when the model has a classifier."""
+    cls_only: bool = field(default=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    @property
+    def core_offsets(self) -> tuple[int, ...]:
+        """Where the cores of each image start in `cores`, and the end of the last: B + 1 numbers."""
+        return (0, *itertools.accumulate(1 if self.cls_only else budget for budget in self.budgets))
+
+    @property
+    def patch_offsets(self) -> tuple[int, ...]:
+        """Where the patches of each image start in `patches`, and the end of the last: B + 1 numbers."""
+        return (0, *itertools.accumulate(0 if self.cls_only else rows * columns for rows, columns in self.grids))
+
+    @property
+    def cls(self) -> Tensor:
+        """(B, D): the global features."""
+        return self.cores[list(self.core_offsets[:-1])]
+
+    @property
+    def feature_maps(self) -> list[Tensor]:
+        """(D, rows, columns) of each image: its patches as a map."""
+        if self.cls_only:
+            raise ArgumentError("there are no patches here: the model ran with cls_only=True; leave it out to get them")
+        parts = self.patches.split([rows * columns for rows, columns in self.grids])
+        return [part.mT.unflatten(-1, grid) for part, grid in zip(parts, self.grids, strict=True)]
+
+    def __getitem__(self, index: int) -> VecaOutput:
+        """What the model gives for one image alone, with a batch size of 1."""
+        from veca.model import VecaOutput
+
+        index = range(len(self))[operator.index(index)]
+        cores, patches = (slice(*at[index : index + 2]) for at in (self.core_offsets, self.patch_offsets))
+        logits = None if self.logits is None else self.logits[index : index + 1]
+        budget = slice(*list(itertools.accumulate((0, *self.budgets)))[index : index + 2])
+        of_image = self.cores[None, cores], self.patches[None, patches], self.coordinates[:, None, budget]
+        return VecaOutput(*of_image, self.grids[index], logits)
+
+    def __iter__(self) -> Iterator[VecaOutput]:
+        return (self[i] for i in range(len(self)))
+
+
+class ImageKind(NamedTuple):
+    """What images have in common that run together: the MLP's channels for their patches, their budget and grid."""
+
+    hidden: int
+    budget: int
+    grid: PatchGrid
+
+
+class PackedGroup(NamedTuple):
+    """Images of one kind, which lie next to each other in a pack that is sorted by kind."""
+
+    kind: ImageKind
+    images: tuple[int, ...]
+    """Their numbers in the pack as it was given."""
+    cores: slice
+    """Where their cores are among the cores of the sorted pack."""
+    patches: slice
+
+
+class PackedLayout:
+    """Where the tokens of a pack lie: sorted by kind, all cores (ΣC), then all patches (ΣN)."""
+
+    def __init__(self, kinds: Sequence[ImageKind], mlp_dim: int) -> None:
+        self.mlp_dim, self.rotaries = mlp_dim, list[Rotary]()
+        """Channels of the MLP; and the table of the patches (N, …) of each group."""
+        self.groups: list[PackedGroup] = []
+        order = sorted(range(len(kinds)), key=kinds.__getitem__)
+        core = patch = 0
+        for kind, found in itertools.groupby(order, key=kinds.__getitem__):
+            images = tuple(found)
+            next_core, next_patch = core + len(images) * kind.budget, patch + len(images) * _patches(kind)
+            self.groups.append(PackedGroup(kind, images, slice(core, next_core), slice(patch, next_patch)))
+            core, patch = next_core, next_patch
+        self.num_cores, self.order = core, order
+        self.kinds = [kinds[i] for i in order]
+        """Of the images, sorted."""
+
+    def sort(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows of the images as given, so many of each image, in the order of the layout."""
+        return _reorder(x, counts, self.order)
+
+    def restore(self, x: Tensor, counts: Sequence[int], dim: int = 0) -> Tensor:
+        """Rows in the order of the layout, so many of each image as given, in the order in which they were given."""
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return _reorder(x, [counts[i] for i in self.order], back, dim)
+
+    def by_image(self, cores: Tensor, group: PackedGroup) -> Tensor:
+        """Of all cores (ΣC, …), those of a group: (images, C, …)."""
+        return cores[group.cores].unflatten(0, (len(group.images), -1))
+
+    def tokens(self, x: Tensor, group: PackedGroup) -> Tensor:
+        """Of all tokens (1, ΣC + ΣN, D), those of a group as a batch: (images, C + N, D)."""
+        cores, patches = x[0].split([self.num_cores, x.shape[1] - self.num_cores])
+        patches = patches[group.patches].unflatten(0, (len(group.images), -1))
+        return torch.cat([self.by_image(cores, group), patches], dim=1)
+
+    def core_rotary(self, rotary: Rotary, group: PackedGroup) -> Rotary:
+        """Of the table of all cores (1, 1, ΣC, …), that of a group: (images, 1, C, …)."""
+        cos, sin, coordinates = (self.by_image(part[0, 0], group)[:, None] for part in rotary[:3])
+        return Rotary(cos, sin, coordinates, rotary.frequencies)
+
+    def attend(self, attention: nn.Module, x: Tensor, core_rotary: Rotary) -> Tensor:
+        """The attention of a block on all tokens (1, ΣC + ΣN, D), one group after the other."""
+        cores, patches = [], []
+        for group, patch_rotary in zip(self.groups, self.rotaries, strict=True):
+            out = attention(self.tokens(x, group), self.core_rotary(core_rotary, group), patch_rotary)
+            cores.append(out[:, : group.kind.budget].flatten(0, 1))
+            patches.append(out[:, group.kind.budget :].flatten(0, 1))
+        return torch.cat(cores + patches)[None]
+
+    def run_mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
+        """The MLP of a block on all tokens (1, ΣC + ΣN, D): cores use all channels, patches those of their kind."""
+        counts = dict.fromkeys((kind.hidden for kind in self.kinds), 0)
+        for kind in self.kinds:
+            counts[kind.hidden] += _patches(kind)
+        narrow = [None if hidden == self.mlp_dim else hidden for hidden in counts]
+        if len(narrow) == 1:  # all tokens together
+            out: Tensor = mlp(x, self.num_cores, *narrow)
+            return out
+        cores, *patches = x.split([self.num_cores, *counts.values()], dim=1)
+        parts = (mlp(part, 0, hidden) for part, hidden in zip(patches, narrow, strict=True))
+        return torch.cat([mlp(cores), *parts], dim=1)
+
+
+def forward_packed(
+    model: Veca, batch: PackedImages, cores: Any = None, cls_only: bool = False, width: Any = None
+) -> PackedOutput:
+    """`model(batch, cores, width=width)`: one budget and width for all images, or a sequence with one for each."""
+    layout, budgets, _ = _plan(model, batch, cores, width)
+    config, embed = model.config, model.patch_embed.proj
+    pixels = layout.sort(batch.pixels, batch.num_patches).to(embed.weight.dtype)
+    patches = inference_linear(pixels, embed.weight.flatten(1), embed.bias)
+    bank, state = (model._active(each, max(budgets)) for each in (model.cores, model.core_states))
+    x = torch.cat([*(bank[: kind.budget] for kind in layout.kinds), patches])[None]
+    state = state.to(torch.promote_types(state.dtype, torch.float32))  # as in `Veca._run`
+    state = torch.cat([state[: kind.budget] for kind in layout.kinds])[None]
+    alphas = model.coordinate_alpha.to(state.dtype, copy=True)
+    layout.rotaries = _patch_rotaries(model, [group.kind.grid for group in layout.groups], state)
+    tokens, states, full_blocks = Tokens(x), [], model.blocks[:-1] if cls_only else model.blocks
+    for i, block in enumerate(full_blocks):
+        head = (model.coordinate_heads[i - 1], alphas[i - 1]) if i else None
+        args = tokens, state, head, layout
+        if model.grad_checkpointing and torch.is_grad_enabled():
+            tokens, state = checkpoint_block(block, *args)
+        else:
+            tokens, state = block(*args)
+        states.append(state)
+    if cls_only:  # the last block as in a batch of one kind, which can stop at the first core
+        tokens, state = _first_cores(model, layout, tokens, state, alphas)
+        states.append(state)
+    x = model.output_proj(add_and_norm(tokens, model.norm)[1][0])
+    counts = [1] * len(batch) if cls_only else budgets
+    by_core, by_patch = x.split([sum(counts), len(x) - sum(counts)])
+    by_core = layout.restore(by_core, counts)
+    by_patch = by_patch if cls_only else layout.restore(by_patch, batch.num_patches)
+    coordinates = layout.restore(torch.stack(states).tanh()[:, 0], budgets, dim=1)
+    out = PackedOutput(by_core, by_patch, coordinates, batch.grids, tuple(budgets), cls_only=cls_only)
+    return replace(out, logits=model.head(out.cls)) if config.num_classes else out
+
+
+def forward_by_kind(
+    model: Veca, batch: PackedImages, cores: Any = None, cls_only: bool = False, width: Any = None
+) -> PackedOutput:
+    """`forward_packed` by a model that takes batches of one kind: it runs once for each kind of image."""
+    layout, budgets, widths = _plan(model, batch, cores, width)
+    pixels, side = layout.sort(batch.pixels, batch.num_patches), model.config.patch_size
+    outputs = []
+    for (_, budget, grid), members, _, patches in layout.groups:
+        images = pixels[patches].view(len(members), *grid, -1, side, side).permute(0, 3, 1, 4, 2, 5)
+        images = images.flatten(4).flatten(2, 3)
+        outputs.append(model(images, budget, cls_only=cls_only, width=widths[members[0]]))
+    counts, patch_counts = (
+        [1] * len(batch) if cls_only else budgets,
+        [0] * len(batch) if cls_only else batch.num_patches,
+    )
+    by_core = layout.restore(torch.cat([out.cores.flatten(0, 1) for out in outputs]), counts)
+    by_patch = layout.restore(torch.cat([out.patches.flatten(0, 1) for out in outputs]), patch_counts)
+    coordinates = layout.restore(torch.cat([out.coordinates.flatten(1, 2) for out in outputs], dim=1), budgets, dim=1)
+    logits = None
+    if model.config.num_classes:
+        logits = layout.restore(torch.cat([out.logits for out in outputs]), [1] * len(batch))
+    return PackedOutput(by_core, by_patch, coordinates, batch.grids, tuple(budgets), logits, cls_only)
+
+
+def _plan(model: Veca, batch: PackedImages, cores: Any, width: Any) -> tuple[PackedLayout, list[int], list[Any]]:
+    """The layout of a pack, and the budget and width of each image."""
+    config = model.config
+    channels = config.in_chans * config.patch_size**2
+    if batch.pixels.shape[1] != channels:
+        rule = f"{config.in_chans} channels × {config.patch_size}² pixels = {channels} numbers"
+        raise ArgumentError(f"patches of the pack have {batch.pixels.shape[1]} numbers; the model takes {rule}")
+    budgets = _one_each(model.budget if cores is None else cores, len(batch), "cores")
+    widths = _one_each(model.width if width is None else width, len(batch), "width")
+    budgets = [resolve_budget(each, config, model._warned) for each in budgets]
+    hidden = [resolve_width(each, config, model._warned) or config.mlp_dim for each in widths]
+    kinds = [ImageKind(*parts) for parts in zip(hidden, budgets, batch.grids, strict=True)]
+    return PackedLayout(kinds, config.mlp_dim), budgets, widths
+
+
+def _first_cores(
+    model: Veca, layout: PackedLayout, tokens: Tokens, state: Tensor, alphas: Tensor
+) -> tuple[Tokens, Tensor]:
+    """Of each image the first core after the last block (1, B, D), and the coordinates of all (1, ΣC, 2)."""
+    head = (model.coordinate_heads[-1], alphas[-1]) if len(model.coordinate_heads) else None
+    x, firsts, states = tokens.total(), [], []
+    for group, rotary in zip(layout.groups, layout.rotaries, strict=True):
+        own, moved = model.blocks[-1](
+            Tokens(layout.tokens(x, group)), layout.by_image(state[0], group), head, rotary, True
+        )
+        firsts.append(own.total()[:, 0])
+        states.append(moved.flatten(0, 1))
+    return Tokens(torch.cat(firsts)[None]), torch.cat(states)[None]
+
+
+def _patch_rotaries(model: Veca, grids: Sequence[PatchGrid], like: Tensor) -> list[Rotary]:
+    """A rotary table (N, …) for each grid; augmented coordinates, in training, are moved alike for the whole pack."""
+    config, options = model.config, (like.device, like.dtype)
+    shape = config.head_dim, config.rope_zero_fraction
+    if not model.training or (config.coordinate_shift <= 0 and config.coordinate_rescale <= 1):
+        return [grid_rotary(*grid, *shape, *options) for grid in grids]
+    plain = [patch_coordinates(*grid, *options) for grid in grids]
+    moved = augment_coordinates(torch.cat(plain), config.coordinate_shift, config.coordinate_rescale)
+    return [make_rotary(part, *shape) for part in moved.split([len(part) for part in plain])]
+
+
+def _one_each(values: Any, count: int, name: str) -> list[Any]:
+    """A value for each of `count` images: the same, or one each from a sequence."""
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return [values] * count
+    if len(values) != count:
+        raise ArgumentError(f"{name} has {len(values)} values for {count} images; give one for each, or one for all")
+    return list(values)
+
+
+def _patches(kind: ImageKind) -> int:
+    return kind.grid[0] * kind.grid[1]
+
+
+def _reorder(x: Tensor, counts: Sequence[int], order: Sequence[int], dim: int = 0) -> Tensor:
+    """The parts of `x`, `counts` long, in another order."""
+    if list(order) == sorted(order):
+        return x
+    parts = x.split(list(counts), dim)
+    return torch.cat([parts[i] for i in order], dim)
