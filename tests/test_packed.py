@@ -11,7 +11,8 @@ from torch import Tensor
 
 import veca
 from veca.images import native_sizes
-from veca.packed import PackedOutput, forward_by_kind
+from veca.outputs import PackedOutput
+from veca.packed import forward_by_kind
 
 LIMIT = 1e-6
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from veca.config import ConfigError, VecaConfig
     from veca.elastic import make_elastic
     from veca.images import ImageError, pack
-    from veca.model import Veca, VecaOutput
+    from veca.model import Veca
     from veca.optimized import optimize
-    from veca.packed import PackedImages, PackedOutput
+    from veca.outputs import PackedOutput, VecaOutput
+    from veca.packed import PackedImages
     from veca.version import __version__ as __version__
 
 __all__ = [
@@ -49,8 +50,9 @@ _MODULES = {
     "elastic": ("make_elastic",),
     "optimized": ("optimize",),
     "images": ("ImageError", "pack"),
-    "model": ("Veca", "VecaOutput"),
-    "packed": ("PackedImages", "PackedOutput"),
+    "model": ("Veca",),
+    "outputs": ("PackedOutput", "VecaOutput"),
+    "packed": ("PackedImages",),
     "version": ("__version__",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -16,7 +16,7 @@ d = D / H, L blocks, p patch size.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,41 +37,9 @@ from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.inputs import patch_grid, resolve_block_indices, resolve_budget, resolve_width
 from veca.kernels.onednn import inference_linear
-from veca.packed import PackedImages, PackedLayout, PackedOutput, forward_packed
+from veca.outputs import PackedOutput, VecaOutput
+from veca.packed import PackedImages, PackedLayout, forward_packed
 from veca.rope import Rotary, augment_coordinates, grid_rotary, initial_core_states, make_rotary, patch_coordinates
-
-
-class VecaOutput(NamedTuple):
-    """Result of a forward pass. D is the output width: the model's, or `output_dim` where it has one.
-
-    >>> import veca
-    >>> out = veca.create_model("veca_tiny").eval()(torch.zeros(1, 3, 64, 96), cores=16)
-    >>> out.cores.shape, out.patches.shape, out.coordinates.shape, out.grid
-    (torch.Size([1, 16, 192]), torch.Size([1, 24, 192]), torch.Size([12, 1, 16, 2]), (4, 6))
-    """
-
-    cores: Tensor
-    """(B, C, D); the first is the global feature."""
-    patches: Tensor
-    """(B, N, D), row by row."""
-    coordinates: Tensor
-    """(L, B, C, 2): the (x, y) in [-1, 1] of each core in each block."""
-    grid: tuple[int, int]
-    """(rows, columns) of the patches."""
-    logits: Tensor | None = None
-    """(B, num_classes) when the model has a classifier."""
-
-    @property
-    def cls(self) -> Tensor:
-        """(B, D): the global feature."""
-        return self.cores[:, 0]
-
-    @property
-    def feature_map(self) -> Tensor:
-        """(B, D, rows, columns): the patches as a map."""
-        if not self.patches.shape[1]:
-            raise ArgumentError("there are no patches here: the model ran with cls_only=True; leave it out to get them")
-        return self.patches.mT.unflatten(-1, self.grid)
 
 
 class PatchConv(nn.Conv2d):

@@ -33,7 +33,8 @@ from veca.fast_block import FastBlock, FastNorm, Weights, make_buffer
 from veca.inputs import patch_grid, resolve_budget, resolve_width
 from veca.kernels import ops
 from veca.model import Block, Veca
-from veca.packed import PackedImages, PackedOutput, forward_by_kind
+from veca.outputs import PackedOutput
+from veca.packed import PackedImages, forward_by_kind
 from veca.rope import Rotary
 
 HOPPER = (9, 0)

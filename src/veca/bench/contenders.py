@@ -26,7 +26,8 @@ from veca.config import SIZES, MlpWidth, VecaConfig
 from veca.errors import ArgumentError
 from veca.fast_block import Weights
 from veca.flops import attention_product_flops, dense_model_flops, model_flops
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 from veca.rope import Rotary, make_rotary, rotate
 from veca.teachers.from_timm import DENSE_VITS, create_dense_vit
 from veca.utils.settings import Positive, Settings

@@ -13,7 +13,8 @@ from veca.errors import ArgumentError
 from veca.images.load import normalize, to_tensor
 from veca.images.resize import PATCH, resample
 from veca.inputs import nearest_sizes
-from veca.packed import PackedImages, PatchGrid
+from veca.outputs import PatchGrid
+from veca.packed import PackedImages
 
 _NAFLEX = "patches", "patch_coord", "patch_valid"
 _SIGLIP2 = "pixel_values", "pixel_attention_mask", "spatial_shapes"

@@ -33,7 +33,8 @@ from veca.images.formats import collect_unsupported
 from veca.inspect import maps as measures
 from veca.inspect.figure_layout import choose_budgets, pick_evenly
 from veca.inspect.maps import capture_attention, inspecting, mean_attention_and_profiles
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 from veca.utils.console import bar, reading_line
 from veca.utils.device import describe_versions
 from veca.utils.files import list_paths

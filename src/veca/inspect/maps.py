@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from veca.attention import core_probabilities
 from veca.errors import ArgumentError, NonFiniteError
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 from veca.rope import Rotary
 
 Captured = TypeVar("Captured")
