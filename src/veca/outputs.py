@@ -20,7 +20,7 @@ PatchGrid = tuple[int, int]
 class VecaOutput(NamedTuple):
     """Result of a forward pass. D is the output width: the model's, or `output_dim` where it has one.
 
-    >>> import veca
+    >>> import torch, veca
     >>> out = veca.create_model("veca_tiny").eval()(torch.zeros(1, 3, 64, 96), cores=16)
     >>> out.cores.shape, out.patches.shape, out.coordinates.shape, out.grid
     (torch.Size([1, 16, 192]), torch.Size([1, 24, 192]), torch.Size([12, 1, 16, 2]), (4, 6))
@@ -54,7 +54,7 @@ class VecaOutput(NamedTuple):
 class PackedOutput:
     """Result of a forward pass of a pack. D is the output width: the model's, or `output_dim` where it has one.
 
-    >>> import veca
+    >>> import torch, veca
     >>> model = veca.create_model("veca_tiny").eval()
     >>> out = model(veca.pack([torch.zeros(3, 64, 96), torch.zeros(3, 16, 32)]), cores=[64, 8])
     >>> out.cls.shape, [tuple(each.shape) for each in out.feature_maps]
