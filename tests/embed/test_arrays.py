@@ -76,7 +76,7 @@ def test_names_that_are_not_text_are_escaped(tmp_path, model):  # noqa: F811
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES[1:])
-@pytest.mark.parametrize("fit", ["keep", "pad"])
+@pytest.mark.parametrize("fit", ["keep", "pad", "native"])
 def test_arrays_of_different_grids_are_refused(photos, tmp_path, model, suffix, fit):  # noqa: F811
     with pytest.raises(EmbedError, match=r"a grid of its own, which .* cannot hold; write \.parquet"):
         go(photos, tmp_path / f"f{suffix}", model, EmbedSettings(size=32, dense=True, fit=fit))

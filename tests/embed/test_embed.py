@@ -125,6 +125,46 @@ def test_features_are_those_of_the_model(photos, tmp_path, model, fit):
     assert len({row["columns"] for row in rows}) == (3 if fit == "keep" else 1)
 
 
+def test_native_sizes_up_to_a_number_of_patches(tmp_path, model, monkeypatch):
+    folder, sizes = tmp_path / "photos", [(64, 40), (200, 90), (31, 500), (64, 40), (96, 96), (97, 96), (8, 8)]
+    folder.mkdir()
+    for i, (width, height) in enumerate(sizes):
+        Image.effect_noise((width, height), 60).convert("RGB").save(folder / f"{i}.png")
+    options = {"batch": 2, "dense": True, "save_dtype": "float32", "decode": "pillow"}
+    settings = EmbedSettings(cores=8, fit="native", max_patches=36, **options)
+    report = go(folder, tmp_path / "f.parquet", model, settings)
+    assert (report.pictures, report.shrunk, report.max_patches) == (7, 2, 36)
+    rows = pq.read_table(report.out).to_pylist()
+    for row, (width, height) in zip(rows, sizes, strict=True):
+        grid = tuple(side // 16 for side in images.native_sizes(height, width, 36))
+        assert (row["rows"], row["columns"]) == grid
+        image = images.load_image(row["path"], None, "native", max_patches=36)
+        with torch.no_grad():
+            want = model(image[None], cores=8)
+        torch.testing.assert_close(torch.tensor(row["cls"]), want.cls[0], atol=1e-5, rtol=1e-4)
+    # The count is that of the whole run, however often it was interrupted.
+    monkeypatch.setattr(engine, "_SAVE_SECONDS", 0.0)
+    interrupted(folder, tmp_path / "g.parquet", model, settings)
+    again = go(folder, tmp_path / "g.parquet", model, settings)
+    assert again.resumed > 0
+    assert again.shrunk == 2
+    assert (tmp_path / "g.parquet").read_bytes() == (tmp_path / "f.parquet").read_bytes()
+    # Without a number, as many patches as the square of `size` has
+    assert go(folder, tmp_path / "h.parquet", model, EmbedSettings(size=96, fit="native")).shrunk == 2
+    with pytest.raises(EmbedError, match="max_patches=36: must be None unless fit is 'native'"):
+        EmbedSettings(max_patches=36)
+
+
+def test_the_command_says_how_many_images_were_shrunk(tmp_path, model):
+    veca.save(model, tmp_path / "model")
+    Image.new("RGB", (400, 300)).save(tmp_path / "photo.png")
+    options = ["--model", str(tmp_path / "model"), "--fit", "native", "--max-patches", "20", "--workers", "0"]
+    command = ["embed", str(tmp_path / "photo.png"), "--out", str(tmp_path / "f.parquet"), *options, "--device", "cpu"]
+    result = CliRunner().invoke(app, [*command, "--no-progress"])
+    assert result.exit_code == 0, result.output
+    assert "1 image had more than the 20 patches allowed and was shrunk; --max-patches sets the limit" in result.output
+
+
 def test_the_table_says_what_it_holds(photos, tmp_path, model):
     out = tmp_path / "f.parquet"
     go(photos, out, model, EmbedSettings(size=32, dense=True, save_dtype="float16"))

@@ -324,7 +324,7 @@ class _EmbedBench:
     def _compute(self, workers: int, seconds: float) -> _Sample:
         s, side = self.settings, self.settings.size
         pixels = np.random.default_rng(0).integers(0, 256, (3, side, side), np.uint8)
-        return self._take(workers, "cpu", seconds, _ReadyDecoder(side, s.fit, s.max_pixels, "cpu", pixels))
+        return self._take(workers, "cpu", seconds, _ReadyDecoder(side, s.fit, s.max_pixels, "cpu", pixels=pixels))
 
     def _jpeg_tasks(self) -> list[TaskRecords]:
         """Some tasks of JPEGs that the GPU takes."""

@@ -17,6 +17,7 @@ SETTINGS_OPTIONS = {
     "width": opt.Width,
     "size": opt.Size,
     "fit": opt.FitOption,
+    "max_patches": Annotated[int | None, opt.option("embed.max-patches")],
     "dense": Annotated[bool, opt.option("embed.dense")],
     "with_global": Annotated[bool, opt.option("embed.with-global")],
     "batch": Annotated[int | None, opt.option("embed.batch")],
@@ -78,6 +79,10 @@ def _run_embed(
         out.print(
             f"{report.how}. Images/s of each stage: {rates}; {report.bottleneck} is the bottleneck", soft_wrap=True
         )
+    if report.shrunk:
+        many = report.shrunk != 1
+        what = f"{report.shrunk:,} image{'s' * many} had more than the {report.max_patches:,} patches allowed"
+        out.print(f"{what} and {'were' if many else 'was'} shrunk; --max-patches sets the limit", soft_wrap=True)
     if report.failures:
         warn(f"{report.failures:,} failed: see {report.out}.failures.csv")
         raise typer.Exit(3)

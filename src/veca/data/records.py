@@ -153,6 +153,7 @@ class RecordDecoder:
     fit: Fit
     max_pixels: int
     decode: Decode = "pillow"
+    max_patches: int | None = None
 
     def __call__(self, item: Item, gpu: bool = False, spans: SpanReader | None = None) -> Record:
         """Read and decode an image; with `gpu`, what that can do is left to it. `spans` reads members of archives."""
@@ -178,7 +179,8 @@ class RecordDecoder:
         try:
             with warnings.catch_warnings(action="ignore"):  # Pillow may emit tens of thousands for one file
                 decoder: Decoder = "pillow" if self.decode == "pillow" else "cpu"
-                pixels, size = load_pixels(source, self.size, self.fit, max_pixels=self.max_pixels, decoder=decoder)
+                limits = {"max_pixels": self.max_pixels, "max_patches": self.max_patches}
+                pixels, size = load_pixels(source, self.size, self.fit, decoder=decoder, **limits)  # type: ignore[arg-type]
         except Exception as error:  # no image may end the run
             path = source if isinstance(source, str) else name
             return Record(name, error=describe_error(error, path))
@@ -191,19 +193,21 @@ class RecordDecoder:
         jpeg = read_jpeg(source, self.max_pixels) if self.decode == "gpu" else None
         if jpeg is not None:
             data, size, orientation = jpeg
-            crop = _plan_turned(*size, self.size, self.fit, self.max_pixels, orientation)
+            crop = _plan_turned(*size, self.size, self.fit, self.max_pixels, self.max_patches, orientation)
         if jpeg is None or crop.grows_first:
             decoder: Decoder = "pillow" if self.decode == "pillow" else "cpu"
-            options = {"max_pixels": self.max_pixels, "decoder": decoder}
+            options = {"max_pixels": self.max_pixels, "decoder": decoder, "max_patches": self.max_patches}
             image, crop, size = open_for_fit(source, self.size, self.fit, **options)  # type: ignore[arg-type]
             data, crop = for_resizing(image, crop)
         return Record(item.name, size, source=data, crop=crop, shape=(crop.height, crop.width))
 
 
 @lru_cache(1024)
-def _plan_turned(width: int, height: int, size: int, fit: Fit, max_pixels: int, orientation: int) -> Crop:
+def _plan_turned(
+    width: int, height: int, size: int, fit: Fit, max_pixels: int, max_patches: int | None, orientation: int
+) -> Crop:
     """The crop of an image that may be stored turned. One for all images of a size: that is sent once for a task."""
-    return plan_fit(width, height, size, fit, max_pixels)._replace(orientation=orientation)
+    return plan_fit(width, height, size, fit, max_pixels, max_patches)._replace(orientation=orientation)
 
 
 def read_jpeg(source: str | bytes, max_pixels: int) -> tuple[NDArray[np.uint8], tuple[int, int], int] | None:

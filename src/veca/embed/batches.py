@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.config import VecaConfig
@@ -68,7 +69,7 @@ class EmbedJob:
     def decoder(self) -> RecordDecoder:
         """What makes records of images."""
         s = self.settings
-        return RecordDecoder(s.size, s.fit, s.max_pixels, cast(Decode, s.decode))
+        return RecordDecoder(s.size, s.fit, s.max_pixels, cast(Decode, s.decode), s.max_patches)
 
     def split_tasks(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         """Images in groups that a worker takes at a time: batches, where it runs the model."""
@@ -112,6 +113,12 @@ class EmbedJob:
         grid, batch = (height // self.config.patch_size, width // self.config.patch_size), self.batch_of(height, width)
         cores = self.settings.cores or 0
         return ImageShape((*grid, cores), batch, self.feature_bytes(height, width), 3 * height * width)
+
+    def is_shrunk(self, sizes: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which images of (width, height) have more than `max_patches` patches."""
+        patches = np.maximum(1, np.floor(sizes / self.config.patch_size + 0.5))
+        shrunk: NDArray[np.bool_] = patches.prod(axis=1) > cast(int, self.settings.max_patches)
+        return shrunk
 
     def part_limits(self) -> tuple[int, int]:
         """Images in a part, a multiple of the batch size, and the bytes of features after which it ends early."""
@@ -399,6 +406,8 @@ class PartitionWriter:
             writer.write_table(make_table(good, self.model.schema))
             state.groups.append(state.part)
         state.pictures += sum(map(len, good))
+        if self.job.settings.max_patches is not None:
+            state.shrunk += sum(int(self.job.is_shrunk(rows.sizes).sum()) for rows in good)
         state.failures += [(rows.names[i], rows.errors[i]) for rows in pieces for i in sorted(rows.errors)]
         state.end += sum(map(len, pieces))
         state.part_bytes += sum(len(rows) * rows.shape.feature_bytes for rows in pieces if rows.shape)
@@ -425,7 +434,8 @@ class PartitionWriter:
                         self._save_slice(path, writer)
                 raise self._error
             if not self.slices:
-                state = PartitionState(pictures=self._state.pictures, failures=self._state.failures)
+                done = self._state
+                state = PartitionState(pictures=done.pictures, failures=done.failures, shrunk=done.shrunk)
                 return self._publish(path, writer, state)
             self._save_slice(path, writer)
         return self._join_slices()
@@ -457,8 +467,8 @@ class PartitionWriter:
         with folder.new_file(schema) as (path, writer):
             for _, group in groupby(tables, key=itemgetter(0)):
                 writer.write_table(pa.concat_tables([table for _, table in group]).combine_chunks())
-            pictures = sum(state.pictures for state in self.slices)
-            state = self._publish(path, writer, PartitionState(pictures=pictures, failures=failures))
+            pictures, shrunk = (sum(getattr(state, name) for state in self.slices) for name in ("pictures", "shrunk"))
+            state = self._publish(path, writer, PartitionState(pictures=pictures, failures=failures, shrunk=shrunk))
         for name in names:
             folder.remove(name)
         return state

@@ -96,6 +96,7 @@ class PartitionState:
     dates: str = ""  # digest of names, sizes and dates
     pictures: int = 0  # rows
     failures: list[tuple[str, str]] = field(default_factory=list)
+    shrunk: int = 0  # of the rows, those of images that had too many patches
     # What it takes to continue after a slice. Images are counted from the start of the partition, failures included.
     end: int = 0  # the first image after the slice
     groups: list[int] = field(default_factory=list)  # of each row group, the first image of its part
@@ -114,13 +115,15 @@ class RunTotals:
     partitions: int = 0
     pictures: int = 0
     failures: int = 0
+    shrunk: int = 0
     resumed: int = 0  # images and failures
     resumed_failures: int = 0
     with_failures: list[int] = field(default_factory=list)  # numbers of partitions
 
-    def add(self, number: int, pictures: int, failures: int) -> None:
+    def add(self, number: int, pictures: int, failures: int, shrunk: int) -> None:
         """Count a partition."""
         self.pictures += pictures
+        self.shrunk += shrunk
         self.failures += failures
         self.with_failures += [number] if failures else []
 

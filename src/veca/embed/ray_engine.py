@@ -110,6 +110,7 @@ class PartitionResult(NamedTuple):
     kept: bool = False  # it was there already
     error: str = ""
     given_up: bool = False
+    shrunk: int = 0
 
 
 class GivenUpError(EmbedError):
@@ -158,7 +159,8 @@ class RayWorker:
                     model = FeatureModel(prepare_model(self._load_model(), job.settings, job.device), job)
                     self.stream = PartitionStream(model, self._begin)
             state = self.stream.submit(partition).result()
-        return PartitionResult(partition.number, state.pictures, len(state.failures), kept is not None)
+        counts = state.pictures, len(state.failures), kept is not None
+        return PartitionResult(partition.number, *counts, shrunk=state.shrunk)
 
     def _begin(self, number: int) -> int:
         """Count that a partition is begun, and give it up after too many times."""
@@ -210,7 +212,7 @@ def run_on_ray(
                 if result.error and not result.given_up:
                     raise EmbedError(f"the run stopped: {result.error}. {job.folder.kept_message(totals.pictures)}")
                 results[result.number] = result
-                totals.add(result.number, result.images, result.failed)
+                totals.add(result.number, result.images, result.failed, result.shrunk)
                 done = result.images + result.failed
                 if result.kept and result.number in present:
                     totals.resumed += done

@@ -105,7 +105,12 @@ def embed(
     if partition is not None and partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
     sources, folder, settings = list_paths(inputs), PartitionFolder(out), (settings or EmbedSettings()).resolve(model)
-    if folder.file and folder.file.suffix != ".parquet" and settings.dense and settings.fit in ("keep", "pad"):
+    if (
+        folder.file
+        and folder.file.suffix != ".parquet"
+        and settings.dense
+        and settings.fit in ("keep", "pad", "native")
+    ):
         reason = f"gives every image a grid of its own, which {folder.file.suffix} cannot hold"
         raise EmbedError(f"fit={settings.fit!r} {reason}; write .parquet, or choose fit 'crop' or 'stretch'")
     with reading_line(progress) as on_read:
@@ -156,6 +161,8 @@ def embed(
         meter.rates(),
         meter.bottleneck,
         job.describe(),
+        totals.shrunk,
+        settings.max_patches,
     )
 
 
@@ -178,6 +185,8 @@ def describe_features(model: Veca, name: str, settings: EmbedSettings, device: t
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
     about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
     about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
+    if settings.max_patches is None:
+        del about["max_patches"]  # as before there was such a setting
     return dict(json.loads(json.dumps(about, default=str)))
 
 
@@ -273,7 +282,7 @@ class _PlainRun:
                 totals.resumed += state.pictures + len(state.failures)
                 totals.resumed_failures += len(state.failures)
             if finished:
-                totals.add(partition.number, finished.pictures, len(finished.failures))
+                totals.add(partition.number, finished.pictures, len(finished.failures), finished.shrunk)
                 continue
             writer = PartitionWriter(self.model, partition, slices, self.meter)
             task, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
@@ -294,7 +303,7 @@ class _PlainRun:
         while self.writing and (all_of_them or self.writing[0][1].done()):
             writer, future = self.writing.popleft()
             state = future.result()
-            self.totals.add(writer.partition.number, state.pictures, len(state.failures))
+            self.totals.add(writer.partition.number, state.pictures, len(state.failures), state.shrunk)
 
     def _count_kept(self) -> int:
         """The images that a run which stopped has written, once its thread is done."""

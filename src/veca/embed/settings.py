@@ -37,6 +37,8 @@ class EmbedSettings(Settings):
     size: Positive = 512
     """Side in pixels, as in `veca.images.fit_image`."""
     fit: Fit = "crop"
+    max_patches: Positive | None = None
+    """With fit "native", shrink images of more patches; None: of more than size × size pixels have."""
     dense: bool = False
     """Save the patch features."""
     with_global: bool = True
@@ -59,6 +61,8 @@ class EmbedSettings(Settings):
         super().__post_init__()
         if not self.dense and not self.with_global:
             raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
+        native = self.fit == "native" or self.max_patches is None
+        self.require("max_patches", native, "None unless fit is 'native'")
 
     @property
     def batch_size(self) -> int:
@@ -74,9 +78,15 @@ class EmbedSettings(Settings):
         nearest = max(step, round(self.size / step) * step)
         self.require("size", self.size % step == 0, f"a multiple of {step}. Nearest: {nearest}")
         save_dtype = self.save_dtype or ("float16" if self.dense else "float32")
+        size, max_patches = self.size, self.max_patches
+        if self.fit == "native":  # sizes of batches and parts are reckoned in squares of as many patches
+            max_patches = max_patches or (size // step) ** 2
+            size = max(1, math.isqrt(max_patches)) * step
         width = self.width or model.width or 1.0
         resolve_width(width, model.config, model._warned)
-        return dataclasses.replace(self, cores=budget, width=width, save_dtype=save_dtype)
+        return dataclasses.replace(
+            self, cores=budget, width=width, save_dtype=save_dtype, size=size, max_patches=max_patches
+        )
 
 
 class EmbedReport(NamedTuple):
@@ -99,3 +109,7 @@ class EmbedReport(NamedTuple):
     """The slowest of the stages."""
     how: str = ""
     """Batch size, processes and decoder, in words."""
+    shrunk: int = 0
+    """Images among `pictures` that had more than `max_patches` patches."""
+    max_patches: int | None = None
+    """Limit of fit "native"."""

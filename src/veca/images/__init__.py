@@ -13,8 +13,8 @@ Colour profiles (ICC) are ignored: the values in the file are taken to be sRGB.
 from veca.images.decode import MAX_PIXELS, ImageError, ImageTooLargeError, Source
 from veca.images.formats import EXTENSIONS
 from veca.images.load import MEAN, STD, Fit, fit_image, load_image, normalize, open_image, open_values, to_tensor
-from veca.images.pack import native_sizes, pack
-from veca.images.resize import PATCH, pad_to_multiple, resample, resize_to_multiple
+from veca.images.pack import pack
+from veca.images.resize import PATCH, native_sizes, pad_to_multiple, resample, resize_to_multiple
 from veca.inputs import nearest_sizes
 
 __all__ = ["EXTENSIONS", "MAX_PIXELS", "MEAN", "PATCH", "STD", "Fit", "ImageError", "ImageTooLargeError", "Source"]

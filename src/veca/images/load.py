@@ -14,10 +14,19 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images.decode import MAX_PIXELS, ImageError, ImageTooLargeError, Source, decode, image_errors, orientation
-from veca.images.resize import PATCH, Box, Crop, cached_tensors, check_tensor, resample, resample_fast
+from veca.images.resize import (
+    PATCH,
+    Box,
+    Crop,
+    cached_tensors,
+    check_tensor,
+    native_sizes,
+    resample,
+    resample_fast,
+)
 from veca.inputs import nearest_sizes
 
-Fit = Literal["crop", "stretch", "keep", "pad"]
+Fit = Literal["crop", "stretch", "keep", "pad", "native"]
 # One side, or (height, width)
 FitSize = int | tuple[int, int] | None
 Colour = tuple[int, int, int]
@@ -36,7 +45,13 @@ _BAND_PIXELS = 2**22
 
 
 def load_image(
-    source: Source, size: FitSize = 512, fit: Fit = "crop", *, max_pixels: int = MAX_PIXELS, background: Colour = WHITE
+    source: Source,
+    size: FitSize = 512,
+    fit: Fit = "crop",
+    *,
+    max_pixels: int = MAX_PIXELS,
+    background: Colour = WHITE,
+    max_patches: int | None = None,
 ) -> Tensor:
     """Load an image as a float32 tensor (3, H, W), ready for the model: open, fit, normalise.
 
@@ -46,12 +61,18 @@ def load_image(
     _check_fit(size, fit)
     image = open_image(source, max_pixels=max_pixels, background=background)
     with image_errors(source, max_pixels):  # it may get too large
-        image = fit_image(image, size, fit, max_pixels)
+        image = fit_image(image, size, fit, max_pixels, max_patches)
     return normalize(to_tensor(image))
 
 
 def load_pixels(
-    source: Source, size: FitSize, fit: Fit = "crop", *, max_pixels: int = MAX_PIXELS, decoder: Decoder = "pillow"
+    source: Source,
+    size: FitSize,
+    fit: Fit = "crop",
+    *,
+    max_pixels: int = MAX_PIXELS,
+    decoder: Decoder = "pillow",
+    max_patches: int | None = None,
 ) -> tuple[Tensor, tuple[int, int]]:
     """Load an image as a uint8 tensor (3, H, W), with the (width, height) of the upright image before it is fitted.
 
@@ -62,12 +83,20 @@ def load_pixels(
     >>> pixels.shape, size
     (torch.Size([3, 64, 96]), (640, 400))
     """
-    image, crop, full_size = open_for_fit(source, size, fit, max_pixels=max_pixels, decoder=decoder)
+    image, crop, full_size = open_for_fit(
+        source, size, fit, max_pixels=max_pixels, decoder=decoder, max_patches=max_patches
+    )
     return crop_pixels(crop, image, decoder), full_size
 
 
 def open_for_fit(
-    source: Source, size: FitSize, fit: Fit = "crop", *, max_pixels: int = MAX_PIXELS, decoder: Decoder = "pillow"
+    source: Source,
+    size: FitSize,
+    fit: Fit = "crop",
+    *,
+    max_pixels: int = MAX_PIXELS,
+    decoder: Decoder = "pillow",
+    max_patches: int | None = None,
 ) -> tuple[Image.Image, Crop, tuple[int, int]]:
     """Open an image as upright RGB, with the crop of it that `fit_image` makes and the (width, height) of its file.
 
@@ -77,9 +106,11 @@ def open_for_fit(
     _check_fit(size, fit)
     if decoder not in get_args(Decoder):
         raise ArgumentError(f"decoder is {decoder!r}; it must be one of {', '.join(get_args(Decoder))}")
-    side = max(size) if isinstance(size, tuple) else size
+    side = float(max(size) if isinstance(size, tuple) else size or 0)
+    if fit == "native":  # no short side is longer than that of a square
+        side = PATCH * math.sqrt(max_patches or patch_limit(size) or 0)
     at_least = math.ceil(2 * side * (CROP_RATIO if fit == "crop" else 1)) if side and decoder == "cpu" else None
-    plan = partial(plan_fit, size=size, fit=fit, max_pixels=max_pixels)
+    plan = partial(plan_fit, size=size, fit=fit, max_pixels=max_pixels, max_patches=max_patches)
     return open_for_crop(source, plan, max_pixels=max_pixels, at_least=at_least)
 
 
@@ -204,7 +235,13 @@ def _wide_to_grey(image: Image.Image) -> Image.Image:
     return grey
 
 
-def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
+def fit_image(
+    image: Image.Image,
+    size: FitSize,
+    fit: Fit = "crop",
+    max_pixels: int = MAX_PIXELS,
+    max_patches: int | None = None,
+) -> Image.Image:
     """Resize an RGB image (bicubic, antialiased) so that both sides are multiples of 16.
 
     - "crop": the evaluation transform. The short side becomes 1.125 × `size` and the centre is kept.
@@ -213,6 +250,8 @@ def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: 
       the aspect ratio; nothing is cropped. Without `size`: the multiples nearest to the sides.
     - "pad": the short side becomes `size`; without it, nothing is resized. Then the last column
       and row are repeated to the right and downwards up to the next multiples of 16.
+    - "native": the multiples of 16 nearest to the sides of the image itself. One of more than `max_patches`
+      patches, or without that number of more than `size` × `size` pixels has, is shrunk, its aspect ratio kept.
 
     `size` is one number or, for "crop" and "stretch", also (height, width).
 
@@ -225,7 +264,7 @@ def fit_image(image: Image.Image, size: FitSize, fit: Fit = "crop", max_pixels: 
     (96, 64)
     """
     _check_rgb(image)
-    return apply_crop(plan_fit(*image.size, size, fit, max_pixels), image)
+    return apply_crop(plan_fit(*image.size, size, fit, max_pixels, max_patches), image)
 
 
 def apply_crop(crop: Crop, image: Image.Image) -> Image.Image:
@@ -250,10 +289,19 @@ def crop_pixels(crop: Crop, image: Image.Image, decoder: Decoder = "pillow") -> 
     return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
-def plan_fit(width: int, height: int, size: FitSize, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Crop:
+def plan_fit(
+    width: int,
+    height: int,
+    size: FitSize,
+    fit: Fit = "crop",
+    max_pixels: int = MAX_PIXELS,
+    max_patches: int | None = None,
+) -> Crop:
     """Return what `fit_image` makes of an image of this size."""
     _check_fit(size, fit)
-    if isinstance(size, tuple):
+    if fit == "native":
+        rows, columns = native_sizes(height, width, max_patches or patch_limit(size))
+    elif isinstance(size, tuple):
         rows, columns = size
     elif size is not None and fit in ("crop", "stretch"):
         rows = columns = size
@@ -269,6 +317,12 @@ def plan_fit(width: int, height: int, size: FitSize, fit: Fit = "crop", max_pixe
         raise ImageTooLargeError(f"{height}×{width}; fit={fit!r} with size={size} would make it {made}, and {rule}")
     box = _centre_box(width, height, columns, rows) if fit == "crop" else (0, 0, width, height)
     return Crop(box, columns, rows, full_columns, full_rows)
+
+
+def patch_limit(size: FitSize) -> int | None:
+    """Patches of an image of `size` pixels; None: no limit."""
+    rows, columns = size if isinstance(size, tuple) else (size or 0, size or 0)
+    return rows * columns // PATCH**2 or None
 
 
 def plan_centre(width: int, height: int, side: int) -> Crop:

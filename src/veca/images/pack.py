@@ -1,6 +1,5 @@
 """Pack images of any mix of sizes into one batch: `veca.pack`."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images.load import normalize, to_tensor
-from veca.images.resize import PATCH, resample
-from veca.inputs import nearest_sizes
+from veca.images.resize import PATCH, native_sizes, resample
 from veca.outputs import PatchGrid
 from veca.packed import PackedImages
 
@@ -61,26 +59,6 @@ def cut_patches(image: Tensor, side: int = PATCH) -> Tensor:
     """An image (channels, H, W) as patches (N, channels · side · side), row by row."""
     patches = image.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # (channels, rows, side, columns, side)
     return patches.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)
-
-
-def native_sizes(height: int, width: int, max_patches: int | None = None, patch: int = PATCH) -> tuple[int, int]:
-    """Height and width, multiples of `patch`, nearest to a size; shrunk to at most `max_patches` patches, at least one.
-
-    >>> native_sizes(480, 640), native_sizes(480, 640, max_patches=256), native_sizes(1, 100_000, max_patches=10)
-    ((480, 640), (208, 288), (16, 160))
-    """
-    rows, columns = (side // patch for side in nearest_sizes(height, width, patch))
-    if max_patches is None or rows * columns <= max_patches:
-        return rows * patch, columns * patch
-    # A side of one patch cannot shrink further, so the other takes what is left.
-    scale = math.sqrt(max_patches * patch * patch / (height * width))
-    if height * scale < patch:
-        rows, columns = 1, max_patches
-    elif width * scale < patch:
-        rows, columns = max_patches, 1
-    else:
-        rows, columns = int(height * scale / patch), int(width * scale / patch)
-    return rows * patch, columns * patch
 
 
 def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: str | torch.device | None) -> Tensor:

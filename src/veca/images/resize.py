@@ -1,6 +1,7 @@
 """Resize Pillow images, image tensors and feature maps."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -141,6 +142,25 @@ def _align(start: float, scale: float) -> tuple[int, int]:
             found.append((max(shift, 0.01), count, first))  # no more pixels than needed
     _, count, first = min(found, default=(0, 0, 0))
     return first, count
+
+
+def native_sizes(height: int, width: int, max_patches: int | None = None, patch: int = PATCH) -> tuple[int, int]:
+    """Height and width, multiples of `patch`, nearest to a size; shrunk to at most `max_patches` patches, at least one.
+
+    >>> native_sizes(480, 640), native_sizes(480, 640, max_patches=256), native_sizes(1, 100_000, max_patches=10)
+    ((480, 640), (224, 288), (16, 160))
+    """
+    rows, columns = (side // patch for side in nearest_sizes(height, width, patch))
+    if max_patches is None or rows * columns <= max_patches:
+        return rows * patch, columns * patch
+    scale = math.sqrt(max_patches / (height * width))
+    if min(height, width) * scale < 1:  # a side of one patch cannot shrink further: the other takes what is left
+        rows, columns = (1, max_patches) if height < width else (max_patches, 1)
+    else:
+        sides = ((int(side * scale), math.ceil(side * scale)) for side in (height, width))
+        fitting = [grid for grid in itertools.product(*sides) if math.prod(grid) <= max_patches]
+        rows, columns = min(fitting, key=lambda grid: abs(math.log(grid[0] * width / (grid[1] * height))))
+    return rows * patch, columns * patch
 
 
 def resize_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
