@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from veca.optimized import optimize
     from veca.outputs import PackedOutput, VecaOutput
     from veca.packed import PackedImages
+    from veca.streaming import StreamedFeatures, stream
     from veca.version import __version__ as __version__
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ImageError",
     "PackedImages",
     "PackedOutput",
+    "StreamedFeatures",
     "Veca",
     "VecaConfig",
     "VecaError",
@@ -41,6 +43,7 @@ __all__ = [
     "pack",
     "resolve_compute",
     "save",
+    "stream",
 ]
 
 _MODULES = {
@@ -53,6 +56,7 @@ _MODULES = {
     "model": ("Veca",),
     "outputs": ("PackedOutput", "VecaOutput"),
     "packed": ("PackedImages",),
+    "streaming": ("StreamedFeatures", "stream"),
     "version": ("__version__",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

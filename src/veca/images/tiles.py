@@ -1,0 +1,260 @@
+"""Large images read a region at a time: arrays, TIFF and its relatives, zarr, NumPy files.
+
+A `PixelSource` has the height and width of an image and returns any region of it. Nothing else of the image is decoded
+or kept, but some segments of a TIFF that the next regions are likely to need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from veca.errors import ArgumentError
+from veca.images.decode import ImageError
+from veca.images.load import normalize, open_image
+from veca.images.resize import PATCH
+
+TIFF_SUFFIXES = (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf", ".gtiff")
+_MAX_SIDE = 2**24
+"""Pixels of a side, at most."""
+_MAX_SEGMENT_PIXELS = 2**26
+"""Pixels of one tile or strip of a TIFF, at most: it is decoded whole."""
+_CACHE_BYTES = 256 << 20
+"""Decoded segments of a TIFF that are kept."""
+
+
+class PixelSource(ABC):
+    """An image that is read a region at a time."""
+
+    name: str = "the image"
+    georeference: dict[str, Any]
+    """GeoTIFF tags of the image; empty: it has none."""
+
+    def __init__(self, height: int, width: int) -> None:
+        self.height, self.width, self.georeference = height, width, {}
+        if not (1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE):
+            raise ImageError(f"{self.name} is {height}×{width}; sides must be from 1 to {_MAX_SIDE:,} pixels")
+
+    @abstractmethod
+    def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8] | Tensor:
+        """A region inside the image: uint8 (height, width, 3), or a normalised tensor (3, height, width)."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What must be equal for a run to be resumed."""
+        return [self.height, self.width]
+
+    def grid(self, patch: int = PATCH) -> tuple[int, int]:
+        """Rows and columns of patches; the last row and column of pixels are repeated up to whole patches."""
+        return -(-self.height // patch), -(-self.width // patch)
+
+    def read(self, top: int, left: int, bottom: int, right: int) -> Tensor:
+        """A region as a normalised tensor (3, height, width); beyond the image its last row and column are repeated."""
+        inside = self._read(top, left, min(bottom, self.height), min(right, self.width))
+        pixels = inside if isinstance(inside, Tensor) else normalize(torch.from_numpy(inside.copy()).permute(2, 0, 1))
+        for dim, length in ((1, bottom - top), (2, right - left)):
+            if pixels.shape[dim] < length:
+                pixels = pixels.index_select(dim, torch.arange(length).clamp(max=pixels.shape[dim] - 1))
+        return pixels
+
+
+class ArraySource(PixelSource):
+    """An array (height, width, 3 or 4) or (height, width) of uint8, in memory, mapped from a file, or of zarr."""
+
+    def __init__(self, array: Any, name: str = "the array") -> None:
+        self.name, self.array = name, array
+        shape, dtype = tuple(array.shape), np.dtype(array.dtype)
+        if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3, 4)):
+            raise ImageError(f"{name} has shape {shape}; it must be (height, width), or with 1, 3 or 4 channels last")
+        if dtype != np.uint8:
+            raise ImageError(f"{name} is {dtype}; it must be uint8. Scale it to 0–255 first")
+        super().__init__(*shape[:2])
+
+    def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
+        return _to_rgb(np.asarray(self.array[top:bottom, left:right]))
+
+
+class TensorSource(PixelSource):
+    """A tensor (3, height, width): uint8, or normalised floats."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.name, self.tensor = "the tensor", tensor
+        if tensor.ndim != 3 or len(tensor) != 3:
+            raise ArgumentError(f"the tensor has shape {tuple(tensor.shape)}; it must be (3, height, width)")
+        if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
+            raise ArgumentError(f"the tensor is {tensor.dtype}; it must be uint8, or normalised floats")
+        super().__init__(*tensor.shape[1:])
+
+    def _read(self, top: int, left: int, bottom: int, right: int) -> Tensor:
+        region = self.tensor[:, top:bottom, left:right].cpu()
+        return normalize(region) if region.dtype == torch.uint8 else region
+
+
+class TiffSource(PixelSource):
+    """The first image of a TIFF, in tiles or strips: BigTIFF, GeoTIFF, OME-TIFF, SVS and others that tifffile reads."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import tifffile
+        except ImportError as error:
+            raise ArgumentError("reading a TIFF by regions needs tifffile: pip install 'veca[large]'") from error
+
+        self.name, self.path = os.fspath(path), Path(path)
+        with self._errors():
+            self._file = tifffile.TiffFile(path)
+            page = self._page = cast(Any, self._file.pages[0])
+            planar = page.samplesperpixel > 1 and page.planarconfig == tifffile.PLANARCONFIG.SEPARATE
+            palette = page.photometric == tifffile.PHOTOMETRIC.PALETTE
+            supported = page.dtype == np.uint8 and page.samplesperpixel in (1, 3, 4) and page.imagedepth == 1
+            kind = f"{page.dtype}, {page.samplesperpixel} channels{' in planes' * planar}{' of a palette' * palette}"
+            # A damaged file may have lists where numbers belong.
+            height, width = operator.index(page.imagelength), operator.index(page.imagewidth)
+            segment = (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, width)
+            self._rows, self._columns = map(operator.index, segment)
+            self._offsets, self._byte_counts = list(page.dataoffsets), list(page.databytecounts)
+        if not supported or planar or palette:
+            raise ImageError(f"{self.name} holds {kind}; regions are read of 8-bit grey, RGB or RGBA")
+        super().__init__(height, width)
+        if not 0 < self._rows * self._columns <= _MAX_SEGMENT_PIXELS:
+            rule = f"at most {_MAX_SEGMENT_PIXELS:,} pixels are decoded at a time. Write it again in tiles"
+            raise ImageError(f"{self.name} has segments of {self._rows}×{self._columns}; {rule}")
+        across = -(-self.width // self._columns)
+        if (found := min(len(self._offsets), len(self._byte_counts))) < (
+            expected := across * -(-self.height // self._rows)
+        ):
+            raise ImageError(f"{self.name} is damaged: it has {found} segments, and its size needs {expected}")
+        self._across, self._cache = across, OrderedDict[int, NDArray[np.uint8]]()
+        with contextlib.suppress(Exception):  # a damaged georeference is none
+            self.georeference = _plain(page.geotiff_tags or {})
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ImageError(f"{self.name}: no such file") from error
+        except (ArgumentError, ImageError, MemoryError):
+            raise
+        except Exception as error:  # what codecs and tifffile raise has no common class
+            reason = f"{type(error).__name__}: {error}"
+            raise ImageError(f"{self.name} cannot be read: {reason[:300]}") from error
+
+    @property
+    def identity(self) -> list[Any]:
+        status = self.path.stat()
+        return [self.height, self.width, status.st_size, status.st_mtime_ns]
+
+    def _segment(self, index: int) -> NDArray[np.uint8]:
+        """A decoded tile or strip (rows, columns, channels)."""
+        if index in self._cache:
+            self._cache.move_to_end(index)
+            return self._cache[index]
+        page, handle = self._page, self._file.filehandle
+        with self._errors():
+            offset, count = self._offsets[index], self._byte_counts[index]
+            data = None
+            if count:
+                handle.seek(offset)
+                data = handle.read(count)
+                if len(data) != count:
+                    raise ValueError(f"segment {index} ends after {len(data)} of {count} bytes")
+            decoded, _, shape = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
+            if decoded is None:  # a sparse TIFF leaves out segments of the background
+                decoded = np.full(shape, page.nodata if 0 <= page.nodata <= 255 else 0)
+        segment = np.ascontiguousarray(decoded.reshape(-1, *decoded.shape[-2:]), dtype=np.uint8)
+        self._cache[index] = segment
+        while sum(each.nbytes for each in self._cache.values()) > _CACHE_BYTES and len(self._cache) > 1:
+            self._cache.popitem(last=False)
+        return segment
+
+    def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
+        out = np.empty((bottom - top, right - left, self._page.samplesperpixel), np.uint8)
+        for i in range(top // self._rows, -(-bottom // self._rows)):
+            for j in range(left // self._columns, -(-right // self._columns)):
+                first_row, first_column = i * self._rows, j * self._columns
+                rows = slice(max(top, first_row), min(bottom, first_row + self._rows))
+                columns = slice(max(left, first_column), min(right, first_column + self._columns))
+                segment = self._segment(i * self._across + j)
+                part = segment[
+                    rows.start - first_row : rows.stop - first_row,
+                    columns.start - first_column : columns.stop - first_column,
+                ]
+                if part.shape[:2] != (rows.stop - rows.start, columns.stop - columns.start):
+                    raise ImageError(f"{self.name} is damaged: segment {i * self._across + j} is too small")
+                out[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left] = part
+        return _to_rgb(out, inverted=int(self._page.photometric) == 0)
+
+
+def open_pixels(source: Any) -> PixelSource:
+    """What an image is read from by regions: a path, an array, a tensor, or a `PixelSource` as it is.
+
+    Paths are of TIFF files, zarr arrays, `.npy` files, and images of the other formats, which are decoded whole.
+    """
+    if isinstance(source, PixelSource):
+        return source
+    if isinstance(source, Tensor):
+        return TensorSource(source)
+    if not isinstance(source, str | os.PathLike):
+        if hasattr(source, "shape") and hasattr(source, "dtype"):
+            return ArraySource(source)
+        raise ArgumentError(f"the source is {type(source).__name__}; expected a path, an array or a tensor")
+    name = os.fspath(source)
+    suffix = Path(name).suffix.lower()
+    if suffix in TIFF_SUFFIXES:
+        return TiffSource(name)
+    if suffix == ".zarr":
+        return ArraySource(open_zarr(name), name)
+    if suffix == ".npy":
+        try:
+            return ArraySource(np.load(name, mmap_mode="r", allow_pickle=False), name)
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{name} cannot be read: {error}") from error
+    return ArraySource(np.asarray(open_image(name)), name)
+
+
+def open_zarr(path: str) -> Any:
+    """A zarr array, to be read."""
+    try:
+        import zarr
+    except ImportError as error:
+        raise ArgumentError("zarr arrays need zarr: pip install 'veca[large]'") from error
+
+    try:
+        return zarr.open_array(path, mode="r")
+    except Exception as error:  # the stores of zarr have errors of their own
+        raise ImageError(f"{path} cannot be opened as a zarr array: {error}") from error
+
+
+def _to_rgb(pixels: NDArray[np.uint8], inverted: bool = False) -> NDArray[np.uint8]:
+    """Grey (height, width[, 1]), RGB or RGBA as RGB; what is transparent is white."""
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    if pixels.shape[2] == 1:
+        return np.repeat(255 - pixels if inverted else pixels, 3, axis=2)
+    if pixels.shape[2] == 3:
+        return pixels
+    alpha = pixels[..., 3:].astype(np.uint16)
+    mixed = (pixels[..., :3] * alpha + 255 * (255 - alpha) + 127) // 255
+    return mixed.astype(np.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """Tags as JSON can hold them."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,196 @@
+"""Where a streamed image keeps its patches between blocks, and where its features go."""
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from veca.checkpoint.format import read_safetensors, write_tensors
+from veca.errors import ArgumentError, VecaError
+from veca.images.tiles import open_zarr
+from veca.utils.files import atomic_path
+
+_SAVE_SECONDS = 15.0
+"""How often the progress of a run with files is saved."""
+
+
+class StreamError(VecaError, ValueError):
+    """A run of `stream` that cannot start or continue."""
+
+
+class Tile(NamedTuple):
+    """A rectangle of patches: rows and columns of the grid."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.bottom - self.top, self.right - self.left
+
+    @property
+    def region(self) -> tuple[slice, slice]:
+        return slice(self.top, self.bottom), slice(self.left, self.right)
+
+
+class FeatureOutput:
+    """Features of all patches (rows, columns, D): an array in memory, a `.npy` file, or a `.zarr` array.
+
+    A file has another name until it is complete.
+    """
+
+    def __init__(self, out: str | os.PathLike[str] | None, shape: tuple[int, int, int], dtype: Any) -> None:
+        self.path, self.shape, self.dtype = None if out is None else Path(out), shape, dtype
+        if self.path is None:
+            return
+        if self.path.suffix not in (".npy", ".zarr"):
+            raise ArgumentError(f"out={os.fspath(self.path)!r}; features are written to a .npy file or a .zarr array")
+        if self.path.exists():
+            raise StreamError(f"{self.path} exists; choose another name, or remove it")
+
+    @property
+    def _part(self) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f".{self.path.stem}.part{self.path.suffix}")
+
+    def open(self, resume: bool, chunk: int, about: dict[str, Any]) -> None:
+        """Make the array, or continue with that of an interrupted run; a zarr array has chunks and `about` it."""
+        if self.path is None:
+            self._array: Any = np.empty(self.shape, self.dtype)
+        elif self.path.suffix == ".npy":
+            mode = "r+" if resume and self._part.exists() else "w+"
+            self._array = np.lib.format.open_memmap(self._part, mode, self.dtype, self.shape)
+        else:
+            self._array = self._open_zarr("r+" if resume and self._part.exists() else "w", chunk, about)
+
+    def _open_zarr(self, mode: str, chunk: int, about: dict[str, Any]) -> Any:
+        try:
+            import zarr
+        except ImportError as error:
+            raise ArgumentError("a .zarr output needs zarr: pip install 'veca[large]'") from error
+
+        if mode == "r+":
+            return zarr.open_array(str(self._part), mode="r+")
+        rows, columns, dim = self.shape
+        chunks = min(chunk, rows), min(chunk, columns), dim
+        options: dict[str, Any] = {"shape": self.shape, "chunks": chunks, "dtype": self.dtype, "attributes": about}
+        return zarr.open_array(str(self._part), mode="w", **options)
+
+    def write(self, tile: Tile, features: Tensor) -> None:
+        self._array[tile.region] = features.unflatten(0, tile.shape).numpy().astype(self.dtype)
+
+    def close(self) -> Any:
+        """Give the file its name; returns the array, or what maps it."""
+        if self.path is None:
+            return self._array
+        if self.path.suffix == ".npy":
+            self._array.flush()
+            del self._array
+            os.replace(self._part, self.path)
+            return np.load(self.path, mmap_mode="r")
+        os.replace(self._part, self.path)
+        return open_zarr(str(self.path))
+
+
+class MemoryStates:
+    """Patches between blocks, in host memory, overwritten in place."""
+
+    def __init__(self, grid: tuple[int, int], dim: int) -> None:
+        self._grid, self._dim = grid, dim
+        self._patches: Tensor | None = None
+
+    def read(self, block: int, tile: Tile) -> Tensor:
+        """Patches (1, N, D) before a block."""
+        assert self._patches is not None
+        return self._patches[tile.region].flatten(0, 1)[None]
+
+    def write(self, block: int, tile: Tile, patches: Tensor) -> None:
+        """Patches after a block."""
+        if self._patches is None:
+            self._patches = torch.empty(*self._grid, self._dim, dtype=patches.dtype)
+        self._patches[tile.region] = patches[0].unflatten(0, tile.shape)
+
+    def load(self) -> tuple[int, int, dict[str, Tensor]] | None:
+        """Block and tile to continue with, and what else was saved; None: nothing was."""
+        return None
+
+    def save(self, block: int, tile: int, tensors: Callable[[], dict[str, Tensor]], due: bool = False) -> None:
+        """Keep the progress of the run, when it is `due` or was not kept for some time."""
+
+    def remove(self) -> None:
+        self._patches = None
+
+
+class FileStates:
+    """Patches between blocks, in two files of a folder: one is read while the other is written.
+
+    `progress.safetensors` holds the rest of the run, and how far it has come. A tile that was written after that file
+    is written again, from the same inputs.
+    """
+
+    def __init__(self, folder: Path, grid: tuple[int, int], dim: int, job: str) -> None:
+        self._folder, self._grid, self._dim, self._job = folder, grid, dim, job
+        self._saved = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def _progress(self) -> Path:
+        return self._folder / "progress.safetensors"
+
+    def _map(self, parity: int) -> NDArray[np.float32]:
+        path, shape = self._folder / f"patches-{parity}.bin", (*self._grid, self._dim)
+        size = math.prod(shape) * 4
+        if not path.exists() or path.stat().st_size != size:
+            with open(path, "wb") as file:
+                file.truncate(size)
+        return np.memmap(path, np.float32, "r+", shape=shape)
+
+    @functools.cached_property
+    def _maps(self) -> list[NDArray[np.float32]]:
+        return [self._map(0), self._map(1)]
+
+    def read(self, block: int, tile: Tile) -> Tensor:
+        return torch.from_numpy(self._maps[block % 2][tile.region].copy()).flatten(0, 1)[None]
+
+    def write(self, block: int, tile: Tile, patches: Tensor) -> None:
+        self._maps[(block + 1) % 2][tile.region] = patches[0].float().unflatten(0, tile.shape).numpy()
+
+    def load(self) -> tuple[int, int, dict[str, Tensor]] | None:
+        if not self._progress.exists():
+            return None
+        try:
+            tensors, about = read_safetensors(self._progress)
+        except ValueError as error:
+            raise StreamError(f"{self._progress} is damaged; remove {self._folder} to begin anew") from error
+        if about.get("job") != self._job:
+            raise StreamError(
+                f"{self._folder} holds a run with another image, model or settings; name another folder, or remove it"
+            )
+        # Copies: bits of products on a CPU depend on the alignment of memory.
+        return int(about["block"]), int(about["tile"]), {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def save(self, block: int, tile: int, tensors: Callable[[], dict[str, Tensor]], due: bool = False) -> None:
+        if not due and time.monotonic() - self._saved < _SAVE_SECONDS:
+            return
+        for each in self._maps:
+            cast(np.memmap[Any, Any], each).flush()
+        with atomic_path(self._progress) as path:
+            write_tensors(path, tensors(), {"job": self._job, "block": str(block), "tile": str(tile)})
+        self._saved = time.monotonic()
+
+    def remove(self) -> None:
+        self.__dict__.pop("_maps", None)
+        for name in ("progress.safetensors", "patches-0.bin", "patches-1.bin"):
+            (self._folder / name).unlink(missing_ok=True)
+        if not any(self._folder.iterdir()):
+            self._folder.rmdir()

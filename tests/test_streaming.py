@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+import zarr
+from PIL import Image
+from torch import Tensor
+
+import veca
+from veca.images import normalize, pad_to_multiple
+from veca.images.tiles import open_pixels
+from veca.streaming import StreamError, storage, stream
+from veca.streaming.run import _Stream
+
+LIMIT = 2e-6
+
+
+@pytest.fixture(scope="module")
+def model() -> veca.Veca:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"embed_dim": 64, "depth": 3, "num_heads": 2, "widths": (1, 0.5), "output_dim": 24}
+    model = veca.create_model("veca_tiny", pretrained=False, **options).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (150, 203, 3), np.uint8)
+
+
+def whole(model: veca.Veca, pixels: np.ndarray, **settings: Any) -> veca.VecaOutput:
+    image = pad_to_multiple(normalize(torch.from_numpy(pixels).permute(2, 0, 1)))
+    with torch.inference_mode():
+        return model(image[None], **settings)
+
+
+def relative(found: Any, expected: Tensor) -> float:
+    found = found if isinstance(found, Tensor) else torch.from_numpy(np.array(found[:])).float()
+    assert found.shape == expected.shape
+    return float((found - expected).norm() / expected.norm())
+
+
+def assert_alike(found: veca.StreamedFeatures, expected: veca.VecaOutput, limit: float = LIMIT) -> None:
+    assert found.grid == expected.grid
+    assert relative(found.cores, expected.cores[0]) <= limit
+    assert relative(found.coordinates, expected.coordinates[:, 0]) <= limit
+    if found.patches is not None:
+        assert relative(found.patches, expected.feature_map[0].permute(1, 2, 0)) <= limit
+
+
+@pytest.mark.parametrize("tile", [16, 48, 64, 4096])
+@pytest.mark.parametrize("settings", [{}, {"cores": 8, "width": 0.5}, {"cores": 40}])
+def test_features_are_those_of_the_whole_image(
+    model: veca.Veca, pixels: np.ndarray, tile: int, settings: dict[str, Any]
+) -> None:
+    found = stream(model, pixels, tile=tile, progress=False, **settings)
+    assert_alike(found, whole(model, pixels, **settings))
+
+
+def test_other_precisions_and_outputs(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:
+    expected = whole(model, pixels)
+    low = stream(model, pixels, tile=64, precision=torch.bfloat16, progress=False)
+    assert_alike(low, expected, limit=0.02)
+    alone = stream(model, pixels, dense=False, progress=False)
+    assert alone.patches is None
+    assert_alike(alone, expected)
+    for name in ("features.npy", "features.zarr"):
+        found = stream(model, pixels, tile=64, out=tmp_path / name, save_dtype="float16", progress=False)
+        assert_alike(found, expected, limit=1e-3)
+        assert np.asarray(found.patches[:1]).dtype == np.float16
+        with pytest.raises(StreamError, match=f"{name} exists; choose another name, or remove it"):
+            stream(model, pixels, out=tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["features.npy", "features.zarr"]
+    assert zarr.open_array(str(tmp_path / "features.zarr")).attrs["image_width"] == 203
+
+
+def test_regions_and_points_are_computed_alone(model: veca.Veca, pixels: np.ndarray) -> None:
+    found = stream(model, pixels, cores=16, tile=48, dense=False, progress=False)
+    expected = whole(model, pixels, cores=16).feature_map[0].permute(1, 2, 0)
+    assert relative(found.read(box=(20, 33, 100, 100)), expected[2:9, 1:8]) <= LIMIT
+    assert relative(found.read(box=(0, 0, 203, 150)), expected) <= LIMIT
+    points = [(0, 0), (202.9, 149.5), (64, 15.9), (0, 0)]
+    spots = [expected[int(y // 16), int(x // 16)] for x, y in points]
+    assert relative(found.read(points=points), torch.stack(spots)) <= LIMIT
+    assert found.read(points=[]).shape == (0, 24)
+    with pytest.raises(veca.VecaError, match=r"box=\(200, 0, 10, 10\); .* must lie in 203×150 pixels"):
+        found.read(box=(200, 0, 10, 10))
+    with pytest.raises(veca.VecaError, match=r"point \(203, 0\) lies outside the image of 203×150"):
+        found.read(points=[(203, 0)])
+    with pytest.raises(veca.VecaError, match="read takes a box or points"):
+        found.read()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("out", ["f.npy", "f.zarr"])
+def test_an_interrupted_run_continues_to_the_same_bits(
+    model: veca.Veca, pixels: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    expected = stream(model, pixels, tile=64, out=tmp_path / f"whole-{out}", progress=False)
+    monkeypatch.setattr(storage, "_SAVE_SECONDS", 0.0)
+    real, calls = _Stream._run_tile, []
+
+    def run_tile(self: Any, *args: Any) -> None:
+        calls.append(args[0])
+        if len(calls) % 9 == 0:
+            raise Stop
+        real(self, *args)
+
+    monkeypatch.setattr(_Stream, "_run_tile", run_tile)
+    settings: dict[str, Any] = {"tile": 64, "out": tmp_path / out, "states": tmp_path / "states", "progress": False}
+    tiles = 3 * 12  # of 3 blocks
+    for stopped in range(10):
+        try:
+            found = stream(model, pixels, **settings)
+            break
+        except Stop:
+            assert not (tmp_path / out).exists()
+            if stopped == 0:
+                with pytest.raises(StreamError, match="holds a run with another image, model or settings"):
+                    stream(model, pixels, cores=8, **settings)
+    assert len(calls) == tiles + stopped  # those that were stopped are run again, no others
+    assert stopped == 4
+    assert torch.equal(found.cores, expected.cores)
+    assert np.array_equal(found.patches[:], expected.patches[:])
+    assert relative(found.read(points=[(5, 5)]), torch.from_numpy(np.array(expected.patches[:1, 0]))) <= LIMIT
+    assert not (tmp_path / "states").exists()
+
+
+def test_sources(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    np.save(tmp_path / "a.npy", pixels)
+    zarr.save_array(str(tmp_path / "a.zarr"), pixels)
+    tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+    rgba = np.concatenate([pixels, np.full((150, 203, 1), 255, np.uint8)], axis=2)
+    sources = [
+        pixels,
+        rgba,
+        tensor,
+        normalize(tensor),
+        *(tmp_path / f"a.{suffix}" for suffix in ("png", "npy", "zarr")),
+    ]
+    for source in sources:
+        opened = open_pixels(source)
+        assert (opened.height, opened.width, opened.grid()) == (150, 203, (10, 13))
+        assert torch.equal(opened.read(30, 17, 144, 208)[:, :, :186], normalize(tensor)[:, 30:144, 17:203])
+        edge = opened.read(144, 192, 160, 208)
+        assert torch.equal(edge, pad_to_multiple(normalize(tensor))[:, 144:, 192:])
+    grey = open_pixels(pixels[..., 0]).read(0, 0, 16, 16)
+    assert torch.equal(grey, normalize(tensor[:1].expand(3, -1, -1))[:, :16, :16])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tile": (32, 48)},
+        {"tile": (64, 64), "compression": "zlib", "predictor": True},
+        {"rowsperstrip": 7, "compression": "lzw"},
+        {"bigtiff": True, "tile": (16, 16)},
+        {},
+    ],
+)
+def test_regions_of_tiff_files(pixels: np.ndarray, tmp_path: Path, options: dict[str, Any]) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, pixels, photometric="rgb", **options)
+    source, expected = open_pixels(path), open_pixels(pixels)
+    for box in ((0, 0, 160, 208), (5, 9, 33, 90), (149, 202, 150, 203), (64, 0, 80, 208)):
+        assert torch.equal(source.read(*box), expected.read(*box))
+    grey = tmp_path / "grey.tif"
+    for inverted in (False, True):
+        photometric = "miniswhite" if inverted else "minisblack"
+        tifffile.imwrite(grey, pixels[..., 0], photometric=photometric, **options)
+        value = 255 - pixels[..., 0] if inverted else pixels[..., 0]
+        assert torch.equal(open_pixels(grey).read(0, 0, 48, 48), open_pixels(value).read(0, 0, 48, 48))
+
+
+def test_a_georeference_is_kept(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:
+    scale, tie = (33550, "d", 3, (0.5, 0.5, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 3.0, 50.0, 0.0), True)
+    keys = (34735, "H", 8, (1, 1, 0, 1, 1024, 0, 1, 2), True)
+    path = tmp_path / "map.tif"
+    tifffile.imwrite(path, pixels, photometric="rgb", tile=(64, 64), extratags=[scale, tie, keys])
+    stream(model, path, cores=8, out=tmp_path / "map.zarr", progress=False)
+    attributes = zarr.open_array(str(tmp_path / "map.zarr")).attrs
+    assert attributes["georeference"]["ModelPixelScale"] == [0.5, 0.5, 0.0]
+    assert attributes["patch_size"] == 16
+
+
+def test_broken_and_unsupported_tiff_files(pixels: np.ndarray, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.tif"
+    tifffile.imwrite(whole, pixels, photometric="rgb", tile=(64, 64), compression="zlib")
+    data = whole.read_bytes()
+    broken = tmp_path / "broken.tif"
+    refused = 0
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        damaged = bytearray(data[: random.integers(1, len(data))] if seed % 2 else data)
+        for _ in range(random.integers(0, 20)):
+            damaged[random.integers(0, len(damaged))] = random.integers(0, 256)
+        broken.write_bytes(damaged)
+        try:
+            open_pixels(broken).read(0, 0, 64, 64)
+        except veca.ImageError:
+            refused += 1
+    assert refused > 20
+    for name, array, options in (
+        ("wide.tif", pixels.astype(np.uint16), {"photometric": "rgb"}),
+        ("planar.tif", pixels.transpose(2, 0, 1).copy(), {"photometric": "rgb", "planarconfig": "separate"}),
+    ):
+        tifffile.imwrite(tmp_path / name, array, **options)
+        with pytest.raises(veca.ImageError, match=f"{name} holds .*; regions are read of 8-bit grey, RGB or RGBA"):
+            open_pixels(tmp_path / name)
+    with pytest.raises(veca.ImageError, match=r"nowhere.tif: no such file"):
+        open_pixels(tmp_path / "nowhere.tif")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (np.zeros((4, 4, 2), np.uint8), r"has shape \(4, 4, 2\); it must be \(height, width\)"),
+        (np.zeros((4, 4, 3), np.float32), "the array is float32; it must be uint8"),
+        (np.zeros((0, 4, 3), np.uint8), "is 0×4; sides must be from 1"),
+        (torch.zeros(1, 4, 4), "the tensor has shape"),
+        (torch.zeros(3, 4, 4, dtype=torch.int32), "the tensor is torch.int32"),
+        (7, "the source is int; expected a path, an array or a tensor"),
+        ("nowhere.npy", "nowhere.npy cannot be read"),
+        ("nowhere.zarr", "nowhere.zarr cannot be opened as a zarr array"),
+    ],
+)
+def test_sources_that_are_none(source: Any, message: str) -> None:
+    with pytest.raises(veca.VecaError, match=message):
+        open_pixels(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tile": 8}, "tile=8; a tile has at least 16 pixels"),
+        ({"save_dtype": "int8"}, "save_dtype='int8'; it must be 'float16' or 'float32'"),
+        ({"out": "x.png"}, "features are written to a .npy file or a .zarr array"),
+        ({"out": "x.npy", "dense": False}, "goes with dense=True"),
+        ({"states": "here"}, "features must be in a file: name it with out"),
+        ({"cores": 65}, "cores=65; a budget is an integer from 1 to 64"),
+    ],
+)
+def test_wrong_arguments(model: veca.Veca, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(veca.VecaError, match=message):
+        stream(model, np.zeros((32, 32, 3), np.uint8), progress=False, **options)
