@@ -197,11 +197,32 @@ def test_dictionaries_of_naflex() -> None:
         found = veca.pack(given)
         assert found.grids == expected.grids
         assert torch.equal(found.pixels, expected.pixels)
+    model = make_model(num_classes=5)
+    with torch.no_grad():
+        assert torch.equal(model(naflex, cores=8).patches, model(expected, cores=8).patches)
     moved = {**naflex, "patch_coord": coordinates.flip(2)}
     with pytest.raises(veca.VecaError, match="patch_coord of image 0 are not those of a whole grid"):
         veca.pack(moved)
     with pytest.raises(veca.VecaError, match="the dictionary has patches; a pack is made of patches, patch_coord"):
         veca.pack({"patches": patches})
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_models_of_timm_take_packs(pool: str) -> None:
+    import timm
+
+    import veca.hub.timm
+
+    torch.manual_seed(0)
+    model = timm.create_model("veca_tiny_patch16", num_classes=5, depth=2, global_pool=pool).eval()
+    images = [torch.randn(3, 32, 64), torch.randn(3, 48, 16), torch.randn(3, 32, 64)]
+    with torch.no_grad():
+        logits = model(veca.pack(images), cores=[8, 16, 8])
+        expected = torch.cat([model(x[None], cores=c) for x, c in zip(images, (8, 16, 8), strict=True)])
+    assert relative(logits, expected) <= LIMIT
+    model.reset_classifier(0, "")
+    with pytest.raises(veca.VecaError, match="global_pool='': a pack has no batch of tokens"):
+        model(veca.pack(images))
 
 
 def test_dictionaries_of_siglip2() -> None:

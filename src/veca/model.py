@@ -15,7 +15,7 @@ d = D / H, L blocks, p patch size.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -215,7 +215,7 @@ class Veca(nn.Module):
     @overload
     def forward(
         self,
-        images: PackedImages,
+        images: PackedImages | Mapping[str, Tensor],
         cores: int | Sequence[int] | None = ...,
         cls_only: bool = ...,
         width: float | Sequence[float] | None = ...,
@@ -224,14 +224,15 @@ class Veca(nn.Module):
     ) -> PackedOutput: ...
     def forward(
         self,
-        images: Tensor | PackedImages,
+        images: Tensor | PackedImages | Mapping[str, Tensor],
         cores: Any = None,
         cls_only: bool = False,
         width: Any = None,
         compute: float | None = None,
         resize: bool = False,
     ) -> VecaOutput | PackedOutput:
-        """Features of normalised images (B, 3, height, width), sides multiples of 16; or of a pack (`veca.pack`).
+        """Features of normalised images (B, 3, height, width), sides multiples of 16; or of a pack (`veca.pack`),
+        or of a dictionary that can be packed, of timm's NaFlex or SigLIP 2.
 
         `cores` is the budget C, from 1 to `config.num_cores` (64); None: all. An untrained budget warns once.
         `cls_only` skips what the global feature does not need: the output has one core and no patches. `width` is the
@@ -248,6 +249,8 @@ class Veca(nn.Module):
         >>> out.cls.shape, out.patches.shape
         (torch.Size([2, 192]), torch.Size([2, 0, 192]))
         """
+        if isinstance(images, Mapping):
+            images = PackedImages.from_padded(images, self.config.patch_size)
         if isinstance(images, PackedImages):
             cores, width = choose_each(self, images.grids, cores, width, compute, resize)
             return self._forward_packed(images, cores, cls_only, width)

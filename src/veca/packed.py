@@ -10,9 +10,9 @@ Shapes: B images of a pack, C cores and N patches of an image, ΣC and ΣN of al
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from veca.rope import Rotary, augment_coordinates, grid_rotary, make_rotary, pat
 if TYPE_CHECKING:
     from veca.model import Veca
 
-Value = TypeVar("Value")
+_NAFLEX = "patches", "patch_coord", "patch_valid"
+_SIGLIP2 = "pixel_values", "pixel_attention_mask", "spatial_shapes"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,36 @@ class PackedImages:
             raise ArgumentError(f"pixels of the pack have shape {shape}; its grids need ({expected}, channels · p · p)")
         if not self.pixels.is_floating_point():
             raise ArgumentError(f"pixels of the pack are {self.pixels.dtype}; they must be normalised floats")
+
+    @classmethod
+    def from_padded(cls, images: Mapping[str, Tensor], patch: int = 16) -> PackedImages:
+        """A dictionary with padded patches (B, N, patch · patch · channels), channels last, of timm or SigLIP 2."""
+        if all(name in images for name in _NAFLEX):
+            pixels, coordinates, valid = (images[name] for name in _NAFLEX)
+            pixels = pixels.flatten(2)
+            valid = valid.bool()
+            shapes = torch.where(valid[..., None], coordinates, -1).amax(dim=1) + 1
+            grids = [cast(PatchGrid, tuple(shape)) for shape in shapes.tolist()]
+            for i, (_, columns) in enumerate(grids):
+                own = coordinates[i][valid[i]]
+                order = torch.arange(len(own), device=own.device)
+                if not torch.equal(own, torch.stack([order // columns, order % columns], dim=1).to(own)):
+                    raise ArgumentError(f"patch_coord of image {i} are not those of a whole grid, row by row")
+        elif all(name in images for name in _SIGLIP2):
+            pixels, valid, shapes = (images[name] for name in _SIGLIP2)
+            valid, grids = valid.bool(), [cast(PatchGrid, tuple(shape)) for shape in shapes.tolist()]
+        else:
+            names = " or ".join(", ".join(each) for each in (_NAFLEX, _SIGLIP2))
+            raise ArgumentError(f"the dictionary has {', '.join(images) or 'nothing'}; a pack is made of {names}")
+        counts = valid.sum(dim=1).tolist()
+        for i, ((rows, columns), count) in enumerate(zip(grids, counts, strict=True)):
+            if rows * columns != count:
+                found = f"{count} valid patches, and a grid of {rows}×{columns}"
+                raise ArgumentError(f"image {i} has {found}; they must agree")
+        if pixels.shape[2] % patch**2:
+            raise ArgumentError(f"patches have {pixels.shape[2]} numbers, not a multiple of {patch}² = {patch**2}")
+        flat = pixels[valid].unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2).flatten(1)  # channels first
+        return cls(flat, tuple(grids))
 
     def __len__(self) -> int:
         return len(self.grids)

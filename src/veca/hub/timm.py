@@ -7,6 +7,7 @@ attributes that timm's tools read are there. Tensors have the same names as in `
 """
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from veca.errors import ArgumentError
 from veca.images import MEAN, STD
 from veca.inputs import resolve_block_indices, resolve_budget, resolve_width
 from veca.model import Veca
+from veca.packed import PackedImages
 
 SIZE = (512, 512)
 """Of the images in the paper's results."""
@@ -81,13 +83,29 @@ class TimmVeca(Veca):
         return self.budget
 
     def forward(  # type: ignore[override]  # as timm's do
-        self, x: Tensor, cores: int | None = None, width: float | None = None
+        self, x: Tensor | PackedImages | Mapping[str, Tensor], cores: Any = None, width: Any = None
     ) -> Tensor:
+        if isinstance(x, Mapping):
+            x = PackedImages.from_padded(x, self.config.patch_size)
+        if isinstance(x, PackedImages):
+            return self._forward_pack(x, cores, width)
         if self.global_pool == "token":  # patches are not needed
             tokens = self.output_proj(self._run(x, cores, cls_only=True, width=width)[0])
         else:
             tokens = self.forward_features(x, cores, width)
         return self.forward_head(tokens, cores=cores)
+
+    def _forward_pack(self, batch: PackedImages, cores: Any, width: Any) -> Tensor:
+        """Logits, or features without a classifier, of images of any mix of sizes."""
+        if not self.global_pool:
+            raise ArgumentError("global_pool='': a pack has no batch of tokens; choose 'token' or 'avg'")
+        out = self._forward_packed(batch, cores, self.global_pool == "token", width)
+        if self.global_pool == "token":
+            pooled = out.cls
+        else:
+            pooled = torch.stack([each.flatten(1).mean(1) for each in out.feature_maps])
+        logits: Tensor = self.head(self.head_drop(pooled))
+        return logits
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, cores: int | None = None) -> Tensor:
         """Pooling and classifier on tokens made with a budget of `cores`; `pre_logits` stops before the classifier."""

@@ -11,11 +11,7 @@ from torch import Tensor
 from veca.errors import ArgumentError
 from veca.images.load import normalize, to_tensor
 from veca.images.resize import PATCH, native_sizes, resample
-from veca.outputs import PatchGrid
 from veca.packed import PackedImages
-
-_NAFLEX = "patches", "patch_coord", "patch_valid"
-_SIGLIP2 = "pixel_values", "pixel_attention_mask", "spatial_shapes"
 
 
 def pack(
@@ -39,7 +35,7 @@ def pack(
     if isinstance(images, Mapping):
         if max_patches is not None:
             raise ArgumentError("max_patches goes with images; those of a dictionary are cut into patches already")
-        packed = _from_padded(images, patch_size)
+        packed = PackedImages.from_padded(images, patch_size)
     else:
         if isinstance(images, Tensor | Image.Image) or not isinstance(images, Sequence):
             raise ArgumentError(f"images are {type(images).__name__}; expected a list of images of any sizes")
@@ -83,37 +79,3 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
         return image
     resized = F.interpolate(image[None].float(), size, mode="bicubic", antialias=True)
     return resized[0].to(image.dtype)
-
-
-def _from_padded(images: Mapping[str, Tensor], patch: int) -> PackedImages:
-    """A dictionary with padded patches (B, N, patch · patch · channels), channels last, of timm or SigLIP 2."""
-    if all(name in images for name in _NAFLEX):
-        pixels, coordinates, valid = (images[name] for name in _NAFLEX)
-        pixels = pixels.flatten(2)
-        valid = valid.bool()
-        shapes = torch.where(valid[..., None], coordinates, -1).amax(dim=1) + 1
-        grids = [_grid(shape) for shape in shapes.tolist()]
-        for i, (_, columns) in enumerate(grids):
-            own = coordinates[i][valid[i]]
-            order = torch.arange(len(own), device=own.device)
-            if not torch.equal(own, torch.stack([order // columns, order % columns], dim=1).to(own)):
-                raise ArgumentError(f"patch_coord of image {i} are not those of a whole grid, row by row")
-    elif all(name in images for name in _SIGLIP2):
-        pixels, valid, shapes = (images[name] for name in _SIGLIP2)
-        valid, grids = valid.bool(), [_grid(shape) for shape in shapes.tolist()]
-    else:
-        names = " or ".join(", ".join(each) for each in (_NAFLEX, _SIGLIP2))
-        raise ArgumentError(f"the dictionary has {', '.join(images) or 'nothing'}; a pack is made of {names}")
-    counts = valid.sum(dim=1).tolist()
-    for i, ((rows, columns), count) in enumerate(zip(grids, counts, strict=True)):
-        if rows * columns != count:
-            raise ArgumentError(f"image {i} has {count} valid patches, and a grid of {rows}×{columns}; they must agree")
-    if pixels.shape[2] % patch**2:
-        raise ArgumentError(f"patches have {pixels.shape[2]} numbers, not a multiple of {patch}² = {patch**2}")
-    flat = pixels[valid].unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2).flatten(1)  # channels first
-    return PackedImages(flat, tuple(grids))
-
-
-def _grid(shape: Sequence[int]) -> PatchGrid:
-    rows, columns = shape
-    return rows, columns
