@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +286,35 @@ def test_a_pack_of_other_patches_is_refused() -> None:
         veca.PackedImages(torch.zeros(3, 768), ((1, 4),))
     with pytest.raises(veca.VecaError, match="pixels of the pack are torch.uint8"):
         veca.PackedImages(torch.zeros(4, 768, dtype=torch.uint8), ((1, 4),))
+
+
+def test_models_of_transformers_take_images_of_their_own_sizes(tmp_path: Path) -> None:
+    from veca.hub.transformers import VecaForImageClassification, VecaImageProcessor, VecaModel
+
+    photos = [Image.effect_noise(size, 60).convert("RGB") for size in ((70, 40), (200, 150), (33, 90))]
+    processor = VecaImageProcessor(fit="native", max_num_patches=20)
+    processor.save_pretrained(tmp_path)
+    processor = VecaImageProcessor.from_pretrained(tmp_path)
+    inputs = processor(photos, return_tensors="pt")
+    batch = veca.pack(photos, max_patches=20)
+    assert veca.pack(inputs).grids == batch.grids
+    torch.testing.assert_close(veca.pack(inputs).pixels, batch.pixels)
+    plain = make_model(num_classes=5)
+    model, classifier = VecaModel.from_veca(plain), VecaForImageClassification.from_veca(plain, num_labels=5)
+    with torch.no_grad():
+        expected = plain(batch, cores=16)
+        tokens, logits = model(**inputs, cores=16), classifier(**inputs, cores=16).logits
+    assert relative(tokens.pooler_output, expected.cls) <= LIMIT
+    assert relative(logits, expected.logits) <= LIMIT
+    for i, (grid, patches) in enumerate(zip(batch.grids, expected, strict=True)):
+        own = tokens.last_hidden_state[i]
+        assert relative(own[:16], patches.cores[0]) <= LIMIT
+        assert relative(own[16 : 16 + grid[0] * grid[1]], patches.patches[0]) <= LIMIT
+        assert not own[16 + grid[0] * grid[1] :].any()
+    loss = classifier(**inputs, labels=torch.tensor([0, 1, 2])).loss
+    loss.backward()
+    assert classifier.veca.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
+    with pytest.raises(veca.VecaError, match="hidden states and attentions are not returned"):
+        model(**inputs, output_hidden_states=True)
+    with pytest.raises(veca.VecaError, match="belong together: pass both, or neither"):
+        model(inputs["pixel_values"], spatial_shapes=inputs["spatial_shapes"])

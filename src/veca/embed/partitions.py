@@ -120,7 +120,7 @@ class RunTotals:
     resumed_failures: int = 0
     with_failures: list[int] = field(default_factory=list)  # numbers of partitions
 
-    def add(self, number: int, pictures: int, failures: int, shrunk: int) -> None:
+    def add(self, number: int, pictures: int, failures: int, shrunk: int = 0) -> None:
         """Count a partition."""
         self.pictures += pictures
         self.shrunk += shrunk

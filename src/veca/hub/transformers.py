@@ -9,7 +9,7 @@ L blocks.
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -27,8 +27,11 @@ from transformers.utils.generic import can_return_tuple
 
 from veca import config as plain
 from veca.attention import core_probabilities
-from veca.images import MEAN, STD, Fit, fit_image, open_image, to_tensor
+from veca.errors import ArgumentError
+from veca.images import MEAN, PATCH, STD, Fit, fit_image, open_image, to_tensor
+from veca.images.pack import cut_patches
 from veca.model import Veca, init_layer
+from veca.packed import PackedImages
 
 __all__ = ["VecaBackbone", "VecaConfig", "VecaForImageClassification", "VecaImageProcessor", "VecaModel"]
 
@@ -172,6 +175,43 @@ class VecaPreTrainedModel(PreTrainedModel):
         more = {"hidden_states": tuple(taken) if hidden else None, "attentions": tuple(maps) if attentions else None}
         return self.veca.output_proj(x), more
 
+    def _pass_packed(
+        self,
+        images: dict[str, Tensor],
+        cores: int | None,
+        width: float | None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cls_only: bool = False,
+    ) -> Tensor:
+        """Final tokens (B, C + N, D) of images of any sizes, padded with zeros; the first alone if `cls_only`."""
+        hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        if hidden or attentions:
+            raise ArgumentError(
+                "hidden states and attentions are not returned for images of several sizes: ask for none"
+            )
+        batch = PackedImages.from_padded(images, self.config.patch_size)
+        cores = self.config.cores if cores is None else cores
+        out: Any = self.veca(batch, cores, cls_only, self.config.width if width is None else width)
+        tokens: Tensor = out.cores.unflatten(0, (len(batch), -1))
+        if cls_only:
+            return tokens
+        valid = images["pixel_attention_mask"].bool()
+        patches = tokens.new_zeros(*valid.shape, tokens.shape[-1]).masked_scatter(valid[..., None], out.patches)
+        return torch.cat([tokens, patches], dim=1)
+
+    def _tokens(
+        self, pixel_values: Tensor, mask: Tensor | None, shapes: Tensor | None, *settings: Any, **outputs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """`_pass` of a batch of one size, or `_pass_packed` if there are a mask and shapes."""
+        if mask is None and shapes is None:
+            return self._pass(pixel_values, *settings, **outputs)
+        if mask is None or shapes is None:
+            raise ArgumentError("pixel_attention_mask and spatial_shapes belong together: pass both, or neither")
+        images = {"pixel_values": pixel_values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+        return self._pass_packed(images, *settings, **outputs), {}
+
 
 @contextmanager
 def recorded_attention(model: Veca, enabled: bool = True) -> Iterator[list[Tensor]]:
@@ -196,13 +236,22 @@ class VecaModel(VecaPreTrainedModel):
 
     `hidden_states`: the tokens before the first block and after each, L + 1 of (B, S, D). `attentions`: those of the
     cores over all tokens, L of (B, H, C, S), without gradient; patches attend to cores only.
+
+    With `pixel_attention_mask` and `spatial_shapes`, as the image processor makes them with `fit="native"`, images have
+    any mix of sizes; after the cores, tokens of an image are its patches, padded with zeros.
     """
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor, cores: int | None = None, width: float | None = None, **outputs: Any
+        self,
+        pixel_values: Tensor,
+        cores: int | None = None,
+        width: float | None = None,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        **outputs: Any,
     ) -> BaseModelOutputWithPooling:
-        tokens, more = self._pass(pixel_values, cores, width, **outputs)
+        tokens, more = self._tokens(pixel_values, pixel_attention_mask, spatial_shapes, cores, width, **outputs)
         return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens[:, 0], **more)
 
 
@@ -218,9 +267,12 @@ class VecaForImageClassification(VecaPreTrainedModel):
         labels: Tensor | None = None,
         cores: int | None = None,
         width: float | None = None,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
         **outputs: Any,
     ) -> ImageClassifierOutput:
-        tokens, more = self._pass(pixel_values, cores, width, **outputs, cls_only=True)
+        padded = pixel_attention_mask, spatial_shapes
+        tokens, more = self._tokens(pixel_values, *padded, cores, width, **outputs, cls_only=True)
         logits: Any = self.veca.forward_head(tokens)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, **more)
@@ -255,7 +307,9 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
 class VecaImageProcessor(BaseImageProcessor):
     """Preprocessing as by `veca.images.load_image`; `fit` is explained in `veca.images.fit_image`.
 
-    `size` is a side in pixels or, as usual in transformers, {"height": …, "width": …} or {"shortest_edge": …}.
+    `size` is a side in pixels or, as usual in transformers, {"height": …, "width": …} or {"shortest_edge": …}. With
+    `fit="native"` images keep their size, up to `max_num_patches` or the patches of `size`, and come as padded patches
+    with a mask and their grids, as from SigLIP 2's processor.
     """
 
     def __init__(
@@ -264,14 +318,21 @@ class VecaImageProcessor(BaseImageProcessor):
         fit: Fit = "crop",
         image_mean: tuple[float, ...] | list[float] = MEAN,
         image_std: tuple[float, ...] | list[float] = STD,
+        max_num_patches: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.size, self.fit = get_size_dict(size, default_to_square=fit in ("crop", "stretch")), fit
         self.image_mean, self.image_std = list(image_mean), list(image_std)
+        self.max_num_patches = max_num_patches
 
     def preprocess(
-        self, images: Any, size: int | dict[str, int] | None = None, fit: Fit | None = None, return_tensors: Any = None
+        self,
+        images: Any,
+        size: int | dict[str, int] | None = None,
+        fit: Fit | None = None,
+        return_tensors: Any = None,
+        max_num_patches: int | None = None,
     ) -> BatchFeature:
         """Images (Pillow, arrays, tensors, paths, URLs; one or a list) → normalised tensors (3, H, W)."""
         fit = fit or self.fit
@@ -279,12 +340,25 @@ class VecaImageProcessor(BaseImageProcessor):
         flat: Any = make_flat_list_of_images(self.fetch_images(images))
         sides = tuple(side.values())
         target = sides[0] if len(set(sides)) == 1 else (side["height"], side["width"])
+        limit = max_num_patches or self.max_num_patches
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_mean, self.image_std))
         tensors = []
         for image in flat:
             opened = open_image(image if isinstance(image, Image.Image) else to_pil_image(image))
-            tensors.append((to_tensor(fit_image(opened, target, fit)).float() / 255 - mean) / std)
+            fitted = fit_image(opened, target, fit, max_patches=limit)
+            tensors.append((to_tensor(fitted).float() / 255 - mean) / std)
+        if fit == "native":
+            return BatchFeature(pad_patches(tensors), tensor_type=return_tensors)
         return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
+
+
+def pad_patches(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Images (3, H, W) as padded patches (B, N, 16 · 16 · 3), channels last, with their mask and grids."""
+    patches = [cut_patches(image).unflatten(1, (3, -1)).mT.flatten(1) for image in images]
+    mask = [torch.ones(len(each), dtype=torch.int32) for each in patches]
+    shapes = [[side // PATCH for side in image.shape[1:]] for image in images]
+    pixels, valid = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (patches, mask))
+    return {"pixel_values": pixels, "pixel_attention_mask": valid, "spatial_shapes": torch.tensor(shapes)}
 
 
 transformers.AutoConfig.register("veca", VecaConfig, exist_ok=True)
