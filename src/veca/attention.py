@@ -21,6 +21,8 @@ from veca.rope import Rotary, rotate
 
 Kernel: TypeAlias = Literal["auto", "triton", "sdpa", "reference"]
 
+MAX_PACKED_CORES = 64
+"""Of an image of a pack, for its kernels."""
 _kernel: Kernel = "auto"  # set by `use_kernel`
 
 
@@ -46,6 +48,14 @@ def core_attention(qkv: Tensor, core_rotary: Rotary, patch_rotary: Rotary) -> Te
         out_core, out_patch = attend(q_core, k_all, v), attend(q_patch, k_core, v[:, :, :cores])
         out = torch.cat([out_core.transpose(1, 2), out_patch.transpose(1, 2)], dim=1)
     return out.flatten(2)
+
+
+def runs_packed(x: Tensor, head_dim: int, cores: int) -> bool:
+    """Whether `veca.kernels.packed_attention` runs on the tokens of a pack.
+
+    Only where kernel "triton" is asked for: "auto" runs `core_attention` for each kind of image.
+    """
+    return _kernel == "triton" and cores <= MAX_PACKED_CORES and use_triton(x, head_dim, cores)
 
 
 def _on_compiled_cpu(x: Tensor) -> bool:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from veca.attention import runs_packed
 from veca.block_ops import Tokens, add_and_norm, checkpoint_block
 from veca.errors import ArgumentError
 from veca.inputs import resolve_budget, resolve_width
+from veca.kernels import ops
 from veca.kernels.onednn import inference_linear
 from veca.outputs import PackedOutput, PatchGrid
 from veca.rope import Rotary, augment_coordinates, grid_rotary, make_rotary, patch_coordinates
@@ -125,6 +127,7 @@ class PackedLayout:
     def __init__(self, kinds: Sequence[ImageKind], mlp_dim: int) -> None:
         self.mlp_dim, self.rotaries = mlp_dim, list[Rotary]()
         """Channels of the MLP; and the table of the patches (N, …) of each group."""
+        self._spans: tuple[Tensor, Tensor, Tensor] | None = None
         self.groups: list[PackedGroup] = []
         order = sorted(range(len(kinds)), key=kinds.__getitem__)
         core = patch = 0
@@ -162,13 +165,34 @@ class PackedLayout:
         return Rotary(cos, sin, coordinates, rotary.frequencies)
 
     def attend(self, attention: nn.Module, x: Tensor, core_rotary: Rotary) -> Tensor:
-        """The attention of a block on all tokens (1, ΣC + ΣN, D), one group after the other."""
+        """The attention of a block on all tokens (1, ΣC + ΣN, D): by one kernel, or one group after the other."""
+        head_dim = 2 * core_rotary.cos.shape[-1]
+        if runs_packed(x, head_dim, max(group.kind.budget for group in self.groups)):
+            return self._attend_packed(attention, x, core_rotary)
         cores, patches = [], []
         for group, patch_rotary in zip(self.groups, self.rotaries, strict=True):
             out = attention(self.tokens(x, group), self.core_rotary(core_rotary, group), patch_rotary)
             cores.append(out[:, : group.kind.budget].flatten(0, 1))
             patches.append(out[:, group.kind.budget :].flatten(0, 1))
         return torch.cat(cores + patches)[None]
+
+    def _attend_packed(self, attention: nn.Module, x: Tensor, core_rotary: Rotary) -> Tensor:
+        heads: int = attention.num_heads  # type: ignore[assignment]
+        qkv = attention.qkv(x).unflatten(-1, (3, heads, -1))[0]  # type: ignore[operator]
+        if self._spans is None:
+            from veca.kernels.packed_attention import plan_spans, span_programs
+
+            budgets, patches = zip(*((kind.budget, _patches(kind)) for kind in self.kinds), strict=True)
+            spans, images = plan_spans(budgets, patches, span_programs(x, heads))
+            pairs = zip(self.groups, self.rotaries, strict=True)
+            points = [rotary.coordinates.repeat(len(group.images), 1) for group, rotary in pairs]
+            self._spans = torch.cat(points), spans.to(x.device), images.to(x.device)
+        patch_points, spans, images = self._spans
+        core_points = core_rotary.coordinates[0, 0].contiguous()
+        tables = core_points, patch_points, core_rotary.frequencies, spans, images
+        out = ops.packed_attention_op(qkv, *tables, ops.KERNELS)[0]
+        update: Tensor = attention.proj(out[None])  # type: ignore[operator]
+        return update
 
     def run_mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         """The MLP of a block on all tokens (1, ΣC + ΣN, D): cores use all channels, patches those of their kind."""

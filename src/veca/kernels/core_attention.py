@@ -47,16 +47,15 @@ def _running_softmax(s, v, row_max, row_sum, acc, scale, PRECISION: tl.constexpr
 
 
 @triton.jit
-def _patch_queries(
-    base, cores, patches, frequency, out, lse, C, first_patch, count, scale, stride_s, stride_3, stride_o,
+def patch_queries(
+    base, cores, patches, frequency, out, lse, C, token, count, scale, stride_s, stride_3, stride_o,
     D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, FULL_C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of `count` patches from `first_patch` on: each attends to all cores."""
+    """Output and log-sum-exp of `count` patches, `token` tokens after the first core: each attends to all cores."""
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    token = (C + first_patch).to(tl.int64)
-    own, out, lse, patches = base + token * stride_s, out + token * stride_o, lse + token, patches + 2 * first_patch
+    own, out, lse = base + token * stride_s, out + token * stride_o, lse + token
     if CHUNKS == 1:
         cos, sin = rotary_table(cores, frequency, tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k = load_rotated(base + stride_3 + c * stride_s, c < C, cos, sin, HALF)
@@ -91,23 +90,23 @@ def _patch_queries(
 
 
 @triton.jit
-def _core_queries(
-    base, cores, patches, frequency, out, lse, partial, chunk, C, first_patch, count, scale,
+def core_queries(
+    base, cores, patches, frequency, out, lse, partial, chunk, C, token, is_first, count, scale,
     stride_s, stride_3, stride_o, single_split,
     D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FULL_N: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of cores attends to `count` patches from `first_patch` on; the first program adds the cores."""
+    """A chunk of cores attends to `count` patches from `token` on; the first program of an image adds the cores."""
     HALF: tl.constexpr = D // 2
     c, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row = chunk * CHUNK + c[:, None]
-    own, patches = base + (C + first_patch).to(tl.int64) * stride_s, patches + 2 * first_patch
+    own = base + token * stride_s
     cos, sin = rotary_table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
     q = load_rotated(base + row * stride_s, row < C, cos, sin, HALF)
     row_max = tl.full([CHUNK], float("-inf"), tl.float32)
     row_sum = tl.zeros([CHUNK], tl.float32)
     acc = tl.zeros([CHUNK, D], tl.float32)
-    if first_patch == 0:  # one split also takes the cores' own keys
+    if is_first:  # one split also takes the cores' own keys
         for first in range(0, C, CHUNK):
             key = base + (first + c)[:, None] * stride_s
             mask = (first + c < C)[:, None]
@@ -153,19 +152,40 @@ def _core_attention_kernel(
     frequency = load_frequency(frequencies, D // 2)
     first_patch = split * (tiles * TILE)
     count = min(N - first_patch, tiles * TILE)
+    token = (C + first_patch).to(tl.int64)
+    patches += 2 * first_patch
     out += b.to(tl.int64) * (C + N) * (H * D) + h * D
     lse += bh.to(tl.int64) * (C + N)
     if role == 0:
-        _patch_queries(
-            base, cores, patches, frequency, out, lse, C, first_patch, count, SCALE * LOG2_E,
+        patch_queries(
+            base, cores, patches, frequency, out, lse, C, token, count, SCALE * LOG2_E,
             stride_s, stride_3, H * D, D, CHUNK, CHUNKS, TILE, FULL_C, EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
         partial = partials + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + role - 1) * (CHUNK * (D + 2))
-        _core_queries(
-            base, cores, patches, frequency, out, lse, partial, role - 1, C, first_patch, count, SCALE * LOG2_E,
+        core_queries(
+            base, cores, patches, frequency, out, lse, partial, role - 1, C, token, split == 0, count, SCALE * LOG2_E,
             stride_s, stride_3, H * D, single_split, D, CHUNK, TILE, FULL_N, EXACT, PRECISION, STAGES,
         )  # fmt: skip
+
+
+@triton.jit
+def combine_partials(first, c, splits, step, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Maximum, sum and weighted sum of rows `c` of a chunk of cores over `splits` partials, `step` apart."""
+    channel = tl.arange(0, D)[None, :]
+    # The first partial includes the cores' own keys, so no row is empty.
+    row_max = tl.load(first + CHUNK * D + c)
+    row_sum = tl.load(first + CHUNK * (D + 1) + c)
+    acc = tl.load(first + c[:, None] * D + channel)
+    for split in tl.range(1, splits, num_stages=4):
+        partial = first + split * step
+        their_max = tl.load(partial + CHUNK * D + c)
+        new_max = tl.maximum(row_max, their_max)
+        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(their_max - new_max)
+        acc = acc * rescale[:, None] + tl.load(partial + c[:, None] * D + channel) * weight[:, None]
+        row_sum = row_sum * rescale + tl.load(partial + CHUNK * (D + 1) + c) * weight
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["C", "N", "splits"])
@@ -179,18 +199,7 @@ def _combine_partials_kernel(
     c, channel = part * ROWS + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
     step = tl.num_programs(0).to(tl.int64) * CHUNKS * (CHUNK * (D + 2))
     first = partials + (bh * CHUNKS + chunk).to(tl.int64) * (CHUNK * (D + 2))
-    # The first partial includes the cores' own keys, so no row is empty.
-    row_max = tl.load(first + CHUNK * D + c)
-    row_sum = tl.load(first + CHUNK * (D + 1) + c)
-    acc = tl.load(first + c[:, None] * D + channel)
-    for split in tl.range(1, splits, num_stages=4):
-        partial = first + split * step
-        their_max = tl.load(partial + CHUNK * D + c)
-        new_max = tl.maximum(row_max, their_max)
-        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(their_max - new_max)
-        acc = acc * rescale[:, None] + tl.load(partial + c[:, None] * D + channel) * weight[:, None]
-        row_sum = row_sum * rescale + tl.load(partial + CHUNK * (D + 1) + c) * weight
-        row_max = new_max
+    row_max, row_sum, acc = combine_partials(first, c, splits, step, D, CHUNK)
     c += chunk * CHUNK
     at = (b.to(tl.int64) * (C + N) + c)[:, None] * (H * D) + h * D + channel
     tl.store(out + at, (acc / row_sum[:, None]).to(out.dtype.element_ty), c[:, None] < C)

@@ -33,7 +33,7 @@ def _load_core_gradient(out, d_out, lse, first, C, stride_o, stride_d, D: tl.con
 
 
 @triton.jit
-def _store_core_gradient(
+def store_core_gradient(
     d, raw, to, d_points, cores, frequency, first, C, stride_s, stride_to,
     SCALE: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -54,11 +54,11 @@ def _store_core_gradient(
 
 
 @triton.jit
-def _patch_queries_backward(
-    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
-    stride_s, stride_3, stride_d,
+def patch_queries_backward(
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, token, is_first, count,
+    stride_s, stride_3, stride_d, single_split,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, SINGLE_SPLIT: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_C: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Backward of patch queries: dq of the patches, dk and dv of a chunk of cores, which all tokens attend to."""
@@ -66,16 +66,15 @@ def _patch_queries_backward(
     c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
     dk_core = tl.zeros([CHUNK, D], tl.float32)
     dv_core = tl.zeros([CHUNK, D], tl.float32)
-    token = (C + first_patch).to(tl.int64)
     own, own_d, own_lse = base + token * stride_s, d_out + token * stride_d, lse + token
-    own_out, to, patches = out + token * (H * D), d_qkv + token * (3 * H * D), patches + 2 * first_patch
+    own_out, to = out + token * (H * D), d_qkv + token * (3 * H * D)
     NUM_CHUNKS: tl.constexpr = CHUNKS if PATCHES else 1
     if NUM_CHUNKS == 1:
         core = base + (chunk * CHUNK + c) * stride_s
         cos, sin = rotary_table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         k = load_rotated(core + stride_3, chunk * CHUNK + c < C, cos, sin, HALF)
         v = load_rows(core + 2 * stride_3, chunk * CHUNK + c < C, D)
-    if CORES and first_patch == 0:  # one split also takes the cores among themselves
+    if CORES and is_first:  # one split also takes the cores among themselves
         for first in range(0, C, CHUNK):
             cos, sin = rotary_table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
             q = load_rotated(base + (first + c) * stride_s, first + c < C, cos, sin, HALF)
@@ -118,8 +117,8 @@ def _patch_queries_backward(
         if PATCHES:
             store_unrotated(to + row * (3 * H * D), dq * SCALE, mask, patch_cos, patch_sin, HALF)
     if CORES:
-        if SINGLE_SPLIT:
-            _store_core_gradient(
+        if single_split:
+            store_core_gradient(
                 dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequency, chunk * CHUNK, C,
                 stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
@@ -132,25 +131,24 @@ def _patch_queries_backward(
 
 
 @triton.jit
-def _core_queries_backward(
-    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
-    stride_s, stride_3, stride_d,
+def core_queries_backward(
+    base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, token, is_first, count,
+    stride_s, stride_3, stride_d, single_split,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    PATCHES: tl.constexpr, CORES: tl.constexpr, SINGLE_SPLIT: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
+    PATCHES: tl.constexpr, CORES: tl.constexpr, FULL_N: tl.constexpr, SCALE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Backward of core queries: dk and dv of the patches, dq of a chunk of cores, which attend to all tokens."""
     HALF: tl.constexpr = D // 2
     c, channel = tl.arange(0, CHUNK)[:, None], tl.arange(0, D)[None, :]
     dq_core = tl.zeros([CHUNK, D], tl.float32)
-    token = (C + first_patch).to(tl.int64)
-    own, own_d_qkv, patches = base + token * stride_s, d_qkv + token * (3 * H * D), patches + 2 * first_patch
+    own, own_d_qkv = base + token * stride_s, d_qkv + token * (3 * H * D)
     NUM_CHUNKS: tl.constexpr = CHUNKS if PATCHES else 1
     if NUM_CHUNKS == 1:
         cos, sin = rotary_table(cores, frequency, chunk * CHUNK + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
         q = load_rotated(base + (chunk * CHUNK + c) * stride_s, chunk * CHUNK + c < C, cos, sin, HALF)
         do, core_lse, delta = _load_core_gradient(out, d_out, lse, chunk * CHUNK, C, H * D, stride_d, D, CHUNK)
-    if CORES and first_patch == 0:  # one split also takes the cores among themselves
+    if CORES and is_first:  # one split also takes the cores among themselves
         for first in range(0, C, CHUNK):
             key = base + (first + c) * stride_s
             cos, sin = rotary_table(cores, frequency, first + tl.arange(0, CHUNK)[:, None], C - 1, HALF, EXACT)
@@ -191,8 +189,8 @@ def _core_queries_backward(
             store_unrotated(to, dk * SCALE, mask, patch_cos, patch_sin, HALF)
             tl.store(to + H * D + channel, dv.to(k.dtype), mask)
     if CORES:
-        if SINGLE_SPLIT:
-            _store_core_gradient(
+        if single_split:
+            store_core_gradient(
                 dq_core, base, d_qkv, d_points, cores, frequency, chunk * CHUNK, C, stride_s, 3 * H * D,
                 SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
@@ -225,16 +223,20 @@ def _core_attention_backward_kernel(
     partial = partials + ((split * tl.num_programs(0) + bh).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
     first_patch = split * (tiles * TILE)
     count = min(N - first_patch, tiles * TILE)
+    token = (C + first_patch).to(tl.int64)
+    patches += 2 * first_patch
     if role_chunk % 2 == 0:
-        _patch_queries_backward(
-            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
-            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, SINGLE_SPLIT, FULL_C, SCALE,
+        patch_queries_backward(
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, token,
+            split == 0, count, stride_s, stride_3, stride_ds, SINGLE_SPLIT, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES,
+            FULL_C, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
     else:
-        _core_queries_backward(
-            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, first_patch, count,
-            stride_s, stride_3, stride_ds, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES, SINGLE_SPLIT, FULL_N, SCALE,
+        core_queries_backward(
+            base, cores, patches, frequency, out, lse, d_out, d_qkv, d_points, partial, chunk, C, token,
+            split == 0, count, stride_s, stride_3, stride_ds, SINGLE_SPLIT, H, D, CHUNK, CHUNKS, TILE, PATCHES, CORES,
+            FULL_N, SCALE,
             EXACT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -258,7 +260,7 @@ def _combine_partials_backward_kernel(
     for _ in range(splits):
         d += tl.load(rotated + channel)
         rotated += step
-    _store_core_gradient(
+    store_core_gradient(
         d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D,
         d_points + (2 * bh + role).to(tl.int64) * (2 * C), cores + b.to(tl.int64) * (2 * C),
         load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,

@@ -142,6 +142,52 @@ def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...]
     return 5 * core_attention_flops(qkv, core_points[1]) // 2  # ten products of that size against four
 
 
+@register_operator("veca::packed_attention")
+def packed_attention_op(
+    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor, images: Tensor,
+    kernels: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of packed images (S, H·d), and the log-sum-exp of each row (H, S) for the backward."""
+    from veca.kernels.packed_attention import launch_packed_attention
+
+    return launch_packed_attention(qkv, core_points, patch_points, frequencies, spans, images)
+
+
+@packed_attention_op.register_fake
+def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, _three, heads, width = qkv.shape
+    return qkv.new_empty(tokens, heads * width), qkv.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@register_operator("veca::packed_attention_backward")
+def packed_attention_backward_op(
+    d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor,
+    images: Tensor, out: Tensor, lse: Tensor, kernels: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv and of the cores' coordinates; patches have fixed ones."""
+    from veca.kernels.packed_attention import launch_packed_attention_backward
+
+    return launch_packed_attention_backward(d_out, qkv, core_points, patch_points, frequencies, spans, images, out, lse)
+
+
+@packed_attention_backward_op.register_fake
+def _(d_out: Tensor, qkv: Tensor, core_points: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return qkv.new_empty(qkv.shape), core_points.new_empty(core_points.shape)
+
+
+def _save_packed_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:6], *output)
+
+
+def _packed_attention_gradients(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    gradients = packed_attention_backward_op(d_out, *ctx.saved_tensors, KERNELS)
+    return *gradients, None, None, None, None, None
+
+
+packed_attention_op.register_autograd(_packed_attention_gradients, setup_context=_save_packed_attention)
+
+
 @register_operator("veca::swiglu")
 def swiglu_op(h: Tensor, bias: Tensor, kernels: str = "") -> Tensor:
     """`silu(u) * v` of [u, v] = h + bias: (..., 2W) → (..., W)."""
