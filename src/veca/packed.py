@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from veca.attention import runs_packed
-from veca.block_ops import Tokens, add_and_norm, checkpoint_block
+from veca.block_ops import Tokens, add_and_norm, checkpoint_block, has_hooks
 from veca.errors import ArgumentError
 from veca.inputs import resolve_budget, resolve_width
 from veca.kernels import ops
@@ -127,7 +127,7 @@ class PackedLayout:
     def __init__(self, kinds: Sequence[ImageKind], mlp_dim: int) -> None:
         self.mlp_dim, self.rotaries = mlp_dim, list[Rotary]()
         """Channels of the MLP; and the table of the patches (N, …) of each group."""
-        self._spans: tuple[Tensor, Tensor, Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
         self.groups: list[PackedGroup] = []
         order = sorted(range(len(kinds)), key=kinds.__getitem__)
         core = patch = 0
@@ -164,10 +164,11 @@ class PackedLayout:
         cos, sin, coordinates = (self.by_image(part[0, 0], group)[:, None] for part in rotary[:3])
         return Rotary(cos, sin, coordinates, rotary.frequencies)
 
-    def attend(self, attention: nn.Module, x: Tensor, core_rotary: Rotary) -> Tensor:
+    def attend(self, attention: Any, x: Tensor, core_rotary: Rotary) -> Tensor:
         """The attention of a block on all tokens (1, ΣC + ΣN, D): by one kernel, or one group after the other."""
         head_dim = 2 * core_rotary.cos.shape[-1]
-        if runs_packed(x, head_dim, max(group.kind.budget for group in self.groups)):
+        largest = max(group.kind.budget for group in self.groups)
+        if runs_packed(x, head_dim, largest) and not has_hooks(attention):
             return self._attend_packed(attention, x, core_rotary)
         cores, patches = [], []
         for group, patch_rotary in zip(self.groups, self.rotaries, strict=True):
@@ -176,23 +177,26 @@ class PackedLayout:
             patches.append(out[:, group.kind.budget :].flatten(0, 1))
         return torch.cat(cores + patches)[None]
 
-    def _attend_packed(self, attention: nn.Module, x: Tensor, core_rotary: Rotary) -> Tensor:
-        heads: int = attention.num_heads  # type: ignore[assignment]
-        qkv = attention.qkv(x).unflatten(-1, (3, heads, -1))[0]  # type: ignore[operator]
-        if self._spans is None:
-            from veca.kernels.packed_attention import plan_spans, span_programs
-
-            budgets, patches = zip(*((kind.budget, _patches(kind)) for kind in self.kinds), strict=True)
-            spans, images = plan_spans(budgets, patches, span_programs(x, heads))
-            pairs = zip(self.groups, self.rotaries, strict=True)
-            points = [rotary.coordinates.repeat(len(group.images), 1) for group, rotary in pairs]
-            self._spans = torch.cat(points), spans.to(x.device), images.to(x.device)
-        patch_points, spans, images = self._spans
-        core_points = core_rotary.coordinates[0, 0].contiguous()
-        tables = core_points, patch_points, core_rotary.frequencies, spans, images
-        out = ops.packed_attention_op(qkv, *tables, ops.KERNELS)[0]
-        update: Tensor = attention.proj(out[None])  # type: ignore[operator]
+    def _attend_packed(self, attention: Any, x: Tensor, core_rotary: Rotary) -> Tensor:
+        """The same by `veca.kernels.packed_attention`."""
+        qkv = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1))[0]
+        if self._tables is None:
+            self._tables = self._make_tables(x, attention.num_heads)
+        patch_points, spans, images = self._tables
+        points = core_rotary.coordinates[0, 0].contiguous(), patch_points
+        out = ops.packed_attention_op(qkv, *points, core_rotary.frequencies, spans, images, ops.KERNELS)[0]
+        update: Tensor = attention.proj(out[None])
         return update
+
+    def _make_tables(self, x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Coordinates of all patches (ΣN, 2), and the spans and images that the kernel takes."""
+        from veca.kernels.packed_attention import plan_spans, span_programs
+
+        budgets, patches = zip(*((kind.budget, _patches(kind)) for kind in self.kinds), strict=True)
+        spans, images = plan_spans(budgets, patches, span_programs(x, heads))
+        pairs = zip(self.groups, self.rotaries, strict=True)
+        points = [rotary.coordinates.repeat(len(group.images), 1) for group, rotary in pairs]
+        return torch.cat(points), spans.to(x.device), images.to(x.device)
 
     def run_mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         """The MLP of a block on all tokens (1, ΣC + ΣN, D): cores use all channels, patches those of their kind."""
@@ -255,12 +259,9 @@ def forward_by_kind(
         images = pixels[patches].view(len(members), *grid, -1, side, side).permute(0, 3, 1, 4, 2, 5)
         images = images.flatten(4).flatten(2, 3)
         outputs.append(model(images, budget, cls_only=cls_only, width=widths[members[0]]))
-    counts, patch_counts = (
-        [1] * len(batch) if cls_only else budgets,
-        [0] * len(batch) if cls_only else batch.num_patches,
-    )
-    by_core = layout.restore(torch.cat([out.cores.flatten(0, 1) for out in outputs]), counts)
-    by_patch = layout.restore(torch.cat([out.patches.flatten(0, 1) for out in outputs]), patch_counts)
+    by_core, by_patch = (torch.cat([out[i].flatten(0, 1) for out in outputs]) for i in (0, 1))
+    by_core = layout.restore(by_core, [1] * len(batch) if cls_only else budgets)
+    by_patch = by_patch if cls_only else layout.restore(by_patch, batch.num_patches)
     coordinates = layout.restore(torch.cat([out.coordinates.flatten(1, 2) for out in outputs], dim=1), budgets, dim=1)
     logits = None
     if model.config.num_classes:

@@ -248,7 +248,8 @@ def _check_pixels(image: Image.Image, max_pixels: int) -> None:
     allowed = max_pixels * 7 // 8 if image.format == "WEBP" else max_pixels
     width, height = image.size
     if width * height > allowed:
-        rule = f"at most {allowed:,} are opened. Shrink it or raise max_pixels"
+        by_tiles = "; veca.stream reads a TIFF of any size by tiles" if image.format == "TIFF" else ""
+        rule = f"at most {allowed:,} are opened. Shrink it or raise max_pixels{by_tiles}"
         raise ImageTooLargeError(f"{height}×{width} = {width * height:,} pixels; {rule}")
     # Pillow allocates a pointer and more for every row: millions of rows cost gigabytes, however short.
     if max(width, height) > _MAX_SIDE:
