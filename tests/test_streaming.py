@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,35 @@ def test_an_interrupted_run_continues_to_the_same_bits(
     assert np.array_equal(found.patches[:], expected.patches[:])
     assert relative(found.read(points=[(5, 5)]), torch.from_numpy(np.array(expected.patches[:1, 0]))) <= LIMIT
     assert not (tmp_path / "states").exists()
+
+
+def test_lost_features_are_not_passed_over(
+    model: veca.Veca, pixels: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_SAVE_SECONDS", 0.0)
+    settings: dict[str, Any] = {"tile": 64, "out": tmp_path / "f.npy", "states": tmp_path / "s", "progress": False}
+    real, calls = _Stream._run_tile, []
+
+    def run_tile(self: Any, *args: Any) -> None:
+        calls.append(args[0])
+        if len(calls) == 30:  # in the last of 3 blocks of 12 tiles
+            raise Stop
+        real(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(_Stream, "_run_tile", run_tile)
+        stream(model, pixels, **settings)
+    (tmp_path / ".f.part.npy").unlink()
+    with pytest.raises(StreamError, match=r"\.f\.part\.npy is gone, .*; remove its states to begin anew"):
+        stream(model, pixels, **settings)
+
+
+def test_a_model_in_bfloat16(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:
+    low, expected = copy.deepcopy(model).bfloat16(), whole(model, pixels)
+    in_memory = stream(low, pixels, tile=64, progress=False)
+    in_files = stream(low, pixels, tile=64, out=tmp_path / "f.npy", states=tmp_path / "s", progress=False)
+    for found in (in_memory, in_files):
+        assert_alike(found, expected, limit=0.03)
 
 
 def test_sources(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:

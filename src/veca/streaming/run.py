@@ -231,7 +231,8 @@ class _Stream:
         saved = store.load()
         now = self.progress = self._start() if saved is None else _Progress.load(*saved, self.device)
         if output is not None:
-            output.open(saved is not None, self.step, self._about())
+            begun = now.block == depth or (now.block == depth - 1 and now.tile > 0)
+            output.open(begun, self.step, self._about())
         try:
             with self._autocast(), bar("streaming", depth * len(tiles), "tiles", progress) as advance:
                 advance(now.block * len(tiles) + now.tile, counted=0)
@@ -280,7 +281,7 @@ class _Stream:
     def _run_tile(self, tile: Tile, store: MemoryStates | FileStates, output: FeatureOutput | None) -> None:
         """Update the patches of a tile, and add them to the softmax of the cores."""
         now, last = self.progress, self.progress.block == len(self.model.blocks) - 1
-        x = store.read(now.block, tile).to(self.device) if now.block else self._embed(tile)
+        x = store.read(now.block, tile).to(now.cores) if now.block else self._embed(tile)
         x, key, value = self._patches(x, self._rotary(tile), now.block, update=not last or output is not None)
         assert now.softmax is not None
         now.softmax.add(key, value)
@@ -295,7 +296,7 @@ class _Stream:
         now = self.progress
         block = cast(Block, self.model.blocks[now.block])
         assert now.softmax is not None
-        out = now.softmax.result().to(block.attn.proj.weight.dtype).transpose(1, 2).flatten(2)
+        out = now.softmax.result().to(now.cores.dtype).transpose(1, 2).flatten(2)
         now.cores = self._mlp(block, now.cores + block.attn.proj(out), None)
         now.block, now.tile, now.softmax = now.block + 1, 0, None
 

@@ -63,15 +63,22 @@ class FeatureOutput:
         assert self.path is not None
         return self.path.with_name(f".{self.path.stem}.part{self.path.suffix}")
 
-    def open(self, resume: bool, chunk: int, about: dict[str, Any]) -> None:
-        """Make the array, or continue with that of an interrupted run; a zarr array has chunks and `about` it."""
+    def open(self, begun: bool, chunk: int, about: dict[str, Any]) -> None:
+        """Make the array, or open that of an interrupted run which had `begun` to write it.
+
+        A zarr array has chunks of `chunk` × `chunk` patches, and `about` as its attributes.
+        """
         if self.path is None:
             self._array: Any = np.empty(self.shape, self.dtype)
-        elif self.path.suffix == ".npy":
-            mode = "r+" if resume and self._part.exists() else "w+"
-            self._array = np.lib.format.open_memmap(self._part, mode, self.dtype, self.shape)
+            return
+        if begun and not self._part.exists():
+            raise StreamError(
+                f"{self._part} is gone, with features the run had written; remove its states to begin anew"
+            )
+        if self.path.suffix == ".npy":
+            self._array = np.lib.format.open_memmap(self._part, "r+" if begun else "w+", self.dtype, self.shape)
         else:
-            self._array = self._open_zarr("r+" if resume and self._part.exists() else "w", chunk, about)
+            self._array = self._open_zarr("r+" if begun else "w", chunk, about)
 
     def _open_zarr(self, mode: str, chunk: int, about: dict[str, Any]) -> Any:
         try:
