@@ -250,22 +250,21 @@ class PartitionFolder:
     def _former(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if self.file and _FORMER.fullmatch(name)]
 
-    def start(self, job: dict[str, Any], overwrite: bool) -> set[int]:
-        """Begin or resume `job` in this folder; returns the partitions that are there. Refuses any other content."""
+    def start(self, job: dict[str, Any], overwrite: bool) -> None:
+        """Begin or resume `job` in this folder; refuses any other content."""
         if old := self.check(overwrite):
             pairs = {key: (old.get(key), job.get(key)) for key in job | old}
             changed = [f"{key} was {a!s:.40}, now {b!s:.40}" for key, (a, b) in pairs.items() if a != b]
             if changed:
                 reason = f"holds an unfinished run that differs: {'; '.join(changed)}"
                 raise EmbedError(f"{self.address} {reason}. Repeat that run to finish it, or {ANEW}")
-            return self.numbers()
+            return
         # Keep the old description until the new one replaces it: a folder of files without one is refused.
         former = self._former(self._names())
         self._remove_all()
         for name in former:
             self.remove(name)
         self._write_json(_JOB, job)
-        return set()
 
     def numbers(self) -> set[int]:
         """Numbers of the partitions that are there."""

@@ -107,7 +107,7 @@ class PartitionResult(NamedTuple):
     number: int
     images: int = 0
     failed: int = 0
-    kept: bool = False  # it was there already
+    kept: bool = False  # it was there already; of the results of `_compute`: since an earlier run
     error: str = ""
     given_up: bool = False
     shrunk: int = 0
@@ -194,10 +194,8 @@ class RayWorker:
         return model
 
 
-def run_on_ray(
-    job: EmbedJob, model: Veca, plan: list[Partition], present: set[int], models: int, progress: bool
-) -> RunTotals:
-    """Have all partitions computed that are not `present`, by `models` workers, and complete the folder."""
+def run_on_ray(job: EmbedJob, model: Veca, plan: list[Partition], models: int, progress: bool) -> RunTotals:
+    """Have all partitions computed that are not there yet, by `models` workers, and complete the folder."""
     import ray
 
     job.folder.check_partitions(len(plan))
@@ -214,7 +212,7 @@ def run_on_ray(
                 results[result.number] = result
                 totals.add(result.number, result.images, result.failed, result.shrunk)
                 done = result.images + result.failed
-                if result.kept and result.number in present:
+                if result.kept:
                     totals.resumed += done
                     totals.resumed_failures += result.failed
                 note = f"partitions, {totals.pictures:,} images"
@@ -242,6 +240,9 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
             self.count[number] += 1
             return self.count[number]
 
+        def begun(self, number: int) -> bool:
+            return number in self.count
+
     tasks = [{"number": number, "files": json.dumps([list(file) for file in files])} for number, files in plan]
     rows: Any = None
     context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
@@ -257,7 +258,10 @@ def _compute(job: EmbedJob, plan: list[Partition], weights: bytes, models: int) 
         each["fn_constructor_args"] = job, [ray.put(np.frombuffer(weights, np.uint8))], tries
         rows = iter(data.map(RayWorker, compute=actors, **each).iter_rows())
         for row in rows:
-            yield PartitionResult(**row)
+            result = PartitionResult(**row)
+            if result.kept and ray.get(tries.begun.remote(result.number)):  # by a worker that died after writing it
+                result = result._replace(kept=False)
+            yield result
     finally:
         getattr(rows, "close", lambda: None)()
         context.enable_progress_bars = bars

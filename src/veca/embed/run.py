@@ -141,10 +141,10 @@ def embed(
             about = describe_features(model, model_name, settings, device)
             job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
             length = job.partition_length(partition or partitions.PARTITION)
-            present = folder.start(describe_job(about, model, sources, column, length), overwrite)
+            folder.start(describe_job(about, model, sources, column, length), overwrite)
             plan, meter = plan_partitions(sources, length), StageMeter(job.processes())
             if on_ray:
-                totals = run_on_ray(job, model, list(plan), present, models, progress)
+                totals = run_on_ray(job, model, list(plan), models, progress)
             else:
                 totals = _PlainRun(job, ready, plan, meter).run(sources if progress else [])
         finally:
