@@ -26,6 +26,7 @@ from veca.fast_block import fold_norm, interleave_swiglu, to_float8
 from veca.inspect import core_maps
 from veca.model import VecaOutput
 from veca.optimized import FastVeca
+from veca.outputs import PackedOutput
 from veca.rope import grid_rotary, make_rotary, patch_coordinates
 
 
@@ -86,6 +87,47 @@ def shortcut(monkeypatch: pytest.MonkeyPatch, on: bool) -> list[int]:
 
 
 # The whole model in the interpreter.
+
+
+class ReplayedCall:
+    """In place of a CUDA graph, on a CPU: the call itself, on the same inputs each time."""
+
+    def __init__(self, call: Any, inputs: Any, neighbour: Any) -> None:
+        self.inputs, self.replay = inputs, functools.partial(call, inputs)
+
+
+MIXES = [([(3, 2), (1, 1)], [8, 40]), ([(2, 5), (1, 3)], [13, 50])]
+"""Grids and budgets of packs of one bucket."""
+
+
+def pack_errors(model: veca.Veca, out: PackedOutput, images: list[Tensor], budgets: list[int], **options: Any) -> float:
+    """The largest error of a pack against its images alone in float64."""
+    exact_model, largest = copy.deepcopy(model).double(), 0.0
+    for alone, image, budget in zip(out, images, budgets, strict=True):
+        with torch.no_grad(), use_kernel("reference"):
+            expected = exact_model(image[None].double(), budget, **options)
+        pairs = (alone.cores, expected.cores), (alone.patches, expected.patches), (alone.logits, expected.logits)
+        largest = max(largest, *(relative_error(found, wanted) for found, wanted in pairs))
+    return largest
+
+
+@interpreted
+def test_packs_of_a_bucket_match_their_images_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimized, "Graph", ReplayedCall)
+    model = make_small(num_classes=20, output_dim=48, widths=(1, 0.5))
+    fast = FastVeca(model, torch.float32, None, True)
+    for mix, width, cls_only in ((0, 0.5, False), (1, 1, True), (1, 1, False), (0, 1, False)):
+        grids, budgets = MIXES[mix]
+        images = [random_images(1, 4 * rows, 4 * columns, seed=rows)[0] for rows, columns in grids]
+        with use_kernel("triton"):
+            out = fast(veca.pack(images, patch_size=4), budgets, width=width, cls_only=cls_only)
+        if cls_only:
+            first = out.cls
+            continue
+        assert pack_errors(model, out, images, budgets, width=width) <= 5e-6
+        if mix == width == 1:
+            torch.testing.assert_close(out.cls, first)
+    assert len(fast._graphs) == 1
 
 
 @interpreted

@@ -131,6 +131,17 @@ def test_cls_only_classifier_checkpointing_and_the_model_of_one_kind() -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient, rtol=1e-5, atol=1e-6)
 
 
+def test_compiled_models_compile_once_for_all_mixes() -> None:
+    model = make_model()
+    compiled, graphs = torch.compile(model, backend="eager", dynamic=True), []
+    for seed in (1, 5, 7, 9):
+        images, budgets, _ = random_mix(seed)
+        with torch.no_grad():
+            assert_alike(model, images, compiled(veca.pack(images), cores=budgets), cores=budgets)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs[1:])) == 1  # not one more, whatever the mix
+
+
 def test_augmented_coordinates_are_those_of_a_batch_of_one_size() -> None:
     model, images = make_model(coordinate_shift=0.2, coordinate_rescale=1.5).train(), torch.randn(2, 3, 32, 48)
     torch.manual_seed(1)

@@ -18,6 +18,8 @@ from veca.model import Block
 Weights: TypeAlias = Literal["float8"]
 RotaryInputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """What kernels compute rotary tables from: coordinates of cores (B, C, 2) and patches (N, 2), frequencies (d/4)."""
+PackedRotaryInputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]
+"""The same of a pack, (1, ΣC, 2) and (ΣN, 2), with `spans`, `images` and `max_cores` of its attention kernel."""
 
 FEW_CORES_MAX_RATIO, FEW_CORES_MIN_TOKENS = 0.25, 2**15
 """The few-cores algorithm is used up to this C·H / D, in batches of at least so many tokens B·S."""
@@ -42,23 +44,21 @@ class FastBlock(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, sums: Tensor, positions: RotaryInputs, hidden: int | None = None
+        self, x: Tensor, sums: Tensor, positions: RotaryInputs | PackedRotaryInputs, hidden: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Tokens (B, S, D) and their moments (`veca.kernels.linear`) → the same after this block.
 
-        `hidden` is the number of MLP channels that patches use; None: all.
+        `hidden` is the number of MLP channels that patches use; None: all. The tokens of a pack are (1, ΣC + ΣN, D).
         """
-        from veca.kernels.core_attention import launch_core_attention
         from veca.kernels.linear import linear_residual
 
-        batch, tokens, dim = x.shape
-        cores, flat = positions[0].shape[1], x.flatten(0, 1)
-        if self.prefers_few_cores(x, cores):
+        cores = positions[0].shape[1]
+        if len(positions) == 3 and self.prefers_few_cores(x, cores):
             x, sums = self._few_cores(x, sums, positions)
         else:
-            qkv = self.qkv.run(flat, sums).view(batch, tokens, 3, self.num_heads, dim // self.num_heads)
-            out, _ = launch_core_attention(qkv, *positions)
-            flat, sums = linear_residual(out.flatten(0, 1), self.proj, self.proj_bias, flat)
+            flat = x.flatten(0, 1)
+            qkv = self.qkv.run(flat, sums).view(*x.shape[:2], 3, self.num_heads, x.shape[2] // self.num_heads)
+            flat, sums = linear_residual(_attend(qkv, positions), self.proj, self.proj_bias, flat)
             x = flat.view(x.shape)
         return self.mlp(x, sums, cores, hidden)
 
@@ -150,6 +150,17 @@ class FastBlock(nn.Module):
         hidden = F.linear(F.layer_norm(x, (dim,), eps=self.fc1.eps), self.fc1.weight, self.fc1.bias.to(dtype))
         u, v = hidden.unflatten(-1, (-1, 2, SWIGLU_GROUP)).unbind(-2)
         return x + F.linear((F.silu(u) * v).flatten(-2), self.fc2, self.fc2_bias.to(dtype))
+
+
+def _attend(qkv: Tensor, positions: RotaryInputs | PackedRotaryInputs) -> Tensor:
+    """Attention (B·S, D) of queries, keys and values (B, S, 3, H, d)."""
+    if len(positions) == 3:
+        from veca.kernels.core_attention import launch_core_attention
+
+        return launch_core_attention(qkv, *positions)[0].flatten(0, 1)
+    from veca.kernels.packed_attention import launch_packed_attention
+
+    return launch_packed_attention(qkv[0], positions[0][0], *positions[1:])[0]
 
 
 class NormLinear(nn.Module):

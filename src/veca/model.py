@@ -131,7 +131,7 @@ class Block(nn.Module):
         core_rotary = make_rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
         if isinstance(patch_rotary, PackedLayout):
             x, normed, _ = add_and_norm(Tokens(x, patch_rotary.attend(self.attn, normed, core_rotary)), self.norm2)
-            return Tokens(x, patch_rotary.run_mlp(self.mlp, normed)), state
+            return Tokens(x, patch_rotary.run_mlp(self.mlp, normed, state.shape[1])), state
         update = self.attn(normed, core_rotary, patch_rotary, cls_only=cls_only)  # (B, S, D), or (B, 1, D)
         x, normed, _ = add_and_norm(Tokens(x[:, : update.shape[1]], update), self.norm2)
         narrow = () if hidden is None or cls_only else (state.shape[1], hidden)

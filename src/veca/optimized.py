@@ -4,7 +4,7 @@ On NVIDIA GPUs from Hopper on, each block is five Triton kernels (q, k and v; at
 the norms, SwiGLU and residual sums fused into them (`veca.fast_block`), and the coordinate update between two blocks is
 one more. Nothing is traced: a kernel is compiled for a model's sizes and a dtype when it first runs and serves every
 batch, resolution and budget; a new MLP width may compile the MLP's. A shape that comes again is recorded as a CUDA
-graph and replayed, so that the GPU never waits for Python.
+graph and replayed, so that the GPU never waits for Python; packs are padded to few shapes for that (`veca.fast_pack`).
 
 Elsewhere the plain model is compiled by `torch.compile` with dynamic shapes.
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 import torch
@@ -26,16 +28,17 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
+from veca.attention import runs_packed
 from veca.block_ops import has_hooks, is_wrapped
 from veca.config import VecaConfig
 from veca.errors import ArgumentError
 from veca.fast_block import FastBlock, FastNorm, Weights, make_buffer
+from veca.fast_pack import PackInputs, PackTensors
 from veca.inputs import patch_grid, resolve_budget, resolve_width
 from veca.kernels import ops
 from veca.model import Block, Veca
 from veca.outputs import PackedOutput
-from veca.packed import PackedImages, forward_by_kind
-from veca.rope import Rotary
+from veca.packed import PackedImages, forward_by_kind, plan_pack
 
 HOPPER = (9, 0)
 """The first architecture with the tensor memory accelerator, which `veca.kernels.linear` loads tiles by."""
@@ -80,8 +83,38 @@ class FastVeca(Veca):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError("an optimized model has no weights to save: save the model it was made from")
 
-    def _forward_packed(self, batch: PackedImages, cores: Any, cls_only: bool, width: Any) -> PackedOutput:
-        return forward_by_kind(self, batch, cores, cls_only, width)
+    def _forward_packed(self, *args: Any) -> PackedOutput:
+        run = self._run_untraced_pack if torch.compiler.is_compiling() else self._run_pack
+        return run(*args)
+
+    @_disable_dynamo
+    def _run_untraced_pack(self, *args: Any) -> PackedOutput:
+        return self._run_pack(*args)
+
+    def _run_pack(self, batch: PackedImages, cores: Any, cls_only: bool, width: Any) -> PackedOutput:
+        layout, budgets, _ = plan_pack(self, batch, cores, width)
+        single_width = len(layout.patches_by_width) == 1
+        if not single_width or not runs_packed(self.bank, self.config.head_dim, max(budgets)):
+            return forward_by_kind(self, batch, cores, cls_only, width)
+        inputs = PackInputs(batch, budgets, self.bank, self.config)
+        bucket = inputs.bucket  # a graph must not keep the batch
+        frequencies = self._patch_rotary(1, 1, self.states).frequencies
+        (hidden,) = layout.patches_by_width
+
+        def run(tensors: PackTensors) -> tuple[Tensor, Tensor, list[Tensor]]:
+            pixels, bank_rows, patch_points, spans, images = tensors
+            positions = patch_points, frequencies, spans, images, bucket.max_cores
+            return self._blocks(pixels[None], bucket.cores, bank_rows, positions, hidden=hidden)
+
+        x, coordinates, _ = self._run_graph((bucket, hidden), run, inputs.fill)
+        by_core, by_patch = x[0, : sum(budgets)], x[0, bucket.cores :][: len(batch.pixels)]
+        if cls_only:
+            firsts = list(itertools.accumulate(budgets[:-1], initial=0))
+            by_core, by_patch = by_core[firsts], by_patch[:0]
+        by_core, by_patch = (self.output_proj(self.norm(part)) for part in (by_core, by_patch))
+        coordinates = coordinates[:, 0, : sum(budgets)]
+        out = PackedOutput(by_core, by_patch, coordinates, batch.grids, tuple(budgets), cls_only=cls_only)
+        return replace(out, logits=self.head(out.cls)) if self.config.num_classes else out
 
     def _run(
         self,
@@ -117,48 +150,68 @@ class FastVeca(Veca):
         patch_rotary = self._patch_rotary(rows, columns, self.states)
         # With empty rows for the cores, so that the patch embedding writes the whole sequence in place.
         pixels = functools.partial(patchify, images, self.config.patch_size, budget, self.bank.dtype)
+        patch_positions = patch_rotary.coordinates, patch_rotary.frequencies
         run = functools.partial(
-            self._blocks, budget=budget, patch_rotary=patch_rotary, cls_only=cls_only, hidden=hidden
+            self._blocks,
+            num_cores=budget,
+            bank_rows=slice(budget),
+            patch_positions=patch_positions,
+            cls_only=cls_only,
+            hidden=hidden,
         )
-        key = (len(images), rows, columns, budget, cls_only, hidden)
-        if take or stop is not None or not self.cuda_graphs:
+        if take or stop is not None:
             x, coordinates, taken = run(pixels(), take=take, stop=stop)
-        elif key not in self._seen:  # the first call compiles; a graph is recorded at the second
-            self._seen.add(key)
-            x, coordinates, taken = run(pixels())
         else:
-            graph = self._graphs.pop(key, None) or Graph(run, pixels(), next(iter(self._graphs.values()), None))
-            self._graphs[key] = graph
-            if len(self._graphs) > MAX_GRAPHS:
-                self._seen.discard(self._graphs.popitem(last=False)[0])
-            pixels(out=graph.x)
-            x, coordinates, taken = graph.replay()
-            coordinates = coordinates.clone()
+            key = (len(images), rows, columns, budget, cls_only, hidden)
+            x, coordinates, taken = self._run_graph(key, run, pixels)
         return self.norm(x), coordinates, taken
+
+    def _run_graph(self, key: Any, run: Callable[[Any], Any], fill: Callable[..., Any]) -> tuple[Tensor, Tensor, Any]:
+        """`run(fill())`, by a CUDA graph where `key` comes again; `fill(out=…)` overwrites the inputs of another run.
+
+        The first result is overwritten by the next run.
+        """
+        if not self.cuda_graphs or key not in self._seen:  # the first call compiles; a graph is recorded at the second
+            self._seen.add(key)
+            x, coordinates, taken = run(fill())
+            return x, coordinates, taken
+        graph = self._graphs.pop(key, None) or Graph(run, fill(), next(iter(self._graphs.values()), None))
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._seen.discard(self._graphs.popitem(last=False)[0])
+        fill(out=graph.inputs)
+        x, coordinates, taken = graph.replay()
+        return x, coordinates.clone(), taken
 
     def _blocks(
         self,
         pixels: Tensor,
-        budget: int,
-        patch_rotary: Rotary,
-        cls_only: bool,
-        hidden: int | None,
+        num_cores: int,
+        bank_rows: slice | Tensor,
+        patch_positions: tuple[Any, ...],
+        cls_only: bool = False,
+        hidden: int | None = None,
         take: Sequence[int] = (),
         stop: int | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Tokens after the blocks, coordinates of the cores, and the tokens after the blocks of `take`.
+
+        Pixels (B, S, …) have empty rows for the cores, which start as `bank_rows` of the bank. `patch_positions` are
+        what blocks take beside the coordinates of the cores.
+        """
         from veca.kernels.coordinates import move_cores
         from veca.kernels.linear import linear, moments
 
         x = linear(pixels.flatten(0, 1), self.patch_weight, self.patch_bias)
         x = x.unflatten(0, pixels.shape[:2])
-        x[:, :budget] = self.bank[:budget]
+        x[:, :num_cores] = self.bank[bank_rows]
         sums = moments(x.flatten(0, 1))
-        state, coordinates, taken = self.states[:budget], [], []
+        state, coordinates, taken = self.states[bank_rows], [], []
         for i, block in enumerate(cast(Iterable[FastBlock], self.blocks[:stop])):
             head = (self.move_weights[i - 1], self.move_biases[i - 1], self.move_alphas[i - 1]) if i else None
-            state, core_points = move_cores(x, budget, state, head)
+            state, core_points = move_cores(x, num_cores, state, head)
             coordinates.append(core_points)
-            positions = core_points, patch_rotary.coordinates, patch_rotary.frequencies
+            positions: Any = core_points, *patch_positions
             if cls_only and i == len(self.blocks) - 1:
                 x = block.first_core(x, sums, positions)
             else:
@@ -234,15 +287,15 @@ class FastVeca(Veca):
 
 
 class Graph:
-    """A CUDA graph of a call: a replay reads what `x` then holds, and overwrites the result of the last one."""
+    """A CUDA graph of a call: a replay reads what `inputs` then hold, and overwrites the result of the last one."""
 
-    def __init__(self, call: Callable[[Tensor], Any], x: Tensor, neighbour: Graph | None) -> None:
-        self.x, self.call = x, call  # the graph reads their memory: they must live as long
+    def __init__(self, call: Callable[[Any], Any], inputs: Any, neighbour: Graph | None) -> None:
+        self.inputs, self.call = inputs, call  # the graph reads their memory: they must live as long
         self.graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time, so they can share memory. Other threads may use the GPU meanwhile.
         pool = neighbour.graph.pool() if neighbour else None
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = call(x)
+            self.output = call(inputs)
 
     def replay(self) -> Any:
         self.graph.replay()

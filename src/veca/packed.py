@@ -9,6 +9,7 @@ Shapes: B images of a pack, C cores and N patches of an image, ΣC and ΣN of al
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from veca.attention import runs_packed
 from veca.block_ops import Tokens, add_and_norm, checkpoint_block, has_hooks
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 _NAFLEX = "patches", "patch_coord", "patch_valid"
 _SIGLIP2 = "pixel_values", "pixel_attention_mask", "spatial_shapes"
+_skip_frame = functools.partial(_disable_dynamo, recursive=False)
+"""Not traced itself, as it loops over images; what it calls is, as the blocks."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class PackedImages:
         counts = valid.sum(dim=1).tolist()
         for i, ((rows, columns), count) in enumerate(zip(grids, counts, strict=True)):
             if rows * columns != count:
-                found = f"{count} valid patches, and a grid of {rows}×{columns}"
-                raise ArgumentError(f"image {i} has {found}; they must agree")
+                counted = f"{count} valid patches, and a grid of {rows}×{columns}"
+                raise ArgumentError(f"image {i} has {counted}; they must agree")
         if pixels.shape[2] % patch**2:
             raise ArgumentError(f"patches have {pixels.shape[2]} numbers, not a multiple of {patch}² = {patch**2}")
         flat = pixels[valid].unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2).flatten(1)  # channels first
@@ -121,24 +125,44 @@ class PackedGroup(NamedTuple):
     patches: slice
 
 
+class SpanTables(NamedTuple):
+    """What `veca.kernels.packed_attention` takes beside queries, keys, values and coordinates of the cores."""
+
+    patch_points: Tensor
+    """(ΣN, 2)"""
+    spans: Tensor
+    images: Tensor
+    max_cores: int
+
+
 class PackedLayout:
-    """Where the tokens of a pack lie: sorted by kind, all cores (ΣC), then all patches (ΣN)."""
+    """Where the tokens of a pack lie: sorted by kind, all cores (ΣC), then all patches (ΣN).
+
+    Compiled blocks read tensors and numbers of tokens from it, which may change without compiling again; what loops
+    over images or kinds is not traced.
+    """
 
     def __init__(self, kinds: Sequence[ImageKind], mlp_dim: int) -> None:
-        self.mlp_dim, self.rotaries = mlp_dim, list[Rotary]()
-        """Channels of the MLP; and the table of the patches (N, …) of each group."""
-        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
+        self.rotaries = list[Rotary]()
+        """Tables of the patches (N, …) of each group."""
+        self.tables: SpanTables | None = None
+        """Where one kernel attends for all images."""
         self.groups: list[PackedGroup] = []
         order = sorted(range(len(kinds)), key=kinds.__getitem__)
         core = patch = 0
-        for kind, found in itertools.groupby(order, key=kinds.__getitem__):
-            images = tuple(found)
+        for kind, members in itertools.groupby(order, key=kinds.__getitem__):
+            images = tuple(members)
             next_core, next_patch = core + len(images) * kind.budget, patch + len(images) * _patches(kind)
             self.groups.append(PackedGroup(kind, images, slice(core, next_core), slice(patch, next_patch)))
             core, patch = next_core, next_patch
         self.num_cores, self.order = core, order
         self.kinds = [kinds[i] for i in order]
         """Of the images, sorted."""
+        self.patches_by_width: dict[int | None, int] = {}
+        """How many patches use so many channels of the MLP, in the order of the tokens; None: all channels."""
+        for kind in self.kinds:
+            hidden = None if kind.hidden == mlp_dim else kind.hidden
+            self.patches_by_width[hidden] = self.patches_by_width.get(hidden, 0) + _patches(kind)
 
     def sort(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows of the images as given, so many of each image, in the order of the layout."""
@@ -166,10 +190,17 @@ class PackedLayout:
 
     def attend(self, attention: Any, x: Tensor, core_rotary: Rotary) -> Tensor:
         """The attention of a block on all tokens (1, ΣC + ΣN, D): by one kernel, or one group after the other."""
-        head_dim = 2 * core_rotary.cos.shape[-1]
-        largest = max(group.kind.budget for group in self.groups)
-        if runs_packed(x, head_dim, largest) and not has_hooks(attention):
-            return self._attend_packed(attention, x, core_rotary)
+        if self.tables is None or has_hooks(attention):
+            return self._attend_by_group(attention, x, core_rotary)
+        qkv = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1))[0]
+        patch_points, *spans = self.tables
+        points = core_rotary.coordinates[0, 0].contiguous(), patch_points
+        out = ops.packed_attention_op(qkv, *points, core_rotary.frequencies, *spans, ops.KERNELS)[0]
+        update: Tensor = attention.proj(out[None])
+        return update
+
+    @_disable_dynamo
+    def _attend_by_group(self, attention: Any, x: Tensor, core_rotary: Rotary) -> Tensor:
         cores, patches = [], []
         for group, patch_rotary in zip(self.groups, self.rotaries, strict=True):
             out = attention(self.tokens(x, group), self.core_rotary(core_rotary, group), patch_rotary)
@@ -177,55 +208,34 @@ class PackedLayout:
             patches.append(out[:, group.kind.budget :].flatten(0, 1))
         return torch.cat(cores + patches)[None]
 
-    def _attend_packed(self, attention: Any, x: Tensor, core_rotary: Rotary) -> Tensor:
-        """The same by `veca.kernels.packed_attention`."""
-        qkv = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1))[0]
-        if self._tables is None:
-            self._tables = self._make_tables(x, attention.num_heads)
-        patch_points, spans, images = self._tables
-        points = core_rotary.coordinates[0, 0].contiguous(), patch_points
-        out = ops.packed_attention_op(qkv, *points, core_rotary.frequencies, spans, images, ops.KERNELS)[0]
-        update: Tensor = attention.proj(out[None])
-        return update
-
-    def _make_tables(self, x: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Coordinates of all patches (ΣN, 2), and the spans and images that the kernel takes."""
+    def make_tables(self, x: Tensor, heads: int) -> SpanTables:
+        """Tables for tokens `x`, from `rotaries`."""
         from veca.kernels.packed_attention import plan_spans, span_programs
 
         budgets, patches = zip(*((kind.budget, _patches(kind)) for kind in self.kinds), strict=True)
         spans, images = plan_spans(budgets, patches, span_programs(x, heads))
         pairs = zip(self.groups, self.rotaries, strict=True)
         points = [rotary.coordinates.repeat(len(group.images), 1) for group, rotary in pairs]
-        return torch.cat(points), spans.to(x.device), images.to(x.device)
+        return SpanTables(torch.cat(points), spans.to(x.device), images.to(x.device), max(budgets))
 
-    def run_mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
+    def run_mlp(self, mlp: nn.Module, x: Tensor, num_cores: int) -> Tensor:
         """The MLP of a block on all tokens (1, ΣC + ΣN, D): cores use all channels, patches those of their kind."""
-        counts = dict.fromkeys((kind.hidden for kind in self.kinds), 0)
-        for kind in self.kinds:
-            counts[kind.hidden] += _patches(kind)
-        narrow = [None if hidden == self.mlp_dim else hidden for hidden in counts]
-        if len(narrow) == 1:  # all tokens together
-            out: Tensor = mlp(x, self.num_cores, *narrow)
+        if len(self.patches_by_width) == 1:  # all tokens together
+            out: Tensor = mlp(x, num_cores, *self.patches_by_width)
             return out
-        cores, *patches = x.split([self.num_cores, *counts.values()], dim=1)
-        parts = (mlp(part, 0, hidden) for part, hidden in zip(patches, narrow, strict=True))
+        cores, *patches = x.split([num_cores, *self.patches_by_width.values()], dim=1)
+        parts = (mlp(part, 0, hidden) for part, hidden in zip(patches, self.patches_by_width, strict=True))
         return torch.cat([mlp(cores), *parts], dim=1)
 
 
+@_skip_frame
 def forward_packed(
     model: Veca, batch: PackedImages, cores: Any = None, cls_only: bool = False, width: Any = None
 ) -> PackedOutput:
     """`model(batch, cores, width=width)`: one budget and width for all images, or a sequence with one for each."""
-    layout, budgets, _ = _plan(model, batch, cores, width)
-    config, embed = model.config, model.patch_embed.proj
-    pixels = layout.sort(batch.pixels, batch.num_patches).to(embed.weight.dtype)
-    patches = inference_linear(pixels, embed.weight.flatten(1), embed.bias)
-    bank, state = (model._active(each, max(budgets)) for each in (model.cores, model.core_states))
-    x = torch.cat([*(bank[: kind.budget] for kind in layout.kinds), patches])[None]
-    state = state.to(torch.promote_types(state.dtype, torch.float32))  # as in `Veca._run`
-    state = torch.cat([state[: kind.budget] for kind in layout.kinds])[None]
+    layout, budgets, _ = _disable_dynamo(plan_pack)(model, batch, cores, width)
+    x, state = _start(model, layout, batch)
     alphas = model.coordinate_alpha.to(state.dtype, copy=True)
-    layout.rotaries = _patch_rotaries(model, [group.kind.grid for group in layout.groups], state)
     tokens, states, full_blocks = Tokens(x), [], model.blocks[:-1] if cls_only else model.blocks
     for i, block in enumerate(full_blocks):
         head = (model.coordinate_heads[i - 1], alphas[i - 1]) if i else None
@@ -239,20 +249,45 @@ def forward_packed(
         tokens, state = _first_cores(model, layout, tokens, state, alphas)
         states.append(state)
     x = model.output_proj(add_and_norm(tokens, model.norm)[1][0])
+    return _finish(model, layout, batch, budgets, x, states, cls_only)
+
+
+@_disable_dynamo
+def _start(model: Veca, layout: PackedLayout, batch: PackedImages) -> tuple[Tensor, Tensor]:
+    """Tokens (1, ΣC + ΣN, D) and coordinates of the cores (1, ΣC, 2) before the first block; completes the layout."""
+    embed, largest = model.patch_embed.proj, max(kind.budget for kind in layout.kinds)
+    pixels = layout.sort(batch.pixels, batch.num_patches).to(embed.weight.dtype)
+    patches = inference_linear(pixels, embed.weight.flatten(1), embed.bias)
+    bank, state = (model._active(each, largest) for each in (model.cores, model.core_states))
+    x = torch.cat([*(bank[: kind.budget] for kind in layout.kinds), patches])[None]
+    state = state.to(torch.promote_types(state.dtype, torch.float32))  # as in `Veca._run`
+    state = torch.cat([state[: kind.budget] for kind in layout.kinds])[None]
+    layout.rotaries = _patch_rotaries(model, [group.kind.grid for group in layout.groups], state)
+    if runs_packed(x, model.config.head_dim, largest):
+        layout.tables = layout.make_tables(x, model.config.num_heads)
+    return x, state
+
+
+@_disable_dynamo
+def _finish(
+    model: Veca, layout: PackedLayout, batch: PackedImages, budgets: Sequence[int], x: Tensor, states: list[Tensor],
+    cls_only: bool,
+) -> PackedOutput:  # fmt: skip
+    """Tokens (ΣC + ΣN, D), or one per image, and coordinates after each block, in the order of the images."""
     counts = [1] * len(batch) if cls_only else budgets
     by_core, by_patch = x.split([sum(counts), len(x) - sum(counts)])
     by_core = layout.restore(by_core, counts)
     by_patch = by_patch if cls_only else layout.restore(by_patch, batch.num_patches)
     coordinates = layout.restore(torch.stack(states).tanh()[:, 0], budgets, dim=1)
     out = PackedOutput(by_core, by_patch, coordinates, batch.grids, tuple(budgets), cls_only=cls_only)
-    return replace(out, logits=model.head(out.cls)) if config.num_classes else out
+    return replace(out, logits=model.head(out.cls)) if model.config.num_classes else out
 
 
 def forward_by_kind(
     model: Veca, batch: PackedImages, cores: Any = None, cls_only: bool = False, width: Any = None
 ) -> PackedOutput:
     """`forward_packed` by a model that takes batches of one kind: it runs once for each kind of image."""
-    layout, budgets, widths = _plan(model, batch, cores, width)
+    layout, budgets, widths = plan_pack(model, batch, cores, width)
     pixels, side = layout.sort(batch.pixels, batch.num_patches), model.config.patch_size
     outputs = []
     for (_, budget, grid), members, _, patches in layout.groups:
@@ -269,7 +304,7 @@ def forward_by_kind(
     return PackedOutput(by_core, by_patch, coordinates, batch.grids, tuple(budgets), logits, cls_only)
 
 
-def _plan(model: Veca, batch: PackedImages, cores: Any, width: Any) -> tuple[PackedLayout, list[int], list[Any]]:
+def plan_pack(model: Veca, batch: PackedImages, cores: Any, width: Any) -> tuple[PackedLayout, list[int], list[Any]]:
     """The layout of a pack, and the budget and width of each image."""
     config = model.config
     channels = config.in_chans * config.patch_size**2
@@ -284,6 +319,7 @@ def _plan(model: Veca, batch: PackedImages, cores: Any, width: Any) -> tuple[Pac
     return PackedLayout(kinds, config.mlp_dim), budgets, widths
 
 
+@_disable_dynamo
 def _first_cores(
     model: Veca, layout: PackedLayout, tokens: Tokens, state: Tensor, alphas: Tensor
 ) -> tuple[Tokens, Tensor]:

@@ -5,6 +5,7 @@ Coordinates are (x, y), x along the width, both in [-1, 1]. Shapes: N patches = 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,17 @@ def patch_coordinates(rows: int, columns: int, device: torch.device, dtype: torc
     x = (torch.arange(columns, device=device, dtype=dtype) + 0.5) / columns * 2 - 1
     y = (torch.arange(rows, device=device, dtype=dtype) + 0.5) / rows * 2 - 1
     return torch.stack([x.expand(rows, columns), y[:, None].expand(rows, columns)], dim=-1).flatten(0, 1)
+
+
+def packed_coordinates(grids: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """`patch_coordinates` of many grids, one after the other (ΣN, 2), in as many operations as for one."""
+    shapes = torch.tensor(grids, device=device)
+    counts = shapes.prod(dim=1)
+    image = torch.repeat_interleave(counts, output_size=sum(rows * columns for rows, columns in grids))
+    place = torch.arange(len(image), device=device) - (counts.cumsum(0) - counts)[image]
+    rows, columns = shapes[image].unbind(dim=1)
+    x, y = ((index + 0.5) / size * 2 - 1 for index, size in ((place % columns, columns), (place // columns, rows)))
+    return torch.stack([x, y], dim=-1)
 
 
 def augment_coordinates(coordinates: Tensor, shift: float, rescale: float) -> Tensor:

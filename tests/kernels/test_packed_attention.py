@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from interpreter import interpreted
+from interpreter import INTERPRETED, interpreted
 from torch import Tensor
 
 import veca
@@ -61,7 +63,9 @@ def together(pack: Pack, tensors: list[Tensor], programs: int) -> list[Tensor]:
     qkv, points = qkv.detach().requires_grad_(), points.detach().requires_grad_()
     patches = [rows * columns for _, (rows, columns) in pack]
     spans, images = (x.to(qkv.device) for x in plan_spans([budget for budget, _ in pack], patches, programs))
-    out = ops.packed_attention_op(qkv, points, grids, frequencies, spans, images, ops.KERNELS)[0]
+    out = ops.packed_attention_op(
+        qkv, points, grids, frequencies, spans, images, max(budget for budget, _ in pack), ops.KERNELS
+    )[0]
     return [out.detach(), *torch.autograd.grad(out, [qkv, points], d_out)]
 
 
@@ -85,9 +89,9 @@ def test_packed_operators_keep_to_the_rules() -> None:
 
     pack: Pack = [(8, (1, 3)), (8, (2, 2))]
     *tensors, d_out = inputs(pack, 32, 1)
-    arguments = [*tensors, *plan_spans([8, 8], [3, 4], 1), ops.KERNELS]
+    arguments = [*tensors, *plan_spans([8, 8], [3, 4], 1), 8, ops.KERNELS]
     out, lse = ops.packed_attention_op(*arguments)
-    backward = [d_out, *arguments[:-1], out, lse]
+    backward = [d_out, *arguments[:6], out, lse, 8, ops.KERNELS]
     torch.library.opcheck(torch.ops.veca.packed_attention_backward.default, backward)
     for tensor in arguments[:2]:
         tensor.requires_grad_()
@@ -101,13 +105,57 @@ def test_spans_cover_every_patch_once() -> None:
     budgets, patches = [8, 64, 1], [1, 1000, 130]
     for programs in (1, 3, 7, 1000):
         spans, images = plan_spans(budgets, patches, programs)
-        first = [0, 1, 1001]
-        for (core, budget, start, count), patch, number in zip(images.tolist(), first, patches, strict=True):
+        assert [row[:2] for row in images.tolist()] == [[8, 64], [72, 1], [0, 8]]  # the largest first
+        places = zip(images.tolist(), [1, 1001, 0], [1000, 130, 1], strict=True)
+        for (core, budget, start, count), patch, number in places:
             own = spans[start : start + count].tolist()
             assert sum(span[4] for span in own) == number
             assert [span[3] for span in own] == [patch + sum(span[4] for span in own[:i]) for i in range(count)]
             assert all(span[:3] == [core, budget, 73 + span[3]] for span in own)
             assert [span[5] for span in own] == ([2] if count == 1 else [1, *[0] * (count - 1)])
+
+
+def lower(kernel: Any, **constants: object) -> str:
+    """A kernel for Hopper in Triton's first intermediate form: the interpreter does not check types."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    pointers = dict.fromkeys(("qkv", "out", "d_out", "d_qkv"), "*bf16") | dict.fromkeys(("spans", "images"), "*i32")
+    names = "cores", "patches", "frequencies", "lse", "partials", "d_points"
+    types = pointers | dict.fromkeys(names, "*fp32") | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        kernel,
+        signature={name: types.get(name, "i32") for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({})
+    codegen = backend.get_codegen_implementation(options)
+    return str(source.make_ir(target, options, codegen, backend.get_module_map(), context))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled in the interpreter")
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_kernels_can_be_compiled_for_hopper(chunks: int) -> None:
+    pytest.importorskip("triton")
+    from veca.kernels import core_attention_backward, packed_attention
+
+    sizes = {"H": 2, "D": 64, "CHUNK": 32, "CHUNKS": chunks}
+    of_core = {"SCALE": 0.125, "EXACT": chunks > 1}
+    both = sizes | of_core | {"TILE": 64, "PRECISION": "ieee", "STAGES": 2}
+    kernels = [
+        (packed_attention._packed_attention_kernel, both),
+        (packed_attention._combine_packed_kernel, sizes | {"ROWS": 16}),
+        (packed_attention._packed_attention_backward_kernel, both | {"PATCHES": chunks == 1, "CORES": True}),
+        (packed_attention._combine_packed_backward_kernel, sizes | of_core),
+        (core_attention_backward._combine_partials_backward_kernel, sizes | of_core),
+    ]
+    for kernel, constants in kernels:
+        assert "tt.store" in lower(kernel, **constants)
 
 
 @interpreted
@@ -129,3 +177,22 @@ def test_a_model_runs_packs_by_the_kernel() -> None:
 def test_gpu_packed_attention(dtype: torch.dtype, limit: float, width: int, programs: int) -> None:
     pack: Pack = [(64, (19, 23)), (8, (1, 1)), (13, (40, 30)), (64, (2, 64))]
     assert max(errors(pack, inputs(pack, width, 2, dtype, "cuda"), programs)) <= limit
+
+
+@pytest.mark.gpu
+def test_gpu_packs_of_a_bucket_by_cuda_graphs() -> None:
+    torch.manual_seed(0)
+    model = veca.create_model("veca_small", pretrained=False, depth=3).cuda().eval()
+    fast = veca.optimize(model)
+    for seed in range(6):
+        draw = random.Random(seed)
+        grids = [(draw.randint(1, 30), draw.randint(1, 30)) for _ in range(8)]
+        budgets = [draw.choice((8, 32, 64)) for _ in grids]
+        batch = veca.pack([torch.randn(3, 16 * rows, 16 * columns) for rows, columns in grids], device="cuda")
+        with torch.inference_mode(), use_kernel("triton"):
+            outputs = [fast(batch, budgets) for _ in range(3)]  # compiled, recorded, replayed
+        with torch.inference_mode(), use_kernel("sdpa"):
+            expected = model(batch, budgets)
+        for out in outputs:
+            for found, wanted in ((out.cores, expected.cores), (out.patches, expected.patches)):
+                assert float((found.float() - wanted).norm() / wanted.norm()) <= 2e-2

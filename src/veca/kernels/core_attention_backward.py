@@ -122,12 +122,11 @@ def patch_queries_backward(
                 dk_core, base + stride_3, d_qkv + H * D, d_points, cores, frequency, chunk * CHUNK, C,
                 stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
             )  # fmt: skip
-            to = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
-            tl.store(to + channel, dv_core.to(to.dtype.element_ty), chunk * CHUNK + c < C)
+            value = d_qkv + (chunk * CHUNK + c) * (3 * H * D) + 2 * H * D
+            tl.store(value + channel, dv_core.to(d_qkv.dtype.element_ty), chunk * CHUNK + c < C)
         else:
-            to = partial + CHUNK * D + c * D
-            tl.store(to + channel, dk_core)
-            tl.store(to + CHUNK * D + channel, dv_core)
+            tl.store(partial + CHUNK * D + c * D + channel, dk_core)
+            tl.store(partial + 2 * CHUNK * D + c * D + channel, dv_core)
 
 
 @triton.jit
@@ -241,6 +240,33 @@ def _core_attention_backward_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def combine_core_gradients(
+    first, splits, step, role, raw, d_qkv, d_points, cores, frequency, chunk, C, stride_s, stride_3,
+    H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a chunk of cores over `splits` partials, `step` apart: keys and values (role 0), or queries (1)."""
+    channel = tl.arange(0, D)[None, :]
+    first += tl.arange(0, CHUNK)[:, None] * D
+    d = tl.zeros([CHUNK, D], tl.float32)
+    partial = first + (1 - role) * CHUNK * D
+    for _ in range(splits):
+        d += tl.load(partial + channel)
+        partial += step
+    store_core_gradient(
+        d, raw + (1 - role) * stride_3, d_qkv + (1 - role) * H * D, d_points, cores, frequency, chunk * CHUNK, C,
+        stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+    )  # fmt: skip
+    if role == 0:
+        dv = tl.zeros([CHUNK, D], tl.float32)
+        partial = first + 2 * CHUNK * D
+        for _ in range(splits):
+            dv += tl.load(partial + channel)
+            partial += step
+        c = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
+        tl.store(d_qkv + c * (3 * H * D) + 2 * H * D + channel, dv.to(d_qkv.dtype.element_ty), c < C)
+
+
 @triton.jit(do_not_specialize=["C", "N", "splits"])
 def _combine_partials_backward_kernel(
     qkv, cores, frequencies, d_qkv, d_points, partials, C, N, splits, stride_b, stride_s, stride_3, stride_h,
@@ -249,30 +275,14 @@ def _combine_partials_backward_kernel(
 ):  # fmt: skip
     """The cores' gradients from the partials of all splits: keys and values in one program, queries in another."""
     bh, chunk, role = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, h = bh // H, bh % H
-    base = qkv + b.to(tl.int64) * stride_b + h * stride_h
-    d_qkv += b.to(tl.int64) * (C + N) * (3 * H * D) + h * D
-    channel = tl.arange(0, D)[None, :]
-    step = tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D)
-    row = partials + (bh.to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D) + tl.arange(0, CHUNK)[:, None] * D
-    d = tl.zeros([CHUNK, D], tl.float32)
-    rotated = row + (1 - role) * CHUNK * D
-    for _ in range(splits):
-        d += tl.load(rotated + channel)
-        rotated += step
-    store_core_gradient(
-        d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D,
-        d_points + (2 * bh + role).to(tl.int64) * (2 * C), cores + b.to(tl.int64) * (2 * C),
-        load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+    b, h = (bh // H).to(tl.int64), bh % H
+    combine_core_gradients(
+        partials + (bh.to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D), splits,
+        tl.num_programs(0).to(tl.int64) * CHUNKS * (3 * CHUNK * D), role,
+        qkv + b * stride_b + h * stride_h, d_qkv + b * (C + N) * (3 * H * D) + h * D,
+        d_points + (2 * bh + role).to(tl.int64) * (2 * C), cores + b * (2 * C), load_frequency(frequencies, D // 2),
+        chunk, C, stride_s, stride_3, H, D, CHUNK, SCALE, EXACT,
     )  # fmt: skip
-    if role == 0:
-        dv = tl.zeros([CHUNK, D], tl.float32)
-        value = row + 2 * CHUNK * D
-        for _ in range(splits):
-            dv += tl.load(value + channel)
-            value += step
-        c = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
-        tl.store(d_qkv + c * (3 * H * D) + 2 * H * D + channel, dv.to(d_qkv.dtype.element_ty), c < C)
 
 
 def launch_core_attention_backward(

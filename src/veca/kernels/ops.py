@@ -145,12 +145,12 @@ def _(d_out: tuple[int, ...], qkv: tuple[int, ...], core_points: tuple[int, ...]
 @register_operator("veca::packed_attention")
 def packed_attention_op(
     qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor, images: Tensor,
-    kernels: str = "",
+    max_cores: int, kernels: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed images (S, H·d), and the log-sum-exp of each row (H, S) for the backward."""
     from veca.kernels.packed_attention import launch_packed_attention
 
-    return launch_packed_attention(qkv, core_points, patch_points, frequencies, spans, images)
+    return launch_packed_attention(qkv, core_points, patch_points, frequencies, spans, images, max_cores)
 
 
 @packed_attention_op.register_fake
@@ -162,12 +162,13 @@ def _(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @register_operator("veca::packed_attention_backward")
 def packed_attention_backward_op(
     d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor,
-    images: Tensor, out: Tensor, lse: Tensor, kernels: str = "",
+    images: Tensor, out: Tensor, lse: Tensor, max_cores: int, kernels: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv and of the cores' coordinates; patches have fixed ones."""
     from veca.kernels.packed_attention import launch_packed_attention_backward
 
-    return launch_packed_attention_backward(d_out, qkv, core_points, patch_points, frequencies, spans, images, out, lse)
+    inputs = qkv, core_points, patch_points, frequencies, spans, images
+    return launch_packed_attention_backward(d_out, *inputs, out, lse, max_cores)
 
 
 @packed_attention_backward_op.register_fake
@@ -178,11 +179,12 @@ def _(d_out: Tensor, qkv: Tensor, core_points: Tensor, *_: Any) -> tuple[Tensor,
 def _save_packed_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs[:6], *output)
+    ctx.max_cores = inputs[6]
 
 
 def _packed_attention_gradients(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    gradients = packed_attention_backward_op(d_out, *ctx.saved_tensors, KERNELS)
-    return *gradients, None, None, None, None, None
+    gradients = packed_attention_backward_op(d_out, *ctx.saved_tensors, ctx.max_cores, KERNELS)
+    return *gradients, None, None, None, None, None, None
 
 
 packed_attention_op.register_autograd(_packed_attention_gradients, setup_context=_save_packed_attention)

@@ -10,6 +10,7 @@ any strides but the last; coordinates are (ΣC, 2) and (ΣN, 2). `spans` (spans,
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -25,35 +26,39 @@ from veca.kernels.core_attention import (
     core_queries,
     patch_queries,
 )
-from veca.kernels.core_attention_backward import core_queries_backward, patch_queries_backward, store_core_gradient
+from veca.kernels.core_attention_backward import (
+    combine_core_gradients,
+    core_queries_backward,
+    patch_queries_backward,
+)
 from veca.kernels.launch import launchable, multiprocessors
 from veca.kernels.rotary import load_frequency
 
-_MAX_CORES = 64
-"""Of an image: all are on chip at once, or in float32 in up to four chunks."""
 _TILE = 64
 """Patches that a span has a multiple of."""
 
 
-def plan_spans(budgets: Sequence[int], patches: Sequence[int], programs: int) -> tuple[Tensor, Tensor]:
+def plan_spans(
+    budgets: Sequence[int], patches: Sequence[int], programs: int, first_patch: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Spans and images of a pack whose images have so many cores and patches, for about `programs` spans.
 
     A span is (its image's first core, number of cores, first token, first patch among all, number of patches, place):
     2 the only one of its image, 1 the first, 0 another. An image is (first core, number of cores, first span, number of
-    spans).
+    spans). Large images come first, so that no program is left to run alone at the end. `first_patch` is the token of
+    the first patch, if not the one after the last core.
     """
     total = sum(-(-count // _TILE) for count in patches)
     length = _TILE * max(1, -(-total // max(1, programs)))
+    first_patch = sum(budgets) if first_patch is None else first_patch
+    places = zip(accumulate(budgets, initial=0), budgets, accumulate(patches, initial=0), patches, strict=False)
     spans, images = list[list[int]](), list[list[int]]()
-    core, patch, cores = 0, 0, sum(budgets)
-    for budget, count in zip(budgets, patches, strict=True):
+    for core, budget, patch, count in sorted(places, key=lambda place: -place[3]):
         starts = range(0, count, length)
         images.append([core, budget, len(spans), len(starts)])
         for start in starts:
-            place = 0 if start else 2 if len(starts) == 1 else 1
-            first = patch + start
-            spans.append([core, budget, cores + first, first, min(length, count - start), place])
-        core, patch = core + budget, patch + count
+            place, first = 0 if start else 2 if len(starts) == 1 else 1, patch + start
+            spans.append([core, budget, first_patch + first, first, min(length, count - start), place])
     return torch.tensor(spans, dtype=torch.int32), torch.tensor(images, dtype=torch.int32)
 
 
@@ -168,49 +173,32 @@ def _combine_packed_backward_kernel(
     core, C = tl.load(images + 4 * image).to(tl.int64), tl.load(images + 4 * image + 1)
     first_span, splits = tl.load(images + 4 * image + 2), tl.load(images + 4 * image + 3)
     if (splits > 1) & (chunk * CHUNK < C):
-        base = qkv + core * stride_s + h * stride_h
-        d_qkv += core * (3 * H * D) + h * D
-        channel = tl.arange(0, D)[None, :]
-        step = H * CHUNKS * (3 * CHUNK * D)
-        row = partials + ((first_span * H + h).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D)
-        row += tl.arange(0, CHUNK)[:, None] * D
-        d = tl.zeros([CHUNK, D], tl.float32)
-        rotated = row + (1 - role) * CHUNK * D
-        for _ in range(splits):
-            d += tl.load(rotated + channel)
-            rotated += step
-        store_core_gradient(
-            d, base + (1 - role) * stride_3, d_qkv + (1 - role) * H * D,
+        combine_core_gradients(
+            partials + ((first_span * H + h).to(tl.int64) * CHUNKS + chunk) * (3 * CHUNK * D), splits,
+            H * CHUNKS * (3 * CHUNK * D), role,
+            qkv + core * stride_s + h * stride_h, d_qkv + core * (3 * H * D) + h * D,
             d_points + 2 * ((2 * h + role) * num_cores.to(tl.int64) + core), cores + 2 * core,
-            load_frequency(frequencies, D // 2), chunk * CHUNK, C, stride_s, 3 * H * D, SCALE, D, CHUNK, EXACT,
+            load_frequency(frequencies, D // 2), chunk, C, stride_s, stride_3, H, D, CHUNK, SCALE, EXACT,
         )  # fmt: skip
-        if role == 0:
-            dv = tl.zeros([CHUNK, D], tl.float32)
-            value = row + 2 * CHUNK * D
-            for _ in range(splits):
-                dv += tl.load(value + channel)
-                value += step
-            c = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
-            tl.store(d_qkv + c * (3 * H * D) + 2 * H * D + channel, dv.to(d_qkv.dtype.element_ty), c < C)
 
 
-def _constants(qkv: Tensor, tiling: AttentionTiling) -> dict[str, object]:
+def _constants(qkv: Tensor, tiling: AttentionTiling, chunks: int) -> dict[str, object]:
     _, _, heads, width = qkv.shape
-    chunks = triton.cdiv(_MAX_CORES, tiling.chunk)
     constants = {"H": heads, "D": width, "CHUNK": tiling.chunk, "CHUNKS": chunks, "TILE": tiling.tile}
     exact = {"SCALE": width**-0.5, "EXACT": qkv.dtype == torch.float32, "PRECISION": "ieee", "STAGES": tiling.stages}
     return constants | exact
 
 
 def launch_packed_attention(
-    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor, images: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention (S, H·d) and log-sum-exp (H, S)."""
+    qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor, images: Tensor,
+    max_cores: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention (S, H·d) and log-sum-exp (H, S). No image has more than `max_cores` cores."""
     qkv = as_kernel_input(qkv[None])[0]
     tokens, _, heads, width = qkv.shape
-    tiling = choose_attention_tiling(qkv, _MAX_CORES, backward=False)
-    constants = _constants(qkv, tiling)
-    chunk, chunks = tiling.chunk, triton.cdiv(_MAX_CORES, tiling.chunk)
+    tiling = choose_attention_tiling(qkv, max_cores, backward=False)
+    chunk, chunks = tiling.chunk, triton.cdiv(max_cores, tiling.chunk)
+    constants = _constants(qkv, tiling, chunks)
     out, lse = qkv.new_empty(tokens, heads * width), qkv.new_empty(heads, tokens, dtype=torch.float32)
     partials = qkv.new_empty(len(spans) * heads * chunks * chunk * (width + 2), dtype=torch.float32)
     launchable(_packed_attention_kernel, qkv)[len(spans) * heads, 1 + chunks](
@@ -225,15 +213,15 @@ def launch_packed_attention(
 
 def launch_packed_attention_backward(
     d_out: Tensor, qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor,
-    images: Tensor, out: Tensor, lse: Tensor,
+    images: Tensor, out: Tensor, lse: Tensor, max_cores: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv (S, 3, H, d) and of the cores' coordinates (ΣC, 2)."""
     qkv, d_out = as_kernel_input(qkv[None])[0], as_kernel_input(d_out[None])[0]
     tokens, _, heads, width = qkv.shape
     cores = len(core_points)
-    tiling = choose_attention_tiling(qkv, _MAX_CORES, backward=True)
-    constants = _constants(qkv, tiling)
-    chunk, chunks = tiling.chunk, triton.cdiv(_MAX_CORES, tiling.chunk)
+    tiling = choose_attention_tiling(qkv, max_cores, backward=True)
+    chunk, chunks = tiling.chunk, triton.cdiv(max_cores, tiling.chunk)
+    constants = _constants(qkv, tiling, chunks)
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     partials = qkv.new_empty(len(spans) * heads * chunks * 3 * chunk * width, dtype=torch.float32)
     d_points = qkv.new_empty(heads, 2, cores, 2, dtype=torch.float32)  # through keys, and through queries

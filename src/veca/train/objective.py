@@ -107,7 +107,7 @@ class TeacherRunner:
         graph = self._graphs[key]
         if graph is None:
             return self.teacher(images, grid, zoom)
-        graph.x.copy_(images)
+        graph.inputs.copy_(images)
         return graph.replay()
 
     def fit_statistics(self, images: ImageIndex, validation: ImageIndex | None) -> None:
