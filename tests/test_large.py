@@ -130,6 +130,31 @@ def test_attention_of_one_large_image() -> None:
     assert relative_error(d_points, want_points) <= 3e-2
 
 
+def test_attention_of_a_large_pack() -> None:
+    """As many images as a batch of one shape has, their tokens in another order."""
+    from veca.kernels.packed_attention import plan_spans
+
+    batch, patches = 1024, 32 * 32
+    qkv, points = randn(batch, CORES + patches, 3, HEADS, WIDTH), points_of(batch)
+    assert qkv.numel() > 2**31
+    d_out = randn(batch, CORES + patches, DIM)
+    core_points, patch_points, frequencies = operands(points, (32, 32), WIDTH)[:3]
+    spans = [table.cuda() for table in plan_spans([CORES] * batch, [patches] * batch, 100)]
+
+    def pack(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :CORES].flatten(0, 1), x[:, CORES:].flatten(0, 1)])
+
+    more = core_points.flatten(0, 1), patch_points.repeat(batch, 1), frequencies, *spans
+    packed, gradient = pack(qkv), pack(d_out)
+    out, lse = ops.packed_attention_op(packed, *more, CORES)
+    found = out, *ops.packed_attention_backward_op(gradient, packed, *more, out, lse, CORES)
+    del packed, gradient, lse
+    want = attention_of((32, 32))(qkv, points, d_out)
+    for mine, theirs in zip(found[:2], want[:2], strict=True):
+        assert relative_error(mine, pack(theirs)) <= 2e-3
+    assert relative_error(found[2], want[2].flatten(0, 1)) <= 2e-3
+
+
 def test_attention_of_rows_far_apart() -> None:
     """Tokens first, images second: the stride from token to token times a tile passes 2³¹."""
     batch, tokens = 2**16, CORES + 64
