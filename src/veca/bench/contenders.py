@@ -29,7 +29,7 @@ from veca.flops import attention_product_flops, dense_model_flops, model_flops
 from veca.model import Veca
 from veca.outputs import VecaOutput
 from veca.rope import Rotary, make_rotary, rotate
-from veca.teachers.from_timm import DENSE_VITS, create_dense_vit
+from veca.teachers.from_timm import create_dense_vit
 from veca.utils.settings import Positive, Settings
 from veca.utils.text import did_you_mean
 from veca.utils.timing import Call
@@ -145,7 +145,7 @@ class BenchSetting:
     cls_only: bool = False
     """Compute the global feature alone, in the contenders that can save work by that."""
     names: Sequence[str] = ()
-    """Of the contenders; none: all that apply to a case."""
+    """Of the contenders; none: all but float8 weights."""
     repeats: int = 10
     profile: bool = False
     errors: bool = True
@@ -201,8 +201,6 @@ class Workload:
 
     @cached_property
     def dense(self) -> Any:
-        if self.case.model not in DENSE_VITS:
-            raise ArgumentError(f"{self.case.model} has no dense ViT of its size; {', '.join(DENSE_VITS)} have one")
         dense = create_dense_vit(self.case.config).to(self.device)
         randomize_weights(dense)
         return dense.to(self.weights).eval()
@@ -473,11 +471,10 @@ MEASUREMENTS: dict[Bench, dict[str, dict[str, Contender]]] = {
 """What each benchmark measures in every case, and the contenders of each measurement."""
 
 
-def choose_contenders(known: dict[str, Contender], names: Sequence[str], case: Case) -> dict[str, Contender]:
-    """The contenders called `names`, in the order of `known`; all that apply to the case when none is named."""
+def choose_contenders(known: dict[str, Contender], names: Sequence[str]) -> dict[str, Contender]:
+    """The contenders called `names`, in the order of `known`; all but float8 weights when none is named."""
     if not names:
-        left_out = ["veca float8", *([] if case.model in DENSE_VITS else ["dense", "dense compiled"])]
-        return {name: contender for name, contender in known.items() if name not in left_out}
+        return {name: contender for name, contender in known.items() if name != "veca float8"}
     by_lower = {name.lower(): name for name in known}
     wanted = [name.lower().replace("-", " ") for name in names]
     for name in wanted:

@@ -83,6 +83,8 @@ class Results:
     floors: dict[str, float]
     rows: list[BenchRow] = field(default_factory=list)
     profile: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Why a floor is missing."""
 
     def save(self, folder: Path) -> None:
         """Write results.json, results.csv and table.txt."""
@@ -104,7 +106,11 @@ class Results:
         """Print the header, a table for each kind of measurement, failures and profiles."""
         say = partial(console.print, markup=False, soft_wrap=True, highlight=False)
         say(", ".join(f"{key} {value}" for key, value in {**self.machine, **self.settings}.items()))
-        say("Measured in this run, the floors:", ", ".join(f"{four_digits(v)} {key}" for key, v in self.floors.items()))
+        if self.floors:
+            floors = ", ".join(f"{four_digits(v)} {key}" for key, v in self.floors.items())
+            say("Measured in this run, the floors:", floors)
+        for reason in self.refused:
+            say(reason)
         for what in dict.fromkeys(row.what for row in self.rows):
             print_table(_rows_table(what, [row for row in self.rows if row.what == what]), console)
         for row in self.rows:

@@ -7,7 +7,6 @@ k and v for the first image (images are independent), for a training step the gr
 
 import dataclasses
 import datetime
-import itertools
 import math
 import statistics
 import time
@@ -25,13 +24,13 @@ from veca.attention import core_attention, use_kernel
 from veca.bench import contenders
 from veca.bench.contenders import Bench, BenchSetting, Case, Contender, Prepared, Workload, batch_loss, target_ms
 from veca.bench.machine import copy_rate, empty_cache, machine_facts, profile_call
-from veca.bench.report import BenchRow, Results
+from veca.bench.report import BenchRow, Results, four_digits
 from veca.errors import ArgumentError
 from veca.rope import make_rotary
 from veca.utils.console import progress_bar
 from veca.utils.device import choose_device, peak_device_bytes
 from veca.utils.files import check_writable, locked
-from veca.utils.timing import Call, describe, matrix_rate, measure, synchronize
+from veca.utils.timing import BusyMachineError, Call, describe, matrix_rate, measure, synchronize
 
 FloatDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Report: TypeAlias = Callable[[str], None]
@@ -44,6 +43,8 @@ VECA = ("veca", "two SDPA")
 """Prefixes of the contenders that compute VECA."""
 EAGER = ("veca eager", "two SDPA")
 """The plain implementations among them."""
+BEATEN = 1.1
+"""Share of the floor from which on it is refused: a tenth may be chance."""
 TOKENS_AT_ONCE = 4096
 """Tokens per float64 backward pass: about 7 GiB for base."""
 
@@ -58,10 +59,37 @@ def pick_setting(device: str = "auto", dtype: FloatDtype | None = None, **option
     return BenchSetting(chosen, getattr(torch, dtype), **options)
 
 
-def measure_floors(setting: BenchSetting) -> dict[str, float]:
-    """Peak rates of this machine, measured in the run: they bound every contender."""
-    flops, moved = matrix_rate(setting.device, setting.dtype), copy_rate(setting.device)
-    return {"TFLOP/s": flops / 1e12, "GB/s": moved / 1e9}
+def measure_floors(setting: BenchSetting) -> tuple[dict[str, float], list[str]]:
+    """Peak rates of this machine, measured in the run: they bound every contender. And why others are missing."""
+    rates: dict[str, Callable[[], float]] = {
+        "TFLOP/s": lambda: matrix_rate(setting.device, setting.dtype) / 1e12,
+        "GB/s": lambda: copy_rate(setting.device) / 1e9,
+    }
+    floors, refused = dict[str, float](), list[str]()
+    for unit, measure_rate in rates.items():
+        try:
+            floors[unit] = measure_rate()
+        except BusyMachineError as error:
+            refused.append(f"No floor in {unit}: {error}")
+    return floors, refused
+
+
+def drop_beaten_floor(results: Results) -> None:
+    """Remove the floor of matrix products where a contender was clearly faster, which shows that it is none."""
+    # Copies are measured outside the caches, which small attention stays in; products of float8 are other products.
+    bounded = [row for row in results.rows if not row.what.startswith("attention")]
+    shares = {row: row.floor_share or 0.0 for row in bounded if "float8" not in row.contender}
+    fastest = max(shares, key=lambda row: shares[row], default=None)
+    if fastest is None or shares[fastest] <= BEATEN:
+        return
+    results.refused.append(
+        f"No floor in TFLOP/s: {fastest.contender} in {fastest.case} ran at {shares[fastest]:.0%} of the "
+        f"{four_digits(results.floors.pop('TFLOP/s'))} measured, so the machine was busy then. "
+        "Measure again when nothing else runs"
+    )
+    results.rows = [
+        dataclasses.replace(row, floor_ms=None, floor_share=None) if row in bounded else row for row in results.rows
+    ]
 
 
 def run_bench(bench: Bench, cases: Sequence[Case], setting: BenchSetting, out: Path | None = None) -> Results:
@@ -72,14 +100,16 @@ def run_bench(bench: Bench, cases: Sequence[Case], setting: BenchSetting, out: P
     if out is not None:
         check_writable(out, folder=True)
     # Names of contenders are checked here, before anything is measured.
-    product = itertools.product(cases, contenders.MEASUREMENTS[bench].items())
-    plan = [(what, case, contenders.choose_contenders(known, setting.names, case)) for case, (what, known) in product]
+    measurements = contenders.MEASUREMENTS[bench].items()
+    chosen_of = {what: contenders.choose_contenders(known, setting.names) for what, known in measurements}
+    plan = [(what, case, chosen) for case in cases for what, chosen in chosen_of.items()]
     settings = {"bench": bench, "dtype": str(setting.dtype).removeprefix("torch."), "repeats": str(repeats)}
     settings |= {"date": datetime.date.today().isoformat()} | ({"cls only": "yes"} if setting.cls_only else {})
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with locked(out) if out is not None else nullcontext(), progress_bar(*columns, transient=True) as progress:
         task = progress.add_task("floors of this machine", total=sum(len(chosen) + 1 + errors for *_, chosen in plan))
-        results = Results(machine_facts(device), settings, measure_floors(setting))
+        floors, refused = measure_floors(setting)
+        results = Results(machine_facts(device), settings, floors, refused=refused)
         for what, case, chosen in plan:
 
             def report_step(step: str, label: str = f"{what}, {case}") -> None:
@@ -93,6 +123,7 @@ def run_bench(bench: Bench, cases: Sequence[Case], setting: BenchSetting, out: P
                 report_step("errors")
                 rows = add_errors(rows, calls, workload)
             results.rows += rows
+            drop_beaten_floor(results)
             for name, call in calls.items() if setting.profile else ():
                 try:
                     spent = profile_call(call, device)
@@ -131,15 +162,16 @@ def measure_case(
     dense = next((medians[name] for name in BASELINES if name in medians), None)
     for name, median in medians.items():
         ready = prepared[name]
-        floor = ready.flops / floors["TFLOP/s"] / 1e12 if ready.bytes is None else ready.bytes / floors["GB/s"] / 1e9
+        work, unit = (ready.flops / 1e12, "TFLOP/s") if ready.bytes is None else (ready.bytes / 1e9, "GB/s")
+        floor = work / floors[unit] if unit in floors else None
         figures[name] |= {
             "ms": 1e3 * median,
             "best_ms": 1e3 * min(seconds[name]),
             "images_per_s": case.batch / median,
             "gflops": ready.flops / case.batch / 1e9,
             "tflops_per_s": ready.flops / median / 1e12,
-            "floor_ms": 1e3 * floor,
-            "floor_share": floor / median,
+            "floor_ms": None if floor is None else 1e3 * floor,
+            "floor_share": None if floor is None else floor / median,
             "against_dense": None if dense is None else dense / median,
         }
     if "veca" in medians and on_cuda and setting.dtype == torch.bfloat16 and not setting.cls_only:

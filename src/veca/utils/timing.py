@@ -11,12 +11,20 @@ from typing import TypeAlias
 
 import torch
 
+from veca.errors import VecaError
+
 Call: TypeAlias = Callable[[], object]
 
 # Calls shorter than this many seconds are repeated within a sample, so that launch gaps do not count.
 _SHORT_CALL = 1e-3
 _SAMPLE_SECONDS = 5e-3
 _MAX_CALLS = 100
+_LEAST_CPU_SHARE = 0.8
+"""Of the CPU time of all threads: with less, other programs ran too, and a rate is not the machine's."""
+
+
+class BusyMachineError(VecaError, RuntimeError):
+    """A peak rate that could not be measured, because other programs used the CPU."""
 
 
 def measure(
@@ -90,12 +98,23 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
         a, b, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
         product = functools.partial(torch.mm, a, b, out=out)
         # Large is what keeps the machine busy for a while; a CPU without instructions for a dtype is busy very soon.
+        timed(product, device)  # the first call starts threads and libraries
         if side >= 2048 or timed(product, device) >= 0.02:
             return 2 * side**3 / best_seconds(product, device)
         side *= 2
 
 
 def best_seconds(call: Call, device: torch.device, samples: int = 10) -> float:
-    """Seconds of the fastest of some samples, after two to warm up."""
+    """Seconds of the fastest of some samples, after two to warm up; refused on a busy CPU."""
     times = 1 if device.type == "cpu" else 4
-    return min([timed(call, device, times) for _ in range(samples + 2)][2:])
+    timed(call, device, 2 * times)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    best = min(timed(call, device, times) for _ in range(samples))
+    threads = torch.get_num_threads()
+    share = (time.process_time() - start_cpu) / (time.perf_counter() - start) / threads
+    if device.type == "cpu" and share < _LEAST_CPU_SHARE:
+        raise BusyMachineError(
+            f"the machine is busy: this process got {share:.0%} of the CPU time of its {threads} threads. "
+            "Measure again when nothing else runs, or with fewer threads: OMP_NUM_THREADS"
+        )
+    return best
