@@ -19,15 +19,16 @@ def row(
     value: float = 50.0,
     model: str = "runs/small",
     kind: str = "veca",
+    published: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
-    """A whole row; `more` replaces keys of it."""
+    """A whole row, by default of a benchmark; `more` replaces keys of it."""
     about: dict[str, Any] = {"sha256": "5" * 64, "width": 384, "patch": 16}
     if kind == "veca":
         provenance = {"weights": "distilled", "teacher": {"name": "facebook/dinov2-small"}, "step": 1000}
         about |= {"config": SIZES["veca_small"].to_dict(), "provenance": provenance}
     rates, decays = (0.01, 0.1, 1.0), (0.0, 1e-4)
-    return {
+    made = {
         "task": task,
         "model": {"name": model, "kind": kind, "about": about},
         "data": {"name": dataset, "train": 3312, "val": 368, "test": 3669, "classes": None, "fingerprint": "f" * 16},
@@ -51,6 +52,7 @@ def row(
         "date": "2026-01-02T03:04:05+00:00",
         **more,
     }  # fmt: skip
+    return {**made, "protocol": {**(made["protocol"] or {}), "data": {"published": {}} if published else {}}}
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:

@@ -63,6 +63,8 @@ def test_classify_writes_rows_and_a_table(folder: Path, tmp_path: Path) -> None:
     assert "scored on test" in result.output
     assert [(row["size"], row["cores"]) for row in rows(tmp_path)] == [(32, 8), (32, 64), (48, 8), (48, 64)]
     assert all(row["metrics"]["top1"] == 100 for row in rows(tmp_path))
+    assert "100 ± " in result.output
+    assert all(0 < row["interval"]["top1"][0] < row["interval"]["top1"][1] == 100 for row in rows(tmp_path))
     assert rows(tmp_path)[0]["model"]["name"] == str(folder / "model")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "rows").iterdir()}
     assert run(app, [*command, *options]).exit_code == 0

@@ -74,7 +74,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     also={"imagenetv2": {"top1": value - 10, "top5": value + 10}})
             )  # fmt: skip
     name = "facebook/dinov3-vits16-pretrain-lvd1689m"
-    rows.append(row("classify", "imagenet", None, 256, 77.5, name, "transformers", data=IMAGENET, scored_on="val"))
+    other = {"data": IMAGENET, "scored_on": "val", "interval": {"top1": [77.1, 77.9]}}
+    rows.append(row("classify", "imagenet", None, 256, 77.5, name, "transformers", **other))
     write_rows(folder, rows)
     (folder / "rows" / "torn.json").write_text('{"task": "cl')
     path, left_out = write_probe_report(folder)
@@ -187,6 +188,7 @@ def test_like_rows_have_no_notes() -> None:
     assert (found.number.table, found.number.value, list(found.notes)) == ("S10", 77.31, [])
     assert compare_with_paper(parsed("knn", "imagenet", None, 256, 77.5, name, "transformers")) is None
     assert compare_with_paper(parsed("classify", "my-own", 64, 256, 77.5)) is None
+    assert compare_with_paper(parsed(published=False)) is None, "a folder of the user's that is called pets"
     assert compare_with_paper(parsed(value=math.nan)) is None
 
 
@@ -206,10 +208,10 @@ def test_tables_hold_the_numbers_of_the_rows(sweep: Path) -> None:
     assert [line[3] for line in second] == [f"{one.metrics['top1'] - 10:.2f}" for one in rows if one.cores is not None]
     assert next(line[5] for line in second if line[1:3] == ["16", "256"]) == "61.70"
     dense = next(line for line in found if line[0].startswith("facebook/"))
-    assert dense[1:9] == ["–", "256", "77.50", "–", "77.31", "DINOv3-S, 256 px (Table S10)", "+0.19 better", ""]
+    assert dense[1:9] == ["–", "256", "77.50 ± 0.40", "–", "77.31", "DINOv3-S, 256 px (Table S10)", "+0.19 better", ""]
     assert (sweep / "report.md").read_text().count("| −12.31 worse |") == 1
     glance = tables(tree_of(sweep), "At a glance")[0]
-    assert [line[5] for line in glance[1:]] == ["77.50", "64.62"]
+    assert [line[5] for line in glance[1:]] == ["77.50 ± 0.40", "64.62"]
 
 
 def test_csv_holds_the_numbers_of_the_rows(sweep: Path) -> None:
@@ -217,6 +219,7 @@ def test_csv_holds_the_numbers_of_the_rows(sweep: Path) -> None:
     lines = list(csv.DictReader(io.StringIO((sweep / "rows.csv").read_text(encoding="utf-8"))))
     assert len(lines) == 7 + 6
     own = [line for line in lines if not line["head_of"]]
+    assert {(line["top1_low"], line["top1_high"]) for line in lines} == {("", ""), ("77.1", "77.9")}
     assert [float(line["top1"]) for line in own] == [one.value for one in rows]
     assert [line["cores"] for line in own] == ["" if one.cores is None else str(one.cores) for one in rows]
     assert all(json.loads(line["protocol"]) == one.protocol for line, one in zip(own, rows, strict=True))
@@ -478,5 +481,6 @@ def test_labels_stay_apart_when_they_are_cut() -> None:
 
 
 def test_no_paper_no_columns(tmp_path: Path) -> None:
-    write_probe_report(write_rows(tmp_path, [row(dataset="my-own")]))
-    assert tables(tree_of(tmp_path), "my-own · classify, top1")[0][0] == ["model", "C", "px", "top1"]
+    write_probe_report(write_rows(tmp_path, [row(published=False)]))
+    assert tables(tree_of(tmp_path), "pets · classify, top1")[0][0] == ["model", "C", "px", "top1"]
+    assert "What the paper has" not in (tmp_path / "report.html").read_text()

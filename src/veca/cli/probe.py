@@ -148,6 +148,12 @@ def pareto_command(
         common.print_path("Wrote", path)
 
 
+def _spread(row: Row, metric: str) -> str:
+    """Half the width of the confidence interval, of the main metric alone: the table must fit a terminal."""
+    low, high = (row.get("interval") or {}).get(metric, (0, 0))
+    return f" ± {(high - low) / 2:.2g}" if high and metric == row["metric"] else ""
+
+
 def _print_rows(rows: Sequence[Row], folder: Path) -> None:
     """Print the rows as a table with the first three metrics; the files have all of them."""
     first = rows[0]
@@ -166,9 +172,11 @@ def _print_rows(rows: Sequence[Row], folder: Path) -> None:
         table.add_row(
             str(row["size"]), "–" if row["cores"] is None else str(row["cores"]),
             *[f"{row.get('width', 1):g}"] * elastic,
-            *(f"{scores[name]:.4g}" if name in scores else "" for name in columns),
+            *(f"{scores[name]:.4g}{_spread(row, name)}" if name in scores else "" for name in columns),
             *(f"{best[name]:g}" if best else "–" for name in ("rate", "decay")),
             f"{sum(row['seconds'].values()):.1f}",
         )  # fmt: skip
     out.print(table)
+    if any(row.get("interval") for row in rows):
+        out.print("± is half of the 95 % confidence interval, from the number of scored images alone.", soft_wrap=True)
     out.print(f"Rows: {folder / 'rows'}", soft_wrap=True)

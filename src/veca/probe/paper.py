@@ -126,11 +126,15 @@ def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
 
 
 def compare_with_paper(row: ProbeResult, dataset: str | None = None) -> Comparison | None:
-    """A result, or its score on one of its further datasets, beside the paper's nearest number, if there is one."""
+    """A result, or its score on one of its further datasets, beside the paper's nearest number, if there is one.
+
+    Data of the user's is not compared, whatever its name.
+    """
     name = row.dataset if dataset is None else dataset
     metric, metrics = row.on(dataset)
     value, own = metrics.get(metric, math.nan), kin(row.model, row.kind, row.about)
-    quoted = nearest(row.task, name, metric, own, row.cores, row.size) if own and math.isfinite(value) else None
+    comparable = math.isfinite(value) and row.is_published(dataset)
+    quoted = nearest(row.task, name, metric, own, row.cores, row.size) if own and comparable else None
     if own is None or quoted is None:
         return None
     gap = value - quoted.value

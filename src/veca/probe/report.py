@@ -8,7 +8,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,10 @@ class Group:
     rows: Sequence[ProbeResult]
     series: Sequence[Series]
 
+    @property
+    def is_published(self) -> bool:
+        return any(row.is_published() for row in self.rows)
+
     def varies(self, key: Literal["cores", "size"]) -> bool:
         return len({getattr(row, key) for row in self.rows} - {None}) > 1
 
@@ -78,7 +82,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
             "curves": draw_curves(group),
             "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
             "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
-            "paper": paper.find(group.task, group.dataset, group.metric),
+            "paper": paper.find(group.task, group.dataset, group.metric) if group.is_published else [],
         }
         for group in groups
     ]
@@ -350,15 +354,26 @@ def rows_csv(rows: Sequence[ProbeResult]) -> str:
     """One line for each result and, after it, for each further dataset that its head was scored on."""
     scored = [(row, other, row.on(other)[1]) for row in rows for other in (None, *row.also)]
     names = list(dict.fromkeys(name for _, _, values in scored for name in values))
+    bounded = list(dict.fromkeys(name for row in rows for name in row.interval))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     # A metric that a result does not have is an empty cell.
-    lines = [[*_csv_columns(row, other).values(), *map(values.get, names)] for row, other, values in scored]
-    header: list[object] = [*_csv_columns(rows[0], None), *names]
+    lines = [
+        [*_csv_columns(row, other).values(), *map(values.get, names), *_ends(row, other, bounded)]
+        for row, other, values in scored
+    ]
+    ends = [f"{name}_{end}" for name in bounded for end in ("low", "high")]
+    header: list[object] = [*_csv_columns(rows[0], None), *names, *ends]
     for line in [header, *lines]:
         # Text that a spreadsheet would run as a formula gets a quote before it.
         writer.writerow(f"'{v}" if isinstance(v, str) and v[:1] in ("=", "+", "-", "@") else v for v in line)
     return text.getvalue()
+
+
+def _ends(row: ProbeResult, other: str | None, metrics: Sequence[str]) -> Iterator[float | None]:
+    """Both ends of the confidence interval of each metric; only scores on the row's own dataset have them."""
+    for metric in metrics:
+        yield from (row.interval.get(metric) if other is None else None) or (None, None)
 
 
 def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:

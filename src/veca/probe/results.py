@@ -50,6 +50,8 @@ class ProbeResult(Settings):
     """Score of the best head at each validation, on `val`."""
     protocol: dict[str, Any] = field(default_factory=dict)
     gallery: tuple[dict[str, str], ...] = ()
+    interval: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """95 % confidence intervals of those of `metrics` that are accuracies."""
     also: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metrics on further datasets, by the same head."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -82,6 +84,19 @@ class ProbeResult(Settings):
             return self.metric, self.metrics
         metrics = self.also[dataset]
         return self.metric if self.metric in metrics else next(iter(metrics), self.metric), metrics
+
+    def is_published(self, dataset: str | None = None) -> bool:
+        """Whether the dataset, or one of those in `also`, is a benchmark; data of the user's may have the same name."""
+        about = self.protocol.get("data")
+        if dataset is not None:  # rows of earlier versions do not say it of further datasets
+            about = json_value(self.protocol.get("also_data"), dict).get(dataset, about)
+        return "published" in json_value(about, dict)
+
+    def text(self, metric: str) -> str:
+        """A metric as text, with half the width of its confidence interval, if it has one."""
+        low, high = self.interval.get(metric, (math.nan, math.nan))
+        spread = "" if math.isnan(low) else f" ± {metric_text(metric, (high - low) / 2)}"
+        return metric_text(metric, self.metrics.get(metric, math.nan)) + spread
 
     def sweep_note(self) -> str:
         """Says so if the best rate is at the end of the sweep, where a wider one might do better."""

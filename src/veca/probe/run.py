@@ -32,7 +32,7 @@ from veca.data.records import DecodeChoice
 from veca.errors import ArgumentError
 from veca.heads.features import Extraction, FeatureKind, FrozenBackbone, digest_of, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, LinearHead, score, score_valid_labels, train_linear
-from veca.heads.metrics import average_precision, percent_by_class, top_k_accuracy, top_k_hits
+from veca.heads.metrics import average_precision, percent_by_class, top_k_accuracy, top_k_hits, wilson_interval
 from veca.probe.results import SCHEMA, SPLITS
 from veca.utils.console import bar
 from veca.utils.device import describe_versions
@@ -145,7 +145,8 @@ def knn(backbone: FrozenBackbone, data: ProbeData, out: Path, settings: KnnSetti
         voting, queries = features(data, *voters), features(data, data.report)
         accuracies = knn_accuracy(voting, queries, settings.ks, settings.temperature, backbone.device)
         metrics = {"top1": accuracies[settings.ks[-1]], **{f"top1_k{k}": value for k, value in accuracies.items()}}
-        return {"metric": "top1", "metrics": _to_percent(metrics)}
+        interval = _accuracy_intervals(metrics, len(queries[1]))
+        return {"metric": "top1", "metrics": _to_percent(metrics), "interval": interval}
 
     compute = partial(_probe_features, probe, settings.feature)
     return run_probe(job, protocol, compute, warn)
@@ -210,6 +211,7 @@ def _probe_linear(settings: ClassifySettings, job: Job, features: LoadFeatures) 
     return {
         "metric": "mAP" if multilabel else "top1",
         "metrics": _to_percent(metrics),
+        "interval": _accuracy_intervals(metrics, len(test[1])),
         "per_class": percent_by_class(data.classes, per_class.tolist()),
         "best": {**heads[sweep.best], "epoch": sweep.best_epoch},
         "sweep": [{**head, "val": value} for head, value in zip(heads, scores, strict=True)],
@@ -240,6 +242,13 @@ def _score_other(head: LinearHead, other: ProbeData, features: LoadFeatures) -> 
 
 def _to_percent(shares: dict[str, float]) -> dict[str, float]:
     return {name: round(100 * value, 4) for name, value in shares.items()}
+
+
+def _accuracy_intervals(metrics: Mapping[str, float], count: int) -> dict[str, list[float]] | None:
+    """95 % confidence intervals in percent of the accuracies over `count` images; None: no metric is one."""
+    accuracies = {name: share for name, share in metrics.items() if name.startswith("top")}
+    ends = {name: wilson_interval(share, count) for name, share in accuracies.items()}
+    return {name: [round(100 * end, 4) for end in pair] for name, pair in ends.items()} or None
 
 
 def neighbours(train: Tensor, queries: Tensor, k: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -370,6 +379,7 @@ class Job:
         data, backbone = self.data, self.backbone
         counts = {split: len(data.splits.get(split, ())) for split in SPLITS}
         protocol = {**self.protocol, "data": data.protocol, "decode": self.reader.decode, **backbone.running}
+        protocol |= {"also_data": {other.name: other.protocol for other in self.also}} if self.also else {}
         protocol |= {"skipped": dict(skipped)} if skipped else {}
         protocol |= {"problems": data.problems} if data.problems else {}
         row: Row = {
@@ -379,8 +389,9 @@ class Job:
             "data": {"name": data.name, **counts, "classes": data.classes or None, "fingerprint": data.fingerprint},
             "cores": self.cores, "size": self.size, "grid": None, "seed": self.settings.seed, "scored_on": data.report,
             # None: what a task does not have.
-            **dict.fromkeys(("metric", "metrics", "per_class", "best", "sweep", "curve")), "protocol": protocol,
-            "gallery": None, "also": None, "versions": describe_versions(backbone.device), **values,
+            **dict.fromkeys(("metric", "metrics", "interval", "per_class", "best", "sweep", "curve")),
+            "protocol": protocol, "gallery": None, "also": None, "versions": describe_versions(backbone.device),
+            **values,
             "seconds": {name: round(value, 3) for name, value in values["seconds"].items()},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
