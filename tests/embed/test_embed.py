@@ -158,11 +158,15 @@ def test_native_sizes_up_to_a_number_of_patches(tmp_path, model, monkeypatch):
 def test_the_command_says_how_many_images_were_shrunk(tmp_path, model):
     veca.save(model, tmp_path / "model")
     Image.new("RGB", (400, 300)).save(tmp_path / "photo.png")
-    options = ["--model", str(tmp_path / "model"), "--fit", "native", "--max-patches", "20", "--workers", "0"]
-    command = ["embed", str(tmp_path / "photo.png"), "--out", str(tmp_path / "f.parquet"), *options, "--device", "cpu"]
-    result = CliRunner().invoke(app, [*command, "--no-progress"])
+    options = ["--model", str(tmp_path / "model"), "--workers", "0", "--device", "cpu", "--no-progress", "--overwrite"]
+    command = ["embed", str(tmp_path / "photo.png"), "--out", str(tmp_path / "new" / "f.parquet"), *options]
+    result = CliRunner().invoke(app, [*command, "--fit", "native", "--max-patches", "20"])
     assert result.exit_code == 0, result.output
+    assert f"Made the folder {tmp_path / 'new'}\n" in result.output
     assert "1 image had more than the 20 patches allowed and was shrunk; --max-patches sets the limit" in result.output
+    result = CliRunner().invoke(app, [*command, "--size", "64"])
+    assert "1 image of 1 larger than 64 px: the model is shown 64×64, the sides cut off; --fit native" in result.output
+    assert "Made the folder" not in result.output
 
 
 def test_the_table_says_what_it_holds(photos, tmp_path, model):

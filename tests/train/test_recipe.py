@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+import veca
+from veca.cli.main import app
 from veca.train.recipe import Recipe, RecipeError, load_recipe
 
 ELASTIC = {"overrides": {"widths": [1, 0.75, 0.5, 0.25]}}
@@ -157,7 +160,7 @@ def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, messag
 
 def test_a_wrong_name_shows_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("batch: 64\n")
-    with pytest.raises(RecipeError, match=r"smal.yaml: no such recipe. There: small.yaml"):
+    with pytest.raises(RecipeError, match=r"smal.yaml: no such recipe .did you mean 'small'.*: small.yaml"):
         load_recipe(tmp_path / "smal.yaml")
     with pytest.raises(RecipeError, match="no such recipe"):
         load_recipe(tmp_path / "nowhere" / "smal.yaml")
@@ -174,3 +177,12 @@ def test_several_teachers_run_live() -> None:
     values = {"teacher": {"resident": "float8"}, "data": {"resident": 288, "augment": "flip"}}
     with pytest.raises(RecipeError, match=r"teachers=.*other.*: must be empty with teacher.resident"):
         Recipe.from_dict({**values, "teachers": [{"name": "other"}]})
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = Path(veca.__file__).parents[2] / "recipes" / "quick.yaml"
+    result = CliRunner().invoke(app, ["distill", str(quick), "--set", "data.train=nowhere", "--device", "cpu"])
+    assert "'nowhere': no such file" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+    assert "quick.yaml" in str(CliRunner().invoke(app, ["distill"]).exception)

@@ -13,7 +13,7 @@ from veca.errors import ArgumentError, needs_extra
 
 
 def distill_command(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, as recipes/small-stage1.yaml.")],
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe, as recipes/small-stage1.yaml.")] = None,
     to: Annotated[Path | None, opt.option("distill.out")] = None,
     changes: opt.Changes = None,
     device: opt.Device = "auto",
@@ -34,8 +34,10 @@ def distill_command(
     with needs_extra("training needs", "train"):
         from veca.train.distill import distill
         from veca.train.plan import show_plan
-        from veca.train.recipe import load_recipe
+        from veca.train.recipe import describe_recipes, list_recipes, load_recipe
 
+    if recipe is None:
+        raise ArgumentError(f"name a recipe: veca distill recipes/quick.yaml. {describe_recipes(list_recipes(Path()))}")
     settings = load_recipe(recipe, changes or [])
     common.register_timm_models(settings.teacher.name)
     folder = to or Path("runs") / recipe.stem

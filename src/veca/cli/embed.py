@@ -1,5 +1,6 @@
 """`veca embed`: features of many images."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -7,10 +8,12 @@ import typer
 from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
 from veca.cli.common import check_sources, choose_compute, load_model, out, resumable, warn, with_settings
-from veca.embed import EmbedSettings, Precision, SaveDtype, embed
+from veca.data.remote import is_remote
+from veca.embed import EmbedReport, EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
 from veca.embed.ray_engine import Engine
 from veca.errors import ArgumentError
+from veca.images import Fit
 
 SETTINGS_OPTIONS = {
     "cores": opt.Cores,
@@ -58,6 +61,8 @@ def _run_embed(
     on_ray = engine == "ray"
     if not on_ray and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
+    folder = Path(to).parent
+    is_new = not is_remote(to) and not folder.exists()
     with resumable("Interrupted. The same command continues where this one stopped."):
         loaded = load_model(model, "cpu" if on_ray else device)
         if compute is not None:
@@ -70,6 +75,8 @@ def _run_embed(
             workers=workers, overwrite=overwrite,
             skip_nonfinite=skip_nonfinite, ignore_dates=ignore_dates, progress=progress,
         )  # fmt: skip
+    if is_new:
+        out.print(f"Made the folder {folder}", soft_wrap=True)
     resumed = report.resumed - report.resumed_failures
     earlier = f", {resumed:,} of them in an earlier run" if resumed else ""
     count = f"{report.pictures:,} image{'s' * (report.pictures != 1)}"
@@ -80,12 +87,23 @@ def _run_embed(
             f"{report.how}. Images/s of each stage: {rates}; {report.bottleneck} is the bottleneck", soft_wrap=True
         )
     if report.shrunk:
-        many = report.shrunk != 1
-        what = f"{report.shrunk:,} image{'s' * many} had more than the {report.max_patches:,} patches allowed"
-        out.print(f"{what} and {'were' if many else 'was'} shrunk; --max-patches sets the limit", soft_wrap=True)
+        out.print(_describe_shrunk(report, values["size"], values["fit"]), soft_wrap=True)
     if report.failures:
         warn(f"{report.failures:,} failed: see {report.out}.failures.csv")
         raise typer.Exit(3)
+
+
+def _describe_shrunk(report: EmbedReport, size: int, fit: Fit) -> str:
+    """What became of images that were larger than what the model is shown, and how to show it more."""
+    many = report.shrunk != 1
+    images = f"{report.shrunk:,} image{'s' * many}"
+    if fit == "native":
+        were = f"and {'were' if many else 'was'} shrunk; --max-patches sets the limit"
+        return f"{images} had more than the {report.max_patches:,} patches allowed {were}"
+    seen = {"crop": f"{size}×{size}, the sides cut off", "stretch": f"{size}×{size}, the aspect ratio lost"}
+    kept = "a larger --size shows more" if fit in ("keep", "pad") else "--fit native shows the whole image"
+    shown = seen.get(fit, f"a short side of {size}")
+    return f"{images} of {report.pictures:,} larger than {size} px: the model is shown {shown}; {kept}"
 
 
 embed_command = with_settings(_run_embed, SETTINGS_OPTIONS, EmbedSettings)

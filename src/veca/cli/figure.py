@@ -14,6 +14,7 @@ from veca.inspect import figures
 from veca.inspect.figure_layout import FeatureFunction, check_out, write_figure
 from veca.inspect.projections import ProjectionMethod
 from veca.model import Veca
+from veca.utils.console import bar
 
 figure_app = common.make_group(
     "Draw what a model does with images.\n\nLayers, cores and patches are numbered from 1.\n\n"
@@ -78,12 +79,16 @@ def _run_figure(
         loaded.width, name = width, f"{name}, width {width:g}"
     if "budgets" in values:
         values["budgets"] = trained_budgets(values["budgets"], loaded)
-    with common.err.status("opening images") as status:
-        if values.get("beside"):
-            values["beside"] = {name: _load_backbone(name, loaded) for name in values["beside"]}
-        log = lambda text: status.update(common.err.render_str(text))  # noqa: E731
-        figure = draw(loaded, images, name=name, say=log, **values)
-        status.update("writing")
+    if values.get("beside"):
+        values["beside"] = {name: _load_backbone(name, loaded) for name in values["beside"]}
+    with bar(f"{kind}: opening images", None, "steps", common.err.is_terminal) as advance:
+
+        def show_step(text: str) -> None:
+            advance.describe(f"{kind}: {text}")
+            advance(1)
+
+        figure = draw(loaded, images, name=name, say=show_step, **values)
+        advance.describe(f"{kind}: writing")
         write_figure(figure, to)
     print_path("Figure", to)
 

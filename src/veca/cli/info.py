@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from rich.table import Table
@@ -38,7 +39,8 @@ def info_command(
     if not config.patch_size <= size <= MAX_SIDE or size % config.patch_size:
         raise ArgumentError(f"size={quoted(size)}: must be a multiple of {config.patch_size} up to {MAX_SIDE:,}")
     if cores is not None and not 1 <= cores <= config.num_cores:
-        raise ArgumentError(f"cores={quoted(cores)}; a budget is an integer from 1 to {config.num_cores}")
+        rule = f"a budget is an integer from 1 to {config.num_cores}; leave it out for every trained one"
+        raise ArgumentError(f"cores={quoted(cores)}; {rule}")
     resolve_width(width, config, set())
     budgets, widths = [cores] if cores else config.budgets, config.widths if width is None else [width]
     settings = {f"{c}" if w == 1 else f"{c}, width {w:g}": (c, w) for w in widths for c in budgets}
@@ -59,10 +61,8 @@ def info_command(
     table.add_row("parameters", f"{facts['parameters']:,} ({facts['dtype']})")
     weights = {"weights": phrase} if (phrase := origin(loaded.provenance)) else {}
     described = {**config.to_dict(), **loaded.provenance, **weights}
-    for key, value in ((key, value) for key, value in described.items() if key != TABLE_KEY):
-        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        text = text if len(text) <= 100 else f"{text[:80]}… (all of it: --json)"
-        table.add_row(_cell(key.replace("_", " ")), printable(text))
+    for key, text in _describe_facts({key: value for key, value in described.items() if key != TABLE_KEY}):
+        table.add_row(_cell(key), text if len(text) <= 100 else f"{text[:80]}… (all of it: --json)")
     for setting, gflops in facts["gflops"].items():
         table.add_row(f"GFLOPs, {size} px, C = {setting}", f"{gflops:,.2f}")
     for share, choice in facts["compute"].items():
@@ -73,6 +73,38 @@ def info_command(
     if loaded.quality_cost:
         print_cost_table(loaded.quality_cost)
     warn_if_random(loaded.provenance, model)
+
+
+def _describe_facts(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Facts by name, as text. Sections of a section, as of a recipe, are named SECTION: PART; deeper ones stay in line.
+
+    >>> list(_describe_facts({"step": 9000, "recipe": {"batch": 64, "ema": None, "schedule": {"peak": 0.001}}}))
+    [('step', '9,000'), ('recipe', 'batch 64'), ('recipe: schedule', 'peak 0.001')]
+    """
+    for key, value in facts.items():
+        name = prefix + printable(str(key)).replace("_", " ")
+        parts = value if isinstance(value, Mapping) and not prefix else {}
+        sections = {part: inner for part, inner in parts.items() if isinstance(inner, Mapping) and inner}
+        rest = {part: inner for part, inner in parts.items() if part not in sections} if sections else value
+        if text := _describe_value(rest):
+            yield name, text
+        yield from _describe_facts(sections, f"{name}: ")
+
+
+def _describe_value(value: Any, separator: str = ", ") -> str:
+    """A value of JSON as a phrase, without what is empty or null; items of a list are separated by `separator`."""
+    if isinstance(value, Mapping):
+        parts = {printable(str(key)).replace("_", " "): _describe_value(each, " ") for key, each in value.items()}
+        nested = [printable(str(key)).replace("_", " ") for key, each in value.items() if isinstance(each, Mapping)]
+        phrases = {key: f"({text})" if key in nested else text for key, text in parts.items() if text}
+        return ", ".join(f"{key}{':' * key.isdigit()} {text}" for key, text in phrases.items())
+    if isinstance(value, list | tuple):
+        return separator.join(filter(None, map(_describe_value, value)))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return "" if value is None else printable(str(value))
 
 
 def _describe_choice(model: Veca, compute: float, size: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ _PARSERS = {
     "ints": _list_parser(int, _WHOLE_NUMBERS),
     "floats": _list_parser(float, "numbers separated by commas, none below 0, as 0.1,0.01"),
     "words": _list_parser(str, "names separated by commas"),
-    "patches": _list_parser(_parse_patch, "ROWxCOLUMN, as 8x5, several separated by commas"),
+    "patches": _list_parser(_parse_patch, "ROWxCOLUMN, both counted from 1, as 8x5; several separated by commas"),
 }
 
 Model = Annotated[str, option("model")]

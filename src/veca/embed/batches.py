@@ -115,7 +115,11 @@ class EmbedJob:
         return ImageShape((*grid, cores), batch, self.feature_bytes(height, width), 3 * height * width)
 
     def is_shrunk(self, sizes: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which images of (width, height) have more than `max_patches` patches."""
+        """Which images of (width, height) lose pixels: of more than `max_patches` patches, or larger than `size`."""
+        size, fit = self.settings.size, self.settings.fit
+        if fit != "native":
+            larger: NDArray[np.bool_] = (sizes.max(axis=1) if fit in ("crop", "stretch") else sizes.min(axis=1)) > size
+            return larger
         patches = np.maximum(1, np.floor(sizes / self.config.patch_size + 0.5))
         shrunk: NDArray[np.bool_] = patches.prod(axis=1) > cast(int, self.settings.max_patches)
         return shrunk
@@ -406,8 +410,7 @@ class PartitionWriter:
             writer.write_table(make_table(good, self.model.schema))
             state.groups.append(state.part)
         state.pictures += sum(map(len, good))
-        if self.job.settings.max_patches is not None:
-            state.shrunk += sum(int(self.job.is_shrunk(rows.sizes).sum()) for rows in good)
+        state.shrunk += sum(int(self.job.is_shrunk(rows.sizes).sum()) for rows in good)
         state.failures += [(rows.names[i], rows.errors[i]) for rows in pieces for i in sorted(rows.errors)]
         state.end += sum(map(len, pieces))
         state.part_bytes += sum(len(rows) * rows.shape.feature_bytes for rows in pieces if rows.shape)

@@ -74,7 +74,7 @@ class EmbedSettings(Settings):
         """These settings with every None filled in; raises EmbedError if the model cannot run with them."""
         bank, step = model.config.num_cores, math.lcm(model.config.patch_size, PATCH)
         budget = bank if self.cores is None else self.cores
-        self.require("cores", 1 <= budget <= bank, f"from 1 to {bank}, or None for all {bank}")
+        self.require("cores", 1 <= budget <= bank, f"from 1 to {bank}; leave it out for all {bank}")
         nearest = max(step, round(self.size / step) * step)
         self.require("size", self.size % step == 0, f"a multiple of {step}. Nearest: {nearest}")
         save_dtype = self.save_dtype or ("float16" if self.dense else "float32")
@@ -110,6 +110,6 @@ class EmbedReport(NamedTuple):
     how: str = ""
     """Batch size, processes and decoder, in words."""
     shrunk: int = 0
-    """Images among `pictures` that had more than `max_patches` patches."""
+    """Images among `pictures` that lost pixels: larger than the size, or with fit "native" than `max_patches`."""
     max_patches: int | None = None
     """Limit of fit "native"."""

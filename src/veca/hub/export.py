@@ -335,7 +335,7 @@ def _find_problems(model: Veca, cores: int, size: ImageSize | None, form: Export
     if model.coordinate_alpha.is_meta:
         yield "the model is on the meta device and has no weights; load them first"
     if not is_budget(cores, num_cores):
-        yield f"cores={cores!r}; a budget is an integer from 1 to {num_cores}"
+        yield f"cores={cores!r}; a budget is an integer from 1 to {num_cores}; leave it out for all {num_cores}"
     if size is not None and (min(size) < patch or any(side % patch for side in size)):
         near = "x".join(map(str, nearest_sizes(*size, patch)))
         yield f"size {size[0]}x{size[1]}: sides must be positive multiples of {patch}. Nearest: {near}"

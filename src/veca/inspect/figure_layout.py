@@ -116,7 +116,8 @@ def choose_budgets(model: Veca, budgets: Sequence[int] | None, default: Sequence
     chosen, num_cores = default if budgets is None else budgets, model.config.num_cores
     for budget in chosen:
         if not is_budget(budget, num_cores):
-            raise ArgumentError(f"cores={budget!r}; a budget is an integer from 1 to {num_cores}")
+            rule = f"a budget is an integer from 1 to {num_cores}; take one of these, or leave it out"
+            raise ArgumentError(f"cores={budget!r}; {rule}")
     return sorted(set(choose_numbers("budget", chosen, (), num_cores, "")))
 
 

@@ -248,7 +248,7 @@ def _choose_patches(photo: layout.Photo, grid: tuple[int, int], patches: Sequenc
     for patch in patches or ():
         if len(patch) != 2 or not all(1 <= number <= side for number, side in zip(patch, grid, strict=True)):
             rule = f"whose rows are numbered 1 to {grid[0]} and columns 1 to {grid[1]}: name a patch within these"
-            raise ArgumentError(f"patch {','.join(map(str, patch))} is outside the grid of {photo.name}, {rule}")
+            raise ArgumentError(f"patch {'x'.join(map(str, patch))} is outside the grid of {photo.name}, {rule}")
     return [(grid[0] // 2 + 1, grid[1] // 2 + 1)] if patches is None else list(patches)
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from veca.errors import ArgumentError, VecaError
 from veca.model import Veca
 from veca.utils.device import choose_device
-from veca.utils.files import check_utf8, check_writable, locked
+from veca.utils.files import check_utf8, check_writable, locked, remove_empty
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=20)
 """How long a process waits for the others before it assumes that one is lost."""
@@ -91,6 +91,7 @@ def run_folder(folder: Path, world: World) -> Iterator[None]:
         if world.first:
             try:
                 check_utf8(folder)
+                stack.enter_context(remove_empty(folder))
                 check_writable(folder, folder=True)
                 stack.enter_context(locked(folder))
             except (VecaError, OSError) as error:

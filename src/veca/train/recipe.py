@@ -14,6 +14,7 @@ from veca.config import MlpWidth, VecaConfig, get_config
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS
 from veca.utils.settings import Bounds, Positive, Settings, parse_yaml
+from veca.utils.text import did_you_mean
 
 _Share = Annotated[float, Bounds(ge=0, le=1)]
 Setting = tuple[int, float]
@@ -367,15 +368,28 @@ class Recipe(RecipeSection):
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
 
+def list_recipes(folder: Path) -> list[Path]:
+    """Recipes in a folder; those of a source tree, in `recipes/`, where it has none."""
+    shipped = Path("recipes"), Path(__file__).parents[3] / "recipes"
+    return next((names for each in (folder, *shipped) if (names := sorted(each.glob("*.y*ml")))), [])
+
+
+def describe_recipes(names: Sequence[Path]) -> str:
+    """A sentence that names recipes to choose from."""
+    if not names:
+        return "veca's own are in the folder recipes/ of its source: clone it, or write one (docs/training.md)"
+    return f"In {names[0].parent}: {', '.join(name.name for name in names)}"
+
+
 def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """Read a recipe file; `changes` are `key=value` as in `--set schedule.peak=2e-4`, the value in YAML."""
     path = Path(path)
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        names = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        hint = f". There: {', '.join(names)}" if names else ""
-        raise RecipeError(f"{path}: no such recipe{hint}") from error
+        names = list_recipes(path.parent)
+        close = did_you_mean(path.stem, [name.stem for name in names])
+        raise RecipeError(f"{path}: no such recipe{close}. {describe_recipes(names)}") from error
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):

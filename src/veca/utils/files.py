@@ -37,6 +37,20 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
         raise ArgumentError(f"{path} cannot be written ({parent}: {reason}); choose another place") from error
 
 
+@contextmanager
+def remove_empty(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """If the block fails, remove the folder and those above it that it created, as far as they are empty."""
+    path = Path(folder).absolute()
+    created = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty, or never created
+            for each in created:
+                each.rmdir()
+        raise
+
+
 def check_utf8(path: str | os.PathLike[str]) -> None:
     """Raise ArgumentError if the name is not UTF-8: pyarrow and safetensors cannot open such files."""
     try:
