@@ -621,7 +621,7 @@ def test_command_says_that_weights_are_random(photos, tmp_path):
         (["layers", "broken.png"], "broken.png"),
         (["layers", "b.png", "--layers", "9"], "layer 9: the model has layers 1 to 3"),
         (["cores", "b.png", "--cores", "8", "--show", "9"], "core 9: with a budget of 8"),
-        (["similarity", "b.png", "--patch", "40x1"], "patch 40,1 is outside the grid of b.png"),
+        (["similarity", "b.png", "--patch", "40x1"], "patch 40x1 is outside the grid of b.png"),
         (["states", "b.png", "--size", "100"], "size is 100"),
         (["paths", "b.png", "--model", "nowhere"], "nowhere: no such file or folder"),
     ],

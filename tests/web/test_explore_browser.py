@@ -135,14 +135,14 @@ FEATURES, SIMILAR, LOOKS, BARS = (f".{name} canvas" for name in ("features", "si
 
 def test_samples_and_sliders_change_what_is_shown(visit: Visit) -> None:
     visit.open()
-    visit.shown("astronaut 64 256 2")
+    visit.shown("astronaut 64 512 2")
     assert "random" not in visit.page.inner_text("#notice"), "these weights are not announced as random"
     visit.page.click("#samples button[value=chelsea]")
-    visit.shown("chelsea 64 256 2")
+    visit.shown("chelsea 64 512 2")
     assert visit.page.get_attribute("#samples button[value=chelsea]", "aria-pressed") == "true"
     before = visit.pixels(FEATURES)
     visit.slide(".cores", 0)
-    visit.shown("chelsea 8 256 2")
+    visit.shown("chelsea 8 512 2")
     few = visit.pixels(FEATURES)
     assert few != before, "another budget has other features"
     visit.slide(".size", 0)
@@ -184,7 +184,9 @@ def test_models_of_several_widths_have_a_slider_for_them(visit: Visit) -> None:
 def test_patches_are_hovered_and_held_and_cores_picked(visit: Visit) -> None:
     visit.open("picture=coffee&size=128&cores=16&overlay=60")
     visit.shown("coffee 16 128 2")
-    assert visit.page.inner_text(".similar figcaption span") == "point at one"
+    assert " to " in visit.page.inner_text(".similar figcaption span"), "a patch is chosen from the start"
+    visit.page.keyboard.press("Escape")
+    visit.until("document.querySelector('.similar span').textContent === 'point at one'")
     box = visit.page.locator(FEATURES).bounding_box()
     visit.page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.4)
     visit.until("document.querySelector('.similar span').textContent.includes(' to ')")
@@ -218,10 +220,10 @@ def test_patches_are_hovered_and_held_and_cores_picked(visit: Visit) -> None:
 def test_panes_share_a_cursor_and_a_link_restores_them(visit: Visit, browser: Any, address: str) -> None:
     visit.open("picture=astronaut&size=128")
     visit.page.click("#compare")
-    visit.shown("astronaut 32 256 2", pane=1)
+    visit.shown("astronaut 32 512 2", pane=1)
     visit.page.locator(".pane:nth-child(2) select").select_option("tiny")
     visit.page.locator(".pane:nth-child(2) .cores").fill("0")
-    visit.shown("astronaut 8 256 2", pane=1)
+    visit.shown("astronaut 8 512 2", pane=1)
     visit.page.locator(f".pane:nth-child(2) {FEATURES}").click(position={"x": 40, "y": 40})
     for pane in (1, 2):
         caption = visit.page.locator(f".pane:nth-child({pane}) .similar span")
@@ -231,7 +233,7 @@ def test_panes_share_a_cursor_and_a_link_restores_them(visit: Visit, browser: An
     told = [visit.page.locator(".listens span").nth(i).inner_text() for i in range(2)]
     again = Visit(browser.new_page(viewport=DESKTOP), address).open(visit.page.url.partition("#")[2])
     again.shown("astronaut 64 128 2")
-    again.shown("astronaut 8 256 2", pane=1)
+    again.shown("astronaut 8 512 2", pane=1)
     assert [again.page.locator(".listens span").nth(i).inner_text() for i in range(2)] == told
     again.page.close()
     assert again.complaints == []
@@ -269,6 +271,18 @@ def test_a_dropped_image_is_shown_and_a_broken_one_refused(visit: Visit) -> None
     )
     visit.page.wait_for_selector("#samples button[title='pasted.png'][aria-pressed=true]")
     assert visit.page.is_hidden("#problem")
+
+
+def test_a_link_to_an_expired_upload_shows_a_sample(visit: Visit) -> None:
+    visit.open(f"picture={'a' * 32}&size=128")
+    visit.shown("astronaut 64 128 2")
+    assert "no longer on the server" in visit.page.inner_text("#status")
+    assert visit.page.is_hidden("#problem")
+    assert all("404" in text for text in visit.complaints), "Chromium itself reports every answer of that kind"
+    visit.complaints.clear()
+    visit.page.click("#share")
+    visit.until("document.querySelector('#status').textContent.match(/copied|Copy/)")
+    visit.until("!document.querySelector('#status').textContent")
 
 
 def test_everything_works_with_the_keyboard_only(visit: Visit) -> None:
@@ -331,10 +345,12 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touc
 def test_the_page_fits_a_phone(visit: Visit) -> None:
     visit.open("picture=coffee&size=128")
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing has to be scrolled sideways"
+    costs, controls = (visit.page.locator(selector).bounding_box() for selector in (".numbers", ".controls"))
+    assert costs["y"] + costs["height"] < controls["y"], "the costs are seen without scrolling"
     visit.page.locator(FEATURES).tap()
     visit.until("document.querySelector('.similar span').textContent.includes(' to ')")
     visit.page.tap("#compare")
-    visit.shown("coffee 32 256 2", pane=1)
+    visit.shown("coffee 32 512 2", pane=1)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
     red, green, blue = visit.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(red, green, blue) < 64, "dark where dark is wished for"

@@ -153,12 +153,12 @@ export function drawFigure(panes, title, notice) {
   const [width, top] = [2 * margin + 3 * cell + 2 * gap, notice ? 190 : 150];
   const canvas = document.createElement("canvas");
   canvas.width = width;
-  canvas.height = top + rows.reduce((sum, height) => sum + height + 150, 0);
+  canvas.height = top + rows.reduce((sum, height) => sum + height + 176, 0);
   const context = canvas.getContext("2d");
-  const write = (text, x, y, font, colour) => {
+  const write = (text, x, y, font, colour, most = width - margin - x) => {
     context.font = font;
     context.fillStyle = colour;
-    context.fillText(text, x, y);
+    context.fillText(text, x, y, most);
   };
   context.fillStyle = "#fbfaf6";
   context.fillRect(0, 0, width, canvas.height);
@@ -171,10 +171,14 @@ export function drawFigure(panes, title, notice) {
     pane.maps.forEach(({ canvas: map, label, text }, j) => {
       const x = margin + j * (cell + gap);
       context.drawImage(map, x, y + 56, cell, rows[i]);
-      write(label, x, y + rows[i] + 86, `600 20px ${body}`, "#22211e");
-      write(text, x + context.measureText(`${label}  `).width, y + rows[i] + 86, `20px ${body}`, "#6a675f");
+      const base = y + rows[i] + 86;
+      write(label, x, base, `600 20px ${body}`, "#22211e", cell);
+      const beside = context.measureText(`${label}  `).width;
+      context.font = `20px ${body}`;
+      const fits = beside + context.measureText(text).width <= cell; // else on a line of its own
+      write(text, x + fits * beside, base + !fits * 27, `20px ${body}`, "#6a675f", cell);
     });
-    y += rows[i] + 150;
+    y += rows[i] + 176;
   });
   return canvas;
 }

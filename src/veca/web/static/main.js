@@ -14,10 +14,10 @@ $("ramp").style.background = `linear-gradient(90deg, ${about.heat.join(", ")})`;
 
 const maxLayers = () => Math.max(...panes.map((pane) => pane.model.layers));
 const first = about.models[0];
-const shared = { picture: null, photo: null, opacity: 0.8, layer: Math.round(first.layers * 0.75), core: null, at: null, held: false };
+const shared = { picture: null, photo: null, opacity: 0.8, layer: Math.round(first.layers * 0.75), core: null, at: [0.5, 0.5], held: false };
 const settings = [
-  { model: first.name, cores: first.budgets.at(-1), width: 1, size: 256 },
-  { model: (about.models[1] ?? first).name, cores: (about.models[1] ?? first).budgets[about.models[1] ? about.models[1].budgets.length - 1 : 0], width: 1, size: 256 },
+  { model: first.name, cores: first.budgets.at(-1), width: 1, size: 512 },
+  { model: (about.models[1] ?? first).name, cores: (about.models[1] ?? first).budgets[about.models[1] ? about.models[1].budgets.length - 1 : 0], width: 1, size: 512 },
 ];
 let compare = false;
 let panes = [];
@@ -61,6 +61,13 @@ function showError(error) {
   box.querySelector("span").textContent = error instanceof RequestError ? error.message : "Something went wrong: reload the page.";
   box.hidden = false;
   if (!(error instanceof RequestError)) throw error;
+}
+
+// A text at the bottom, for some seconds or until the next one.
+function showStatus(text, seconds = 0) {
+  clearTimeout(showStatus.timer);
+  $("status").textContent = text;
+  if (seconds) showStatus.timer = setTimeout(() => showStatus(""), 1000 * seconds);
 }
 
 const hideError = () => ($("problem").hidden = true);
@@ -187,7 +194,7 @@ async function show(picture) {
   for (const pane of panes) pane.draw();
   showCore();
   performance.mark("veca-picture", { detail: picture.id });
-  $("status").textContent = picture.cut ? "The picture was cropped: its long side is at most twice its short side." : "";
+  showStatus(picture.cut ? "The picture was cropped: its long side is at most twice its short side." : "", 8);
   updateAddress();
 }
 
@@ -196,17 +203,31 @@ async function choose(id) {
   pendingId = id;
   hideError();
   try {
-    await show(await json(`api/pictures/${id}/about`));
+    const picture = await json(`api/pictures/${id}/about`).catch((error) => {
+      if (error.status === 404 || error.status === 422) return null; // gone, or never an id
+      throw error;
+    });
+    if (picture) await show(picture);
+    else if (files.has(id)) await upload(files.get(id));
+    else await showInstead();
   } catch (error) {
     showError(error);
   }
+}
+
+// Links outlive uploads, which the server keeps in memory only.
+async function showInstead() {
+  const sample = about.samples[0];
+  if (!sample) throw new RequestError(404, "The picture of this link is no longer on the server: choose another.");
+  await choose(sample.id);
+  showStatus("The picture of this link is no longer on the server: this is a sample instead.", 10);
 }
 
 async function upload(blob) {
   if (blob.size > about.most_bytes) {
     throw new RequestError(413, `The picture has ${blob.size.toLocaleString("en")} bytes; at most ${about.most_bytes.toLocaleString("en")} are taken.`);
   }
-  $("status").textContent = "Opening the picture …";
+  showStatus("Opening the picture …");
   try {
     const response = await request("api/pictures", { method: "POST", body: blob });
     const picture = await response.json();
@@ -215,7 +236,7 @@ async function upload(blob) {
     addThumbnail({ id: picture.id, title: blob.name || "Your picture" });
     await show(picture);
   } finally {
-    if ($("status").textContent.startsWith("Opening")) $("status").textContent = "";
+    if ($("status").textContent.startsWith("Opening")) showStatus("");
   }
 }
 
@@ -305,9 +326,9 @@ $("share").addEventListener("click", async () => {
   await new Promise((resolve) => setTimeout(resolve, 250));
   try {
     await navigator.clipboard.writeText(location.href);
-    $("status").textContent = "Link copied.";
+    showStatus("Link copied.", 3);
   } catch {
-    $("status").textContent = "Copy the link from the address bar.";
+    showStatus("Copy the link from the address bar.", 5);
   }
 });
 
@@ -329,5 +350,5 @@ $("about").textContent = `veca ${about.version}, ${models.join(", ")}, ${about.d
 const requestedId = readAddress();
 buildPanes();
 if (requestedId || about.samples.length) await choose(requestedId ?? about.samples[0].id);
-else $("status").textContent = "Drop, paste or choose a picture.";
+else showStatus("Drop, paste or choose a picture.");
 document.documentElement.dataset.ready = "true";
