@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,6 +161,22 @@ def test_the_gallery_has_a_command_for_every_picture() -> None:
     assert sum(file.stat().st_size for file in files) < 1.2e6
 
 
+def _search_from_disk(site: Path) -> None:
+    """Search the site as a reader does who opens it without a server."""
+    if (chromium := shutil.which("chromium")) is None:
+        return
+    from playwright import sync_api
+
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto((site / "results" / "speed.html").as_uri())
+        page.locator("input.md-search__input").click()
+        page.keyboard.type("budget")
+        page.locator(".md-search-result__item").first.wait_for()
+        browser.close()
+
+
 def test_the_site_builds_without_a_warning_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     site = tmp_path / "site"
     # In a process of its own: after other tests, Python 3.11 may fail to parse a module ("AST constructor recursion").
@@ -181,6 +198,7 @@ def test_the_site_builds_without_a_warning_and_needs_nothing_from_elsewhere(tmp_
         assert not re.findall(r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*href="(?:https?:)?//', text)
     reference = (site / "api.html").read_text()
     assert "md-search__input" in reference
+    _search_from_disk(site)
     assert "&gt;&gt;&gt;" in reference  # examples as code, not as quotations
     assert all(f'id="veca.{name}"' in reference for name in set(veca.__all__) - {"hub", "images", "ImageError"})
     assert 'id="veca.images.ImageError"' in reference

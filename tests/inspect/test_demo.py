@@ -15,7 +15,7 @@ from veca import ImageError, create_model
 from veca.flops import model_flops
 from veca.images import fit_image, load_image, open_image
 from veca.images.samples import sample_images
-from veca.inspect import pca
+from veca.inspect import pca, scaling
 from veca.inspect.demo import write_demo
 
 NAME = '<b>"cat" & dog.png'
@@ -104,8 +104,19 @@ def test_nothing_is_fetched_from_elsewhere(page, tree):
 def test_names_are_escaped_in_the_page(page, tree):
     assert "<b>" not in page
     assert "<i>name" not in page
-    assert [heading.text for heading in tree.iter("h2")] == [NAME, "What a budget costs"]
+    assert [heading.text for heading in tree.iter("h2")] == [NAME, "What a budget costs", "What resolution costs"]
     assert "a<i>name" in tree.findtext("head/title")
+
+
+def test_charts_compare_with_the_dense_vit_over_resolution(tree, model, monkeypatch):
+    charts = [chart for chart in tree.iter("svg") if "against resolution" in (chart.get("aria-label") or "")]
+    assert [chart.get("aria-label").partition(" of ")[0] for chart in charts] == ["time, ms", "GFLOPs"]
+    for chart in charts:
+        text = "".join(chart.itertext())
+        assert all(word in text for word in ("VECA, C = 16", "dense ViT", "32", "64", "96", "128"))
+    monkeypatch.setattr(scaling, "CPU_SECONDS", 0.0)
+    points = scaling.measure_scaling(model, 8, [32, 64])
+    assert [point.dense_seconds is None for point in points] == [False, True], "counted where timing would take long"
 
 
 def test_table_holds_the_flops_and_times_of_every_budget(tree, model):

@@ -19,6 +19,7 @@ from torch import Tensor
 from veca.flops import model_flops
 from veca.images import fit_image, open_image
 from veca.images.samples import sample_images
+from veca.inspect import scaling
 from veca.inspect.figure_layout import PathLike, Photo, check_out, choose_budgets, path_scale
 from veca.inspect.maps import check_finite, core_maps, inspecting
 from veca.inspect.projections import heat_hex, pca, scale_maps, to_rgb
@@ -29,7 +30,7 @@ from veca.utils.device import describe_versions
 from veca.utils.text import origin
 from veca.utils.timing import measure
 
-TIMED_RUNS = 5
+TIMED_RUNS = 3
 SHOWN_CORES = 8
 SHOWN_CLASSES = 3
 TILE_SIDE, IMAGE_SIDE = 256, 512  # pixels
@@ -67,6 +68,9 @@ def write_demo(
                 advance(1)
 
             times = measure({str(budget): partial(run, budget) for budget in budgets}, weight.device, TIMED_RUNS)
+        sizes = scaling.sizes_around(size, config.patch_size)
+        with bar("timing resolutions", len(sizes), "sizes", progress) as advance:
+            points = scaling.measure_scaling(model, budgets[-1], sizes, advance)
     facts = {
         "Model": model_name,
         "Parameters": f"{sum(p.numel() for p in model.parameters()):,}",
@@ -79,6 +83,8 @@ def write_demo(
     context = {"banner": model.provenance.get("weights") == "random", "config": config, "budgets": budgets}
     # Paths too short to see are drawn longer, by one factor for all images, and the captions say so.
     context |= {"images": images, "path_scale": path_scale(image["path"] for image in images)[1], "costs": costs}
+    timed = [point for point in points if point.veca_seconds is not None]
+    context |= {"points": points, "timed": timed, "charts": list(scaling.draw_scaling(points, budgets[-1]))}
     context |= {"size": size, "runs": TIMED_RUNS, "heat_ramp": heat_hex(torch.linspace(0, 1, 11))}
     write_page(out, "demo.html", name=model_name, facts=facts, **context)
     return out
