@@ -515,7 +515,7 @@ def test_images_need_no_file(model, photos):
             {"patches": [(5, 1)]},
             "patch 5x1 is outside the grid of b.png, whose rows are numbered 1 to 4",
         ),
-        (draw_similarity, {"patches": [(1, 0)]}, "patch 1,0 is outside"),
+        (draw_similarity, {"patches": [(1, 0)]}, "patch 1x0 is outside"),
         (draw_similarity, {"patches": [], "with_global": False}, "neither the global feature nor a patch"),
         (draw_budgets, {"size": 0}, "size is 0"),
     ],

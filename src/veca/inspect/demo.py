@@ -61,13 +61,15 @@ def write_demo(
             for photo in photos:
                 images.append(_show_image(model, photo, budgets))
                 advance(1)
-        with bar("timing budgets", (TIMED_RUNS + 1) * len(budgets), "runs", progress) as advance:
+        with bar("timing budgets", TIMED_RUNS * len(budgets), "runs", progress) as advance:
 
             def run(budget: int) -> None:
                 model(batch, cores=budget)
                 advance(1)
 
-            times = measure({str(budget): partial(run, budget) for budget in budgets}, weight.device, TIMED_RUNS)
+            # Looking at the pictures was the warm-up.
+            calls = {str(budget): partial(run, budget) for budget in budgets}
+            times = measure(calls, weight.device, TIMED_RUNS, warmup=0)
         sizes = scaling.sizes_around(size, config.patch_size)
         with bar("timing resolutions", len(sizes), "sizes", progress) as advance:
             points = scaling.measure_scaling(model, budgets[-1], sizes, advance)
