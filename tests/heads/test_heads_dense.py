@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -58,10 +58,10 @@ def scenes(seed: int, count: int, depth: bool = False) -> Batches:
 
 
 def fit_one(head: DenseHead, train: Batches, validation: Batches, **options: Any) -> DenseSweep:
-    def checked() -> Iterator[list[DenseBatch]]:
+    def checked() -> Iterator[list[list[DenseBatch]]]:
         for batch in train():
             head.check(batch.labels)
-            yield [batch]
+            yield [[batch]]
 
     (sweep,) = fit_dense([head], checked, lambda stacks: [evaluate(stacks[0], validation())], **options)
     return sweep
@@ -140,12 +140,12 @@ def test_scale_invariant_loss_by_its_definition() -> None:
     error = (predicted.log() - depth.log())[valid]
     expected = (error.var(correction=0) + 0.15 * error.mean() ** 2).sqrt()
     found = log_error(predicted, depth, valid)
-    assert float(scale_invariant_loss(found, valid)) == pytest.approx(float(expected), rel=1e-5)
-    assert gradient_loss(found, valid) > 0.1
+    assert float(scale_invariant_loss([found], [valid])) == pytest.approx(float(expected), rel=1e-5)
+    assert gradient_loss([found], [valid]) > 0.1
     # One factor for the whole picture counts 0.15 of it, and does not change how depth changes from pixel to pixel.
     twice = log_error(2 * depth, depth, valid)
-    assert float(scale_invariant_loss(twice, valid)) == pytest.approx(0.15**0.5 * 0.6931, rel=1e-3)
-    assert float(gradient_loss(twice, valid)) == pytest.approx(0, abs=1e-5)
+    assert float(scale_invariant_loss([twice], [valid])) == pytest.approx(0.15**0.5 * 0.6931, rel=1e-3)
+    assert float(gradient_loss([twice], [valid])) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["sig", "l1", "l2"])
@@ -216,7 +216,7 @@ def test_heads_learn_together_as_each_would_alone(
         head = DepthHead(WIDTH, 0.5, 8, bins=12 if task == "bins" else 0, norm=norm, seed=4)
     first = copy.deepcopy(head.state_dict())
     x = head.normed(*features(4))
-    assert len(head.stack(3).groups(x, (16, 20))) == (1 if at_once == 2**27 else 2)
+    assert len(head.stack(3).split_heads((x, (16, 20)))) == (1 if at_once == 2**27 else 2)
     head.load_state_dict(first)
     found, again = (
         fit_one(head, scenes(1, 12, depth), scenes(2, 3, depth), rates=rates, steps=12, decay=0.01) for _ in range(2)
@@ -283,9 +283,9 @@ def test_trained_as_by_torch_with_its_polynomial_schedule() -> None:
 
 def test_a_rate_that_breaks_down_is_not_the_best() -> None:
     class Broken(SegmentationHead):
-        def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
             broken = self.weight.abs().amax((-2, -1)) > 100
-            return super().loss(output, labels) * torch.where(broken, torch.nan, 1.0)
+            return super().batch_loss(outputs, labels) * torch.where(broken, torch.nan, 1.0)
 
     found = fit_one(Broken(WIDTH, 3), scenes(1, 20), scenes(2, 3), rates=(1e4, 0.05), steps=20, every=5)
     assert found.stack.weight[0].isnan().all()

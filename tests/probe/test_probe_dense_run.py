@@ -241,13 +241,13 @@ def test_many_heads_learn_as_each_would_alone() -> None:
     heads = [SegmentationHead(5, 3, norm="standardize", seed=seed) for seed in (0, 1)]
     options: dict[str, Any] = {"rates": (0.01, 0.1), "steps": 6, "every": 2}
     many = fit_dense(
-        heads, lambda: zip(*streams, strict=True),
+        heads, lambda: ([[batch] for batch in step] for step in zip(*streams, strict=True)),
         lambda groups: [evaluate(group, stream) for group, stream in zip(groups, streams, strict=True)], **options,
     )  # fmt: skip
     for head, stream, found in zip(heads, streams, many, strict=True):
         (alone,) = fit_dense(
             [head],
-            lambda stream=stream: zip(stream, strict=True),
+            lambda stream=stream: ([[batch]] for batch in stream),
             lambda groups, stream=stream: [evaluate(groups[0], stream)],
             **options,
         )

@@ -4,6 +4,9 @@ A head sees each patch with the global feature appended. Features of a dense tas
 as the backbone computes them. One head is trained per learning rate: all are stacked, see the same pass over the images
 in one computation, and each ends where it would have ended alone.
 
+A batch is a list of groups, a `DenseBatch` for the images of one size. Norms and losses are those of all its images
+together, whatever their sizes: each counted pixel weighs the same.
+
 Shapes: B images, D width of the features, h × w patches, H × W pixels of the labels, C classes, n depth bins; `...` is
 the K heads of a stack, and nothing for a single head.
 """
@@ -97,10 +100,16 @@ class DenseHead(nn.Module, ABC):
 
     def normed(self, patches: Tensor, cls: Tensor) -> Tensor:
         """Return the input of the Linear (B, h, w, 2 D), except for gain and shift of a batch norm (see `scores`)."""
-        x = self.inputs(patches, cls)
+        return self.normed_groups([(patches, cls)])[0]
+
+    def normed_groups(self, features: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Return `normed` of each group of a batch; a batch norm takes its statistics over all of them."""
+        groups = [self.inputs(*each) for each in features]
         if self.batchnorm is not None:
-            return self.batchnorm(x.flatten(0, 2)).view_as(x)
-        return (x - self.mean) / self.deviation if self.norm == "standardize" else x
+            tokens = [x.flatten(0, 2) for x in groups]
+            normed = self.batchnorm(torch.cat(tokens)).split([len(each) for each in tokens])
+            return [part.view_as(x) for part, x in zip(normed, groups, strict=True)]
+        return [(x - self.mean) / self.deviation for x in groups] if self.norm == "standardize" else groups
 
     def scores(self, x: Tensor, heads: slice) -> Tensor:
         """Apply the Linear: (..., B, channels, h, w)."""
@@ -137,18 +146,27 @@ class DenseHead(nn.Module, ABC):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         """Return the output at `size` = (H, W) for `loss` and `predict`, from what `normed` gave."""
 
-    def groups(self, x: Tensor, size: tuple[int, int]) -> list[slice]:
-        """Split the heads of a stack into groups with at most `MAX_OUTPUTS` numbers each, but at least one head."""
+    def split_heads(self, *groups: tuple[Tensor, tuple[int, int]]) -> list[slice]:
+        """Split the heads of a stack so that each part has at most `MAX_OUTPUTS` numbers, but at least one head.
+
+        Of each group of images the map (B, h, w, ...) is given, and the size (H, W) of the output.
+        """
         if self.weight.ndim == 2:
             return [ALL]
-        count, channels = self.bias.shape
-        upsampled = channels * self.upsample**2 * x.shape[1] * x.shape[2]
-        step = max(1, MAX_OUTPUTS // max(1, len(x) * max(upsampled, self.maps * size[0] * size[1])))
+        (count, channels), numbers = self.bias.shape, 0
+        for x, size in groups:
+            upsampled = channels * self.upsample**2 * x.shape[1] * x.shape[2]
+            numbers += len(x) * max(upsampled, self.maps * size[0] * size[1])
+        step = max(1, MAX_OUTPUTS // max(1, numbers))
         return [slice(k, min(k + step, count)) for k in range(0, count, step)]
 
-    @abstractmethod
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each head (...)."""
+        """Return the loss of each head (...) on images of one size."""
+        return self.batch_loss([output], [labels])
+
+    @abstractmethod
+    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+        """Return the loss of each head (...) on all groups of a batch together."""
 
     def check(self, labels: Tensor) -> None:
         """Refuse labels that the loss cannot take."""
@@ -160,7 +178,7 @@ class DenseHead(nn.Module, ABC):
     def predictions(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Iterator[tuple[Tensor, slice]]:
         """Yield the predictions (..., B, H, W) of some heads at a time, and which heads they are."""
         x = self.normed(patches, cls)
-        return ((self.predict(self.output(x, size, heads)), heads) for heads in self.groups(x, size))
+        return ((self.predict(self.output(x, size, heads)), heads) for heads in self.split_heads((x, size)))
 
     @abstractmethod
     def metrics(self) -> DenseMetrics:
@@ -180,13 +198,15 @@ class SegmentationHead(DenseHead):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         return resize_maps(self.scores(x, heads), size)
 
-    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """Return the mean cross-entropy over the pixels that are not ignored; 0 if there are none."""
-        labels = labels.long()
-        expanded = labels.expand(*output.shape[:-4], *labels.shape)
+        losses = sum_pixels(map(self._pixel_losses, outputs, labels))
+        return losses / sum_pixels(each != self.ignore for each in labels).clamp_min(1)
+
+    def _pixel_losses(self, output: Tensor, labels: Tensor) -> Tensor:
+        expanded = labels.long().expand(*output.shape[:-4], *labels.shape)
         flat = output.flatten(0, -4), expanded.flatten(0, -3)
-        losses = F.cross_entropy(*flat, ignore_index=self.ignore, reduction="none")
-        return losses.view_as(expanded).sum(PIXELS) / (labels != self.ignore).sum().clamp_min(1)
+        return F.cross_entropy(*flat, ignore_index=self.ignore, reduction="none").view_as(expanded)
 
     def check(self, labels: Tensor) -> None:
         # On the CPU, before the batch goes to the device, and by NumPy: threads of PyTorch would compete with decoding
@@ -249,17 +269,23 @@ class DepthHead(DenseHead):
         depth = sums[..., 0, :] / sums[..., 1, :]
         return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
-    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        valid = (labels > self.low) & (labels < self.high)
+    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+        valid = [(each > self.low) & (each < self.high) for each in labels]
         if self.loss_name == "sig":
-            error = log_error(output, labels, valid)
-            return scale_invariant_loss(error, valid) + self.gradient_weight * gradient_loss(error, valid)
-        error = torch.where(valid, output - labels, 0)
-        error = error.abs() if self.loss_name == "l1" else error.square()
-        return error.sum(PIXELS) / valid.sum().clamp_min(1)
+            errors = list(map(log_error, outputs, labels, valid))
+            return scale_invariant_loss(errors, valid) + self.gradient_weight * gradient_loss(errors, valid)
+        errors = [torch.where(v, output - each, 0) for output, each, v in zip(outputs, labels, valid, strict=True)]
+        errors = [each.abs() if self.loss_name == "l1" else each.square() for each in errors]
+        return sum_pixels(errors) / sum_pixels(valid).clamp_min(1)
 
     def metrics(self) -> DepthErrors:
         return DepthErrors(self.low, self.high, self.weight.device, self.weight.shape[:-2])
+
+
+def sum_pixels(groups: Iterable[Tensor]) -> Tensor:
+    """Return the sum (...) over all pixels of maps (..., B, H, W), each of a size of its own."""
+    first, *others = (each.sum(PIXELS) for each in groups)
+    return sum(others, first)
 
 
 def log_error(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:
@@ -267,26 +293,27 @@ def log_error(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, predicted.clamp_min(1e-3).log() - depth.clamp_min(1e-3).log(), 0)
 
 
-def scale_invariant_loss(error: Tensor, valid: Tensor) -> Tensor:
-    """Return √(variance + 0.15 mean²) of a `log_error` over all valid pixels (after Eigen et al. 2014).
+def scale_invariant_loss(errors: Sequence[Tensor], valid: Sequence[Tensor]) -> Tensor:
+    """Return √(variance + 0.15 mean²) of a `log_error` over all valid pixels of a batch (after Eigen et al. 2014).
 
     Where there are none it is a constant, 1e-6.
     """
-    count = valid.sum().clamp_min(1)
-    mean = error.sum(PIXELS, keepdim=True) / count
-    variance = torch.where(valid, error - mean, 0).square().sum(PIXELS) / count
+    count = sum_pixels(valid).clamp_min(1)
+    mean = sum_pixels(errors) / count
+    deviations = (each - mean[..., None, None, None] for each in errors)
+    variance = sum_pixels(torch.where(v, each, 0).square() for each, v in zip(deviations, valid, strict=True)) / count
     # The gradient of a square root is infinite at 0: clamp first.
-    return (variance + 0.15 * mean[..., 0, 0, 0].square()).clamp_min(1e-12).sqrt()
+    return (variance + 0.15 * mean.square()).clamp_min(1e-12).sqrt()
 
 
-def gradient_loss(error: Tensor, valid: Tensor) -> Tensor:
+def gradient_loss(errors: Sequence[Tensor], valid: Sequence[Tensor]) -> Tensor:
     """Return how much a `log_error` changes from pixel to pixel, at four scales (MegaDepth, Li & Snavely 2018)."""
-    total = error.new_zeros(())
+    total = errors[0].new_zeros(())
     for step in (1, 2, 4, 8):
-        e, v = error[..., ::step, ::step], valid[..., ::step, ::step]
-        down = (e[..., 2:, :] - e[..., :-2, :]).abs() * (v[..., 2:, :] & v[..., :-2, :])
-        across = (e[..., 2:] - e[..., :-2]).abs() * (v[..., 2:] & v[..., :-2])
-        total = total + (down.sum(PIXELS) + across.sum(PIXELS)) / v.sum().clamp_min(1)
+        strided = [(e[..., ::step, ::step], v[..., ::step, ::step]) for e, v in zip(errors, valid, strict=True)]
+        down = ((e[..., 2:, :] - e[..., :-2, :]).abs() * (v[..., 2:, :] & v[..., :-2, :]) for e, v in strided)
+        across = ((e[..., 2:] - e[..., :-2]).abs() * (v[..., 2:] & v[..., :-2]) for e, v in strided)
+        total = total + (sum_pixels(down) + sum_pixels(across)) / sum_pixels(v for _, v in strided).clamp_min(1)
     return total
 
 
@@ -303,13 +330,15 @@ class DenseSweep:
         """Validation scores: for each of those steps, for each head."""
         self._best_ranks, self._best_steps = [-math.inf] * len(rates), [0] * len(rates)
 
-    def backward(self, batch: DenseBatch) -> None:
+    def backward(self, batch: Sequence[DenseBatch]) -> None:
         self.stack.train()  # scoring leaves them in eval mode
-        patches, cls, labels = (tensor.detach() for tensor in batch)
-        x, size = self.stack.normed(patches, cls), (labels.shape[-2], labels.shape[-1])
-        for heads in self.stack.groups(x, size):
+        normed = self.stack.normed_groups((patches.detach(), cls.detach()) for patches, cls, _ in batch)
+        labels = [each.labels.detach() for each in batch]
+        groups = [(x, (each.shape[-2], each.shape[-1])) for x, each in zip(normed, labels, strict=True)]
+        for heads in self.stack.split_heads(*groups):
             # Heads share no parameters, so the sum of their losses gives each its own gradient.
-            self.stack.loss(self.stack.output(x, size, heads), labels).sum().backward()
+            outputs = [self.stack.output(x, size, heads) for x, size in groups]
+            self.stack.batch_loss(outputs, labels).sum().backward()
 
     def keep_best(self, step: int, scores: Sequence[dict[str, float]]) -> None:
         self.evaluated.append(step)
@@ -335,7 +364,7 @@ def polynomial(step: int, steps: int, power: float, warmup: int = 0) -> float:
 
 def fit_dense(
     heads: Sequence[DenseHead],
-    train: Callable[[], Iterable[Sequence[DenseBatch]]],
+    train: Callable[[], Iterable[Sequence[Sequence[DenseBatch]]]],
     score: Callable[[Sequence[DenseHead]], Sequence[Sequence[dict[str, float]]]],
     *,
     rates: Sequence[float],
@@ -352,7 +381,8 @@ def fit_dense(
 
     train:
         Starts a pass over at least `steps` batches. Each step has a batch for each head, with features of its own and
-        labels that passed `DenseHead.check`. Passes must be equal for a result to repeat.
+        labels that passed `DenseHead.check`: a group for each size of images. Passes must be equal for a result to
+        repeat.
     score:
         Returns validation scores for stacks of heads: for each of `heads`, those of its copies, one for each rate.
     every:
@@ -368,9 +398,12 @@ def fit_dense(
     if any(head.norm == "standardize" for head in heads):
         # In a pass of its own: the first training step needs the statistics.
         first = islice(train(), STATISTICS_BATCHES)
-        moments = [[head.moments(batch) for head, batch in zip(heads, batches, strict=True)] for batches in first]
+        moments = [
+            [[head.moments(group) for group in batch] for head, batch in zip(heads, batches, strict=True)]
+            for batches in first
+        ]
         for i, head in enumerate(heads):
-            head.use_moments(step[i] for step in moments)
+            head.use_moments(group for step in moments for group in step[i])
     sweeps = [DenseSweep(head, rates) for head in heads]
     optimizer = _make_optimizer(sweeps, len(rates), decay)
     done = 0

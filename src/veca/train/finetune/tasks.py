@@ -244,7 +244,7 @@ class SegmentTask(FinetuneTask):
 
         with bar("linear probe", steps, "steps", settings.progress) as advance:
             (sweep,) = fit_dense(
-                [head], lambda: zip(features(self.training(steps)), strict=True),
+                [head], lambda: ([[batch]] for batch in features(self.training(steps))),
                 lambda stacks: [evaluate(stacks[0], features(self.scoring("val")))],
                 rates=DENSE_RATES, steps=steps, progress=advance,
             )  # fmt: skip
