@@ -20,7 +20,7 @@ SETTINGS_OPTIONS = {
     "width": opt.Width,
     "size": opt.Size,
     "fit": opt.FitOption,
-    "max_patches": Annotated[int | None, opt.option("embed.max-patches")],
+    "max_patches": opt.MaxPatches,
     "dense": Annotated[bool, opt.option("embed.dense")],
     "with_global": Annotated[bool, opt.option("embed.with-global")],
     "batch": Annotated[int | None, opt.option("embed.batch")],

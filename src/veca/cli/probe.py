@@ -14,7 +14,7 @@ from veca.data.datasets import limit_splits, load_dataset
 from veca.errors import ArgumentError
 from veca.heads.features import FeatureKind, FrozenBackbone, FrozenPrecision, FrozenVeca
 from veca.probe.backbones import load_backbone
-from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, probe_dense
+from veca.probe.dense_run import DenseSettings, DepthSettings, NormName, ProbeFit, probe_dense
 from veca.probe.pareto import make_cost_table, write_cost_table
 from veca.probe.run import ClassifySettings, KnnSettings, Row, classify, knn
 
@@ -56,6 +56,8 @@ FEATURE_PROBES = ALL_PROBES | {
     "also": Annotated[Any, opt.option("probe.also")],
 }
 DENSE_PROBES = ALL_PROBES | {
+    "fit": Annotated[ProbeFit, opt.option("probe.fit")],
+    "max_patches": opt.MaxPatches,
     "decay": Annotated[float, opt.option("probe.decay")],
     "steps": Annotated[int, opt.option("probe.steps")],
     "every": Annotated[int | None, opt.option("probe.every")],
@@ -70,7 +72,7 @@ DENSE_PROBES = ALL_PROBES | {
 
 _DENSE_HELP = (
     "Linear {} the feature map: AdamW, the best rate and step on val, evaluated on test or else val.\n\n"
-    "--size is the short side of the image."
+    "--size is the short side of the image; --fit native keeps the image's own size."
 )
 _CLASSIFY_HELP = "Linear classifiers on the global feature: SGD, the best rate and decay on val, evaluated on test."
 # The function, its settings, the task of its data, and the help of each command.
@@ -120,6 +122,8 @@ def _apply_compute(backbone: FrozenBackbone, compute: float, widths: Any, values
     """Put what `--compute` stands for into the settings; return the widths."""
     if not isinstance(backbone, FrozenVeca) or len(values["sizes"]) > 1:
         raise ArgumentError("--compute is for a VECA, at one --size; name the settings of others by --cores and --size")
+    if values.get("fit") == "native":
+        raise ArgumentError("--compute counts square images of --size: leave it out with --fit native, or name --cores")
     choice = common.choose_compute(backbone.model, compute, values["sizes"][0], values["cores"], widths)
     values |= {"cores": (choice.cores,), "sizes": (choice.size[0],)}
     return (choice.width,)
@@ -168,9 +172,9 @@ def _print_rows(rows: Sequence[Row], folder: Path) -> None:
     )  # fmt: skip
     for row in rows:
         scores = row["metrics"] | {name: each["top1"] for name, each in (row["also"] or {}).items()}
-        best = row["best"] or {}
+        best, limit = row["best"] or {}, row["protocol"].get("max_patches")
         table.add_row(
-            str(row["size"]), "–" if row["cores"] is None else str(row["cores"]),
+            f"native ≤ {limit:,}" if limit else str(row["size"]), "–" if row["cores"] is None else str(row["cores"]),
             *[f"{row.get('width', 1):g}"] * elastic,
             *(f"{scores[name]:.4g}{_spread(row, name)}" if name in scores else "" for name in columns),
             *(f"{best[name]:g}" if best else "–" for name in ("rate", "decay")),

@@ -19,8 +19,8 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -37,9 +37,11 @@ from veca.data.datasets import batches
 from veca.data.datasets.base import Split
 from veca.errors import ArgumentError, VecaError
 from veca.images import MAX_PIXELS, MEAN, STD, nearest_sizes, normalize
+from veca.images.pack import pack
 from veca.inputs import resolve_width
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused
+from veca.packed import PackedImages
 from veca.utils.console import bar
 from veca.utils.files import atomic_path
 from veca.utils.text import quoted
@@ -128,8 +130,7 @@ class FrozenBackbone(ABC):
 
     def features(self, images: Tensor, cores: int | None, dense: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return the global feature (B, D) and, if `dense`, the map (B, D, rows, columns) of prepared images."""
-        dtype = getattr(torch, self.precision)
-        with torch.inference_mode(), torch.autocast(self.device.type, dtype, enabled=self.autocast):
+        with self._inference():
             cls, patches = self._run(images, cores, dense)
         # Copies: a view of one token would keep all tokens in memory, and inference tensors take no gradient.
         return cls.to(torch.float32, copy=True), None if patches is None else patches.to(torch.float32, copy=True)
@@ -139,6 +140,25 @@ class FrozenBackbone(ABC):
         cls, patches = self.features(images, cores)
         assert patches is not None
         return patches, cls
+
+    def grouped_features(self, groups: Sequence[Tensor], cores: int | None) -> list[tuple[Tensor, Tensor]]:
+        """Return `dense_features` of prepared images of several sizes, those of one size in a group."""
+        return [self.dense_features(images, cores) for images in groups]
+
+    def check_native(self) -> None:
+        """Refuse native sizes where the backbone takes one size only, as two small images of other sizes show."""
+        try:
+            for rows, columns in ((4, 6), (7, 5)):
+                shape = 1, 3, rows * self.patch, columns * self.patch
+                self.dense_features(torch.zeros(shape, device=self.device), None)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise BackboneError(f"native sizes: {self.name} takes one size only; leave out --fit native") from error
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        dtype = getattr(torch, self.precision)
+        with torch.inference_mode(), torch.autocast(self.device.type, dtype, enabled=self.autocast):
+            yield
 
     def global_feature(self, images: Tensor, cores: int | None, kind: FeatureKind = "cls") -> Tensor:
         """Return (B, D), or with the mean of the patches (B, 2 D)."""
@@ -190,15 +210,33 @@ class FrozenVeca(FrozenBackbone):
         other.mlp_width = width if width != 1 else None
         return other
 
+    def check_native(self) -> None:
+        """Nothing to refuse: a VECA takes any size."""
+
+    def grouped_features(self, groups: Sequence[Tensor], cores: int | None) -> list[tuple[Tensor, Tensor]]:
+        if len(groups) == 1:
+            return super().grouped_features(groups, cores)
+        with self._inference():
+            batch = pack([image for images in groups for image in images], patch_size=self.patch)
+            output = self._forward(batch, cores)
+        counts, maps = [len(images) for images in groups], iter(output.feature_maps)
+        patches = (torch.stack([next(maps) for _ in range(count)]) for count in counts)
+        # Copies, as in `features`.
+        pairs = zip(patches, output.cls.split(counts), strict=True)
+        return [(each.to(torch.float32, copy=True), cls.to(torch.float32, copy=True)) for each, cls in pairs]
+
     def _run(self, images: Tensor, cores: int | None, dense: bool) -> tuple[Tensor, Tensor | None]:
+        output = self._forward(images, cores, cls_only=not dense)
+        return output.cls, output.feature_map if dense else None
+
+    def _forward(self, images: Tensor | PackedImages, cores: int | None, cls_only: bool = False) -> Any:
         try:
-            output = self.model(images, cores=cores, cls_only=not dense, width=self.mlp_width or 1)
+            return self.model(images, cores=cores, cls_only=cls_only, width=self.mlp_width or 1)
         except RuntimeError as error:
             if "InvalidCxxCompiler" not in str(error):
                 raise
             way = "install g++, or leave it out"
             raise BackboneError(f"--compile needs a C++ compiler and finds none: {way}") from error
-        return output.cls, output.feature_map if dense else None
 
 
 class Features(NamedTuple):

@@ -58,6 +58,11 @@ class OnnxBackbone(FrozenBackbone):
             raise BackboneError(f"size {size}: {rule}")
         return super().side(size)
 
+    def check_native(self) -> None:
+        if self.export_size != "dynamic":
+            rule = f"{self.name} takes {self.export_size} only; export with --size dynamic"
+            raise BackboneError(f"native sizes: {rule}, or leave out --fit native")
+
     def cores(self, requested: Sequence[int] | None) -> tuple[int | None, ...]:
         for budget in requested or ():
             if budget != self.budget:

@@ -1,10 +1,12 @@
 """Segmentation and depth probes: linear heads over the feature map.
 
-Images are decoded once for all budgets and learning rates of a size; the features are too many to be cached.
+Images are decoded once for all budgets and learning rates of a size; the features are too many to be cached. At native
+sizes a batch has images of several sizes, which a VECA takes as one pack; a size is then a limit, that of a square.
 
 Shapes: B images of H × W pixels, K heads, C classes.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.datasets.base import ProbeData
-from veca.data.datasets.batches import DenseLoader, open_pair
+from veca.data.datasets.batches import DenseLoader, LabelledBatch, NativeLoader, open_pair
 from veca.data.transforms import slide_windows
 from veca.heads.dense import (
     DenseBatch,
@@ -37,6 +39,7 @@ from veca.report.gallery import colour_classes, colour_depth, save_picture
 from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
 
+ProbeFit: TypeAlias = Literal["crop", "native"]
 NormName: TypeAlias = Literal["none", "batch", "standard"]
 _NORMS: dict[NormName, Norm] = {"none": "none", "batch": "batchnorm", "standard": "standardize"}
 GALLERY = 8
@@ -50,6 +53,11 @@ class DenseSettings(ProbeSettings):
     """Linear heads over the map: AdamW with a polynomial schedule, one head for every rate."""
 
     sizes: tuple[Positive, ...] = (512,)
+    fit: ProbeFit = "crop"
+    """"crop": square crops to train, whole images with the short side at the size to score. "native": whole images at
+    their own size."""
+    max_patches: Positive | None = None
+    """With fit "native", shrink images of more patches; None: of more than size × size pixels have."""
     rates: tuple[Annotated[float, Bounds(gt=0)], ...] = (1e-4, 3e-4, 1e-3, 3e-3)
     decay: Annotated[float, Bounds(ge=0)] = 1e-4
     steps: Positive = 10_000
@@ -62,9 +70,31 @@ class DenseSettings(ProbeSettings):
     slide: bool = False
     """Score by square windows that slide over the image, instead of the whole of it at once."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        native = self.fit == "native"
+        self.require("max_patches", native or self.max_patches is None, "None unless fit is 'native'")
+        self.require("slide", not (native and self.slide), "False with fit 'native', which scores whole images")
+        one_limit = self.max_patches is None or len(self.sizes) == 1
+        self.require("max_patches", one_limit, "None with several sizes: each is a limit of its own")
+
     @property
     def eval_every(self) -> int:
         return self.every or max(1, self.steps // 10)
+
+    def sizes_of(self, backbone: FrozenBackbone) -> tuple[int, ...]:
+        if self.fit == "native":
+            backbone.check_native()
+        # Of a number of patches: the side of the largest square that has no more.
+        return (math.isqrt(self.max_patches) * backbone.patch,) if self.max_patches else self.sizes
+
+    def limit(self, side: int, patch: int) -> int:
+        """Return the number of patches to which larger images are shrunk."""
+        return self.max_patches or (side // patch) ** 2
+
+    def describe(self, *leave_out: str) -> dict[str, Any]:
+        # The default is not named: rows of before there was a choice are still valid.
+        return super().describe(*leave_out, *(() if self.fit == "native" else ("fit", "max_patches")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +116,26 @@ def probe_dense(
     head, about_head = _make_head(backbone.width, data, settings)
 
     def protocol(side: int) -> dict[str, Any]:
-        windows = f"windows of {side}×{side}, stride {_stride(side)}" if settings.slide else "whole picture"
-        multiple = f"the other to a multiple of {backbone.patch}"
-        preprocessing = {
-            "train": f"short side {side}, random crop of {side}×{side}, flip",
-            "resize": "bicubic, antialiased",
-            "score": f"short side {side}, {multiple}, {windows}, labels as they are",
-            **job.reader.describe(),
-        }
+        preprocessing = _describe_images(settings, side, backbone.patch) | job.reader.describe()
         fit = {"every": settings.eval_every, "optimizer": "AdamW", "schedule": "polynomial", "chosen_on": "val"}
+        native = {"max_patches": settings.limit(side, backbone.patch)} if settings.fit == "native" else {}
         inputs = {"input": "each patch with the global feature", "preprocessing": preprocessing}
-        return {**inputs, **settings.describe("at_once"), **fit, **about_head}
+        return {**inputs, **settings.describe("at_once"), **native, **fit, **about_head}
 
     return run_probe(job, protocol, lambda jobs, side: _DenseSize(jobs, side, settings, head).run(), warn)
+
+
+def _describe_images(settings: DenseSettings, side: int, patch: int) -> dict[str, str]:
+    """Return what a protocol says of how images and labels are resized."""
+    resize = {"resize": "bicubic, antialiased"}
+    if settings.fit == "native":
+        size = f"own size to multiples of {patch}, up to {settings.limit(side, patch)} patches"
+        labels = "labels to the same pixels by nearest neighbour"
+        return {**resize, "train": f"{size}, flip, {labels}", "score": f"{size}, labels as they are"}
+    windows = f"windows of {side}×{side}, stride {_stride(side)}" if settings.slide else "whole picture"
+    multiple = f"the other to a multiple of {patch}"
+    train = f"short side {side}, random crop of {side}×{side}, flip"
+    return {**resize, "train": train, "score": f"short side {side}, {multiple}, {windows}, labels as they are"}
 
 
 def _make_head(width: int, data: ProbeData, settings: DenseSettings) -> tuple[DenseHead, dict[str, Any]]:
@@ -122,8 +159,12 @@ class _DenseSize:
     def __init__(self, jobs: Sequence[Job], side: int, settings: DenseSettings, head: DenseHead) -> None:
         self.jobs, self.side, self.settings, self.head = jobs, side, settings, head
         self.backbone, self.data = jobs[0].backbone, jobs[0].data
-        sizes, running = (side, self.backbone.patch, settings.batch), (settings.workers, settings.skip_bad)
-        self.loader = DenseLoader(self.data, *sizes, settings.seed, *running, reader=jobs[0].reader)
+        self.native, patch = settings.fit == "native", self.backbone.patch
+        arguments = self.data, side, patch, settings.batch, settings.seed, settings.workers, settings.skip_bad
+        self.loader = DenseLoader(*arguments, reader=jobs[0].reader)
+        if self.native:
+            limit = settings.limit(side, patch)
+            self.loader = NativeLoader(*arguments, reader=jobs[0].reader, max_patches=limit)
 
     def run(self) -> Iterator[tuple[Job, dict[str, Any], dict[str, list[str]]]]:
         settings, began = self.settings, time.perf_counter()
@@ -139,43 +180,60 @@ class _DenseSize:
         # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
         seconds = {"features": 0.0, "head": (time.perf_counter() - began) / len(self.jobs)}
         skipped = {where: sorted(names) for where, names in self.loader.skipped.items()}
-        about = {"grid": (self.side // self.backbone.patch,) * 2, "seconds": seconds}
+        grid = None if self.native else (self.side // self.backbone.patch,) * 2
+        about = {"grid": grid, "seconds": seconds}
         for job, sweep, scored in zip(self.jobs, sweeps, metrics, strict=True):
             gallery = self.make_gallery(job, sweep.head)
             yield job, {**about, "gallery": gallery, **self.summarize(sweep, scored)}, skipped
 
-    def training_batches(self) -> Iterator[list[DenseBatch]]:
+    def training_batches(self) -> Iterator[list[list[DenseBatch]]]:
         """Yield for each step the features of one batch of images at the budget of each job."""
-        for pixels, labels in self.loader.training(self.settings.steps):
-            self.head.check(labels)
-            images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device, non_blocking=True)
-            yield [DenseBatch(*self.backbone.dense_features(images, job.cores), labels) for job in self.jobs]
+        for groups in self.loader.training_groups(self.settings.steps):
+            for batch in groups:
+                self.head.check(batch.labels)
+            images, labels = self.move(groups)
+            yield [self.compute(images, labels, job.cores) for job in self.jobs]
+
+    def move(self, groups: Sequence[LabelledBatch]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the prepared images and the labels of each group, on the device."""
+        images = [self.backbone.prepare(batch.pixels) for batch in groups]
+        return images, [batch.labels.to(self.backbone.device, non_blocking=True) for batch in groups]
+
+    def compute(self, images: Sequence[Tensor], labels: Sequence[Tensor], cores: int | None) -> list[DenseBatch]:
+        features = self.backbone.grouped_features(images, cores)
+        return [DenseBatch(*maps, own) for maps, own in zip(features, labels, strict=True)]
 
     @torch.no_grad()
     def evaluate(self, heads: Sequence[DenseHead], split: str) -> list[DenseMetrics]:
         """Score the heads, or stacks of them, that belong to each job on a split; they are in eval mode afterwards."""
         metrics = [head.eval().metrics() for head in heads]
-        for pixels, labels in self.loader.scoring(split):
-            images, labels = self.backbone.prepare(pixels), labels.to(self.backbone.device)
+        for groups in self.loader.scoring_groups(split):
+            images, labels = self.move(groups)
             for job, head, scored in zip(self.jobs, heads, metrics, strict=True):
-                for predicted, part in self.predictions(images, labels, job.cores, head):
-                    scored.update(predicted, labels, part)
+                for own, predictions in zip(labels, self.predictions(images, labels, job.cores, head), strict=True):
+                    for predicted, part in predictions:
+                        scored.update(predicted, own, part)
         return metrics
 
     def predictions(
-        self, images: Tensor, labels: Tensor, cores: int | None, heads: DenseHead
-    ) -> Iterator[tuple[Tensor, slice]]:
-        """`DenseHead.predictions` at the size of the labels, by sliding windows where asked for."""
-        size = labels.shape[-2], labels.shape[-1]
-        if not self.settings.slide:
-            return heads.predictions(*self.backbone.dense_features(images, cores), size)
+        self, images: Sequence[Tensor], labels: Sequence[Tensor], cores: int | None, heads: DenseHead
+    ) -> list[Iterator[tuple[Tensor, slice]]]:
+        """`DenseHead.predictions` of each group at the size of its labels, by sliding windows where asked for."""
+        if self.settings.slide:
+            pairs = zip(images, labels, strict=True)
+            return [self.slide(each, (own.shape[-2], own.shape[-1]), cores, heads) for each, own in pairs]
+        batches = self.compute(images, labels, cores)
+        return [heads.predictions(maps, cls, (own.shape[-2], own.shape[-1])) for maps, cls, own in batches]
 
+    def slide(
+        self, images: Tensor, size: tuple[int, int], cores: int | None, heads: DenseHead
+    ) -> Iterator[tuple[Tensor, slice]]:
         def predict_window(part: Tensor) -> Tensor:
             return heads(*self.backbone.dense_features(part, cores), (part.shape[-2], part.shape[-1]))
 
         outputs = slide_windows(predict_window, images, (self.side, self.side), (_stride(self.side),) * 2)
-        groups = heads.groups(images.movedim(1, -1), size)
-        return ((heads.predict(resize_maps(outputs[part], size)), part) for part in groups)
+        parts = heads.split_heads((images.movedim(1, -1), size))
+        return ((heads.predict(resize_maps(outputs[part], size)), part) for part in parts)
 
     def summarize(self, sweep: DenseSweep, scored: DenseMetrics) -> dict[str, Any]:
         """Return what a row says of a sweep and of its best head's score."""
@@ -205,7 +263,8 @@ class _DenseSize:
         stem = f"{job.task}-{split.content_hash[:12]}"
         for i in range(min(GALLERY, len(split))):
             if batch := self.loader.one(self.data.report, i):
-                ((predicted, _),) = self.predictions(self.backbone.prepare(batch.pixels), batch.labels, job.cores, head)
+                images, labels = self.move([batch])
+                ((predicted, _),) = self.predictions(images, labels, job.cores, head)[0]
                 # The cropped original, at the size of its label, beside which it is shown.
                 image, _ = open_pair(split, i, self.data.depth, scored=True)
                 label, prediction = self.colour(batch.labels[0]), self.colour(predicted[0].cpu(), batch.labels[0])

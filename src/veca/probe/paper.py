@@ -128,8 +128,10 @@ def kin(name: str, kind: str, about: Mapping[str, Any]) -> Kin | None:
 def compare_with_paper(row: ProbeResult, dataset: str | None = None) -> Comparison | None:
     """A result, or its score on one of its further datasets, beside the paper's nearest number, if there is one.
 
-    Data of the user's is not compared, whatever its name.
+    Data of the user's is not compared, whatever its name, nor a result at native sizes, of which the paper has none.
     """
+    if row.native:
+        return None
     name = row.dataset if dataset is None else dataset
     metric, metrics = row.on(dataset)
     value, own = metrics.get(metric, math.nan), kin(row.model, row.kind, row.about)

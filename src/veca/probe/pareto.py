@@ -80,7 +80,8 @@ def collect_scores(folder: Path, sha256: str, probes: Collection[str] | None = N
     rows: dict[str, list[Row]] = defaultdict(list)
     for path in sorted((folder / "rows").glob("*.json")):
         row = read_row(path)
-        if row and row["model"]["about"].get("sha256") == sha256:
+        # At native sizes images differ in cost: such rows have no place in the table.
+        if row and row["model"]["about"].get("sha256") == sha256 and row["protocol"].get("fit") != "native":
             rows[f"{row['task']}:{Path(row['data']['name']).name}"].append(row)
     for probe in probes or ():
         if probe not in rows:

@@ -52,17 +52,23 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All results of one task, dataset and metric."""
+    """All results of one task, dataset and metric; those at native sizes are a group of their own."""
 
     task: str
     dataset: str
     metric: str
+    native: bool
     rows: Sequence[ProbeResult]
     series: Sequence[Series]
 
     @property
-    def is_published(self) -> bool:
-        return any(row.is_published() for row in self.rows)
+    def is_comparable(self) -> bool:
+        """Whether the paper may have numbers of this."""
+        return not self.native and any(row.is_published() for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        return f"{self.dataset} · {self.task}, {self.metric}{', native sizes' * self.native}"
 
     def varies(self, key: Literal["cores", "size"]) -> bool:
         return len({getattr(row, key) for row in self.rows} - {None}) > 1
@@ -82,7 +88,7 @@ def write_probe_report(folder: Path) -> tuple[Path, list[str]]:
             "curves": draw_curves(group),
             "grids": [grid for series in group.series if (grid := heat_grid(group, series))],
             "galleries": [(series.name, strips) for series in group.series if (strips := gallery.strips(series))],
-            "paper": paper.find(group.task, group.dataset, group.metric) if group.is_published else [],
+            "paper": paper.find(group.task, group.dataset, group.metric) if group.is_comparable else [],
         }
         for group in groups
     ]
@@ -114,8 +120,10 @@ def _group_by(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list
 
 
 def group_rows(rows: Sequence[ProbeResult]) -> list[Group]:
-    """The results of each task, dataset and metric together."""
-    by_key: dict[tuple[str, str, str], list[Any]] = _group_by(rows, lambda row: (row.task, row.dataset, row.metric))
+    """The results of each task, dataset and metric together, but for those at native sizes."""
+    by_key: dict[tuple[str, str, str, bool], list[Any]] = _group_by(
+        rows, lambda row: (row.task, row.dataset, row.metric, row.native)
+    )
     order = {task: i for i, task in enumerate(TASK_ORDER)}
     keys = sorted(by_key, key=lambda key: (order.get(key[0], len(order)), key))
     return [Group(*key, by_key[key], _split_into_series(by_key[key])) for key in keys]
@@ -167,7 +175,8 @@ def _class_order(scored: Sequence[Mapping[str, float]], metric: str) -> list[str
 
 
 def _place(row: ProbeResult | PaperNumber) -> list[str]:
-    return ["–" if row.cores is None else str(row.cores), str(row.size)]
+    size = row.resolution if isinstance(row, ProbeResult) else str(row.size)
+    return ["–" if row.cores is None else str(row.cores), size]
 
 
 def _paper_cells(compared: Comparison | None, metric: str, notes: list[str]) -> list[str]:
@@ -271,10 +280,11 @@ def draw_curves(group: Group) -> list[dict[str, Any]]:
         lines, left_out = _chart_lines(group, along) if varies or not any(varied.values()) else ([], 0)
         if len({x for line in lines for x, _ in line.points}) < 2:  # a single point is in the table already
             continue
-        words = [group.task, group.dataset, group.metric, along]
+        words = [group.task, group.dataset, group.metric, *["native"] * group.native, along]
         name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", word)[:40].strip("-.") or "x" for word in words)
         caption = "Lower is better." if lower_is_better(group.metric) else "Higher is better."
         caption += " Grey squares: the paper's." if any(line.quoted for line in lines) else ""
+        caption += " Sizes are limits: sides of a square of as many pixels." if group.native else ""
         caption += f" Not drawn: {left_out} more of the table." if left_out else ""
         label = f"{group.metric} on {group.dataset} against {along}: {'; '.join(line.name for line in lines)}"
         x_title = "budget C, cores" if along == "budget" else "resolution, px"
@@ -381,9 +391,9 @@ def _csv_columns(row: ProbeResult, other: str | None) -> dict[str, object]:
     n = compared.number if compared else None
     return {
         "task": row.task, "dataset": other or row.dataset, "head_of": row.dataset if other else None,
-        "model": row.model, "kind": row.kind, "cores": row.cores, "size": row.size, "seed": row.seed,
-        "scored_on": row.scored_on, "metric": row.metric, "paper": n and n.value, "paper_model": n and n.model,
-        "paper_cores": n and n.cores, "paper_size": n and n.size, "paper_table": n and n.table,
+        "model": row.model, "kind": row.kind, "cores": row.cores, "size": row.size, "native": row.native,
+        "seed": row.seed, "scored_on": row.scored_on, "metric": row.metric,
+        "paper": n and n.value, "paper_model": n and n.model, "paper_cores": n and n.cores, "paper_size": n and n.size, "paper_table": n and n.table,
         "gap": compared and round(compared.gap, 6), "notes": compared and "; ".join(compared.notes),
         "rate": row.best.get("rate"), "decay": row.best.get("decay"),
         **{split: row.counts.get(split) for split in SPLITS}, "fingerprint": row.fingerprint,

@@ -71,9 +71,20 @@ class ProbeResult(Settings):
         return signed if math.isfinite(signed) else -math.inf
 
     @property
+    def native(self) -> bool:
+        """Whether images had their own sizes; `size` is then the limit, that of a square."""
+        return self.protocol.get("fit") == "native"
+
+    @property
+    def resolution(self) -> str:
+        """As "512", in pixels, or "native ≤ 1,024 patches"."""
+        limit = json_value(self.protocol.get("max_patches"), int)
+        return f"native ≤ {limit:,} patches" if self.native else str(self.size)
+
+    @property
     def place(self) -> str:
         """Budget and resolution, as text."""
-        return f"{'' if self.cores is None else f'C = {self.cores}, '}{self.size} px"
+        return f"{'' if self.cores is None else f'C = {self.cores}, '}{self.resolution}{'' if self.native else ' px'}"
 
     def on(self, dataset: str | None) -> tuple[str, Mapping[str, float]]:
         """Main metric and all metrics on the row's own dataset (None), or on one of those in `also`.

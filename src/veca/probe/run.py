@@ -75,6 +75,10 @@ class ProbeSettings(Settings):
     its pixels differ from Pillow's by a few grey levels; "auto" is "gpu" where there is one, or else "cpu"."""
     progress: bool = True
 
+    def sizes_of(self, backbone: FrozenBackbone) -> tuple[int, ...]:
+        """Return the sizes to run at; refuse what the backbone cannot do."""
+        return self.sizes
+
     def describe(self, *leave_out: str) -> dict[str, Any]:
         """Return the settings that belong to a protocol as plain data."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in (*_NOT_IN_PROTOCOL, *leave_out)}
@@ -364,7 +368,9 @@ class Job:
         # Of a long name, its end.
         names = (re.sub(r"[^A-Za-z0-9._]+", "-", each.name)[-60:].strip("-.") for each in (self.backbone, self.data))
         model, data = (name or "unnamed" for name in names)
-        return f"{self.task}-{model}-{data}-c{cores}-s{self.size}-{key[:8]}"
+        limit = self.protocol.get("max_patches")  # of native sizes
+        size = f"s{self.size}" if limit is None else f"n{limit}"
+        return f"{self.task}-{model}-{data}-c{cores}-{size}-{key[:8]}"
 
     @property
     def path(self) -> Path:
@@ -430,10 +436,11 @@ def run_probe(probe: Job, protocol: Callable[[int], dict[str, Any]], compute: Co
     budgets = backbone.cores(settings.cores)
     rows: list[Row] = []
     # All sides first: a wrong one is to be refused before anything is computed.
-    for size, side in [(size, backbone.side(size)) for size in settings.sizes]:
+    for size, side in [(size, backbone.side(size)) for size in settings.sizes_of(backbone)]:
         about = protocol(side)
         if side != size:
-            note = f"{size} is no multiple of {backbone.name}'s patch, {backbone.patch}: it sees {side}"
+            sees = "the limit is that of" if "max_patches" in about else "it sees"
+            note = f"{size} is no multiple of {backbone.name}'s patch, {backbone.patch}: {sees} {side}"
             about |= {"side": side, "note": note}
             warn(f"{note}.")
         jobs = [dataclasses.replace(probe, cores=cores, size=size, protocol=about) for cores in budgets]

@@ -3,7 +3,8 @@
 Images that cannot be read become text, their name and the reason, so that one bad file does not end a worker.
 
 Dense heads train on random square crops, the short side at the size asked for, flipped in half the cases. They are
-scored on whole images with the short side at that size; the label keeps its own size.
+scored on whole images with the short side at that size; the label keeps its own size. Or, by `NativeLoader`, images
+are whole and at their own size in both, in batches of mixed sizes.
 
 Shapes: B images of H × W pixels.
 """
@@ -31,7 +32,7 @@ from veca.data.workers import Placed, SharedSlots, WorkerDiedError, WorkerPool, 
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
 from veca.images.load import CROP_RATIO, plan_centre
-from veca.images.resize import Crop
+from veca.images.resize import Crop, native_sizes
 from veca.utils.device import side_stream
 
 # Pixels and label map of an image
@@ -230,17 +231,24 @@ class DenseLoader:
 
         Each of `size` processes gets its share of a batch, which is empty if none of its images can be read.
         """
+        empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8, device=self.reader.device)
+        for pairs in self._training_pairs(steps, start, rank, size):
+            yield _stack_pairs(pairs, self._label_dtype) if pairs else LabelledBatch(empty, empty[:, 0].int())
+
+    @property
+    def _label_dtype(self) -> DTypeLike:
+        """One dtype whatever the mask files hold: processes gather their labels."""
+        return np.float32 if self.data.task == "depth" else np.int32
+
+    def _training_pairs(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[list[_Pair]]:
         split = self.data.splits["train"]
         order = shuffled_batches(len(split), self.batch, range(start, steps), self.seed, rank, size)
-        # One dtype whatever the mask files hold: processes gather their labels.
-        dtype = np.float32 if self.data.task == "depth" else np.int32
         with self._decode(split, self._random_crop, order) as batches:
             for items in batches:
                 readable = self._check_readable("train", items)
                 if not readable and size == 1:
                     raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read: {items[0][1]}")
-                empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8, device=self.reader.device)
-                yield _stack_pairs(readable, dtype) if readable else LabelledBatch(empty, empty[:, 0].int())
+                yield readable
 
     def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
         """Yield all images of a split once, in batches of equal shapes, shared out among `size` processes."""
@@ -248,12 +256,17 @@ class DenseLoader:
         windows = [range(start, min(start + window, len(split))) for start in range(0, len(split), window)][rank::size]
         with self._decode(split, self._whole_image, windows) as batches:
             for items in batches:
-                by_shape: dict[Any, list[Any]] = {}
-                for pixels, label in self._check_readable(name, items):
-                    by_shape.setdefault((pixels.shape, label.shape), []).append((pixels, label))
-                for same in by_shape.values():
+                for same in _group_by_shape(self._check_readable(name, items)):
                     for start in range(0, len(same), self.batch):
                         yield _stack_pairs(same[start : start + self.batch])
+
+    def training_groups(self, steps: int) -> Iterator[list[LabelledBatch]]:
+        """Yield `training`, each step as groups of images of one shape: here there is one."""
+        return ([batch] for batch in self.training(steps))
+
+    def scoring_groups(self, name: str) -> Iterator[list[LabelledBatch]]:
+        """Yield `scoring`, each batch as groups of images of one shape: here there is one."""
+        return ([batch] for batch in self.scoring(name))
 
     def one(self, name: str, i: int) -> LabelledBatch | None:
         """Return image `i` of a split as `scoring` has it; None when it cannot be read."""
@@ -281,7 +294,7 @@ class DenseLoader:
         image, values = self._read(split, i, round(self.side * scale), scored=False)
         rows, columns = (image.crop.rows, image.crop.columns) if isinstance(image, PlannedCrop) else image.shape[1:]
         generator = torch.Generator().manual_seed(transforms.seeded_random(self.seed, position).getrandbits(62))
-        window = transforms.random_window(rows, columns, (self.side, self.side), generator)
+        window = transforms.random_window(rows, columns, self._crop_size(rows, columns), generator)
         fill = 0 if self.data.task == "depth" else self.ignore
         label = window.cut(transforms.resize_nearest(values, (rows, columns)), fill).contiguous().numpy()
         # Bytes where they suffice: less to send between processes.
@@ -304,15 +317,62 @@ class DenseLoader:
         rules = self.data.depth
         if rules is not None and rules.input_crop:  # cropped before it is resized: decoded here
             image, label = open_pair(split, i, rules, scored)
-            return self.reader.crop(image, transforms.plan_short_side(*image.size, short, multiple)), label
+            return self.reader.crop(image, self._plan(*image.size, short, multiple)), label
         label = split.label(i)
 
         def plan(width: int, height: int) -> Crop:
             _check_same_size(height, width, label)
-            return transforms.plan_short_side(width, height, short, multiple)
+            return self._plan(width, height, short, multiple)
 
         pixels = self.reader.read(split.image(i), plan, 2 * short)
         return pixels, _evaluated(label, rules) if scored else label
+
+    def _plan(self, width: int, height: int, short: int, multiple: int) -> Crop:
+        """Return how a whole image is resized, before a training crop is cut."""
+        return transforms.plan_short_side(width, height, short, multiple)
+
+    def _crop_size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the size of a training crop of a resized image."""
+        return self.side, self.side
+
+
+@dataclass
+class NativeLoader(DenseLoader):
+    """Loads whole images at their own size, sides to the nearest multiples of the patch, in batches of mixed sizes.
+
+    Images of more than `max_patches` patches are shrunk. To train, images are flipped in half the cases, and labels are
+    resized to the pixels of their images by nearest neighbour: a class or depth is never a mixture of others, and
+    pixels without a label stay so. To score, labels keep their own size. `side` is that of a square of as many patches.
+    """
+
+    max_patches: int = 1
+
+    def training_groups(self, steps: int) -> Iterator[list[LabelledBatch]]:
+        for pairs in self._training_pairs(steps):
+            yield [_stack_pairs(same, self._label_dtype) for same in _group_by_shape(pairs)]
+
+    def scoring_groups(self, name: str) -> Iterator[list[LabelledBatch]]:
+        split = self.data.splits[name]
+        order = [range(start, min(start + self.batch, len(split))) for start in range(0, len(split), self.batch)]
+        with self._decode(split, self._whole_image, order) as batches:
+            for items in batches:
+                if groups := _group_by_shape(self._check_readable(name, items)):
+                    yield [_stack_pairs(same) for same in groups]
+
+    def _plan(self, width: int, height: int, short: int, multiple: int) -> Crop:
+        rows, columns = native_sizes(height, width, self.max_patches, self.patch)
+        return Crop((0, 0, width, height), columns, rows, columns, rows)
+
+    def _crop_size(self, rows: int, columns: int) -> tuple[int, int]:
+        return rows, columns
+
+
+def _group_by_shape(pairs: Iterable[_Pair]) -> list[list[_Pair]]:
+    """Return the images whose pixels and labels have the same shapes together."""
+    groups: dict[Any, list[_Pair]] = {}
+    for pixels, label in pairs:
+        groups.setdefault((pixels.shape, label.shape), []).append((pixels, label))
+    return list(groups.values())
 
 
 def _stack_pairs(pairs: Sequence[_Pair], dtype: DTypeLike | None = None) -> LabelledBatch:
