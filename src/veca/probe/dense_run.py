@@ -168,7 +168,8 @@ class _DenseSize:
 
     def run(self) -> Iterator[tuple[Job, dict[str, Any], dict[str, list[str]]]]:
         settings, began = self.settings, time.perf_counter()
-        title = f"{self.backbone.name} {self.data.name} {self.jobs[0].size} px"
+        size = "native" if self.native else f"{self.jobs[0].size} px"
+        title = f"{self.backbone.name} {self.data.name} {size}"
         with bar(title, settings.steps, "steps", settings.progress) as advance:
             sweeps = fit_dense(
                 [self.head.to(self.backbone.device)] * len(self.jobs), self.training_batches,
