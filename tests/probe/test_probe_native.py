@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 import veca
 from veca.cli.main import app
 from veca.data.datasets import ProbeData, load_dataset
-from veca.data.datasets.batches import NativeLoader, shuffled_batches
+from veca.data.datasets.batches import shuffled_batches
+from veca.data.datasets.native import NativeDenseLoader
 from veca.data.transforms import random_window, seeded_random
 from veca.heads.dense import DepthHead, SegmentationHead, polynomial
 from veca.heads.features import BackboneError, FrozenVeca
@@ -265,7 +266,7 @@ def test_native_sizes_are_not_compared_with_the_paper(tmp_path: Path) -> None:
 
 def test_pixels_of_native_sizes(tmp_path: Path) -> None:
     data = make_mixed(tmp_path / "discs", "masks")
-    loader = NativeLoader(data, 48, 16, 4, max_patches=LIMIT)
+    loader = NativeDenseLoader(data, 48, 16, 4, max_patches=LIMIT)
     (groups,) = loader.scoring_groups("val")
     assert [tuple(each.pixels.shape[2:]) for each in groups] == [(48, 128), (96, 32), (48, 64), (112, 48)]
     assert [tuple(each.labels.shape[1:]) for each in groups] == list(SHAPES)

@@ -20,6 +20,8 @@ TunedOut = Annotated[Path, opt.option("finetune.out")]
 # The options of the settings; others are changed by --set.
 TUNING_OPTIONS = {
     "size": opt.Size,
+    "fit": opt.CropOrNative,
+    "max_patches": opt.MaxPatches,
     "cores": opt.Budgets,
     "width": opt.Width,
     "epochs": Annotated[float, opt.option("finetune.epochs")],

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.models import OptionInfo
@@ -100,6 +100,7 @@ Budgets = Annotated[Any, option("budgets")]
 Size = Annotated[int, option("size")]
 Sizes = Annotated[Any, option("sizes")]
 FitOption = Annotated[Fit, option("fit")]
+CropOrNative = Annotated[Literal["crop", "native"], option("crop-or-native")]
 MaxPatches = Annotated[int | None, option("max-patches")]
 Device = Annotated[str, option("device")]
 BatchSize = Annotated[int, option("batch-size")]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS, ImageTooLargeError, nearest_sizes
-from veca.images.resize import Crop
+from veca.images.resize import PATCH, Crop, native_sizes
 
 # Of a random resized crop: its share of the image's area, and its width over its height
 CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -42,25 +42,66 @@ def plan_random_crop(
 
     Drawn as in torchvision's RandomResizedCrop.
     """
+    box = random_box(width, height, rng, area, CROP_ASPECT)
+    return Crop(box, *(side,) * 4, flip=rng.random() < 0.5)
+
+
+def random_box(
+    width: int, height: int, rng: random.Random, area: tuple[float, float], aspect: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of a random part of an image.
+
+    `area` is the range of its share of the image's, `aspect` that of its width over its height.
+    """
     for _ in range(10):
         pixels = width * height * rng.uniform(*area)
-        aspect = math.exp(rng.uniform(math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])))
-        columns, rows = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        ratio = math.exp(rng.uniform(math.log(aspect[0]), math.log(aspect[1])))
+        columns, rows = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if 0 < columns <= width and 0 < rows <= height:
             left, top = rng.randint(0, width - columns), rng.randint(0, height - rows)
             break
     else:  # a very long image: the largest part of its centre with an allowed aspect ratio
-        columns, rows = min(width, round(height * CROP_ASPECT[1])), min(height, round(width / CROP_ASPECT[0]))
+        columns, rows = min(width, round(height * aspect[1])), min(height, round(width / aspect[0]))
         left, top = (width - columns) // 2, (height - rows) // 2
-    return Crop((left, top, left + columns, top + rows), *(side,) * 4, flip=rng.random() < 0.5)
+    return left, top, left + columns, top + rows
 
 
-def plan_short_side(width: int, height: int, short: int, multiple: int = 1) -> Crop:
+def plan_native_crop(
+    width: int,
+    height: int,
+    max_patches: int,
+    rng: random.Random,
+    area: tuple[float, float] = CROP_AREA,
+    scales: tuple[float, float] = (1.0, 1.0),
+    patch: int = PATCH,
+) -> Crop:
+    """Return a random part of an image, of about the image's aspect ratio, flipped in half the cases.
+
+    Its aspect ratio is the image's times a number in `CROP_ASPECT`. It is resized, its aspect ratio kept, to as many
+    patches as the whole image has by `native_sizes`, its sides then scaled by a number in `scales`.
+    """
+    box = random_box(width, height, rng, area, (CROP_ASPECT[0] * width / height, CROP_ASPECT[1] * width / height))
+    whole = math.prod(native_sizes(height, width, max_patches, patch)) / patch**2
+    patches = min(max_patches, max(1, round(whole * draw_scale(rng, scales) ** 2)))
+    across, down = box[2] - box[0], box[3] - box[1]
+    zoom = patch * math.sqrt(patches / (across * down))
+    rows, columns = native_sizes(down * zoom, across * zoom, patches, patch)
+    return Crop(box, columns, rows, columns, rows, flip=rng.random() < 0.5)
+
+
+def draw_scale(rng: random.Random, scales: tuple[float, float]) -> float:
+    """Draw a factor between two, its logarithm uniform."""
+    return math.exp(rng.uniform(*map(math.log, scales)))
+
+
+def plan_short_side(width: int, height: int, short: float, multiple: int = 1) -> Crop:
     """Return the whole image, its short side resized to `short` and both sides rounded to `multiple`."""
     scale = short / min(width, height)
     rows, columns = nearest_sizes(height * scale, width * scale, multiple)
     if rows * columns > MAX_PIXELS:
-        raise ImageTooLargeError(f"{height}×{width}; with a short side of {short} it has over {MAX_PIXELS:,} pixels")
+        raise ImageTooLargeError(
+            f"{height}×{width}; with a short side of {round(short)} it has over {MAX_PIXELS:,} pixels"
+        )
     return Crop((0, 0, width, height), columns, rows, columns, rows)
 
 

@@ -144,7 +144,7 @@ def _align(start: float, scale: float) -> tuple[int, int]:
     return first, count
 
 
-def native_sizes(height: int, width: int, max_patches: int | None = None, patch: int = PATCH) -> tuple[int, int]:
+def native_sizes(height: float, width: float, max_patches: int | None = None, patch: int = PATCH) -> tuple[int, int]:
     """Height and width, multiples of `patch`, nearest to a size; shrunk to at most `max_patches` patches, at least one.
 
     >>> native_sizes(480, 640), native_sizes(480, 640, max_patches=256), native_sizes(1, 100_000, max_patches=10)

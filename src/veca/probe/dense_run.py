@@ -19,7 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from veca.data.datasets.base import ProbeData
-from veca.data.datasets.batches import DenseLoader, LabelledBatch, NativeLoader, open_pair
+from veca.data.datasets.batches import DenseLoader, LabelledBatch, open_pair
+from veca.data.datasets.native import NativeDenseLoader
 from veca.data.transforms import slide_windows
 from veca.heads.dense import (
     DenseBatch,
@@ -164,7 +165,7 @@ class _DenseSize:
         self.loader = DenseLoader(*arguments, reader=jobs[0].reader)
         if self.native:
             limit = settings.limit(side, patch)
-            self.loader = NativeLoader(*arguments, reader=jobs[0].reader, max_patches=limit)
+            self.loader = NativeDenseLoader(*arguments, reader=jobs[0].reader, max_patches=limit)
 
     def run(self) -> Iterator[tuple[Job, dict[str, Any], dict[str, list[str]]]]:
         settings, began = self.settings, time.perf_counter()

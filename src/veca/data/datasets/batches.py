@@ -3,8 +3,8 @@
 Images that cannot be read become text, their name and the reason, so that one bad file does not end a worker.
 
 Dense heads train on random square crops, the short side at the size asked for, flipped in half the cases. They are
-scored on whole images with the short side at that size; the label keeps its own size. Or, by `NativeLoader`, images
-are whole and at their own size in both, in batches of mixed sizes.
+scored on whole images with the short side at that size; the label keeps its own size. `veca.data.datasets.native` keeps
+the aspect ratio, in batches of mixed sizes.
 
 Shapes: B images of H × W pixels.
 """
@@ -31,8 +31,8 @@ from veca.data.datasets.base import IGNORE, DepthRules, ProbeData, Split
 from veca.data.workers import Placed, SharedSlots, WorkerDiedError, WorkerPool, prefetch
 from veca.errors import ArgumentError, VecaError
 from veca.images import ImageError, open_image
-from veca.images.load import CROP_RATIO, plan_centre
-from veca.images.resize import Crop, native_sizes
+from veca.images.load import CROP_RATIO, PlanCrop, plan_centre
+from veca.images.resize import Crop
 from veca.utils.device import side_stream
 
 # Pixels and label map of an image
@@ -54,6 +54,11 @@ class LabelledBatch(NamedTuple):
     """(B, 3, H, W) uint8"""
     labels: Tensor
     """(B) class numbers; or (B, H', W') class numbers or metres, at the size of the label files when scoring."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """(H', W') of the labels; () of class numbers."""
+        return self.labels.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -226,14 +231,26 @@ class DenseLoader:
         """The label of pixels that do not count."""
         return IGNORE if self.data.ignore is None else self.data.ignore
 
-    def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
+    def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[Any]:
         """Yield random square crops for the steps from `start`; each step follows from the seed alone.
 
         Each of `size` processes gets its share of a batch, which is empty if none of its images can be read.
         """
-        empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8, device=self.reader.device)
-        for pairs in self._training_pairs(steps, start, rank, size):
-            yield _stack_pairs(pairs, self._label_dtype) if pairs else LabelledBatch(empty, empty[:, 0].int())
+        return (self._collate(pairs, self._label_dtype) for pairs in self._training_pairs(steps, start, rank, size))
+
+    def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[Any]:
+        """Yield all images of a split once, in batches of equal shapes, shared out among `size` processes."""
+        return (self._collate(pairs) for pairs in self._scoring_pairs(name, rank, size))
+
+    def training_groups(self, steps: int) -> Iterator[list[LabelledBatch]]:
+        """Yield `training`, each step as groups of images of one shape."""
+        for pairs in self._training_pairs(steps):
+            yield [_stack_pairs(same, self._label_dtype) for same in _group_by_shape(pairs)]
+
+    def scoring_groups(self, name: str) -> Iterator[list[LabelledBatch]]:
+        """Yield `scoring`, each batch as groups of images of one shape."""
+        for pairs in self._scoring_pairs(name):
+            yield [_stack_pairs(same) for same in _group_by_shape(pairs)]
 
     @property
     def _label_dtype(self) -> DTypeLike:
@@ -250,23 +267,13 @@ class DenseLoader:
                     raise UnreadableImageError(f"a whole batch of {self.data.name} train cannot be read: {items[0][1]}")
                 yield readable
 
-    def scoring(self, name: str, rank: int = 0, size: int = 1) -> Iterator[LabelledBatch]:
-        """Yield all images of a split once, in batches of equal shapes, shared out among `size` processes."""
+    def _scoring_pairs(self, name: str, rank: int = 0, size: int = 1) -> Iterator[Sequence[_Pair]]:
         split, window = self.data.splits[name], _SCORING_WINDOW * self.batch
         windows = [range(start, min(start + window, len(split))) for start in range(0, len(split), window)][rank::size]
         with self._decode(split, self._whole_image, windows) as batches:
             for items in batches:
-                for same in _group_by_shape(self._check_readable(name, items)):
-                    for start in range(0, len(same), self.batch):
-                        yield _stack_pairs(same[start : start + self.batch])
-
-    def training_groups(self, steps: int) -> Iterator[list[LabelledBatch]]:
-        """Yield `training`, each step as groups of images of one shape: here there is one."""
-        return ([batch] for batch in self.training(steps))
-
-    def scoring_groups(self, name: str) -> Iterator[list[LabelledBatch]]:
-        """Yield `scoring`, each batch as groups of images of one shape: here there is one."""
-        return ([batch] for batch in self.scoring(name))
+                for group in self._group(self._check_readable(name, items)):
+                    yield from (group[start : start + self.batch] for start in range(0, len(group), self.batch))
 
     def one(self, name: str, i: int) -> LabelledBatch | None:
         """Return image `i` of a split as `scoring` has it; None when it cannot be read."""
@@ -290,11 +297,11 @@ class DenseLoader:
         """Crop image and label at random; where an image is smaller than the crop, the padding does not count."""
         position, i = index  # as `shuffled_batches` yields them
         # Seeded by the position in the stream, so that an image is cropped differently in every epoch.
-        scale = math.exp(transforms.seeded_random(self.seed, position, 1).uniform(*map(math.log, self.scales)))
-        image, values = self._read(split, i, round(self.side * scale), scored=False)
+        scale = transforms.draw_scale(transforms.seeded_random(self.seed, position, 1), self.scales)
+        image, values = self._read(split, i, partial(self._plan_scaled, scale), scale, scored=False)
         rows, columns = (image.crop.rows, image.crop.columns) if isinstance(image, PlannedCrop) else image.shape[1:]
         generator = torch.Generator().manual_seed(transforms.seeded_random(self.seed, position).getrandbits(62))
-        window = transforms.random_window(rows, columns, self._crop_size(rows, columns), generator)
+        window = transforms.random_window(rows, columns, self._window_size(rows, columns), generator)
         fill = 0 if self.data.task == "depth" else self.ignore
         label = window.cut(transforms.resize_nearest(values, (rows, columns)), fill).contiguous().numpy()
         # Bytes where they suffice: less to send between processes.
@@ -305,66 +312,49 @@ class DenseLoader:
         return window.cut(torch.from_numpy(image)).contiguous().numpy(), label
 
     def _whole_image(self, split: Split, i: int) -> _Pair | PlannedCrop:
-        image, values = self._read(split, i, self.side, self.patch)
+        image, values = self._read(split, i, self._plan_whole)
         # PyTorch supports few operations on uint16. Bytes stay bytes: less to send between processes.
         label = values.astype(np.int32) if values.dtype == np.uint16 else np.ascontiguousarray(values)
         return image._replace(label=label) if isinstance(image, PlannedCrop) else (image, label)
 
     def _read(
-        self, split: Split, i: int, short: int, multiple: int = 1, scored: bool = True
+        self, split: Split, i: int, plan: PlanCrop, scale: float = 1.0, scored: bool = True
     ) -> tuple[NDArray[np.uint8] | PlannedCrop, NDArray[Any]]:
-        """Read an image, its short side resized, and its label map as `open_pair` does."""
+        """Read an image as planned, the short side `scale` times `side` at most, and its label as `open_pair` does."""
         rules = self.data.depth
         if rules is not None and rules.input_crop:  # cropped before it is resized: decoded here
             image, label = open_pair(split, i, rules, scored)
-            return self.reader.crop(image, self._plan(*image.size, short, multiple)), label
+            return self.reader.crop(image, plan(*image.size)), label
         label = split.label(i)
 
-        def plan(width: int, height: int) -> Crop:
+        def checked_plan(width: int, height: int) -> Crop:
             _check_same_size(height, width, label)
-            return self._plan(width, height, short, multiple)
+            return plan(width, height)
 
-        pixels = self.reader.read(split.image(i), plan, 2 * short)
+        pixels = self.reader.read(split.image(i), checked_plan, 2 * round(self.side * scale))
         return pixels, _evaluated(label, rules) if scored else label
 
-    def _plan(self, width: int, height: int, short: int, multiple: int) -> Crop:
-        """Return how a whole image is resized, before a training crop is cut."""
-        return transforms.plan_short_side(width, height, short, multiple)
+    # How images are resized, and become batches
 
-    def _crop_size(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the size of a training crop of a resized image."""
+    def _plan_whole(self, width: int, height: int) -> Crop:
+        return transforms.plan_short_side(width, height, self.side, self.patch)
+
+    def _plan_scaled(self, scale: float, width: int, height: int) -> Crop:
+        return transforms.plan_short_side(width, height, round(self.side * scale))
+
+    def _window_size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the size of a random window of an image that was planned by `_plan_scaled`."""
         return self.side, self.side
 
+    def _group(self, pairs: Sequence[_Pair]) -> Iterable[Sequence[_Pair]]:
+        """Group images and label maps that can be in a batch."""
+        return _group_by_shape(pairs)
 
-@dataclass
-class NativeLoader(DenseLoader):
-    """Loads whole images at their own size, sides to the nearest multiples of the patch, in batches of mixed sizes.
-
-    Images of more than `max_patches` patches are shrunk. To train, images are flipped in half the cases, and labels are
-    resized to the pixels of their images by nearest neighbour: a class or depth is never a mixture of others, and
-    pixels without a label stay so. To score, labels keep their own size. `side` is that of a square of as many patches.
-    """
-
-    max_patches: int = 1
-
-    def training_groups(self, steps: int) -> Iterator[list[LabelledBatch]]:
-        for pairs in self._training_pairs(steps):
-            yield [_stack_pairs(same, self._label_dtype) for same in _group_by_shape(pairs)]
-
-    def scoring_groups(self, name: str) -> Iterator[list[LabelledBatch]]:
-        split = self.data.splits[name]
-        order = [range(start, min(start + self.batch, len(split))) for start in range(0, len(split), self.batch)]
-        with self._decode(split, self._whole_image, order) as batches:
-            for items in batches:
-                if groups := _group_by_shape(self._check_readable(name, items)):
-                    yield [_stack_pairs(same) for same in groups]
-
-    def _plan(self, width: int, height: int, short: int, multiple: int) -> Crop:
-        rows, columns = native_sizes(height, width, self.max_patches, self.patch)
-        return Crop((0, 0, width, height), columns, rows, columns, rows)
-
-    def _crop_size(self, rows: int, columns: int) -> tuple[int, int]:
-        return rows, columns
+    def _collate(self, pairs: Sequence[_Pair], dtype: DTypeLike | None = None) -> Any:
+        if pairs:
+            return _stack_pairs(pairs, dtype)
+        empty = torch.empty(0, 3, self.side, self.side, dtype=torch.uint8, device=self.reader.device)
+        return LabelledBatch(empty, empty[:, 0].int())
 
 
 def _group_by_shape(pairs: Iterable[_Pair]) -> list[list[_Pair]]:

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,21 @@ from veca.config import VecaConfig
 from veca.data.crops import CropReader
 from veca.data.datasets import DatasetError, ProbeData, limit_splits, load_dataset
 from veca.data.datasets.base import evenly_spaced
-from veca.data.datasets.batches import LabelledBatch, UnreadableImageError, join_some
+from veca.data.datasets.batches import UnreadableImageError, join_some
+from veca.data.datasets.native import PackedBatch
 from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
 from veca.heads.features import FrozenVeca
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images import normalize, open_image
+from veca.images.pack import pack
+from veca.packed import PackedImages
 from veca.report.gallery import save_picture
 from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.finetune.settings import FinetuneSettings, check_same_settings
-from veca.train.finetune.tasks import ClassifyTask, SegmentTask
+from veca.train.finetune.tasks import AnyBatch, ClassifyTask, SegmentTask
 from veca.train.logger import FINETUNE_SETTINGS, is_finetune_run
 from veca.train.optimizers import Ema, layer_decay_groups
 from veca.train.parallel import World
@@ -163,7 +166,7 @@ class Finetuning(RunEngine):
     def batches(self) -> contextlib.closing[Any]:
         return contextlib.closing(self.task.training(self.steps, self.step, self.world.rank, self.world.size))
 
-    def train_step(self, batches: Iterator[LabelledBatch]) -> None:
+    def train_step(self, batches: Iterator[AnyBatch]) -> None:
         """The loss is a mean over what counts in the batch of all processes, images or labelled pixels: the mean over
         the own part is weighted by its share.
         """
@@ -175,7 +178,7 @@ class Finetuning(RunEngine):
             raise
         settings, step, world = self.options, self.step, self.world
         # Unreadable images make shares of different sizes, possibly empty.
-        own_counts = len(batch.labels), int((batch.labels != self.task.ignore).sum())
+        own_counts = len(batch.pixels), int((batch.labels != self.task.ignore).sum())
         counts, valid = zip(*parallel.gathered(own_counts, world), strict=True)
         if not sum(counts):
             bad = join_some(sorted(set().union(*self.task.skipped.values())))
@@ -185,8 +188,10 @@ class Finetuning(RunEngine):
         own = slice(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
         budget = draw(self.budgets, "budget", settings.seed, step)
         rng = seeded_random(step_seed("augment", settings.seed, step))
-        pixels = batch.pixels.to(self.device, non_blocking=True)
-        images = normalize(self._augment(pixels, rng, sum(counts), own))
+        augmentation = self._draw_ops(rng, sum(counts), own)
+        if isinstance(batch, PackedBatch):
+            batch = batch.or_black(self.backbone.config.patch_size)
+        images: Any = self._normalized(batch.pixels, augmentation)
         labels = batch.labels.to(self.device, non_blocking=True)
         weighted_labels = [(1.0, labels)]
         if mixup := getattr(settings, "mixup", 0.0):
@@ -197,7 +202,7 @@ class Finetuning(RunEngine):
             weighted_labels = [(share, labels), (1 - share, partner_labels)]
         torch.manual_seed(step_seed("model", settings.seed, step))
         with self.autocast():
-            scores = self.replica(_not_empty(images), budget, labels.shape[1:])
+            scores = self.replica(_not_empty(images), budget, batch.size)
         loss = sum(weight * self.task.loss(scores, _not_empty(each)) for weight, each in weighted_labels)
         loss = loss * (world.size * valid[world.rank] / max(1, sum(valid)))  # DDP takes the mean of the gradients
         loss.backward()
@@ -218,19 +223,33 @@ class Finetuning(RunEngine):
         self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
 
-    def _augment(self, pixels: Tensor, rng: Any, count: int, own: slice) -> Tensor:
-        """Augment the rows `own` of a batch of `count`; what is drawn for an image follows from its place in it."""
+    def _draw_ops(self, rng: Any, count: int, own: slice) -> Augmentation | None:
+        """Operations of the rows `own` of a batch of `count`; what is drawn for an image follows from its place."""
         if self.options.augment == "flip":  # crops and flips are done by the decoding processes
-            return pixels
+            return None
         ops = COLOUR_OPS if self.options.augment == "colour" else range(len(OPS))
         drawn = [(rng.getrandbits(32), rng.getrandbits(32), rng.random() < 0.5) for _ in range(count)]
         op, strength, negative = np.array(drawn, np.uint64)[own].T
         chosen = choose_ops(op, strength, negative.astype(np.bool_), ops)
-        return augment_batch(pixels, Augmentation(*map(torch.from_numpy, chosen)))
+        return Augmentation(*map(torch.from_numpy, chosen))
+
+    def _normalized(
+        self, pixels: Tensor | Sequence[Tensor], augmentation: Augmentation | None = None
+    ) -> Tensor | PackedImages:
+        """Images on the device, augmented and normalised; a list of them is packed."""
+        if isinstance(pixels, Tensor):
+            pixels = pixels.to(self.device, non_blocking=True)
+            return normalize(pixels if augmentation is None else augment_batch(pixels, augmentation))
+        images = [image.to(self.device, non_blocking=True) for image in pixels]
+        if augmentation is not None:
+            each = zip(*(values.split(1) for values in augmentation), strict=True)
+            images = [augment_batch(x[None], Augmentation(*ops))[0] for x, ops in zip(images, each, strict=False)]
+        return pack(images, patch_size=self.backbone.config.patch_size)
 
     def memory_advice(self) -> str:
-        size = self.options.batch // self.world.size
-        return f"{size} images per process at {self.options.size} px; halve --batch-size and divide --rate by 1.4"
+        count, limit = self.options.batch // self.world.size, self.options.patch_limit(self.backbone.config.patch_size)
+        size = f"up to {limit:,} patches" if limit else f"{self.options.size} px"
+        return f"{count} images per process at {size}; halve --batch-size and divide --rate by 1.4"
 
     # Scores
 
@@ -245,13 +264,13 @@ class Finetuning(RunEngine):
         count = 0
         self.model.eval()
         with self.ema.swapped_in():
-            for pixels, labels in self.task.scoring(split, self.world.rank, self.world.size):
-                images, labels = normalize(pixels.to(self.device)), labels.to(self.device).long()
-                count += len(images)
+            for batch in self.task.scoring(split, self.world.rank, self.world.size):
+                images, labels = self._normalized(batch.pixels), batch.labels.to(self.device).long()
+                count += len(batch.pixels)
                 for cores, confusion in confusions.items():
                     with self.autocast():
-                        scores = self.model(images, cores, labels.shape[1:])
-                    losses[cores] += len(images) * float(self.task.loss(scores, labels))
+                        scores = self.model(images, cores, batch.size)
+                    losses[cores] += len(batch.pixels) * float(self.task.loss(scores, labels))
                     confusion.update(scores.argmax(1), labels)
         self.model.train()
         scored, *totals = parallel.sum_of([count, *losses.values()], self.world)
@@ -347,7 +366,7 @@ class Finetuning(RunEngine):
         for i in evenly_spaced(len(self.data.splits[split]), GALLERY_IMAGES):
             if batch := self.task.load_one(split, i):
                 with self.autocast():
-                    scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.labels.shape[1:])
+                    scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.size)
                 image = open_image(self.data.splits[split].image(i))
                 entry = {"image": image, **self.task.illustrate(scores[0].cpu(), batch.labels[0])}
                 for kind in entry.keys() & {"image", "label", "prediction"}:
@@ -357,8 +376,8 @@ class Finetuning(RunEngine):
         return gallery
 
 
-def _not_empty(rows: Tensor) -> Tensor:
-    """A black image in place of an empty share of the batch: it has no weight in the loss."""
+def _not_empty(rows: Any) -> Any:
+    """A black image in place of an empty share of the batch: it has no weight in the loss. Packs are never empty."""
     return rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
 
 

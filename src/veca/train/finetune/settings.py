@@ -9,9 +9,10 @@ from veca.config import MlpWidth, VecaConfig, is_budget
 from veca.data.records import DecodeChoice
 from veca.errors import ArgumentError
 from veca.images import MAX_PIXELS, nearest_sizes
-from veca.utils.settings import Bounds, Settings
+from veca.utils.settings import Bounds, Positive, Settings
 
 HeadStart: TypeAlias = Literal["probe", "new"]
+FinetuneFit: TypeAlias = Literal["crop", "native"]
 _CHANGEABLE_SETTINGS = ("model", "workers", "skip_bad", "progress")
 """Settings that may change when a run is resumed: they change no result. Of the model, the weights are compared."""
 
@@ -23,6 +24,12 @@ class FinetuneSettings(Settings):
     task: ClassVar[Literal["classify", "segment"]]
     size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))]
     """Side in pixels of the training crops."""
+    fit: FinetuneFit = "crop"
+    """Squares of `size`; or "native": images keep their aspect ratio, and one batch holds any mix of sizes."""
+    max_patches: Positive | None = None
+    """With "native": images of more patches are shrunk; null: as many as `size` × `size` pixels have."""
+    scales: tuple[float, float]
+    """Range of a factor, drawn for each training image, of its sides; see the tasks."""
     cores: tuple[int, ...] = ()
     """Budgets, of which each step draws one; empty: all the model was trained with."""
     width: MlpWidth | None = None
@@ -58,9 +65,21 @@ class FinetuneSettings(Settings):
     """Leave out unreadable images, with a note, instead of stopping."""
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        valid = len(self.scales) == 2 and 0 < self.scales[0] <= self.scales[1] <= 8
+        self.require("scales", valid, "two numbers above 0, at most 8, the lower first")
+        self.require("max_patches", self.fit == "native" or self.max_patches is None, "null unless fit is native")
+
+    def patch_limit(self, patch: int) -> int | None:
+        """Most patches of an image that keeps its aspect ratio; None: images are squares."""
+        return None if self.fit == "crop" else self.max_patches or (self.size // patch) ** 2
+
     def budgets(self, config: VecaConfig) -> dict[int, float]:
         """Check size and budgets against the model; the budgets with the paper's odds, which favour large ones."""
         patch, bank = config.patch_size, config.num_cores
+        most = MAX_PIXELS // patch**2
+        self.require("max_patches", (self.max_patches or 1) <= most, f"at most {most:,}, {MAX_PIXELS:,} pixels")
         nearest = nearest_sizes(self.size, self.size, patch)[0]
         self.require("size", self.size % patch == 0, f"a multiple of {patch}. Nearest: {nearest}")
         budgets = tuple(dict.fromkeys(self.cores or config.budgets))
@@ -79,12 +98,20 @@ class FinetuneClassifySettings(FinetuneSettings):
     size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))] = 256
     head_epochs: Annotated[int, Bounds(ge=1)] = 100
     """Cheap: over features that are extracted once."""
+    scales: tuple[float, float] = (0.5, 1.0)
+    """With "native": a crop has as many patches as its whole image, its sides then times a number between these."""
     least_area: Annotated[float, Bounds(gt=0, le=1)] = 0.35
     """The smallest share of an image's area that a crop has."""
     smoothing: Annotated[float, Bounds(ge=0, lt=1)] = 0.1
     """Label smoothing."""
     mixup: Annotated[float, Bounds(ge=0)] = 0.0
     """Both parameters of the Beta distribution of mixup's shares; 0: no mixup."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("mixup", self.fit == "crop" or not self.mixup, "0 with fit native: sizes differ")
+        with_effect = self.fit == "native" or self.scales == type(self).scales
+        self.require("scales", with_effect, f"{list(type(self).scales)} unless fit is native: crops have one size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +123,18 @@ class FinetuneSegmentSettings(FinetuneSettings):
     batch: Annotated[int, Bounds(ge=1, le=1_000_000)] = 8
     head_epochs: Annotated[int, Bounds(ge=1)] = 1
     scales: tuple[float, float] = (0.5, 2.0)
-    """The short side of an image is resized to the size times a number between these, before it is cropped."""
+    """The short side of an image is resized to the size times a number between these, before it is cropped; with
+    "native" its sides are those of the whole image, times the number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("augment", self.augment != "trivial", "flip or colour: trivial moves pixels off their labels")
-        valid = len(self.scales) == 2 and 0 < self.scales[0] <= self.scales[1] <= 8
-        self.require("scales", valid, "two numbers above 0, at most 8, the lower first")
 
 
 def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folder: object) -> None:
     """Refuse to resume with other settings, except those that change no result."""
-    before = {"decode": "pillow", **before}  # of runs before there was a choice
+    # Of runs before there was a choice; without "native", `scales` of classification has no effect.
+    before = {"decode": "pillow", "fit": "crop", "scales": now.get("scales"), **before}
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in _CHANGEABLE_SETTINGS]
     if different := [f"{k}: {before.get(k)!r}, now {now.get(k)!r}" for k in keys if before.get(k) != now.get(k)]:
         way_out = "Take another --out, or --overwrite to begin anew in it"
