@@ -121,10 +121,13 @@ def test_two_processes_classify_as_one(place: Path, alone: Path, tmp_path: Path)
     assert said == [[True, True], [False, False]], "the first speaks for all"
 
 
-def test_two_processes_segment_as_one(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [SEGMENT, (*SEGMENT, "--fit", "native", "--max-patches", 6)], ids=["squares", "native"]
+)
+def test_two_processes_segment_as_one(place: Path, tmp_path: Path, more: tuple[object, ...]) -> None:
     """A mean over the pixels that count in both processes, of which one has more, and sometimes no picture at all."""
-    in_one(command(place, "segment", tmp_path / "one", *SEGMENT))
-    in_two(command(place, "segment", tmp_path / "two", *SEGMENT), tmp_path / "two")
+    in_one(command(place, "segment", tmp_path / "one", *more))
+    in_two(command(place, "segment", tmp_path / "two", *more), tmp_path / "two")
     assert_same_run(tmp_path / "two", tmp_path / "one")
     assert json.loads((tmp_path / "two/result.json").read_text())["problems"]
 
