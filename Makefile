@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests that fork: run apart from the others, in processes where nothing was compiled before.
-FORKING := tests/train/test_distill.py tests/train/test_resume.py tests/train/test_finetune_processes.py tests/utils/test_signals.py
+FORKING := tests/train/test_distill.py tests/train/test_distill_mixed.py tests/train/test_resume.py tests/train/test_finetune_processes.py tests/utils/test_signals.py
 
 .PHONY: demo explore test coverage lint bench docs gallery clean
 

@@ -28,9 +28,10 @@ from veca.teachers.outputs import attach_classifier
 from veca.train import checkpoints
 from veca.train.checkpoints import list_checkpoints
 from veca.train.engine import TrainingError, draw
-from veca.train.objective import Student, distillation_losses
+from veca.train.objective import distillation_losses
 from veca.train.parallel import processes
 from veca.train.recipe import RecipeError
+from veca.train.student import Student
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 

@@ -5,10 +5,10 @@ Shapes: B images, R rows and columns.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import count, tee
+from dataclasses import dataclass, replace
+from itertools import count, groupby, tee
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from veca.data.gpu_decode import finish_crops
 from veca.data.index import DataError, ImageIndex
 from veca.data.records import describe_error, for_resizing, read_jpeg
 from veca.data.sampler import MAX_FAILURES, BatchPlan, TrainSampler, TransformParams, crop_offset, sample_transforms
-from veca.data.transforms import Augmentation, augment_batch, augment_image
+from veca.data.transforms import Augmentation, augment_batch, augment_image, bucket_grids, nearest_grid
 from veca.data.workers import SharedSlots, WorkerDiedError, WorkerPool, prefetch
 from veca.images import MAX_PIXELS, normalize, open_image
 from veca.images.load import apply_crop
@@ -44,6 +44,19 @@ def plan_crop(width: float, height: float, params: TransformParams, resolution: 
     right, bottom = (left + resolution) * width / columns, (top + resolution) * height / rows
     box = left * width / columns, top * height / rows, right, bottom
     return Crop(box, *(resolution,) * 4, flip=bool(params.flip))
+
+
+def plan_grid_crop(
+    width: float, height: float, params: TransformParams, size: tuple[int, int], short_side: float
+) -> Crop:
+    """Return the crop of `size` = (rows, columns) pixels of an image that is resized to cover `short_side` times it."""
+    rows, columns = size
+    scale = short_side * max(rows / height, columns / width)
+    whole_rows, whole_columns = max(rows, round(height * scale)), max(columns, round(width * scale))
+    left, top = int(crop_offset(params.x, whole_columns - columns)), int(crop_offset(params.y, whole_rows - rows))
+    across, down = width / whole_columns, height / whole_rows
+    box = left * across, top * down, (left + columns) * across, (top + rows) * down
+    return Crop(box, columns, rows, columns, rows, flip=bool(params.flip))
 
 
 def open_crop(
@@ -71,7 +84,7 @@ def load_crop(
 class Batch:
     """Images of a forward pass, on the CPU (pinned where there is a GPU) or on the device."""
 
-    # (B, 3, R, R) uint8
+    # (B, 3, R, R) uint8; empty where there are `groups`
     images: Tensor
     # What `to_model_input` still has to apply
     augmentation: Augmentation | None
@@ -83,6 +96,18 @@ class Batch:
     skipped: list[tuple[str, str]]
     # Teacher's targets, where they are cached
     targets: Any = None
+    # Where shapes differ, the images of each shape (b, 3, H, W) uint8; all other fields are in their order
+    groups: Sequence[Tensor] = ()
+
+
+def to_model_groups(batch: Batch, device: torch.device | str) -> list[Tensor]:
+    """Return what `to_model_input` does, of each of the groups of a batch."""
+    groups, start = list[Tensor](), 0
+    for images in batch.groups:
+        part = slice(start, start := start + len(images))
+        augmentation = batch.augmentation and Augmentation(*(values[part] for values in batch.augmentation))
+        groups.append(to_model_input(replace(batch, images=images, augmentation=augmentation), device))
+    return groups
 
 
 def to_model_input(batch: Batch, device: torch.device | str) -> Tensor:
@@ -157,14 +182,15 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         size = max(1, min(self._task_images, _SLOT_BYTES // (3 * plan.resolution**2)))
         for start in range(0, len(plan.images), size):
             part = slice(start, start + size)
-            yield BatchPlan(plan.resolution, plan.images[part], plan.variants[part])
+            yield BatchPlan(plan.resolution, plan.images[part], plan.variants[part], plan.resolutions[part])
 
     def _decode(self, task: tuple[int, BatchPlan]) -> tuple[list[int], list[tuple[str, str]], Any, list[Crop]]:
         """Decode a task, in a worker: images that were read, those skipped, their pixels and what to crop of them."""
         number, plan = task
         images, skipped, arrays, crops = list[int](), list[tuple[str, str]](), list[NDArray[np.uint8]](), list[Crop]()
-        for first, variant in zip(plan.images, plan.variants, strict=True):
-            found = self._load(first, variant, plan.resolution, skipped, self.decode_on_device)
+        resolutions = plan.resolutions or [plan.resolution] * len(plan.images)
+        for first, variant, resolution in zip(plan.images, plan.variants, resolutions, strict=True):
+            found = self._load(first, variant, resolution, skipped, self.decode_on_device)
             if found is not None:
                 images.append(found[0])
                 arrays.append(found[1])
@@ -189,7 +215,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                     crop = plan_crop(*size, params, resolution, float(short))._replace(orientation=orientation)
                     if not crop.grows_first:
                         return image, data, crop
-                opened, crop = open_crop(source, params, resolution, float(short), self.max_pixels)
+                opened, crop = self._open(source, params, resolution, float(short))
                 if self.device is not None:
                     return image, *for_resizing(opened, crop)
                 cropped = apply_crop(crop, opened)
@@ -200,20 +226,35 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                 skipped.append((name, describe_error(error, name)))
         return None
 
+    def _open(
+        self, source: str | bytes, params: TransformParams, resolution: int, short_side: float
+    ) -> tuple[Image.Image, Crop]:
+        """Open an image, with the crop of it that a batch takes: a square, or one of about the image's aspect ratio."""
+        aspect, patch = self.sampler.aspect, self.sampler.patch
+        if aspect is None:
+            return open_crop(source, params, resolution, short_side, self.max_pixels)
+        grids = bucket_grids(resolution // patch, aspect)
+        longest = patch * max(max(grid) for grid in grids)
+        image = open_image(source, max_pixels=self.max_pixels, at_least=2 * round(short_side * longest))
+        width, height = image.info.get("extent", image.size)
+        rows, columns = nearest_grid(width, height, grids)
+        return image, plan_grid_crop(width, height, params, (rows * patch, columns * patch), short_side)
+
     def _collect(self, results: Iterator[Any], plans: Iterator[BatchPlan]) -> Iterator[Batch]:
         """Assemble batches from the results of their tasks."""
-        numbers = count()
+        numbers, mixed = count(), self.sampler.aspect is not None
+        stacked = self.device is None and not mixed
         try:
             for plan in plans:
-                pixels = torch.empty(plan.shape if self.device is None else 0, dtype=torch.uint8, pin_memory=self._pin)
+                pixels = torch.empty(plan.shape if stacked else 0, dtype=torch.uint8, pin_memory=self._pin)
                 images, skipped = list[int](), list[tuple[str, str]]()
                 sources, crops = list[NDArray[np.uint8]](), list[Crop]()
                 for part in self._split(plan):
                     number = next(numbers)
                     found, failed, arrays, some = next(results)
                     if self._shared is not None:
-                        arrays = self._shared.get(number, arrays, copy=self.device is not None)
-                    if self.device is None:
+                        arrays = self._shared.get(number, arrays, copy=not stacked)
+                    if stacked:
                         # Copied by numpy: torch would use a thread per core, which the workers need.
                         for target, array in zip(pixels.numpy()[len(images) :], arrays, strict=False):
                             target[:] = array
@@ -224,21 +265,34 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                     skipped += failed
                     if self.replace and len(found) < len(part.images):
                         raise DataError(f"{too_many_failures(*skipped[-1])}. Check the sources and data.max_pixels")
-                if self.device is None:
-                    finished = pixels[: len(images)].permute(0, 3, 1, 2)
+                finished, groups, variants = pixels[: len(images)], list[Tensor](), plan.variants[: len(images)]
+                if mixed:
+                    order = sorted(range(len(images)), key=lambda i: sources[i].shape)
+                    images, variants = ([values[i] for i in order] for values in (images, variants))
+                    groups = self._stack_by_shape([sources[i] for i in order])
+                elif stacked:
+                    finished = finished.permute(0, 3, 1, 2)
                 else:
                     finished = self._finish(plan, images, skipped, sources, crops)
-                variants, augmentation = plan.variants[: len(images)], None
+                augmentation = None
                 if not self.apply_op:
                     params = sample_transforms(self.sampler.seed, images, variants, self.sampler.augment)
                     augmentation = params.augmentation()
                 indices, which = (torch.tensor(values, dtype=torch.int64) for values in (images, variants))
-                yield Batch(finished, augmentation, indices, which, skipped)
+                yield Batch(finished, augmentation, indices, which, skipped, groups=groups)
         except RuntimeError as error:  # a builtin: an open loop may end with the interpreter, after this module is gone
             if not isinstance(error, WorkerDiedError):
                 raise
             reason = "Memory may be short (fewer data.workers need less), or somebody killed it"
             raise DataError(f"a process that reads pictures has died: {error}. {reason}") from error
+
+    def _stack_by_shape(self, images: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
+        """Images (height, width, 3), sorted by shape, as one (b, 3, height, width) of each shape."""
+        groups = []
+        for _, same in groupby(images, key=lambda image: image.shape):
+            group = torch.from_numpy(np.stack(list(same)))
+            groups.append((group.pin_memory() if self._pin else group).permute(0, 3, 1, 2))
+        return groups
 
     def _finish(
         self,

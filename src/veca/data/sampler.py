@@ -38,6 +38,8 @@ class BatchPlan(NamedTuple):
     resolution: int
     images: Sequence[int]
     variants: Sequence[int]
+    resolutions: Sequence[int] = ()
+    """Of each image, where they differ"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -74,7 +76,9 @@ class TrainSampler:
     `count` images are shuffled anew in each epoch, unreadable ones included. `resolution_of` gives the resolution of a
     forward pass. The short side of an image is resized to `short_side` × resolution before the crop; with `crops` the
     side of each crop is random instead, as a share of the short side between these two. `num_variants` limits the
-    random variants of an image: epochs take them in turn.
+    random variants of an image: epochs take them in turn. With `aspect`, a range of width over height, crops have the
+    aspect ratio nearest to their image's of those that `bucket_grids` has, in patches of `patch` pixels, and
+    `resolution_at` gives the resolution of each position of the stream of images.
     """
 
     count: int
@@ -88,6 +92,9 @@ class TrainSampler:
     augment: AugmentMode = "trivial"
     num_variants: int | None = None
     start: int = 0
+    aspect: tuple[float, float] | None = None
+    patch: int = 16
+    resolution_at: Callable[[int], int] | None = None
     _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[BatchPlan]:
@@ -103,7 +110,11 @@ class TrainSampler:
         for epoch in present:
             images[epochs == epoch] = self._orders[epoch][positions[epochs == epoch]]
         variants = epochs % self.num_variants if self.num_variants else epochs
-        return BatchPlan(self.resolution_of(forward), images.tolist(), variants.tolist())
+        plan = BatchPlan(self.resolution_of(forward), images.tolist(), variants.tolist())
+        if self.resolution_at is None:
+            return plan
+        resolutions = [self.resolution_at(position) for position in range(first, first + self.batch_size)]
+        return plan._replace(resolution=max(resolutions), resolutions=resolutions)
 
     def candidates(self, image: int, variant: int) -> Iterator[int]:
         """Yield an image and its random replacements, to be tried until one can be read."""
@@ -113,7 +124,11 @@ class TrainSampler:
             yield int.from_bytes(digest[:8]) % self.count
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"resolution_of": None, "_orders": {}}  # workers need neither, and pickle no closures
+        return self.__dict__ | {
+            "resolution_of": None,
+            "resolution_at": None,
+            "_orders": {},
+        }  # workers need none, and pickle no closures
 
 
 def sample_transforms(

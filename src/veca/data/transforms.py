@@ -28,6 +28,8 @@ from veca.images.resize import PATCH, Crop, native_sizes
 
 # Of a random resized crop: its share of the image's area, and its width over its height
 CROP_AREA, CROP_ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
+# Aspect ratios at one resolution: few enough that many images of a batch share one
+BUCKETS = 7
 
 
 def seeded_random(*numbers: int) -> random.Random:
@@ -87,6 +89,23 @@ def plan_native_crop(
     zoom = patch * math.sqrt(patches / (across * down))
     rows, columns = native_sizes(down * zoom, across * zoom, patches, patch)
     return Crop(box, columns, rows, columns, rows, flip=rng.random() < 0.5)
+
+
+def bucket_grids(cells: int, aspect: tuple[float, float]) -> list[tuple[int, int]]:
+    """Return grids of at most `cells`² patches whose widths over heights are spread over a range: `BUCKETS` at most.
+
+    >>> bucket_grids(16, (0.5, 2.0))
+    [(23, 11), (20, 12), (18, 14), (16, 16), (14, 18), (13, 19), (11, 23)]
+    """
+    low, high = map(math.log, aspect)
+    ratios = [math.exp(low + (high - low) * i / (BUCKETS - 1)) for i in range(BUCKETS)]
+    rows = [min(cells**2, max(1, round(cells / math.sqrt(ratio)))) for ratio in ratios]
+    return [(each, cells**2 // each) for each in dict.fromkeys(rows)]
+
+
+def nearest_grid(width: float, height: float, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the grid whose aspect ratio is nearest to that of an image."""
+    return min(grids, key=lambda grid: abs(math.log(grid[1] * height / (grid[0] * width))))
 
 
 def draw_scale(rng: random.Random, scales: tuple[float, float]) -> float:

@@ -47,12 +47,13 @@ from veca.train import parallel
 from veca.train.checkpoints import TensorFiles, module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.logger import grid_means
-from veca.train.objective import Losses, PassLoader, Student, TeacherMaps, TeacherRunner, teacher_losses, validate
+from veca.train.objective import Losses, PassLoader, TeacherMaps, TeacherRunner, teacher_losses, validate
 from veca.train.optimizers import Ema, make_optimizers, split_parameters, step_optimizers
 from veca.train.parallel import World
 from veca.train.plan import PASSES, expected_flops, run_length, shares
 from veca.train.recipe import Recipe, RecipeError, Setting, TeacherRecipe
 from veca.train.report import write_distill_report
+from veca.train.student import Student
 from veca.utils.device import on_stream, side_stream
 from veca.utils.files import atomic_path
 from veca.utils.timing import matrix_rate
@@ -133,7 +134,7 @@ class Distillation(RunEngine):
         else:  # a resumed run has the statistics in its checkpoint
             self.runner.fit_statistics(self.images, self.validation)
         widths = sorted(self.model.config.widths) if len(self.model.config.widths) > 1 else []
-        self.resume_counts(recipe.budgets, recipe.grid()[0], widths)
+        self.resume_counts(recipe.budgets, () if recipe.data.aspect else recipe.grid()[0], widths)
         if recipe.compile:  # all blocks share one graph, for any budget, width and resolution
             for block in self.model.blocks:
                 block.compile(dynamic=True)
@@ -180,12 +181,19 @@ class Distillation(RunEngine):
         recipe, seed = self.recipe, self.recipe.seed
         return draw(self.settings, "budget", seed, step), draw(recipe.odds_at(step), "resolution", seed, step)
 
+    def resolution_at(self, position: int) -> int:
+        """Resolution of an image by its place in the stream of images, where a batch has several."""
+        recipe = self.recipe
+        return draw(recipe.odds_at(position // recipe.batch), "image resolution", recipe.seed, position)
+
     def batches(self) -> PassLoader:
         recipe, data, world = self.recipe, self.recipe.data, self.world
         sampler = TrainSampler(
             len(self.images), self.runner.pass_batch, lambda i: self.draws(i // recipe.accumulate)[1],
             rank=world.rank, world_size=world.size, seed=recipe.seed, short_side=data.short_side,
             crops=data.crops, augment=data.augment, num_variants=data.views, start=self.step * recipe.accumulate,
+            aspect=data.aspect, patch=self.model.config.patch_size,
+            resolution_at=None if data.aspect is None else self.resolution_at,
         )  # fmt: skip
         mixer = None
         if data.mixup or data.cutmix:
@@ -193,7 +201,7 @@ class Distillation(RunEngine):
             mixer = PairMixer(data.mixup, data.cutmix, data.mix_prob, recipe.seed, *place)
         if data.resident is None:
             on_gpu = self.device.type == "cuda" and data.augment_on != "cpu"
-            device = self.device if can_resize(self.device) else None
+            device = self.device if can_resize(self.device) and data.aspect is None else None
             if data.decode == "gpu" and (reason := undecodable_reason(self.device)):
                 raise RecipeError(f"data.decode=gpu: {reason}. Set data.decode=cpu")
             options = "gpu" if on_gpu else "cpu", device, data.decode == "gpu"
@@ -237,10 +245,8 @@ class Distillation(RunEngine):
         found = [each.values() for each in losses]
         means = {name: torch.stack([each[name].detach() for each in found]).mean() for name in found[0]}
         budget, width = setting
-        elastic = len(self.model.config.widths) > 1
-        self.meter.update(
-            {**means, "gradient_norm": norm}, recipe.batch, budget, resolution, width if elastic else None
-        )
+        drawn = budget, None if recipe.data.aspect else resolution, width if len(self.model.config.widths) > 1 else None
+        self.meter.update({**means, "gradient_norm": norm}, recipe.batch, *drawn)
         self.step += 1
 
     def memory_advice(self) -> str:

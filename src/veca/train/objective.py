@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from veca.data.device_cache import DeviceImageCache
 from veca.data.index import DataError, ImageIndex
-from veca.data.loader import Batch, to_model_input, validation_loader
+from veca.data.loader import Batch, to_model_groups, to_model_input, validation_loader
 from veca.data.transforms import PairMixer
 from veca.images import normalize
 from veca.model import Veca
@@ -25,7 +26,7 @@ from veca.optimized import Graph
 from veca.teachers import AnyTeacher, Standardized, Targets, Teacher, members
 from veca.train.logger import Grid
 from veca.train.parallel import World, all_reduced, broadcast, gathered
-from veca.train.recipe import ObjectiveRecipe, Recipe, RecipeError, Setting
+from veca.train.recipe import ObjectiveRecipe, Recipe, RecipeError
 from veca.utils.console import bar
 from veca.utils.device import on_stream, side_stream
 
@@ -153,8 +154,9 @@ def _keep_for(stream: torch.cuda.Stream, *tensors: Tensor) -> None:
 class Pass(NamedTuple):
     """What a forward pass of training takes."""
 
-    images: Tensor
-    targets: Targets
+    images: Tensor | list[Tensor]
+    """Where shapes differ, those of each shape."""
+    targets: Targets | list[Targets]
     skipped: list[tuple[str, str]]
     """Name and reason of images that could not be used."""
 
@@ -188,7 +190,7 @@ class PassLoader(AbstractContextManager["PassLoader"]):
         if ready is not None and self.runner.stream is not None:
             student = torch.cuda.current_stream(self.runner.stream.device)
             student.wait_event(ready)
-            _keep_for(student, current.images, *current.targets)
+            _keep_for(student, *tree_leaves(current[:2]))
         return current
 
     def prefetch(self) -> None:
@@ -208,11 +210,15 @@ class PassLoader(AbstractContextManager["PassLoader"]):
             return
         with torch.cuda.stream(stream):
             batch = next(self._iterator)
-            _keep_for(stream, batch.images)
+            _keep_for(stream, batch.images, *batch.groups)
             self._ahead.append((self._ask_teacher(batch), stream.record_event()))
 
     def _ask_teacher(self, batch: Batch) -> Pass:
-        images = to_model_input(batch, self.runner.world.device)
+        device = self.runner.world.device
+        if batch.groups:
+            groups = to_model_groups(batch, device)
+            return Pass(groups, [self.runner.targets(images) for images in groups], batch.skipped)
+        images = to_model_input(batch, device)
         images = images if self.mixer is None else self.mixer(images)
         return Pass(images, self.runner.targets(images) if batch.targets is None else batch.targets, batch.skipped)
 
@@ -402,44 +408,6 @@ def sum_losses(cls: Tensor, patches: Tensor, targets: Targets, losses: Sequence[
     means = {name: torch.stack([getattr(each, name) for each in by_teacher]).mean() for name in names}
     total = torch.stack([each.total for each in by_teacher]).sum()
     return Losses(total, logits=torch.stack(logits).mean() if logits else None, **means)
-
-
-class Student(nn.Module):
-    """The model with its loss in one module: DDP needs the output of forward to be what backward starts from."""
-
-    def __init__(self, model: Veca, recipe: Recipe, losses: Sequence[TeacherLoss] | None = None) -> None:
-        super().__init__()
-        self.model = model
-        parts = [TeacherLoss(model.num_features, recipe.objective)] if losses is None else losses
-
-        def teacher_loss(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
-            return sum_losses(cls, patches, targets, parts)
-
-        def match_loss(cls: Tensor, patches: Tensor, targets: Targets) -> Losses:
-            return sum_losses(cls, patches, targets, [part._replace(classifier=None) for part in parts])
-
-        # Compiled anew when a first size changes, after that for any: the width stays a constant, which is faster.
-        self.losses, self.match_losses = (
-            torch.compile(each) if recipe.compile else each for each in (teacher_loss, match_loss)
-        )
-        self.match, self.largest = recipe.widths.match if recipe.widths else 0.0, recipe.largest_setting()
-
-    def forward(self, images: Tensor, setting: Setting, targets: Targets) -> Losses:
-        """Losses at a setting against the targets, and against the largest setting where the recipe says so."""
-        larger = None
-        if self.match and setting != self.largest:
-            with torch.no_grad():
-                larger = self._features(images, self.largest)
-            torch.manual_seed(torch.initial_seed())  # both see the same augmented coordinates
-        features = self._features(images, setting)
-        losses: Losses = self.losses(*features, targets)
-        if larger is None:
-            return losses
-        return losses._replace(total=losses.total + self.match * self.match_losses(*features, larger).total)
-
-    def _features(self, images: Tensor, setting: Setting) -> Targets:
-        out = self.model(images, setting[0], width=setting[1])
-        return Targets(out.cls, out.patches)
 
 
 @torch.no_grad()

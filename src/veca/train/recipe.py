@@ -130,6 +130,9 @@ class DataRecipe(RecipeSection, section="data"):
     crops: tuple[float, float] | None = None
     """For training, in place of `short_side`: the side of each crop as a share of the image's short side, drawn
     uniformly between these two. null: all crops have one size, as in the paper."""
+    aspect: tuple[float, float] | None = None
+    """For training: range of width over height. A crop has the one of seven aspect ratios in it that is nearest to its
+    image's, and each image draws its own resolution, so that a batch has mixed shapes. null: squares."""
     augment: Literal["trivial", "colour", "flip", "none"] = "trivial"
     """`trivial`: crop, flip and TrivialAugmentWide, as in the paper. `colour`: the same without operations that move
     pixels. `flip`: crop and flip. `none`: the centre crop."""
@@ -163,6 +166,15 @@ class DataRecipe(RecipeSection, section="data"):
             valid = len(self.crops) == 2 and 0.1 <= self.crops[0] <= self.crops[1] <= 1
             self.require("crops", valid, "null, or two shares from 0.1 to 1, the smaller first", list(self.crops))
             self.require("augment", self.augment != "none", "another with data.crops, which draws crops")
+        if self.aspect is not None:
+            valid = len(self.aspect) == 2 and 0.1 <= self.aspect[0] <= self.aspect[1] <= 10
+            self.require("aspect", valid, "null, or two numbers from 0.1 to 10, the smaller first", list(self.aspect))
+            for name, default in (("resident", None), ("mixup", 0), ("cutmix", 0), ("decode", "cpu")):
+                self.require(
+                    name,
+                    getattr(self, name) == default,
+                    f"{'null' if default is None else default} with data.aspect: shapes differ",
+                )
         self.require("decode", self.decode == "cpu" or self.augment_on != "cpu", "cpu with data.augment_on=cpu")
 
 
@@ -310,6 +322,8 @@ class Recipe(RecipeSection):
         )
         for name, alpha in (("data.mixup", self.data.mixup), ("data.cutmix", self.data.cutmix)):
             self.require(name, live or not alpha, "0 with teacher.resident, whose maps are of whole images", alpha)
+        rule = "false with data.aspect: a batch of mixed shapes has a layout of its own"
+        self.require("compile", self.data.aspect is None or not self.compile, rule)
         self.require("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate = {self.accumulate}")
         self.require_odds("budgets")
         until = [phase.until for phase in self.resolutions]
