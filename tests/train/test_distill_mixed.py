@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from runs import Place, assert_same_run, finish, start, table, train
 from sample_images import smooth_image
+from torch import Tensor
 
 import veca
 from veca.data.loader import plan_grid_crop
 from veca.data.sampler import TransformParams
-from veca.teachers import Targets
+from veca.images import MEAN, STD
+from veca.teachers import Targets, Teacher
 from veca.train.distill import Distillation
+from veca.train.objective import TeacherRunner
 from veca.train.parallel import World
 from veca.train.recipe import Recipe, RecipeError
 from veca.train.student import Student
@@ -128,6 +132,21 @@ def test_a_run_is_the_same_resumed_and_in_two_processes(
         ours, theirs = table(tmp_path / "pair" / file), table(tmp_path / "whole" / file)
         for a, b in zip(ours, theirs, strict=True):
             assert {k: float(v) for k, v in a.items()} == pytest.approx({k: float(v) for k, v in b.items()}, rel=1e-3)
+
+
+class SquareTeacher(Teacher):
+    """As a ViT whose position embedding has one size."""
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        assert images.shape[-2:] == (32, 32), "input height and width do not match the model"
+        return images.mean((2, 3)), F.avg_pool2d(images, 16)
+
+
+def test_a_teacher_of_squares_is_refused(place: Place) -> None:
+    teacher = SquareTeacher(3, 16, MEAN, STD, raw=True)
+    runner = TeacherRunner(teacher, mixed(place), World(0, 1, torch.device("cpu")), 16)
+    with pytest.raises(RecipeError, match=r"data.aspect=\[0.5, 2.0\]: unnamed cannot take an image of .* do not match"):
+        runner.check_rectangles((0.5, 2.0))
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ class Distillation(RunEngine):
         teacher_losses(recipe, self.teacher)  # refused here, if a teacher lacks what they need
         self.model = make_student(recipe, self.teacher).to(world.device)
         self.runner = TeacherRunner(self.teacher, recipe, world, self.model.config.patch_size)
+        if recipe.data.aspect is not None:
+            self.runner.check_rectangles(recipe.data.aspect)
         if recipe.model.elastic is not None and not self.checkpoint:
             calibrate(self.model, self.runner, self.images)
         # Its kernels go before those of the teacher, which fill the gaps.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from veca.data.device_cache import DeviceImageCache
 from veca.data.index import DataError, ImageIndex
 from veca.data.loader import Batch, to_model_groups, to_model_input, validation_loader
-from veca.data.transforms import PairMixer
+from veca.data.transforms import PairMixer, bucket_grids
 from veca.images import normalize
 from veca.model import Veca
 from veca.optimized import Graph
@@ -29,6 +29,7 @@ from veca.train.parallel import World, all_reduced, broadcast, gathered
 from veca.train.recipe import ObjectiveRecipe, Recipe, RecipeError
 from veca.utils.console import bar
 from veca.utils.device import on_stream, side_stream
+from veca.utils.text import excerpt
 
 STATISTICS_IMAGES = 1024
 """Number of images for a teacher's statistics, where training images are among them."""
@@ -89,6 +90,18 @@ class TeacherRunner:
                 for whole, tensor in zip(out, part, strict=True):
                     whole[start : start + size] = tensor
         return Targets(*(whole[:count] for whole in out))
+
+    def check_rectangles(self, aspect: tuple[float, float]) -> None:
+        """Raise an error unless the teacher takes images of the lowest and the highest of these aspect ratios."""
+        grids = bucket_grids(self.recipe.grid()[0][0] // self.patch_size, aspect)
+        for height, width in (
+            (rows * self.patch_size, columns * self.patch_size) for rows, columns in (grids[0], grids[-1])
+        ):
+            try:
+                self.targets(torch.zeros(1, 3, height, width, device=self.world.device))
+            except (AssertionError, RuntimeError, ValueError) as error:
+                problem = f"{self.teacher.name} cannot take an image of {height}×{width}: {excerpt(str(error))}"
+                raise RecipeError(f"data.aspect={list(aspect)}: {problem}. Set it to null, or take another") from error
 
     def _run(self, images: Tensor, grid: tuple[int, int], zoom: float) -> Targets:
         """One pass of the compiled teacher, on a GPU by a CUDA graph: small kernels take longer to launch than to run.
