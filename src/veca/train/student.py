@@ -51,12 +51,11 @@ class Student(nn.Module):
         if isinstance(images, Tensor):
             out = self.model(images, setting[0], width=setting[1])
             return Targets(out.cls, out.patches)
-        flat = [image for group in images for image in group]
-        packed = self.model(pack(flat, patch_size=self.model.config.patch_size), setting[0], width=setting[1])
+        patch = self.model.config.patch_size
+        batch = pack([image for group in images for image in group], patch_size=patch)
+        packed = self.model(batch, setting[0], width=setting[1])
         counts = [len(group) for group in images]
-        cells = [
-            count * rows * columns for count, (rows, columns) in zip(counts, dict.fromkeys(packed.grids), strict=True)
-        ]
+        cells = [group[:, 0].numel() // patch**2 for group in images]
         parts = zip(packed.cls.split(counts), packed.patches.split(cells), strict=True)
         return [Targets(cls, patches.unflatten(0, (len(cls), -1))) for cls, patches in parts]
 
