@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in (folder / "rows").iterdir()]
+    found = [json.loads(path.read_text()) for path in (folder / "rows").glob("*.json")]
     return sorted(found, key=lambda row: (row["size"], row["cores"] or 0))
 
 

@@ -20,6 +20,7 @@ from torchmetrics.functional.classification import multiclass_jaccard_index
 from typer.testing import CliRunner
 
 import veca
+from veca.cli.common import out as console
 from veca.cli.main import app
 from veca.data.datasets import ProbeData, load_dataset
 from veca.data.datasets.batches import shuffled_batches
@@ -224,8 +225,9 @@ def test_settings_that_contradict_each_other_are_refused(fit: ProbeFit, changes:
         DenseSettings(fit=fit, **changes)
 
 
-def test_rows_of_native_sizes_stand_apart(tmp_path: Path) -> None:
+def test_rows_of_native_sizes_stand_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In files, tables, charts and the comparison with the paper, and outside of quality-cost tables."""
+    monkeypatch.setattr(console, "width", 300)  # COLUMNS is read once, when a process imports the console
     make_mixed(tmp_path / "discs", "masks")
     veca.save(make_tiny(), tmp_path / "model")
     where = ["--model", tmp_path / "model", "--data", tmp_path / "discs", "--out", tmp_path / "out"]
@@ -235,9 +237,7 @@ def test_rows_of_native_sizes_stand_apart(tmp_path: Path) -> None:
         ["--size", "32,48", "--fit", "native"],
         ["--fit", "native", "--max-patches", 9],
     ):
-        result = CliRunner().invoke(
-            app, ["probe", "segment", *map(str, [*where, *quick, *options])], env={"COLUMNS": "300"}
-        )
+        result = CliRunner().invoke(app, ["probe", "segment", *map(str, [*where, *quick, *options])])
         assert result.exit_code == 0, f"{result.output}{result.exception}"
     assert "native ≤ 9" in result.output
     files = sorted((tmp_path / "out/rows").iterdir())
