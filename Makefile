@@ -1,7 +1,8 @@
 # Each target sets up .venv if it does not exist yet.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Not compiled: of the many modules of torch few are imported, which Python compiles then.
+PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests that fork: run apart from the others, in processes where nothing was compiled before.
 FORKING := tests/train/test_distill.py tests/train/test_distill_mixed.py tests/train/test_resume.py tests/train/test_finetune_processes.py tests/utils/test_signals.py
