@@ -22,7 +22,7 @@ from veca.images.samples import sample_images
 from veca.inspect import scaling
 from veca.inspect.figure_layout import PathLike, Photo, check_out, choose_budgets, path_scale
 from veca.inspect.maps import check_finite, core_maps, inspecting
-from veca.inspect.projections import heat_hex, pca, scale_maps, to_rgb
+from veca.inspect.projections import find_foreground, heat_hex, pca, scale_maps, to_rgb
 from veca.model import Veca
 from veca.report.page import data_uri, write_page
 from veca.utils.console import bar
@@ -52,6 +52,7 @@ def write_demo(
     """
     config, weight = model.config, model.norm.weight
     budgets = choose_budgets(model, budgets, config.budgets)
+    settings = scaling.choose_settings(config, budgets)
     out = check_out(out, suffixes=(), example="veca-demo.html")
     paths = [Path(picture) for picture in pictures or sample_images()]
     photos = [Photo(path.name, fit_image(open_image(path), size, "crop")) for path in paths]
@@ -72,7 +73,7 @@ def write_demo(
             times = measure(calls, weight.device, TIMED_RUNS, warmup=0)
         sizes = scaling.sizes_around(size, config.patch_size)
         with bar("timing resolutions", len(sizes), "sizes", progress) as advance:
-            points = scaling.measure_scaling(model, budgets[-1], sizes, advance)
+            points = scaling.measure_scaling(model, settings, sizes, advance)
     facts = {
         "Model": model_name,
         "Parameters": f"{sum(p.numel() for p in model.parameters()):,}",
@@ -85,8 +86,9 @@ def write_demo(
     context = {"banner": model.provenance.get("weights") == "random", "config": config, "budgets": budgets}
     # Paths too short to see are drawn longer, by one factor for all images, and the captions say so.
     context |= {"images": images, "path_scale": path_scale(image["path"] for image in images)[1], "costs": costs}
-    timed = [point for point in points if point.veca_seconds is not None]
-    context |= {"points": points, "timed": timed, "charts": list(scaling.draw_scaling(points, budgets[-1]))}
+    timed = [point for point in points if point.seconds]
+    context |= {"points": points, "timed": timed, "charts": list(scaling.draw_scaling(points, settings))}
+    context |= {"dense": scaling.DENSE, "matches": _match_patches(photos, images) if pictures else []}
     context |= {"size": size, "runs": TIMED_RUNS, "heat_ramp": heat_hex(torch.linspace(0, 1, 11))}
     write_page(out, "demo.html", name=model_name, facts=facts, **context)
     return out
@@ -108,14 +110,19 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
     """What the model makes of one image, for the template; maps and path are those of the largest budget."""
     image, batch = photo.image, photo.batch(model)
     outputs = [model(batch, cores=budget) for budget in budgets]
-    features = torch.stack([output.patches[0].float().unflatten(0, output.grid) for output in outputs])
+    grid = outputs[-1].grid
+    features = torch.stack([output.patches[0].float().unflatten(0, grid) for output in outputs])
     similarity = F.cosine_similarity(features, features[-1], dim=-1).mean((1, 2)).tolist()
     path = outputs[-1].coordinates[:, 0].float().cpu()  # (L, C, 2), in [-1, 1]
     block = model.config.depth * 3 // 4  # late, where maps are of objects; in the last only core 1's still matters
     maps = core_maps(model, batch, cores=budgets[-1], layers=[block])[0, 0].float().cpu()
     check_finite(model, maps, features)
     # Fitted to all budgets together, so that their colours compare.
-    feature_tiles = [_embed(to_rgb(colours, (TILE_SIDE, TILE_SIDE)), "PNG") for colours in pca(features).cpu()]
+    feature_tiles = [_embed(to_rgb(colours), "PNG") for colours in pca(features)]
+    foreground = find_foreground(features[-1])
+    inside = pca(features[-1], like=features[-1][foreground]) * foreground[..., None]
+    middle = grid[0] // 2, grid[1] // 2  # as `veca figure similarity` does by default
+    ends = {budgets[i]: F.cosine_similarity(features[i][middle], features[i], dim=-1) for i in (-1, 0)}
     dim, shown, core_tiles = _dimmed(image, TILE_SIDE), maps[:SHOWN_CORES], []
     for core, (attention, level) in enumerate(zip(shown, scale_maps(shown), strict=True)):
         tile = _embed(ImageChops.screen(dim, to_rgb(level, dim.size, smooth=True)))
@@ -127,6 +134,10 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
         "classes": _top_classes(model, outputs[-1].logits),
         "image": _embed(image.resize((IMAGE_SIDE, IMAGE_SIDE))),
         "features": list(zip(budgets, feature_tiles, similarity, strict=True)),
+        "foreground": _embed(to_rgb(inside), "PNG"),
+        "patch": _outline(middle, grid),
+        "alike": {budget: _embed(to_rgb(scale_maps(values)), "PNG") for budget, values in ends.items()},
+        "dense": features[-1],
         "patches": maps[0].numel(),
         "core_tiles": core_tiles,
         "block": block + 1,
@@ -137,6 +148,31 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
         "farthest_core": int(travel.argmax()) + 1,
         "farthest": 100 * float(travel.max()),
     }
+
+
+def _match_patches(photos: Sequence[Photo], images: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where each further image is most like the middle patch of the first one."""
+    first, matches = images[0]["dense"], []
+    for photo, image in zip(photos[1:], images[1:], strict=True):
+        values = F.cosine_similarity(first[first.shape[0] // 2, first.shape[1] // 2], image["dense"], dim=-1)
+        best = divmod(int(values.argmax()), values.shape[1])
+        level = to_rgb(scale_maps(values), (TILE_SIDE, TILE_SIDE), smooth=True)
+        matches.append(
+            {
+                "name": photo.name,
+                "image": image["image"],
+                "map": _embed(ImageChops.screen(_dimmed(photo.image, TILE_SIDE), level)),
+                "patch": _outline(best, values.shape),
+                "similarity": float(values.max()),
+            }
+        )
+    return matches
+
+
+def _outline(patch: tuple[int, int], grid: Sequence[int]) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a patch (row, column), in percent of the picture."""
+    height, width = 100 / grid[0], 100 / grid[1]
+    return patch[1] * width, patch[0] * height, width, height
 
 
 def _top_classes(model: Veca, logits: Tensor | None, count: int = SHOWN_CLASSES) -> list[tuple[str, float]]:

@@ -91,6 +91,24 @@ def _leading_eigenvectors(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
     return values.flip(0)[:components], vectors.flip(1)[:, :components]
 
 
+def find_foreground(features: Tensor) -> Tensor:
+    """A mask (rows, columns) of the patches of `features` (rows, columns, D) that are taken for the foreground.
+
+    The first principal component splits them in two; the foreground is the side that has less of the border.
+
+    >>> features = torch.zeros(4, 4, 8)
+    >>> features[1:3, 1:3] = 1.0
+    >>> find_foreground(features).sum(), find_foreground(1 - features)[1, 1]
+    (tensor(4), tensor(True))
+    """
+    component = pca(features, components=1)[..., 0]
+    mask = component >= component.mean()  # of features that are all equal, everything
+    border = torch.ones_like(mask)
+    border[1:-1, 1:-1] = False
+    at_border = mask[border].float().mean()
+    return ~mask if at_border > mask.float().mean() else mask
+
+
 def umap(features: Tensor, components: int = 3) -> Tensor:
     """UMAP of `features` (..., D) with cosine distance, each component in [0, 1]: (..., components), float32.
 

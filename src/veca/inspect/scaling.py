@@ -1,34 +1,53 @@
-"""Time and FLOPs against resolution, of a VECA and of the dense ViT of its size, within a bound on CPU time."""
+"""Time and FLOPs against resolution, of a VECA at several settings and of the dense ViT, within a bound on CPU time."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
+from veca.config import VecaConfig
 from veca.flops import dense_model_flops, model_flops
 from veca.model import Veca
 from veca.report.charts import Chart, Line, line_chart
 from veca.teachers.from_timm import create_dense_vit
 from veca.utils.timing import Call, measure
 
-CPU_SECONDS = 12.0
+CPU_SECONDS = 8.0
 """CPU time for all measurements; larger sizes that would take more are counted, not timed."""
 REPEATS = 2
+DENSE = "dense ViT"
+DASHES = ("", "7 4", "2 3")
+
+
+class Setting(NamedTuple):
+    cores: int
+    width: float
+
+    def __str__(self) -> str:
+        return f"C = {self.cores}" + (f", width {self.width:g}" if self.width != 1 else "")
 
 
 class ScalingPoint(NamedTuple):
-    """What one image of `size` × `size` pixels costs."""
+    """What one image of `size` × `size` pixels costs, by setting, and in the dense ViT."""
 
     size: int
-    veca_flops: int
-    dense_flops: int
-    veca_seconds: float | None = None
-    """Median; None: not measured, here and at every larger size."""
-    dense_seconds: float | None = None
+    flops: Mapping[str, int]
+    seconds: Mapping[str, float]
+    """Medians; empty: not measured, here and at every larger size."""
+
+
+def choose_settings(config: VecaConfig, budgets: Sequence[int]) -> list[Setting]:
+    """From the dearest to the cheapest: the largest budget, the smallest, and that with the narrowest MLP.
+
+    >>> [str(setting) for setting in choose_settings(VecaConfig(widths=(0.25, 1.0)), [8, 64])]
+    ['C = 64', 'C = 8', 'C = 8, width 0.25']
+    """
+    ends = [(budgets[-1], 1.0), (budgets[0], 1.0), (budgets[0], float(min(config.widths)))]
+    return [Setting(*end) for end in dict.fromkeys(ends)]
 
 
 def sizes_around(size: int, patch: int) -> list[int]:
@@ -41,7 +60,10 @@ def sizes_around(size: int, patch: int) -> list[int]:
 
 
 def measure_scaling(
-    model: Veca, cores: int, sizes: Sequence[int], on_point: Callable[[int], object] = lambda count: None
+    model: Veca,
+    settings: Sequence[Setting],
+    sizes: Sequence[int],
+    on_point: Callable[[int], object] = lambda count: None,
 ) -> list[ScalingPoint]:
     """Count and time both models at each size, in ascending order, until `CPU_SECONDS` are spent.
 
@@ -51,12 +73,13 @@ def measure_scaling(
     dense: Any = create_dense_vit(config).to(weight).eval() if find_spec("timm") else None
     spent, last = 0.0, 0.0
     for size in sizes:
-        point = ScalingPoint(size, model_flops(config, size, size, cores), dense_model_flops(config, size, size))
+        flops = {str(each): model_flops(config, size, size, each.cores, each.width) for each in settings}
+        point = ScalingPoint(size, flops | {DENSE: dense_model_flops(config, size, size)}, {})
         # A size costs about as much more than the last as it has more FLOPs.
-        growth = point.dense_flops / points[-1].dense_flops if points else 0.0
-        if spent + last * growth <= CPU_SECONDS and (not points or points[-1].veca_seconds is not None):
+        growth = sum(point.flops.values()) / sum(points[-1].flops.values()) if points else 0.0
+        if spent + last * growth <= CPU_SECONDS and (not points or points[-1].seconds):
             began = time.process_time()
-            point = point._replace(**_time_models(model, dense, size, cores))
+            point = point._replace(seconds=_time_models(model, dense, size, settings))
             last = time.process_time() - began
             spent += last
         points.append(point)
@@ -64,25 +87,28 @@ def measure_scaling(
     return points
 
 
-def _time_models(model: Veca, dense: Any, size: int, cores: int) -> dict[str, Any]:
-    """Median seconds of both models on one image, by field of a `ScalingPoint`."""
+def _time_models(model: Veca, dense: Any, size: int, settings: Sequence[Setting]) -> dict[str, float]:
+    """Median seconds of both models on one image."""
     images = torch.randn(1, model.config.in_chans, size, size).to(model.norm.weight)
-    calls: dict[str, Call] = {"veca_seconds": partial(model, images, cores=cores)}
+    calls: dict[str, Call] = {
+        str(each): partial(model, images, cores=each.cores, width=each.width) for each in settings
+    }
     if dense is not None:
-        calls["dense_seconds"] = partial(dense.forward_features, images)
+        calls[DENSE] = partial(dense.forward_features, images)
     with torch.inference_mode():
         seconds = measure(calls, images.device, REPEATS)
-    return {field: statistics.median(samples) for field, samples in seconds.items()}
+    return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
-def draw_scaling(points: Sequence[ScalingPoint], cores: int) -> Iterator[Chart]:
+def draw_scaling(points: Sequence[ScalingPoint], settings: Sequence[Setting]) -> Iterator[Chart]:
     """A chart of the times, if there are several, and one of the FLOPs."""
-    names = {"veca": f"VECA, C = {cores}", "dense": "dense ViT"}
-    for field, title, unit in (("seconds", "time, ms", 1e3), ("flops", "GFLOPs", 1e-9)):
+    for values, title, unit in (("seconds", "time, ms", 1e3), ("flops", "GFLOPs", 1e-9)):
         lines = []
-        for colour, (model, name) in enumerate(names.items()):
-            values = [(float(point.size), getattr(point, f"{model}_{field}")) for point in points]
-            lines.append(Line(name, [(x, unit * y) for x, y in values if y is not None], 1 - colour, dots=True))
+        for i, name in enumerate([*map(str, settings), DENSE]):
+            own = [(float(p.size), unit * getattr(p, values)[name]) for p in points if name in getattr(p, values)]
+            dense = name == DENSE
+            label, colour, dash = (DENSE, 0, "") if dense else (f"VECA, {name}", 1, DASHES[i])
+            lines.append(Line(label, own, colour, dots=True, dash=dash))
         lines = [line for line in lines if len(line.points) > 1]
         if lines:
             label = f"{title} of one image against resolution: {', '.join(line.name for line in lines)}"
