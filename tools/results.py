@@ -119,14 +119,16 @@ def gather_rows(target: str) -> list[Row]:
     for path in sorted(RESULTS.glob("*/*.csv")):
         facts, (header, *rows) = read_table(path)
         if gathered_into(header) == target:
-            common = {"width": "1", "file": path.relative_to(RESULTS).as_posix()}
-            common |= {key: "; ".join(values) for key, values in facts.items()}
+            common = {key: "; ".join(values) for key, values in facts.items()}
+            common["file"] = path.relative_to(RESULTS).as_posix()
             gathered += [derive_cells(common | dict(zip(header, row, strict=True))) for row in rows]
     return gathered
 
 
 def derive_cells(row: dict[str, str]) -> Row:
     """A measurement with its FLOPs per image of size × size, and the rate that its time means."""
+    if row.get("cores"):  # where a file does not say, patches used the whole MLP
+        row["width"] = row.get("width") or "1"
     row["gflops"] = format_digits(count_flops(row) / 1e9, 5)
     if row.get("ms") and not row.get("images_per_s"):
         row["images_per_s"] = format_digits(1000 * int(row["batch"]) / float(row["ms"]), 4)
@@ -141,7 +143,7 @@ def count_flops(row: Row) -> float:
     config = load_config(row["model"])
     if row.get("contender", "").startswith("dense"):
         return dense_model_flops(config, size, size)
-    return model_flops(config, size, size, int(row["cores"]), float(row["width"] or 1))
+    return model_flops(config, size, size, int(row["cores"]), float(row["width"]))
 
 
 @cache
