@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -25,9 +26,10 @@ from veca.config import is_budget, size_name
 from veca.errors import ArgumentError, needs_extra
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.inspect.maps import check_finite, inspecting
-from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
+from veca.inspect.projections import ProjectionMethod, check_method, core_colours, describe_axes, project
 from veca.model import Veca
-from veca.report.charts import Chart, shorten_middle, write_chart
+from veca.report.charts import LINE_COLOURS, Chart, shorten_middle, write_chart
+from veca.report.page import LIGHT
 from veca.utils.files import atomic_path, check_writable
 from veca.utils.text import origin, printable
 
@@ -46,8 +48,8 @@ MAX_PANELS = 400
 MAX_NAME_LENGTH = 28
 HEAT = "inferno"
 """A perceptually uniform colour map, readable with colour vision deficiencies and in grey."""
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Of Okabe and Ito, made for readers with colour vision deficiencies."""
+PALETTE = (*(LIGHT[f"c{i}"] for i in range(LINE_COLOURS)), LIGHT["ink"])
+"""Of series: the line colours of charts."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PHOTO_SIZE = 512
 """Longest side, in pixels, of a photo in a figure."""
@@ -258,7 +260,11 @@ class Sheet:
         # Larger and bold letters are wider: fewer fit into a line.
         parts: list[tuple[list[str], float, dict[str, Any]]] = [
             (textwrap.wrap(title, int(letters * 0.72)), LINE_HEIGHT * 1.4, {"size": 12, "weight": "bold"}),
-            (textwrap.wrap(notice, int(letters * 0.9)), LINE_HEIGHT, {"size": 9, "weight": "bold", "color": "#b34700"}),
+            (
+                textwrap.wrap(notice, int(letters * 0.9)),
+                LINE_HEIGHT,
+                {"size": 9, "weight": "bold", "color": LIGHT["warning"]},
+            ),
             (textwrap.wrap(text, letters), LINE_HEIGHT, {"size": 9}),
         ]
         wrapped = [part for part in parts if part[0]]
@@ -299,8 +305,8 @@ class Sheet:
             axis.add_patch(self.mpl.patches.Rectangle(corner, *size, fill=False, ec=colour, lw=width, clip_on=False))
 
     def core_colours(self) -> Any:
-        """Colours of cores in their order: viridis without its dark end, which is lost on a dark photo."""
-        return self.mpl.colors.ListedColormap(self.mpl.colormaps["viridis"](np.linspace(0.25, 1, 256)))
+        """The colours of cores by their position in the bank, as a colour map of matplotlib."""
+        return self.mpl.colors.ListedColormap(core_colours(torch.linspace(0, 1, 256)).numpy())
 
     def add_core_bar(self, axes: Sequence[Axes], num_cores: int) -> None:
         ticks = {float(core): str(core) for core in pick_evenly(range(1, num_cores + 1), 5)}

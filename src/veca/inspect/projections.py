@@ -14,8 +14,16 @@ from veca.errors import ArgumentError
 
 ProjectionMethod: TypeAlias = Literal["pca", "umap"]
 
-_INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4"
-_ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
+
+def _parse_ramp(colours: str) -> np.ndarray:
+    return np.array([list(bytes.fromhex(colour)) for colour in colours.split()]) / 255
+
+
+_INFERNO = _parse_ramp("000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4")
+# Viridis without its dark end, which is lost on a dark photo.
+_VIRIDIS = _parse_ramp(
+    "3b528b 355f8d 2f6c8e 2a788e 25848e 21918c 1e9c89 22a884 2fb47c 44bf70 5ec962 7ad151 9bd93c bddf26 dfe318 fde725"
+)
 
 
 def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
@@ -173,15 +181,29 @@ def heat(values: Tensor) -> Tensor:
     tensor([[0.0000, 0.0000, 0.0157],
             [0.9882, 1.0000, 0.6431]])
     """
-    positions = np.linspace(0, 1, len(_ANCHORS))
+    return _blend(values, _INFERNO)
+
+
+def core_colours(positions: Tensor) -> Tensor:
+    """Colours (..., 3) of cores by their position in the bank: 0 is the first, blue, and 1 the last, yellow."""
+    return _blend(positions, _VIRIDIS)
+
+
+def _blend(values: Tensor, ramp: np.ndarray) -> Tensor:
+    positions = np.linspace(0, 1, len(ramp))
     levels = values.detach().float().cpu().numpy()
-    colours = np.stack([np.interp(levels, positions, channel) for channel in _ANCHORS.T], axis=-1)
+    colours = np.stack([np.interp(levels, positions, channel) for channel in ramp.T], axis=-1)
     return torch.from_numpy(colours).float().to(values.device)
 
 
+def hex_codes(colours: Tensor) -> list[str]:
+    """Colours (N, 3) in [0, 1] as #rrggbb."""
+    return [f"#{bytes(colour).hex()}" for colour in (colours.double() * 255).round().int().tolist()]
+
+
 def heat_hex(values: Tensor) -> list[str]:
-    """The same colours of values (N) as #rrggbb."""
-    return [f"#{bytes(colour).hex()}" for colour in (heat(values).double() * 255).round().int().tolist()]
+    """The colours of `heat` of values (N) as #rrggbb."""
+    return hex_codes(heat(values))
 
 
 def map_range(maps: Tensor) -> tuple[Tensor, Tensor]:
