@@ -149,7 +149,7 @@ def test_charts_compare_with_the_dense_vit_over_resolution(tree, model, monkeypa
         text = "".join(chart.itertext())
         assert all(word in text for word in ("VECA, C = 16", "dense ViT", "32", "64", "96", "128"))
     monkeypatch.setattr(scaling, "CPU_SECONDS", 0.0)
-    points = scaling.measure_scaling(model, [scaling.Setting(8, 1.0)], [32, 64])
+    points = scaling.measure_scaling(model, [scaling.ScalingSetting(8, 1.0)], [32, 64])
     assert [scaling.DENSE in point.seconds for point in points] == [True, False], "counted where timing would take long"
 
 

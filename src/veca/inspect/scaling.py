@@ -23,7 +23,7 @@ DENSE = "dense ViT"
 DASHES = ("", "7 4", "2 3")
 
 
-class Setting(NamedTuple):
+class ScalingSetting(NamedTuple):
     cores: int
     width: float
 
@@ -40,14 +40,14 @@ class ScalingPoint(NamedTuple):
     """Medians; empty: not measured, here and at every larger size."""
 
 
-def choose_settings(config: VecaConfig, budgets: Sequence[int]) -> list[Setting]:
+def choose_settings(config: VecaConfig, budgets: Sequence[int]) -> list[ScalingSetting]:
     """From the dearest to the cheapest: the largest budget, the smallest, and that with the narrowest MLP.
 
     >>> [str(setting) for setting in choose_settings(VecaConfig(widths=(0.25, 1.0)), [8, 64])]
     ['C = 64', 'C = 8', 'C = 8, width 0.25']
     """
     ends = [(budgets[-1], 1.0), (budgets[0], 1.0), (budgets[0], float(min(config.widths)))]
-    return [Setting(*end) for end in dict.fromkeys(ends)]
+    return [ScalingSetting(*end) for end in dict.fromkeys(ends)]
 
 
 def sizes_around(size: int, patch: int) -> list[int]:
@@ -61,7 +61,7 @@ def sizes_around(size: int, patch: int) -> list[int]:
 
 def measure_scaling(
     model: Veca,
-    settings: Sequence[Setting],
+    settings: Sequence[ScalingSetting],
     sizes: Sequence[int],
     on_point: Callable[[int], object] = lambda count: None,
 ) -> list[ScalingPoint]:
@@ -87,7 +87,7 @@ def measure_scaling(
     return points
 
 
-def _time_models(model: Veca, dense: Any, size: int, settings: Sequence[Setting]) -> dict[str, float]:
+def _time_models(model: Veca, dense: Any, size: int, settings: Sequence[ScalingSetting]) -> dict[str, float]:
     """Median seconds of both models on one image."""
     images = torch.randn(1, model.config.in_chans, size, size).to(model.norm.weight)
     calls: dict[str, Call] = {
@@ -100,7 +100,7 @@ def _time_models(model: Veca, dense: Any, size: int, settings: Sequence[Setting]
     return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
-def draw_scaling(points: Sequence[ScalingPoint], settings: Sequence[Setting]) -> Iterator[Chart]:
+def draw_scaling(points: Sequence[ScalingPoint], settings: Sequence[ScalingSetting]) -> Iterator[Chart]:
     """A chart of the times, if there are several, and one of the FLOPs."""
     for values, title, unit in (("seconds", "time, ms", 1e3), ("flops", "GFLOPs", 1e-9)):
         lines = []
