@@ -262,6 +262,7 @@ def test_dictionaries_of_siglip2() -> None:
         ([torch.zeros(3, 16, 16), torch.zeros(1, 3, 16, 16)], {}, "image 1 of the pack has shape"),
         ([torch.zeros(3, 16, 16), torch.zeros(1, 16, 16)], {}, "images of the pack have 1 and 3 channels"),
         ([torch.zeros(3, 16, 16, dtype=torch.int64)], {}, "image 0 of the pack is torch.int64"),
+        ([torch.zeros(3, 16, 16), torch.full((3, 16, 16), torch.nan)], {}, "image 1 of the pack has values that"),
         (["cat.jpg"], {}, "image 0 of the pack is str; expected a tensor or an image of Pillow"),
         ([torch.zeros(3, 16, 16)], {"max_patches": 0}, "max_patches=0; it must be at least 1"),
         ([torch.zeros(3, 16, 16)], {"max_patches": float("nan")}, "max_patches=nan; it must be at least 1"),
@@ -271,6 +272,14 @@ def test_dictionaries_of_siglip2() -> None:
 def test_hostile_packs(images: Any, options: Any, message: str) -> None:
     with pytest.raises(veca.VecaError, match=message):
         veca.pack(images, **options)
+
+
+def test_a_strip_of_one_pixel_is_an_image() -> None:
+    strip = torch.randn(3, 1, 100_000)
+    assert veca.pack([strip]).grids == ((1, 6250),)
+    batch = veca.pack([strip, torch.randn(3, 32, 32)], max_patches=50)
+    assert batch.grids == ((1, 50), (2, 2))
+    assert make_model()(batch, cores=8).patches.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import rasterio
 import tifffile
 import torch
 import zarr
@@ -72,13 +77,13 @@ def test_other_precisions_and_outputs(model: veca.Veca, pixels: np.ndarray, tmp_
     alone = stream(model, pixels, dense=False, progress=False)
     assert alone.patches is None
     assert_alike(alone, expected)
-    for name in ("features.npy", "features.zarr"):
+    for name in ("features.npy", "features.zarr", "features.tif"):
         found = stream(model, pixels, tile=64, out=tmp_path / name, save_dtype="float16", progress=False)
         assert_alike(found, expected, limit=1e-3)
         assert np.asarray(found.patches[:1]).dtype == np.float16
         with pytest.raises(StreamError, match=f"{name} exists; choose another name, or remove it"):
             stream(model, pixels, out=tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["features.npy", "features.zarr"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["features.npy", "features.tif", "features.zarr"]
     assert zarr.open_array(str(tmp_path / "features.zarr")).attrs["image_width"] == 203
 
 
@@ -103,7 +108,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("out", ["f.npy", "f.zarr"])
+@pytest.mark.parametrize("out", ["f.npy", "f.zarr", "f.tif"])
 def test_an_interrupted_run_continues_to_the_same_bits(
     model: veca.Veca, pixels: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
@@ -135,6 +140,63 @@ def test_an_interrupted_run_continues_to_the_same_bits(
     assert np.array_equal(found.patches[:], expected.patches[:])
     assert relative(found.read(points=[(5, 5)]), torch.from_numpy(np.array(expected.patches[:1, 0]))) <= LIMIT
     assert not (tmp_path / "states").exists()
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import torch
+import veca
+from veca.streaming import storage
+from veca.streaming.run import _Stream
+
+storage._SAVE_SECONDS, real, calls = 0.0, _Stream._run_tile, []
+
+def run_tile(self, *args):
+    calls.append(args[0])
+    real(self, *args)
+    if len(calls) == 29:  # in the last of 3 blocks of 12 tiles, before its progress is saved
+        os.kill(os.getpid(), signal.SIGKILL)
+
+_Stream._run_tile = run_tile
+folder = sys.argv[1]
+model = veca.load(f"{folder}/model")
+veca.stream(model, np.load(f"{folder}/a.npy"), tile=64, out=f"{folder}/f.tif", states=f"{folder}/s", progress=False)
+"""
+
+
+def test_a_killed_run_continues_at_its_tile_to_the_same_bits(
+    model: veca.Veca, pixels: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    veca.save(model, tmp_path / "model")
+    np.save(tmp_path / "a.npy", pixels)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    real, calls = _Stream._run_tile, []
+
+    def run_tile(self: Any, *args: Any) -> None:
+        calls.append(args[0])
+        real(self, *args)
+
+    monkeypatch.setattr(_Stream, "_run_tile", run_tile)
+    found = stream(model, pixels, tile=64, out=tmp_path / "f.tif", states=tmp_path / "s", progress=False)
+    assert len(calls) == 36 - 28
+    expected = stream(model, pixels, tile=64, progress=False)
+    assert np.array_equal(found.patches[:], expected.patches)
+    assert torch.equal(found.cores, expected.cores)
+
+
+def test_features_that_are_not_finite_are_an_error(model: veca.Veca) -> None:
+    image = torch.zeros(3, 64, 64)
+    image[0, 20, 20] = torch.nan
+    with pytest.raises(
+        veca.errors.NonFiniteError, match="the tensor: the cores have NaN or infinite values after block 0"
+    ):
+        stream(model, image, progress=False)
+    large = copy.deepcopy(model)
+    large.output_proj.weight.data *= 1e6
+    with pytest.raises(veca.errors.NonFiniteError, match="infinite when saved in float16; save_dtype='float32'"):
+        stream(large, torch.zeros(3, 64, 64), save_dtype="float16", progress=False)
 
 
 def test_lost_features_are_not_passed_over(
@@ -213,15 +275,33 @@ def test_regions_of_tiff_files(pixels: np.ndarray, tmp_path: Path, options: dict
         assert torch.equal(open_pixels(grey).read(0, 0, 48, 48), open_pixels(value).read(0, 0, 48, 48))
 
 
-def test_a_georeference_is_kept(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:
-    scale, tie = (33550, "d", 3, (0.5, 0.5, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 3.0, 50.0, 0.0), True)
-    keys = (34735, "H", 8, (1, 1, 0, 1, 1024, 0, 1, 2), True)
+@pytest.mark.parametrize("raster_type", [1, 2])  # pixels are areas, or points
+@pytest.mark.parametrize("kind", ["scale", "matrix"])
+def test_a_georeference_is_kept(
+    model: veca.Veca, pixels: np.ndarray, tmp_path: Path, kind: str, raster_type: int
+) -> None:
+    scale, tie = (33550, "d", 3, (0.5, 0.25, 0.0), True), (33922, "d", 6, (3.0, 5.0, 0.0, 3.0, 50.0, 0.0), True)
+    matrix = (34264, "d", 16, (0.5, 0.1, 0, 3, 0.2, -0.25, 0, 50, 0, 0, 0, 0, 0, 0, 0, 1), True)
+    keys = (34735, "H", 16, (1, 1, 0, 3, 1024, 0, 1, 2, 1025, 0, 1, raster_type, 2048, 0, 1, 4326), True)
     path = tmp_path / "map.tif"
-    tifffile.imwrite(path, pixels, photometric="rgb", tile=(64, 64), extratags=[scale, tie, keys])
-    stream(model, path, cores=8, out=tmp_path / "map.zarr", progress=False)
-    attributes = zarr.open_array(str(tmp_path / "map.zarr")).attrs
-    assert attributes["georeference"]["ModelPixelScale"] == [0.5, 0.5, 0.0]
+    tags = [scale, tie, keys] if kind == "scale" else [matrix, keys]
+    tifffile.imwrite(path, pixels, photometric="rgb", tile=(64, 64), extratags=tags)
+    found = {}
+    for suffix in ("zarr", "tif"):
+        found[suffix] = stream(model, path, cores=8, tile=48, out=tmp_path / f"out.{suffix}", progress=False).patches
+    attributes = zarr.open_array(str(tmp_path / "out.zarr")).attrs
+    georeference = attributes["georeference"]
+    assert (
+        georeference["ModelPixelScale"] == [0.5, 0.25, 0.0]
+        if kind == "scale"
+        else "ModelPixelScale" not in georeference
+    )
     assert attributes["patch_size"] == 16
+    with rasterio.open(path) as image, rasterio.open(tmp_path / "out.tif") as features:
+        assert features.crs == image.crs == rasterio.CRS.from_epsg(4326)
+        assert features.transform.almost_equals(image.transform @ rasterio.Affine.scale(16), 1e-9)
+        assert np.array_equal(np.moveaxis(features.read(), 0, -1), found["zarr"][:])
+        assert json.loads(features.tags()["TIFFTAG_IMAGEDESCRIPTION"])["image_width"] == 203
 
 
 def test_broken_and_unsupported_tiff_files(pixels: np.ndarray, tmp_path: Path) -> None:
@@ -275,7 +355,7 @@ def test_sources_that_are_none(source: Any, message: str) -> None:
     [
         ({"tile": 8}, "tile=8; a tile has at least 16 pixels"),
         ({"save_dtype": "int8"}, "save_dtype='int8'; it must be 'float16' or 'float32'"),
-        ({"out": "x.png"}, "features are written to a .npy file or a .zarr array"),
+        ({"out": "x.png"}, "features are written to a .npy file, a .zarr array or a .tif file"),
         ({"out": "x.npy", "dense": False}, "goes with dense=True"),
         ({"states": "here"}, "features must be in a file: name it with out"),
         ({"cores": 65}, "cores=65; a budget is an integer from 1 to 64"),

@@ -27,6 +27,7 @@ SETTINGS_OPTIONS = {
     "precision": Annotated[Precision, opt.option("embed.precision")],
     "save_dtype": Annotated[SaveDtype | None, opt.option("embed.save-dtype")],
     "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
+    "stream_above": Annotated[int | None, opt.option("embed.stream-above")],
     "decode": opt.Decoding,
     "compile": Annotated[bool, opt.option("embed.compile")],
 }
@@ -88,6 +89,9 @@ def _run_embed(
         )
     if report.shrunk:
         out.print(_describe_shrunk(report, values["size"], values["fit"]), soft_wrap=True)
+    if report.streamed:
+        large = f"{report.streamed:,} large image{'s' * (report.streamed != 1)}"
+        out.print(f"{large} computed by tiles: {str(report.out).rstrip('/')}.large", soft_wrap=True)
     if report.failures:
         warn(f"{report.failures:,} failed: see {report.out}.failures.csv")
         raise typer.Exit(3)

@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -154,9 +154,13 @@ class RecordDecoder:
     max_pixels: int
     decode: Decode = "pillow"
     max_patches: int | None = None
+    max_file_pixels: int | None = None
+    """Limit of images that are files of this machine, which `veca.embed.large` takes where they are larger."""
 
     def __call__(self, item: Item, gpu: bool = False, spans: SpanReader | None = None) -> Record:
         """Read and decode an image; with `gpu`, what that can do is left to it. `spans` reads members of archives."""
+        if self.max_file_pixels is not None and item.is_local_file:
+            return replace(self, max_pixels=self.max_file_pixels, max_file_pixels=None)(item, gpu, spans)
         try:
             if item.error:
                 raise ImageError(item.error)

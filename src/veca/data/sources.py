@@ -55,6 +55,11 @@ class Item(NamedTuple):
     number: int = 0
 
     @property
+    def is_local_file(self) -> bool:
+        """Whether it is a file of its own on this machine."""
+        return bool(self.path) and self.data is None and self.span is None and not is_remote(self.path)
+
+    @property
     def file_size(self) -> int:
         """Size in bytes of the file it is in, -1 where unknown."""
         size = self.stamp.partition(" ")[0]

@@ -69,7 +69,8 @@ class EmbedJob:
     def decoder(self) -> RecordDecoder:
         """What makes records of images."""
         s = self.settings
-        return RecordDecoder(s.size, s.fit, s.max_pixels, cast(Decode, s.decode), s.max_patches)
+        max_file_pixels = s.stream_above and min(s.max_pixels, s.stream_above * self.config.patch_size**2)
+        return RecordDecoder(s.size, s.fit, s.max_pixels, cast(Decode, s.decode), s.max_patches, max_file_pixels)
 
     def split_tasks(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         """Images in groups that a worker takes at a time: batches, where it runs the model."""

@@ -119,6 +119,8 @@ class RunTotals:
     resumed: int = 0  # images and failures
     resumed_failures: int = 0
     with_failures: list[int] = field(default_factory=list)  # numbers of partitions
+    streamed: dict[str, str] = field(default_factory=dict)
+    """Of images that were too large to be decoded, and streamed: why they were not, or ""."""
 
     def add(self, number: int, pictures: int, failures: int, shrunk: int = 0) -> None:
         """Count a partition."""
@@ -126,6 +128,11 @@ class RunTotals:
         self.shrunk += shrunk
         self.failures += failures
         self.with_failures += [number] if failures else []
+
+    def add_streamed(self, name: str, error: str = "") -> None:
+        """Count an image that is a failure of a partition and was streamed, unless there is an error."""
+        self.streamed[name] = error
+        self.failures -= not error
 
 
 def feature_schema(about: dict[str, Any]) -> pa.Schema:
@@ -318,9 +325,8 @@ class PartitionFolder:
         names, present = [Partition(number, []).name() for number in range(totals.partitions)], set(self._names())
         if missing := [name for name in names if name not in present]:
             raise EmbedError(f"{missing[0]} is missing from {self.address}: the same call computes it again")
-        states = (self.read_state(names[number]) for number in sorted(totals.with_failures))
-        failures = chain.from_iterable(state.failures for state in states if state)
-        listed = f"{self.file or self._root.rstrip('/')}.failures.csv"
+        pairs = ((name, totals.streamed.get(name, error)) for name, error in self.read_failures(totals))
+        failures, listed = (pair for pair in pairs if pair[1]), f"{self.base}.failures.csv"
         if totals.failures:
             with self.temporary() as path:
                 with open(path, "w", newline="", encoding="utf-8") as file:
@@ -346,6 +352,16 @@ class PartitionFolder:
             temporary.unlink()
         self.remove(_JOB)  # first: partitions without a description are no run to resume
         self._remove_all()
+
+    @property
+    def base(self) -> str:
+        """What the names of files beside the features begin with."""
+        return f"{self.file or self._root.rstrip('/')}"
+
+    def read_failures(self, totals: RunTotals) -> Iterator[tuple[str, str]]:
+        """Name and error of what failed in the partitions, in order."""
+        states = (self.read_state(Partition(number, []).name()) for number in sorted(totals.with_failures))
+        return chain.from_iterable(state.failures for state in states if state)
 
     def check_partitions(self, count: int) -> None:
         """Raise EmbedError if there are partitions after the first `count`: the inputs had more images."""

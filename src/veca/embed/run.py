@@ -31,6 +31,7 @@ from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
 from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
+from veca.embed.large import LargeImages
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, RunTotals, plan_partitions
 from veca.embed.ray_engine import Engine, connect_ray, find_slots, run_on_ray
@@ -75,13 +76,14 @@ def embed(
 
     `inputs` are files, folders (recursive, links to folders excepted), globs, tar shards (`.tar`, `.tar.gz`, `.tgz`)
     and Parquet files with encoded images in `column` (None: the only one of bytes, or `image`), on this machine or at
-    addresses that fsspec reads; rows keep their order, and folders are sorted. An image that cannot be read is a row
-    in `<out>.failures.csv`; one whose features have NaN or infinity stops the run, unless `skip_nonfinite` makes it
-    such a row too. The model moves to `device` (None: it stays where it is). `workers` processes read and decode
-    images (None: one per CPU; 0: this process does), and run the model if that is on a CPU; compressed shards are
-    unpacked by this process alone. Called again after an interruption, with the same arguments, it continues if files
-    have the names, sizes and dates they had (`ignore_dates`: names and sizes); `overwrite` starts anew and replaces an
-    earlier `out`. `partition` is the number of image files per file of features in the folder.
+    addresses that fsspec reads; rows keep their order, and folders are sorted. An image that cannot be read is a row in
+    `<out>.failures.csv`; one whose features have NaN or infinity stops the run, unless `skip_nonfinite` makes it such a
+    row too. With dense features, images that are too large to be decoded are computed by tiles into `<out>.large`
+    (`veca.embed.large`), if their format allows. The model moves to `device` (None: it stays where it is). `workers`
+    processes read and decode images (None: one per CPU; 0: this process does), and run the model if that is on a CPU;
+    compressed shards are unpacked by this process alone. Called again after an interruption, with the same arguments,
+    it continues if files have the names, sizes and dates they had (`ignore_dates`: names and sizes); `overwrite` starts
+    anew and replaces an earlier `out`. `partition` is the number of image files per file of features in the folder.
 
     With `engine` "ray", `out` is on a disk that all machines share, or a folder at an address as s3://…. `address` is
     the cluster's (None: the one this process or RAY_ADDRESS names, or this machine alone). Models run on `device`
@@ -146,7 +148,9 @@ def embed(
             if on_ray:
                 totals = run_on_ray(job, model, list(plan), models, progress)
             else:
-                totals = _PlainRun(job, ready, plan, meter).run(sources if progress else [])
+                run = _PlainRun(job, ready, plan, meter)
+                large = LargeImages(job, model, plan_partitions(sources, length), progress)
+                totals = run.run(sources if progress else [], large)
         finally:
             model.train(was_training)
     left_out.warn()
@@ -163,6 +167,7 @@ def embed(
         job.describe(),
         totals.shrunk,
         settings.max_patches,
+        len(totals.streamed) - sum(map(bool, totals.streamed.values())),
     )
 
 
@@ -185,8 +190,9 @@ def describe_features(model: Veca, name: str, settings: EmbedSettings, device: t
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
     about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
     about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
-    if settings.max_patches is None:
-        del about["max_patches"]  # as before there was such a setting
+    for name in ("max_patches", "stream_above"):
+        if about[name] is None:
+            del about[name]  # as before there was such a setting
     return dict(json.loads(json.dumps(about, default=str)))
 
 
@@ -212,8 +218,19 @@ class _PlainRun:
         self.writing = deque[tuple[PartitionWriter, Future[PartitionState]]]()  # partitions that are being completed
         self.current: PartitionWriter | None = None
 
-    def run(self, shown: Sequence[str]) -> RunTotals:
-        """Compute all partitions and complete the folder; the images of `shown` are the total of a progress bar."""
+    def run(self, shown: Sequence[str], large: LargeImages) -> RunTotals:
+        """Compute all partitions and complete the folder; the images of `shown` are the total of a progress bar.
+
+        Images that were too large for the partitions are `large`.
+        """
+        with self._explaining_errors():
+            self._run_partitions(shown, large)
+            if large:
+                large.run(self.totals)
+                self.job.folder.complete(self.totals, self.model.schema)
+        return self.totals
+
+    def _run_partitions(self, shown: Sequence[str], large: LargeImages) -> None:
         job, totals, on_read = self.job, self.totals, ReadingLine()
         compute = None
         if job.by_task:
@@ -223,7 +240,6 @@ class _PlainRun:
         # One pool for all partitions, so that its processes never wait for the next. They start before the bar and the
         # decoder: forking is safest before those have their threads.
         with (
-            self._explaining_errors(),
             GpuDecoder(job.device, self.meter.add) if job.resizes_on_gpu else nullcontext() as gpu,
             decode_tasks(
                 self._tasks(on_read), job.decoder, job.workers, gpu=gpu, compute=compute, on_work=self._on_work
@@ -238,11 +254,12 @@ class _PlainRun:
                 self._write(writer, group)
             self._count_written(all_of_them=True)
             advance(0, completed=totals.pictures + totals.failures, failed=totals.failures, note="")
-            if job.folder.file:
-                advance.describe("joining")
-            job.folder.complete(totals, self.model.schema)
+            large.find(totals)
+            if not large:
+                if job.folder.file:
+                    advance.describe("joining")
+                job.folder.complete(totals, self.model.schema)
             advance.describe("embedded")
-        return totals
 
     def _on_work(self, images: int, seconds: TaskSeconds) -> None:
         self.meter.add(self.job.reading, images, seconds.decode)

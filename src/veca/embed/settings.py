@@ -51,6 +51,9 @@ class EmbedSettings(Settings):
     save_dtype: SaveDtype | None = None
     """Type of the saved features; None: float16 if dense, float32 if not."""
     max_pixels: Positive = MAX_PIXELS
+    stream_above: Positive | None = None
+    """With dense, files of images that have more patches, at their own size, are computed whole, by tiles, each into a
+    file of its own (`veca.embed.large`); None: those of more than `max_pixels`."""
     decode: DecodeChoice = "auto"
     """Decoder: "gpu" decodes ordinary JPEGs on the GPU and the rest as "cpu" does; "cpu" is fast, its pixels differ
     from Pillow's by a few grey levels; "pillow" is exact; "auto" is "gpu" where there is one, or else "cpu"."""
@@ -63,6 +66,7 @@ class EmbedSettings(Settings):
             raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
         native = self.fit == "native" or self.max_patches is None
         self.require("max_patches", native, "None unless fit is 'native'")
+        self.require("stream_above", self.dense or self.stream_above is None, "None unless dense is True")
 
     @property
     def batch_size(self) -> int:
@@ -113,3 +117,5 @@ class EmbedReport(NamedTuple):
     """Images among `pictures` that lost pixels: larger than the size, or with fit "native" than `max_patches`."""
     max_patches: int | None = None
     """Limit of fit "native"."""
+    streamed: int = 0
+    """Images that are not in `out` but, as they are large, in files of their own in `<out>.large`."""

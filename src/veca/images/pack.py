@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, NonFiniteError
 from veca.images.load import normalize, to_tensor
 from veca.images.resize import PATCH, native_sizes, resample
 from veca.packed import PackedImages
@@ -74,6 +74,9 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
         image = normalize(image)
     elif not image.is_floating_point():
         raise ArgumentError(f"{where} is {image.dtype}; expected normalised floats, or uint8 to be normalised")
+    # Only on the CPU: elsewhere the device would have to be waited for.
+    elif image.device.type == "cpu" and not image.isfinite().all():
+        raise NonFiniteError(f"{where} has values that are NaN or infinite; replace them, or leave it out")
     size = native_sizes(image.shape[1], image.shape[2], max_patches, patch)
     if size == tuple(image.shape[1:]):
         return image

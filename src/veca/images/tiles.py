@@ -21,11 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images.decode import ImageError
+from veca.images.decode import MAX_PIXELS, ImageError
+from veca.images.geotiff import GeoTag, read_geo_tags, scale_geo_tags
 from veca.images.load import normalize, open_image
 from veca.images.resize import PATCH
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf", ".gtiff")
+REGION_SUFFIXES = TIFF_SUFFIXES
+"""Of files that are read by regions."""
 _MAX_SIDE = 2**24
 """Pixels of a side, at most."""
 _MAX_SEGMENT_PIXELS = 2**26
@@ -38,11 +41,15 @@ class PixelSource(ABC):
     """An image that is read a region at a time."""
 
     name: str = "the image"
+    path: Path | None = None
+    """Its file, if it is in one."""
     georeference: dict[str, Any]
-    """GeoTIFF tags of the image; empty: it has none."""
+    """GeoTIFF tags of the image, by name; empty: it has none."""
+    geo_tags: list[GeoTag]
+    """The same as they are in the file."""
 
     def __init__(self, height: int, width: int) -> None:
-        self.height, self.width, self.georeference = height, width, {}
+        self.height, self.width, self.georeference, self.geo_tags = height, width, {}, []
         if not (1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE):
             raise ImageError(f"{self.name} is {height}×{width}; sides must be from 1 to {_MAX_SIDE:,} pixels")
 
@@ -53,7 +60,8 @@ class PixelSource(ABC):
     @property
     def identity(self) -> list[Any]:
         """What must be equal for a run to be resumed."""
-        return [self.height, self.width]
+        status = None if self.path is None else self.path.stat()
+        return [self.height, self.width, *([status.st_size, status.st_mtime_ns] if status else [])]
 
     def grid(self, patch: int = PATCH) -> tuple[int, int]:
         """Rows and columns of patches; the last row and column of pixels are repeated up to whole patches."""
@@ -72,8 +80,9 @@ class PixelSource(ABC):
 class ArraySource(PixelSource):
     """An array (height, width, 3 or 4) or (height, width) of uint8, in memory, mapped from a file, or of zarr."""
 
-    def __init__(self, array: Any, name: str = "the array") -> None:
-        self.name, self.array = name, array
+    def __init__(self, array: Any, path: str | None = None) -> None:
+        self.array, self.path = array, None if path is None else Path(path)
+        self.name = name = path or "the array"
         shape, dtype = tuple(array.shape), np.dtype(array.dtype)
         if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3, 4)):
             raise ImageError(f"{name} has shape {shape}; it must be (height, width), or with 1, 3 or 4 channels last")
@@ -136,7 +145,9 @@ class TiffSource(PixelSource):
             raise ImageError(f"{self.name} is damaged: it has {found} segments, and its size needs {expected}")
         self._across, self._cache = across, OrderedDict[int, NDArray[np.uint8]]()
         with contextlib.suppress(Exception):  # a damaged georeference is none
-            self.georeference = _plain(page.geotiff_tags or {})
+            georeference, geo_tags = _plain(page.geotiff_tags or {}), read_geo_tags(page)
+            scale_geo_tags(geo_tags, PATCH)
+            self.georeference, self.geo_tags = georeference, geo_tags
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -149,11 +160,6 @@ class TiffSource(PixelSource):
         except Exception as error:  # what codecs and tifffile raise has no common class
             reason = f"{type(error).__name__}: {error}"
             raise ImageError(f"{self.name} cannot be read: {reason[:300]}") from error
-
-    @property
-    def identity(self) -> list[Any]:
-        status = self.path.stat()
-        return [self.height, self.width, status.st_size, status.st_mtime_ns]
 
     def _segment(self, index: int) -> NDArray[np.uint8]:
         """A decoded tile or strip (rows, columns, channels)."""
@@ -196,10 +202,11 @@ class TiffSource(PixelSource):
         return _to_rgb(out, inverted=int(self._page.photometric) == 0)
 
 
-def open_pixels(source: Any) -> PixelSource:
+def open_pixels(source: Any, max_pixels: int = MAX_PIXELS) -> PixelSource:
     """What an image is read from by regions: a path, an array, a tensor, or a `PixelSource` as it is.
 
-    Paths are of TIFF files, zarr arrays, `.npy` files, and images of the other formats, which are decoded whole.
+    Paths are of TIFF files, zarr arrays, `.npy` files, and images of the other formats, which are decoded whole if they
+    have at most `max_pixels`.
     """
     if isinstance(source, PixelSource):
         return source
@@ -220,7 +227,7 @@ def open_pixels(source: Any) -> PixelSource:
             return ArraySource(np.load(name, mmap_mode="r", allow_pickle=False), name)
         except (OSError, ValueError) as error:
             raise ImageError(f"{name} cannot be read: {error}") from error
-    return ArraySource(np.asarray(open_image(name)), name)
+    return ArraySource(np.asarray(open_image(name, max_pixels=max_pixels)), name)
 
 
 def open_zarr(path: str) -> Any:

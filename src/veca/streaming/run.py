@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from veca.checkpoint.format import weights_hash
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, NonFiniteError
+from veca.images.geotiff import scale_geo_tags
 from veca.images.tiles import PixelSource, open_pixels
 from veca.inputs import resolve_budget, resolve_width
 from veca.model import Block, Veca
@@ -135,7 +136,8 @@ def stream(
     width, 3) or a tensor (3, height, width), uint8, or of normalised floats; other objects with a shape and slices, as
     of zarr or h5py, are arrays too. Sides that are not multiples of the patch size are continued by repeating the last
     row and column. With `dense`, features of all patches are returned as an array (rows, columns, D) of `save_dtype`,
-    or written to `out`: a `.npy` file, or a `.zarr` array, which keeps the georeference of a GeoTIFF.
+    or written to `out`: a `.npy` file, or a `.zarr` array or a tiled `.tif` file, which keep the georeference of a
+    GeoTIFF.
 
     Patches wait between blocks in memory or, with a folder `states`, in files there. A run with `states` that was
     interrupted continues when it is called again with the same arguments; when it is done, the folder is removed.
@@ -232,9 +234,11 @@ class _Stream:
         now = self.progress = self._start() if saved is None else _Progress.load(*saved, self.device)
         if output is not None:
             begun = now.block == depth or (now.block == depth - 1 and now.tile > 0)
-            output.open(begun, self.step, self._about())
+            tags = scale_geo_tags(self.source.geo_tags, self.config.patch_size)
+            output.open(begun, self.step, self._about(), tags)
         try:
-            with self._autocast(), bar("streaming", depth * len(tiles), "tiles", progress) as advance:
+            name = os.path.basename(self.source.name)
+            with self._autocast(), bar(f"streaming {name}", depth * len(tiles), "tiles", progress) as advance:
                 advance(now.block * len(tiles) + now.tile, counted=0)
                 while now.block < depth:
                     if now.softmax is None:
@@ -298,6 +302,9 @@ class _Stream:
         assert now.softmax is not None
         out = now.softmax.result().to(now.cores.dtype).transpose(1, 2).flatten(2)
         now.cores = self._mlp(block, now.cores + block.attn.proj(out), None)
+        if not now.cores.isfinite().all():
+            where = f"{self.source.name}: the cores have NaN or infinite values after block {now.block}"
+            raise NonFiniteError(f"{where}; check the image, the weights and the precision, {self.precision}")
         now.block, now.tile, now.softmax = now.block + 1, 0, None
 
     def _project(self, block: Block, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:

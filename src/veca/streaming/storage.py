@@ -4,7 +4,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.checkpoint.format import read_safetensors, write_tensors
-from veca.errors import ArgumentError, VecaError
+from veca.errors import ArgumentError, NonFiniteError, VecaError
+from veca.images.geotiff import GeoTag, TiffArray, write_empty_tiff
 from veca.images.tiles import open_zarr
 from veca.utils.files import atomic_path
 
@@ -44,17 +46,20 @@ class Tile(NamedTuple):
 
 
 class FeatureOutput:
-    """Features of all patches (rows, columns, D): an array in memory, a `.npy` file, or a `.zarr` array.
+    """Features of all patches (rows, columns, D): an array in memory, a `.npy` or `.tif` file, or a `.zarr` array.
 
-    A file has another name until it is complete.
+    A file has another name until it is complete. A TIFF is one of tiles, with a channel for each number.
     """
 
     def __init__(self, out: str | os.PathLike[str] | None, shape: tuple[int, int, int], dtype: Any) -> None:
         self.path, self.shape, self.dtype = None if out is None else Path(out), shape, dtype
         if self.path is None:
             return
-        if self.path.suffix not in (".npy", ".zarr"):
-            raise ArgumentError(f"out={os.fspath(self.path)!r}; features are written to a .npy file or a .zarr array")
+        if self.path.suffix not in (".npy", ".zarr", ".tif"):
+            kinds = "a .npy file, a .zarr array or a .tif file"
+            raise ArgumentError(f"out={os.fspath(self.path)!r}; features are written to {kinds}")
+        if self.path.suffix != ".npy" and not all(map(find_spec, ("zarr", "tifffile"))):
+            raise ArgumentError(f"a {self.path.suffix} output needs zarr and tifffile: pip install 'veca[large]'")
         if self.path.exists():
             raise StreamError(f"{self.path} exists; choose another name, or remove it")
 
@@ -63,10 +68,10 @@ class FeatureOutput:
         assert self.path is not None
         return self.path.with_name(f".{self.path.stem}.part{self.path.suffix}")
 
-    def open(self, begun: bool, chunk: int, about: dict[str, Any]) -> None:
+    def open(self, begun: bool, chunk: int, about: dict[str, Any], geo_tags: Sequence[GeoTag] = ()) -> None:
         """Make the array, or open that of an interrupted run which had `begun` to write it.
 
-        A zarr array has chunks of `chunk` × `chunk` patches, and `about` as its attributes.
+        A zarr array has chunks of `chunk` × `chunk` patches, and `about` as its attributes; a TIFF has `geo_tags`.
         """
         if self.path is None:
             self._array: Any = np.empty(self.shape, self.dtype)
@@ -77,14 +82,15 @@ class FeatureOutput:
             )
         if self.path.suffix == ".npy":
             self._array = np.lib.format.open_memmap(self._part, "r+" if begun else "w+", self.dtype, self.shape)
-        else:
+        elif self.path.suffix == ".zarr":
             self._array = self._open_zarr("r+" if begun else "w", chunk, about)
+        else:
+            if not begun:
+                write_empty_tiff(self._part, self.shape, self.dtype, about, geo_tags)
+            self._array = TiffArray(self._part, writable=True)
 
     def _open_zarr(self, mode: str, chunk: int, about: dict[str, Any]) -> Any:
-        try:
-            import zarr
-        except ImportError as error:
-            raise ArgumentError("a .zarr output needs zarr: pip install 'veca[large]'") from error
+        import zarr
 
         if mode == "r+":
             return zarr.open_array(str(self._part), mode="r+")
@@ -94,7 +100,13 @@ class FeatureOutput:
         return zarr.open_array(str(self._part), mode="w", **options)
 
     def write(self, tile: Tile, features: Tensor) -> None:
-        self._array[tile.region] = features.unflatten(0, tile.shape).numpy().astype(self.dtype)
+        with np.errstate(over="ignore"):
+            values = features.unflatten(0, tile.shape).numpy().astype(self.dtype)
+        if not np.isfinite(values).all():
+            raise NonFiniteError(
+                f"features are NaN or infinite when saved in {self.dtype}; save_dtype='float32' holds more"
+            )
+        self._array[tile.region] = values
 
     def close(self) -> Any:
         """Give the file its name; returns the array, or what maps it."""
@@ -105,8 +117,10 @@ class FeatureOutput:
             del self._array
             os.replace(self._part, self.path)
             return np.load(self.path, mmap_mode="r")
+        if self.path.suffix == ".tif":
+            self._array.close()
         os.replace(self._part, self.path)
-        return open_zarr(str(self.path))
+        return open_zarr(str(self.path)) if self.path.suffix == ".zarr" else TiffArray(self.path)
 
 
 class MemoryStates:
