@@ -21,18 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.errors import ArgumentError
-from veca.images.decode import MAX_PIXELS, ImageError
+from veca.images.decode import MAX_PIXELS, ImageError, open_regular
 from veca.images.geotiff import GeoTag, read_geo_tags, scale_geo_tags
 from veca.images.load import normalize, open_image
 from veca.images.resize import PATCH
+from veca.images.segments import MAX_SEGMENT_PIXELS, check_compression, check_segment
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf", ".gtiff")
 REGION_SUFFIXES = TIFF_SUFFIXES
 """Of files that are read by regions."""
 _MAX_SIDE = 2**24
 """Pixels of a side, at most."""
-_MAX_SEGMENT_PIXELS = 2**26
-"""Pixels of one tile or strip of a TIFF, at most: it is decoded whole."""
 _CACHE_BYTES = 256 << 20
 """Decoded segments of a TIFF that are kept."""
 
@@ -121,8 +120,13 @@ class TiffSource(PixelSource):
 
         self.name, self.path = os.fspath(path), Path(path)
         with self._errors():
-            self._file = tifffile.TiffFile(path)
-            page = self._page = cast(Any, self._file.pages[0])
+            file = open(path, "rb", opener=open_regular)  # noqa: SIM115 (as long as regions are read)
+            self._bytes = os.fstat(file.fileno()).st_size
+            page = self._page = cast(Any, tifffile.TiffFile(file).pages[0])
+            self._handle, self._compression = file, int(page.compression)
+            check_compression(self._compression)
+            if page.jpegtables:
+                check_segment(self._compression, page.jpegtables)
             planar = page.samplesperpixel > 1 and page.planarconfig == tifffile.PLANARCONFIG.SEPARATE
             palette = page.photometric == tifffile.PHOTOMETRIC.PALETTE
             supported = page.dtype == np.uint8 and page.samplesperpixel in (1, 3, 4) and page.imagedepth == 1
@@ -135,15 +139,15 @@ class TiffSource(PixelSource):
         if not supported or planar or palette:
             raise ImageError(f"{self.name} holds {kind}; regions are read of 8-bit grey, RGB or RGBA")
         super().__init__(height, width)
-        if not 0 < self._rows * self._columns <= _MAX_SEGMENT_PIXELS:
-            rule = f"at most {_MAX_SEGMENT_PIXELS:,} pixels are decoded at a time. Write it again in tiles"
+        if min(self._rows, self._columns) < 1 or self._rows * self._columns > MAX_SEGMENT_PIXELS:
+            rule = f"at most {MAX_SEGMENT_PIXELS:,} pixels are decoded at a time. Write it again in tiles"
             raise ImageError(f"{self.name} has segments of {self._rows}×{self._columns}; {rule}")
         across = -(-self.width // self._columns)
         if (found := min(len(self._offsets), len(self._byte_counts))) < (
             expected := across * -(-self.height // self._rows)
         ):
             raise ImageError(f"{self.name} is damaged: it has {found} segments, and its size needs {expected}")
-        self._across, self._cache = across, OrderedDict[int, NDArray[np.uint8]]()
+        self._across, self._cache, self._cache_bytes = across, OrderedDict[int, NDArray[np.uint8]](), 0
         with contextlib.suppress(Exception):  # a damaged georeference is none
             georeference, geo_tags = _plain(page.geotiff_tags or {}), read_geo_tags(page)
             scale_geo_tags(geo_tags, PATCH)
@@ -153,9 +157,9 @@ class TiffSource(PixelSource):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            raise ImageError(f"{self.name}: no such file") from error
-        except (ArgumentError, ImageError, MemoryError):
+        except ImageError as error:
+            raise ImageError(f"{self.name}: {error}") from error.__cause__
+        except (ArgumentError, MemoryError):
             raise
         except Exception as error:  # what codecs and tifffile raise has no common class
             reason = f"{type(error).__name__}: {error}"
@@ -166,22 +170,25 @@ class TiffSource(PixelSource):
         if index in self._cache:
             self._cache.move_to_end(index)
             return self._cache[index]
-        page, handle = self._page, self._file.filehandle
+        page, data = self._page, None
         with self._errors():
             offset, count = self._offsets[index], self._byte_counts[index]
-            data = None
             if count:
-                handle.seek(offset)
-                data = handle.read(count)
-                if len(data) != count:
-                    raise ValueError(f"segment {index} ends after {len(data)} of {count} bytes")
+                if not 0 <= offset <= offset + count <= self._bytes:
+                    raise ImageError(
+                        f"segment {index} ends after byte {offset + count:,}, the file after {self._bytes:,}"
+                    )
+                self._handle.seek(offset)
+                data = self._handle.read(count)
+                check_segment(self._compression, data)
             decoded, _, shape = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
             if decoded is None:  # a sparse TIFF leaves out segments of the background
                 decoded = np.full(shape, page.nodata if 0 <= page.nodata <= 255 else 0)
         segment = np.ascontiguousarray(decoded.reshape(-1, *decoded.shape[-2:]), dtype=np.uint8)
         self._cache[index] = segment
-        while sum(each.nbytes for each in self._cache.values()) > _CACHE_BYTES and len(self._cache) > 1:
-            self._cache.popitem(last=False)
+        self._cache_bytes += segment.nbytes
+        while self._cache_bytes > _CACHE_BYTES and len(self._cache) > 1:
+            self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
         return segment
 
     def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
