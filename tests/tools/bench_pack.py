@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -62,6 +63,66 @@ def train_step(model: Callable[..., object], batch: object) -> Callable[[], None
     return step
 
 
+class PackBench:
+    """A model and packs of it; each method of `CASES` measures one comparison and returns it as a row."""
+
+    def __init__(self, model: str, device: str, images: int = 32, cores: int = 64, repeats: int = 20, mixes: int = 4):
+        torch.manual_seed(0)
+        self.device, self.count, self.cores, self.repeats, self.mixes = device, images, cores, repeats, mixes
+        self._random, self._kernel = random.Random(0), "triton" if device == "cuda" else "auto"
+        self.model = veca.create_model(model, pretrained=False).to(device)
+        self.fast = veca.optimize(self.model.eval()) if device == "cuda" else self.model.eval()
+        self.by_aspect = self._packs(
+            lambda: grid_of(self._random.choices(list(ASPECTS), list(ASPECTS.values()))[0], 1024)
+        )
+        self.squares = torch.randn(images, 3, 512, 512, device=device)
+
+    def _packs(self, grid: Callable[[], tuple[int, int]]) -> list[veca.PackedImages]:
+        """Packs of `mixes` mixes, which take turns."""
+        return [veca.pack(make_images([grid() for _ in range(self.count)], self.device)) for _ in range(self.mixes)]
+
+    def _run(self, batch: object) -> object:
+        with torch.inference_mode(), use_kernel(self._kernel):
+            return self.fast(batch, self.cores)
+
+    def _share(self, packs: list[veca.PackedImages]) -> float:
+        """Patches of the packs relative to those of squares of 512 px."""
+        return statistics.mean(len(pack.pixels) for pack in packs) / (self.count * 1024)
+
+    def _compare(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        return compare(calls, self.device, self.repeats)
+
+    def aspects(self) -> dict[str, object]:
+        calls = {"same": lambda: self._run(self.squares), "pack": in_turns(self.by_aspect, self._run)}
+        times = self._compare(calls)
+        rate = times["same"] / times["pack"] * self._share(self.by_aspect)
+        return {"case": "aspects", "ms": times, "of_same_shape_by_patches": round(rate, 3)}
+
+    def sides(self) -> dict[str, object]:
+        packs = self._packs(lambda: (round(16 * 4 ** self._random.random()), round(16 * 4 ** self._random.random())))
+        largest = torch.randn(self.count, 3, 1024, 1024, device=self.device)
+        times = self._compare({"padded": lambda: self._run(largest), "pack": in_turns(packs, self._run)})
+        return {"case": "sides", "ms": times, "times_padding": round(times["padded"] / times["pack"], 3)}
+
+    def training(self) -> dict[str, object]:
+        model = torch.compile(self.model.train(), dynamic=True) if self.device == "cuda" else self.model.train()
+        with use_kernel(self._kernel):
+            same = train_step(model, self.squares)
+            times = self._compare(
+                {"same": same, "pack": in_turns(self.by_aspect, lambda pack: train_step(model, pack)())}
+            )
+        rate = times["same"] / times["pack"] * self._share(self.by_aspect)
+        return {"case": "training", "ms": times, "of_same_shape_by_patches": round(rate, 3)}
+
+
+CASES = "aspects", "sides", "training"
+
+
+def in_turns(packs: list[veca.PackedImages], call: Callable[[veca.PackedImages], object]) -> Callable[[], object]:
+    order = itertools.cycle(packs)
+    return lambda: call(next(order))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="veca_base")
@@ -70,52 +131,12 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--mixes", type=int, default=4, help="packs, each of another mix, which take turns")
-    parser.add_argument("--only", choices=["aspects", "sides", "training"], nargs="*")
-    arguments = parser.parse_args()
-    device, count, cores = arguments.device, arguments.images, arguments.cores
-    torch.manual_seed(0)
-    draw, kernel = random.Random(0), "triton" if device == "cuda" else "auto"
-    model = veca.create_model(arguments.model, pretrained=False).to(device)
-    fast = veca.optimize(model.eval()) if device == "cuda" else model.eval()
-    wanted = arguments.only or ["aspects", "sides", "training"]
-
-    def run(batch: object) -> object:
-        with torch.inference_mode(), use_kernel(kernel):
-            return fast(batch, cores)
-
-    def in_turns(packs: list[veca.PackedImages], call: Callable[[object], object]) -> Callable[[], object]:
-        order = iter(range(10**9))
-        return lambda: call(packs[next(order) % len(packs)])
-
-    def packs_of(grids: Callable[[], tuple[int, int]]) -> list[veca.PackedImages]:
-        return [veca.pack(make_images([grids() for _ in range(count)], device)) for _ in range(arguments.mixes)]
-
-    def share(packs: list[veca.PackedImages]) -> float:
-        return statistics.mean(len(pack.pixels) for pack in packs) / (count * 1024)
-
-    by_aspect = packs_of(lambda: grid_of(draw.choices(list(ASPECTS), list(ASPECTS.values()))[0], 1024))
-    squares = torch.randn(count, 3, 512, 512, device=device)
-    if "aspects" in wanted:
-        times = compare({"same": lambda: run(squares), "pack": in_turns(by_aspect, run)}, device, arguments.repeats)
-        rate = times["same"] / times["pack"] * share(by_aspect)
-        print(json.dumps({"case": "aspects", "ms": times, "of_same_shape_by_patches": round(rate, 3)}), flush=True)
-    if "sides" in wanted:
-        sides = packs_of(lambda: (round(16 * 4 ** draw.random()), round(16 * 4 ** draw.random())))
-        largest = torch.randn(count, 3, 1024, 1024, device=device)
-        times = compare({"padded": lambda: run(largest), "pack": in_turns(sides, run)}, device, arguments.repeats)
-        faster = round(times["padded"] / times["pack"], 3)
-        print(json.dumps({"case": "sides", "ms": times, "times_padding": faster}), flush=True)
-        del largest
-    if "training" in wanted:
-        compiled = torch.compile(model.train(), dynamic=True) if device == "cuda" else model.train()
-        with use_kernel(kernel):
-            steps = {
-                "same": train_step(compiled, squares),
-                "pack": in_turns(by_aspect, lambda pack: train_step(compiled, pack)()),
-            }
-            times = compare(steps, device, arguments.repeats)
-        rate = times["same"] / times["pack"] * share(by_aspect)
-        print(json.dumps({"case": "training", "ms": times, "of_same_shape_by_patches": round(rate, 3)}), flush=True)
+    parser.add_argument("--only", choices=CASES, nargs="*", default=CASES)
+    options = vars(parser.parse_args())
+    cases = options.pop("only")
+    bench = PackBench(**options)
+    for case in cases:
+        print(json.dumps(getattr(bench, case)()), flush=True)
 
 
 if __name__ == "__main__":
