@@ -304,6 +304,32 @@ def test_a_georeference_is_kept(
         assert json.loads(features.tags()["TIFFTAG_IMAGEDESCRIPTION"])["image_width"] == 203
 
 
+@pytest.mark.parametrize("epsg", [4326, 32631, None])
+def test_rasters_of_other_formats(model: veca.Veca, pixels: np.ndarray, tmp_path: Path, epsg: int | None) -> None:
+    transform = rasterio.Affine(0.5, 0.1, 3, 0.2, -0.25, 50)
+    shape = {"height": 150, "width": 203, "count": 3, "dtype": "uint8"}
+    place = {"transform": transform, "crs": epsg and rasterio.CRS.from_epsg(epsg)}
+    path = tmp_path / "map.jp2"
+    with rasterio.open(path, "w", driver="JP2OpenJPEG", QUALITY=100, REVERSIBLE="YES", **shape, **place) as file:
+        file.write(np.moveaxis(pixels, -1, 0))
+    source, expected = open_pixels(path), open_pixels(pixels)
+    for box in ((0, 0, 160, 208), (5, 9, 33, 90)):
+        assert torch.equal(source.read(*box), expected.read(*box))
+    found = stream(model, path, cores=8, out=tmp_path / "out.tif", progress=False)
+    assert np.array_equal(found.patches[:], stream(model, pixels, cores=8, progress=False).patches)
+    with rasterio.open(tmp_path / "out.tif") as features:
+        assert features.crs == place["crs"]
+        assert features.transform.almost_equals(transform @ rasterio.Affine.scale(16), 1e-9)
+
+
+def test_slides_by_openslide(pixels: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "slide.bif"  # OpenSlide goes by the contents, and reads any tiled TIFF
+    tifffile.imwrite(path, pixels, photometric="rgb", tile=(64, 64))
+    source, expected = open_pixels(path), open_pixels(pixels)
+    for box in ((0, 0, 160, 208), (5, 9, 33, 90)):
+        assert torch.equal(source.read(*box), expected.read(*box))
+
+
 def test_broken_and_unsupported_tiff_files(pixels: np.ndarray, tmp_path: Path) -> None:
     whole = tmp_path / "whole.tif"
     tifffile.imwrite(whole, pixels, photometric="rgb", tile=(64, 64), compression="zlib")
@@ -342,6 +368,8 @@ def test_broken_and_unsupported_tiff_files(pixels: np.ndarray, tmp_path: Path) -
         (torch.zeros(3, 4, 4, dtype=torch.int32), "the tensor is torch.int32"),
         (7, "the source is int; expected a path, an array or a tensor"),
         ("nowhere.npy", "nowhere.npy cannot be read"),
+        ("nowhere.mrxs", "nowhere.mrxs cannot be read"),
+        ("nowhere.jp2", "nowhere.jp2 cannot be read"),
         ("nowhere.zarr", "nowhere.zarr cannot be opened as a zarr array"),
     ],
 )

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 _PIXEL_SCALE, _TIE_POINTS, _MATRIX, _KEYS = 33550, 33922, 34264, 34735
 _TAGS = (_PIXEL_SCALE, _TIE_POINTS, _MATRIX, _KEYS, 34736, 34737)
 _RASTER_TYPE, _PIXEL_IS_POINT = 1025, 2
+_SHORT, _DOUBLE = 3, 12
 _TILE = 64
 """Side of a tile of features, at most; a multiple of 16, as TIFF demands."""
 
@@ -35,6 +36,18 @@ def read_geo_tags(page: Any) -> list[GeoTag]:
     if not any(tag.code in (_PIXEL_SCALE, _TIE_POINTS, _MATRIX) for tag in tags):
         return []
     return [GeoTag(tag.code, int(tag.dtype), int(tag.count), tag.value) for tag in tags]
+
+
+def make_geo_tags(transform: Sequence[float], epsg: int | None, is_projected: bool) -> list[GeoTag]:
+    """The georeference of pixels that are areas: two rows of their matrix, and the number of the coordinate system."""
+    a, b, c, d, e, f = transform
+    matrix = (a, b, 0.0, c, d, e, 0.0, f, *(0.0,) * 7, 1.0)
+    tags = [GeoTag(_MATRIX, _DOUBLE, len(matrix), matrix)]
+    if epsg is not None:
+        model, system = (1, 3072) if is_projected else (2, 2048)
+        keys = (1, 1, 0, 3, 1024, 0, 1, model, _RASTER_TYPE, 0, 1, 1, system, 0, 1, epsg)
+        tags.append(GeoTag(_KEYS, _SHORT, len(keys), keys))
+    return tags
 
 
 def scale_geo_tags(tags: Sequence[GeoTag], patch: int) -> list[GeoTag]:

@@ -1,4 +1,4 @@
-"""Large images read a region at a time: arrays, TIFF and its relatives, zarr, NumPy files.
+"""Large images read a region at a time: arrays, TIFF and its relatives, zarr, NumPy files, slides, rasters.
 
 A `PixelSource` has the height and width of an image and returns any region of it. Nothing else of the image is decoded
 or kept, but some segments of a TIFF that the next regions are likely to need.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,14 +23,17 @@ from torch import Tensor
 
 from veca.errors import ArgumentError
 from veca.images.decode import MAX_PIXELS, ImageError, open_regular
-from veca.images.geotiff import GeoTag, read_geo_tags, scale_geo_tags
+from veca.images.geotiff import GeoTag, make_geo_tags, read_geo_tags, scale_geo_tags
 from veca.images.load import normalize, open_image
 from veca.images.resize import PATCH
 from veca.images.segments import MAX_SEGMENT_PIXELS, check_compression, check_segment
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf", ".gtiff")
-REGION_SUFFIXES = TIFF_SUFFIXES
-"""Of files that are read by regions."""
+SLIDE_SUFFIXES = (".mrxs", ".vms", ".vmu", ".bif", ".czi", ".dcm", ".svslide")
+"""Of microscope slides that are no TIFF, or one that tifffile puts together wrongly: OpenSlide reads them."""
+RASTER_SUFFIXES = (".jp2", ".j2k", ".img", ".vrt", ".ntf")
+"""Of rasters that are no TIFF: rasterio reads them."""
+REGION_SUFFIXES = (*TIFF_SUFFIXES, *SLIDE_SUFFIXES, *RASTER_SUFFIXES)
 _MAX_SIDE = 2**24
 """Pixels of a side, at most."""
 _CACHE_BYTES = 256 << 20
@@ -209,11 +213,73 @@ class TiffSource(PixelSource):
         return _to_rgb(out, inverted=int(self._page.photometric) == 0)
 
 
+class SlideSource(PixelSource):
+    """A microscope slide at its full resolution, by OpenSlide; what was not scanned is white."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import openslide
+        except ImportError as error:
+            raise ArgumentError(f"{path} needs openslide: pip install 'veca[slides]'") from error
+
+        self.name, self.path, self._error = path, Path(path), openslide.OpenSlideError
+        try:
+            self._slide = openslide.OpenSlide(path)
+            width, height = self._slide.dimensions
+        except (openslide.OpenSlideError, OSError) as error:
+            raise ImageError(f"{path} cannot be read: {error or type(error).__name__}") from error
+        super().__init__(height, width)
+
+    def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
+        try:
+            region = self._slide.read_region((left, top), 0, (right - left, bottom - top))
+        except self._error as error:
+            raise ImageError(f"{self.name} cannot be read: {error}") from error
+        return _to_rgb(np.asarray(region))
+
+
+class RasterSource(PixelSource):
+    """A raster of another format than TIFF, by rasterio."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import rasterio
+        except ImportError as error:
+            raise ArgumentError(f"{path} needs rasterio: pip install 'veca[geo]'") from error
+
+        self.name, self.path, self._error = path, Path(path), rasterio.errors.RasterioError
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of rasters without a georeference
+                file = self._file = rasterio.open(path)
+        except rasterio.errors.RasterioError as error:
+            raise ImageError(f"{path} cannot be read: {error}") from error
+        kinds = set(file.dtypes)
+        if kinds != {"uint8"} or file.count not in (1, 3, 4) or rasterio.enums.ColorInterp.palette in file.colorinterp:
+            held = f"{file.count} bands of {', '.join(sorted(kinds))}"
+            raise ImageError(f"{path} holds {held}; regions are read of 8-bit grey, RGB or RGBA")
+        rows, columns = map(max, zip(*file.block_shapes, strict=True))
+        if rows * columns > MAX_SEGMENT_PIXELS:
+            rule = f"at most {MAX_SEGMENT_PIXELS:,} pixels are decoded at a time"
+            raise ImageError(f"{path} has blocks of {rows}×{columns}; {rule}")
+        super().__init__(file.height, file.width)
+        if not file.transform.is_identity:
+            crs = file.crs or rasterio.CRS()
+            self.geo_tags = make_geo_tags(tuple(file.transform)[:6], crs.to_epsg(), crs.is_projected)
+            self.georeference = {"ModelTransformation": list(self.geo_tags[0].value), "crs": str(crs)}
+
+    def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
+        try:
+            bands = self._file.read(window=((top, bottom), (left, right)))
+        except self._error as error:
+            raise ImageError(f"{self.name} cannot be read: {error}") from error
+        return _to_rgb(np.moveaxis(bands, 0, -1))
+
+
 def open_pixels(source: Any, max_pixels: int = MAX_PIXELS) -> PixelSource:
     """What an image is read from by regions: a path, an array, a tensor, or a `PixelSource` as it is.
 
-    Paths are of TIFF files, zarr arrays, `.npy` files, and images of the other formats, which are decoded whole if they
-    have at most `max_pixels`.
+    Paths are of TIFF files, slides, rasters, zarr arrays, `.npy` files, and images of the other formats, which are
+    decoded whole if they have at most `max_pixels`.
     """
     if isinstance(source, PixelSource):
         return source
@@ -227,6 +293,10 @@ def open_pixels(source: Any, max_pixels: int = MAX_PIXELS) -> PixelSource:
     suffix = Path(name).suffix.lower()
     if suffix in TIFF_SUFFIXES:
         return TiffSource(name)
+    if suffix in SLIDE_SUFFIXES:
+        return SlideSource(name)
+    if suffix in RASTER_SUFFIXES:
+        return RasterSource(name)
     if suffix == ".zarr":
         return ArraySource(open_zarr(name), name)
     if suffix == ".npy":
