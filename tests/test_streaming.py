@@ -354,6 +354,9 @@ def test_broken_and_unsupported_tiff_files(pixels: np.ndarray, tmp_path: Path) -
         tifffile.imwrite(tmp_path / name, array, **options)
         with pytest.raises(veca.ImageError, match=f"{name} holds .*; regions are read of 8-bit grey, RGB or RGBA"):
             open_pixels(tmp_path / name)
+    tifffile.imwrite(tmp_path / "turned.tif", pixels, photometric="rgb", extratags=[(274, "H", 1, 6, True)])
+    with pytest.raises(veca.ImageError, match=r"turned.tif is stored turned or mirrored, orientation 6; regions are"):
+        open_pixels(tmp_path / "turned.tif")
     with pytest.raises(veca.ImageError, match=r"nowhere.tif: no such file"):
         open_pixels(tmp_path / "nowhere.tif")
 

@@ -140,6 +140,10 @@ class TiffSource(PixelSource):
             segment = (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, width)
             self._rows, self._columns = map(operator.index, segment)
             self._offsets, self._byte_counts = list(page.dataoffsets), list(page.databytecounts)
+            orientation = page.tags.valueof(274, 1)
+        if orientation in range(2, 9):
+            rule = "regions are read of upright images. Turn it and write it again"
+            raise ImageError(f"{self.name} is stored turned or mirrored, orientation {orientation}; {rule}")
         if not supported or planar or palette:
             raise ImageError(f"{self.name} holds {kind}; regions are read of 8-bit grey, RGB or RGBA")
         super().__init__(height, width)
