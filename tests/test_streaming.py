@@ -186,6 +186,12 @@ def test_a_killed_run_continues_at_its_tile_to_the_same_bits(
     assert torch.equal(found.cores, expected.cores)
 
 
+def test_strips_of_one_pixel(model: veca.Veca) -> None:
+    strip = np.random.default_rng(0).integers(0, 256, (1, 100_000, 3), np.uint8)
+    for pixels in (strip, strip.transpose(1, 0, 2)):
+        assert_alike(stream(model, pixels, cores=8, progress=False), whole(model, pixels, cores=8))
+
+
 def test_features_that_are_not_finite_are_an_error(model: veca.Veca) -> None:
     image = torch.zeros(3, 64, 64)
     image[0, 20, 20] = torch.nan
@@ -366,6 +372,10 @@ def test_broken_and_unsupported_tiff_files(pixels: np.ndarray, tmp_path: Path) -
     [
         (np.zeros((4, 4, 2), np.uint8), r"has shape \(4, 4, 2\); it must be \(height, width\)"),
         (np.zeros((4, 4, 3), np.float32), "the array is float32; it must be uint8"),
+        (
+            zarr.create_array(zarr.storage.MemoryStore(), shape=(2**15, 2**15), chunks=(2**15, 2**15), dtype=np.uint8),
+            "has chunks of 32768×32768; at most 67,108,864 pixels are decoded at a time",
+        ),
         (np.zeros((0, 4, 3), np.uint8), "is 0×4; sides must be from 1"),
         (torch.zeros(1, 4, 4), "the tensor has shape"),
         (torch.zeros(3, 4, 4, dtype=torch.int32), "the tensor is torch.int32"),

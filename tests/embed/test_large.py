@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tarfile
 from pathlib import Path
@@ -24,6 +25,7 @@ from veca.streaming import storage
 from veca.streaming.run import _Stream
 
 SETTINGS: dict[str, Any] = {"cores": 8, "fit": "native", "dense": True, "save_dtype": "float32", "decode": "pillow"}
+FIELDS = {field.name for field in dataclasses.fields(EmbedSettings)}
 GEO_TAGS = [(33550, "d", 3, (0.5, 0.25, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 3.0, 50.0, 0.0), True)]
 
 
@@ -47,11 +49,18 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def run(photos: Path, out: Path, model: veca.Veca, overwrite: bool = False, **settings: Any) -> Any:
+def run(photos: Path, out: Path, model: veca.Veca, **options: Any) -> Any:
+    settings = {**SETTINGS, **{name: options.pop(name) for name in list(options) if name in FIELDS}}
     return embed(
-        photos, out, model=model, model_name="tiny", settings=EmbedSettings(**{**SETTINGS, **settings}),
-        workers=0, overwrite=overwrite, progress=False,
-    )  # fmt: skip
+        photos,
+        out,
+        model=model,
+        model_name="tiny",
+        settings=EmbedSettings(**settings),
+        workers=0,
+        progress=False,
+        **options,
+    )
 
 
 def read_large(folder: Path) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
@@ -97,6 +106,8 @@ def test_without_dense_features_large_images_are_failures(photos: Path, tmp_path
     assert (report.pictures, report.failures, report.streamed) == (3, 2, 0)
     with pytest.raises(EmbedError, match="stream_above=500: must be None unless dense is True"):
         EmbedSettings(stream_above=500)
+    with pytest.raises(EmbedError, match="stream_above=500: large images are streamed by one machine"):
+        run(photos, tmp_path / "features", model, stream_above=500, engine="ray")
 
 
 def test_members_of_archives_are_decoded_as_before(photos: Path, tmp_path: Path, model: veca.Veca) -> None:
@@ -110,9 +121,11 @@ class Stop(BaseException):
     pass
 
 
+@pytest.mark.parametrize("touched", [False, True])
 def test_an_interrupted_run_continues_within_a_large_image(
-    photos: Path, tmp_path: Path, model: veca.Veca, monkeypatch: pytest.MonkeyPatch
+    photos: Path, tmp_path: Path, model: veca.Veca, monkeypatch: pytest.MonkeyPatch, touched: bool
 ) -> None:
+    """And begins an image anew whose file has another date."""
     settings = {"stream_above": 500, "save_dtype": "float16"}
     monkeypatch.setattr(storage, "_SAVE_SECONDS", 0.0)
     expected = read_large(
@@ -130,9 +143,12 @@ def test_an_interrupted_run_continues_within_a_large_image(
     with pytest.raises(Stop):
         run(photos, tmp_path / "f.parquet", model, **settings)
     assert not (tmp_path / "f.parquet").exists()
-    report = run(photos, tmp_path / "f.parquet", model, **settings)
+    if touched:
+        os.utime(photos / "map.tif", (1, 1))
+    report = run(photos, tmp_path / "f.parquet", model, ignore_dates=touched, **settings)
     assert (report.pictures, report.failures, report.streamed) == (2, 0, 3)
-    assert len(calls) == 3 * 2 + 1  # tiles of three images in two blocks, and the one that was stopped
+    # Tiles of three images in two blocks, and what was stopped or has to be computed again
+    assert len(calls) == 3 * 2 + 1 + touched
     found = read_large(tmp_path / "f.parquet.large")
     assert sorted(found) == sorted(expected) == ["large.png", "map.tif", "too-large.jpg"]
     for name, (row, patches) in found.items():

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from veca.images import ImageError, open_image
 from veca.images.decode import ImageTooLargeError
 from veca.images.tiles import REGION_SUFFIXES, ArraySource, PixelSource, open_pixels
 from veca.model import Veca
-from veca.streaming import stream
+from veca.streaming import StreamError, stream
 from veca.utils.files import atomic_path
 
 _OURS = re.compile(r"\.?(.+-[0-9a-f]{8})(\.part)?\.(npy|tif)(\.states)?|(index)\.parquet")
@@ -106,12 +107,17 @@ class LargeImages:
     def _stream(self, name: str, source: PixelSource) -> dict[str, Any]:
         """Write the features of an image; returns its row of the index."""
         s, file = self.job.settings, f"{_stem(name)}{'.tif' if source.geo_tags else '.npy'}"
-        out = self._folder / file
+        out, states = self._folder / file, self._folder / f"{file}.states"
         out.unlink(missing_ok=True)  # of a run that was killed before it was in the index
-        found = stream(
-            self._model, source, cores=s.cores, width=s.width, out=out, save_dtype=str(s.save_dtype),
-            states=self._folder / f"{file}.states", precision=getattr(torch, s.precision), progress=self._progress,
+        compute = partial(
+            stream, self._model, source, cores=s.cores, width=s.width, out=out, save_dtype=str(s.save_dtype),
+            states=states, precision=getattr(torch, s.precision), progress=self._progress,
         )  # fmt: skip
+        try:
+            found = compute()
+        except StreamError:  # the image has changed since, or a file is gone
+            shutil.rmtree(states)
+            found = compute()
         rows, columns = found.grid
         row = {"path": name, "width": source.width, "height": source.height, "rows": rows, "columns": columns}
         return row | {"cores": s.cores, "cls": found.cls.numpy().astype(s.save_dtype or "float32"), "file": file}

@@ -104,6 +104,9 @@ def embed(
     separate_streams()
     if not on_ray and is_remote(os.fspath(out)):
         raise EmbedError(f"{out}: an address; this engine writes on this machine. --engine ray writes to addresses")
+    if on_ray and settings is not None and settings.stream_above is not None:
+        reason = "large images are streamed by one machine; leave it out, or --engine ray"
+        raise EmbedError(f"stream_above={settings.stream_above}: {reason}")
     if partition is not None and partition < 1:
         raise EmbedError(f"partition={partition}: must be at least 1")
     sources, folder, settings = list_paths(inputs), PartitionFolder(out), (settings or EmbedSettings()).resolve(model)

@@ -7,6 +7,7 @@ or kept, but some segments of a TIFF that the next regions are likely to need.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import warnings
@@ -91,6 +92,10 @@ class ArraySource(PixelSource):
             raise ImageError(f"{name} has shape {shape}; it must be (height, width), or with 1, 3 or 4 channels last")
         if dtype != np.uint8:
             raise ImageError(f"{name} is {dtype}; it must be uint8. Scale it to 0–255 first")
+        chunks = getattr(array, "chunks", None) or ()  # of zarr and h5py: each is decoded whole
+        if all(isinstance(each, int) for each in chunks) and math.prod(chunks) > 4 * MAX_SEGMENT_PIXELS:
+            rule = f"at most {MAX_SEGMENT_PIXELS:,} pixels are decoded at a time. Write it again in smaller chunks"
+            raise ImageError(f"{name} has chunks of {'×'.join(map(str, chunks))}; {rule}")
         super().__init__(*shape[:2])
 
     def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
