@@ -101,6 +101,17 @@ def test_large_images_are_computed_whole_beside_the_others(photos: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.parquet", "photos"]
 
 
+def test_a_folder_of_others_is_left_alone(photos: Path, tmp_path: Path, model: veca.Veca) -> None:
+    folder = tmp_path / "f.parquet.large"
+    folder.mkdir()
+    for name in ("mine-0123abcd.npy", "index.parquet"):
+        (folder / name).write_text("mine")
+    run(photos / "a.png", tmp_path / "f.parquet", model)
+    with pytest.raises(EmbedError, match=r"f.parquet.large is for the features of large images, and holds other files"):
+        run(photos, tmp_path / "f.parquet", model, stream_above=500, overwrite=True)
+    assert {path.read_text() for path in folder.iterdir()} == {"mine"}
+
+
 def test_without_dense_features_large_images_are_failures(photos: Path, tmp_path: Path, model: veca.Veca) -> None:
     report = run(photos, tmp_path / "f.parquet", model, dense=False, max_pixels=160_000)
     assert (report.pictures, report.failures, report.streamed) == (3, 2, 0)

@@ -26,6 +26,7 @@ from veca.data.records import describe_error
 from veca.data.sources import is_container
 from veca.embed.batches import EmbedJob
 from veca.embed.partitions import Partition, RunTotals, feature_schema
+from veca.embed.settings import EmbedError
 from veca.errors import NonFiniteError, VecaError
 from veca.images import ImageError, open_image
 from veca.images.decode import ImageTooLargeError
@@ -34,7 +35,10 @@ from veca.model import Veca
 from veca.streaming import StreamError, stream
 from veca.utils.files import atomic_path
 
-_OURS = re.compile(r"\.?(.+-[0-9a-f]{8})(\.part)?\.(npy|tif)(\.states)?|(index)\.parquet")
+_OURS = re.compile(r"\.?(.+-[0-9a-f]{8})(\.part)?\.(npy|tif)(\.states)?|(index)\.parquet", re.DOTALL)
+
+_STAMPS = b"stamps"
+"""Key of the index's metadata: JSON of what each image was when it was computed, by name."""
 
 
 class LargeImages:
@@ -43,6 +47,7 @@ class LargeImages:
     def __init__(self, job: EmbedJob, model: Veca, plan: Iterable[Partition], progress: bool) -> None:
         self.job, self._model, self._plan, self._progress = job, model, plan, progress
         self._folder = Path(f"{job.folder.base}.large")
+        self._index = self._folder / "index.parquet"
         fields = [field for field in feature_schema(job.about) if field.name != "patches"]
         self._schema = pa.schema([*fields, pa.field("file", pa.string(), nullable=False)])
         self._found = dict[str, str]()
@@ -64,7 +69,11 @@ class LargeImages:
         """Stream them, one after the other; what cannot be is an error in the totals."""
         rows = self._read_index()
         self._clear([] if rows is None else ["index", *map(_stem, self._found)])
-        self._folder.mkdir(exist_ok=True)
+        try:
+            self._folder.mkdir(exist_ok=rows is not None)
+        except FileExistsError as error:
+            reason = "is for the features of large images, and holds other files"
+            raise EmbedError(f"{self._folder} {reason}; move it, or choose another name for the run") from error
         rows = rows or {}
         self._write_index(rows)
         for name, path in self._found.items():
@@ -125,31 +134,36 @@ class LargeImages:
     def _read_index(self) -> dict[str, dict[str, Any]] | None:
         """Rows of an earlier run of the same job, by name; None: there was none."""
         with suppress(OSError, ValueError, LookupError, TypeError):
-            table = pq.read_table(self._folder / "index.parquet")
+            table = pq.read_table(self._index)
             metadata = table.schema.metadata or {}
             if json.loads(metadata[b"veca"]) == self.job.about:
-                stamps = json.loads(metadata[b"stamps"])
+                stamps = json.loads(metadata[_STAMPS])
                 rows = {row["path"]: row | {"stamp": stamps[row["path"]]} for row in table.to_pylist()}
                 return {name: row for name, row in rows.items() if (self._folder / row["file"]).exists()}
         return None
 
+    def _is_ours(self) -> bool:
+        """Whether the folder is that of a run: its index, which is there before anything else, says so."""
+        with suppress(OSError, ValueError):
+            return _STAMPS in (pq.read_schema(self._index).metadata or {})
+        return False
+
     def _write_index(self, rows: dict[str, dict[str, Any]]) -> None:
         kept = [rows[name] for name in self._found if name in rows]
-        about = {"veca": json.dumps(self.job.about), "stamps": json.dumps({row["path"]: row["stamp"] for row in kept})}
+        about = {"veca": json.dumps(self.job.about), _STAMPS: json.dumps({row["path"]: row["stamp"] for row in kept})}
         table = pa.Table.from_pylist(kept, self._schema.with_metadata(about))
-        with atomic_path(self._folder / "index.parquet") as path:
+        with atomic_path(self._index) as path:
             pq.write_table(table, path)
 
     def _clear(self, but: Collection[str] = ()) -> None:
         """Remove the files of earlier runs, but not those with some stems, and the folder if it is empty then."""
-        paths = list(self._folder.iterdir()) if self._folder.is_dir() else []
-        for path in paths:
+        for path in list(self._folder.iterdir()) if self._is_ours() else []:
             if (match := _OURS.fullmatch(path.name)) and (match[1] or match[5]) not in but:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with suppress(OSError):  # not there, or it has other files
+        with suppress(OSError):  # it has other files
             self._folder.rmdir()
 
 
 def _stem(name: str) -> str:
     """The name of an image's file of features, without suffix."""
-    return f"{Path(name).stem[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{Path(name).stem[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -86,18 +86,8 @@ def write_empty_tiff(
 
     tile = tuple(min(_TILE, -(-side // 16) * 16) for side in shape[:2])
     options: dict[str, Any] = {"photometric": "minisblack", "planarconfig": "contig", "metadata": None}
-    text = json.dumps(about).encode("ascii", "backslashreplace").decode()
-    tifffile.imwrite(
-        path,
-        None,
-        shape=shape,
-        dtype=np.dtype(dtype),
-        tile=tile,
-        bigtiff=True,
-        description=text,
-        extratags=tags,
-        **options,
-    )
+    options |= {"tile": tile, "bigtiff": True, "description": json.dumps(about), "extratags": tags}
+    tifffile.imwrite(path, None, shape=shape, dtype=np.dtype(dtype), **options)
 
 
 class TiffArray:
