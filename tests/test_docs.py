@@ -20,7 +20,7 @@ from PIL import Image
 import veca
 from veca.cli.common import LazyCommand
 from veca.cli.main import app
-from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
+from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneDepthSettings, FinetuneSegmentSettings
 from veca.train.recipe import Recipe, WidthRecipe
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +120,9 @@ def _recipe_keys() -> Iterator[tuple[str, Any]]:
 KEYS = dict(_recipe_keys()) | {f"widths.{key}": value for key, value in WidthRecipe().to_dict().items()}
 """Every key of a recipe with its default; `widths` as a whole is null by default."""
 TUNED = {
-    field.name for kind in (FinetuneClassifySettings, FinetuneSegmentSettings) for field in dataclasses.fields(kind)
+    field.name
+    for kind in (FinetuneClassifySettings, FinetuneSegmentSettings, FinetuneDepthSettings)
+    for field in dataclasses.fields(kind)
 }
 
 

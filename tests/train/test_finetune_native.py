@@ -21,11 +21,12 @@ import veca
 from veca.data.crops import CropReader
 from veca.data.datasets import load_dataset
 from veca.data.transforms import plan_native_crop
+from veca.heads.networks import load_segmenter
 from veca.hub.transformers import VecaForImageClassification, VecaImageProcessor
 from veca.images import load_image, normalize
 from veca.train.finetune.run import Finetuning, finetune
 from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, FinetuneSettings
-from veca.train.finetune.tasks import ClassifyTask, SegmentTask, load_segmenter
+from veca.train.finetune.tasks import ClassifyTask, SegmentTask
 from veca.utils.signals import Interrupted
 
 SIZES = (40, 90), (75, 33), (64, 64), (30, 150), (100, 140)

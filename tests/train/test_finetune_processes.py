@@ -29,14 +29,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, pictures of two classes, and pictures with masks, of which more and more is to be ignored. Of
-    each kind one to learn from cannot be read.
+    """A small model, pictures of two classes, and pictures with masks and depths, of which more and more is to be
+    ignored. Of each kind one to learn from cannot be read.
     """
     folder = tmp_path_factory.mktemp("place")
     veca.save(make_tiny(), folder / "model")
     rng = np.random.default_rng(0)
     for split, count in (("train", 12), ("val", 10)):
-        for kind in ("classes/SPLIT/dark", "classes/SPLIT/light", "masks/images/SPLIT", "masks/masks/SPLIT"):
+        dense = "masks/images/SPLIT", "masks/masks/SPLIT", "masks/depths/SPLIT"
+        for kind in ("classes/SPLIT/dark", "classes/SPLIT/light", *dense):
             (folder / kind.replace("SPLIT", split)).mkdir(parents=True)
         for i in range(count):
             for name, mean in (("dark", 90), ("light", 150)):
@@ -46,13 +47,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             mask[: 3 * i] = 255
             Image.fromarray(pixels).save(folder / f"masks/images/{split}/{i}.png")
             Image.fromarray(mask).save(folder / f"masks/masks/{split}/{i}.png")
+            depth = np.where(mask < 255, 20 * pixels[..., 0].astype(np.uint16) + 500, 0).astype(np.uint16)
+            Image.fromarray(depth).save(folder / f"masks/depths/{split}/{i}.png")
     for torn in ("classes/train/dark/3.png", "masks/images/train/3.png"):
         (folder / torn).write_bytes(b"\x89PNG torn")
     return folder
 
 
 def command(place: Path, task: str, folder: Path, *more: object) -> list[object]:
-    data = place / {"classify": "classes", "segment": "masks"}[task]
+    data = place / ("classes" if task == "classify" else "masks")
     found = [
         "finetune",
         task,
@@ -95,6 +98,13 @@ def alone(place: Path) -> Path:
 
 def assert_same_run(found: Path, expected: Path) -> None:
     """All numbers of two runs, but for the order in which they were summed up."""
+    assert_same_steps(found, expected)
+    one, two = (json.loads((folder / "result.json").read_text()) for folder in (found, expected))
+    for key in ("before", "after", "best", "matrix", "problems", "images"):
+        assert one[key] == two[key], key
+
+
+def assert_same_steps(found: Path, expected: Path) -> None:
     for name in ("metrics.csv", "validation.csv"):
         ours, theirs = table(found / name), table(expected / name)
         assert [row.keys() for row in ours] == [row.keys() for row in theirs]
@@ -109,9 +119,6 @@ def assert_same_run(found: Path, expected: Path) -> None:
         ):  # softmax cancels most of the keys': their gradient is noise, which AdamW enlarges
             ours, theirs = (torch.cat([q, v]) for q, _, v in (ours.chunk(3), theirs.chunk(3)))
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), (name, float((ours - theirs).abs().max()))
-    one, two = (json.loads((folder / "result.json").read_text()) for folder in (found, expected))
-    for key in ("before", "after", "best", "matrix", "problems", "images"):
-        assert one[key] == two[key], key
 
 
 def test_two_processes_classify_as_one(place: Path, alone: Path, tmp_path: Path) -> None:
@@ -132,6 +139,13 @@ def test_two_processes_segment_as_one(place: Path, tmp_path: Path, more: tuple[o
     in_two(command(place, "segment", tmp_path / "two", *more), tmp_path / "two")
     assert_same_run(tmp_path / "two", tmp_path / "one")
     assert json.loads((tmp_path / "two/result.json").read_text())["problems"]
+
+
+def test_two_processes_measure_depth_as_one(place: Path, tmp_path: Path) -> None:
+    """By a loss over the pixels of both that is no mean over them. Scores are sums of fractions, which round."""
+    in_one(command(place, "depth", tmp_path / "one", *SEGMENT))
+    in_two(command(place, "depth", tmp_path / "two", *SEGMENT), tmp_path / "two")
+    assert_same_steps(tmp_path / "two", tmp_path / "one")
 
 
 def test_one_process_continues_what_two_began(place: Path, alone: Path, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ MAX_NESTING = 20
 _MAX_DESCRIPTION = 2**24
 """Characters of the JSON that describes a model. Ours have some hundred, plus one name per class."""
 HEAD, PREPROCESSOR = "head.safetensors", "preprocessor_config.json"
+FINETUNE_SETTINGS, FINETUNE_RESULT = "finetune.json", "result.json"
+"""Files of a fine-tuning run beside its weights; the latter of a finished one."""
 # A path inside a text: after white space, punctuation or the start of it.
 _PATH = re.compile(r"(?<![^\s@=,;:'\"(\[])(?:file://)?(?:~\w*|\.\.|[A-Za-z]:)?(?:[/\\][^/\\\s@,;:'\")\]]+)+[/\\]?")
 # A text that is a path as a whole.
@@ -182,7 +184,7 @@ def cast(model: Veca, dtype: torch.dtype) -> Veca:
 
 
 def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
-    """Copy what `veca finetune` wrote beside the weights to another folder: preprocessing, and a segmenter's head.
+    """Copy what `veca finetune` wrote beside the weights to another folder: preprocessing, and the head of pixels.
 
     The head is converted to `dtype` as `cast` does. Such files of a model that was there before are removed.
     """
@@ -202,7 +204,7 @@ def carry_along(source: Path, to: Path, dtype: torch.dtype | None) -> None:
             except ArgumentError:
                 raise
             except (ValueError, RuntimeError) as error:
-                problem = f"damaged, or no head of `veca finetune segment`: {excerpt(str(error))}"
+                problem = f"damaged, or no head of `veca finetune`: {excerpt(str(error))}"
                 raise CheckpointError(f"{file}: {problem}") from error
             write_tensors(part, {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, metadata)
 

@@ -1,4 +1,4 @@
-"""`veca finetune`: classification and segmentation on labelled images."""
+"""`veca finetune`: classification, segmentation and depth on labelled images."""
 
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,13 @@ from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import print_path, resumable_run, warn
 from veca.errors import needs_extra
-from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings, HeadStart
+from veca.train.finetune.settings import (
+    FinetuneClassifySettings,
+    FinetuneDepthSettings,
+    FinetuneSegmentSettings,
+    FinetuneSettings,
+    HeadStart,
+)
 
 finetune_app = common.make_group(
     "Fine-tune a VECA on your own labelled images; the result is a model and a report.\n\n"
@@ -36,7 +42,7 @@ TUNING_OPTIONS = {
 
 
 def _finetune(
-    kind: type[FinetuneClassifySettings | FinetuneSegmentSettings], data: opt.Data, to: TunedOut,
+    kind: type[FinetuneSettings], data: opt.Data, to: TunedOut,
     model: opt.Model = "veca_tiny", changes: opt.Changes = None, root: opt.DataRoot = None, limit: opt.Limit = None,
     device: opt.Device = "auto", overwrite: opt.Overwrite = False, **values: Any,
 ) -> None:  # fmt: skip
@@ -50,10 +56,12 @@ def _finetune(
         print_path("Report", report)
 
 
-TASKS: dict[type[FinetuneClassifySettings | FinetuneSegmentSettings], str] = {
+TASKS: dict[type[FinetuneSettings], str] = {
     FinetuneClassifySettings: "One class per image: FOLDER/CLASS/7.jpg, with or without train/, val/ and test/ above.",
     FinetuneSegmentSettings: "One class per pixel: FOLDER/images/7.jpg with FOLDER/masks/7.png, whose values are class "
     "numbers.",
+    FinetuneDepthSettings: "Metres at each pixel: FOLDER/images/7.jpg with FOLDER/depths/7.png, 16 bits, in "
+    "millimetres.",
 }
 for _settings, _help in TASKS.items():
     _command = common.with_settings(partial(_finetune, _settings), TUNING_OPTIONS, _settings, cores=None, workers=None)

@@ -31,12 +31,21 @@ Norm: TypeAlias = Literal["none", "batchnorm", "standardize"]
 """What comes before the Linear; `standardize` uses statistics of the training features, computed once."""
 DepthLoss: TypeAlias = Literal["sig", "l1", "l2"]
 DenseMetrics: TypeAlias = Confusion | DepthErrors
+Total: TypeAlias = Callable[[Tensor], Tensor]
+"""From a sum over the own part of a batch to that over all of it; its gradient is that of the own part."""
 MAX_OUTPUTS = 2**27
 """Numbers in one output of a stack, half a GB; training takes three times that."""
+BAND_OUTPUTS = 2**24
+"""Numbers in one band of the scores of a whole image."""
 STATISTICS_BATCHES = 64
 """At most this many batches give the statistics of a head that standardizes."""
 PIXELS = (-3, -2, -1)
 """The dimensions B, H, W of a batch of maps."""
+
+
+def own_alone(value: Tensor) -> Tensor:
+    """The `Total` of a process that has the whole batch."""
+    return value
 
 
 class DenseBatch(NamedTuple):
@@ -165,8 +174,11 @@ class DenseHead(nn.Module, ABC):
         return self.batch_loss([output], [labels])
 
     @abstractmethod
-    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-        """Return the loss of each head (...) on all groups of a batch together."""
+    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor], total: Total = own_alone) -> Tensor:
+        """Return the loss of each head (...) on all groups of a batch together.
+
+        Where several processes share a batch, `total` makes of their sums over pixels those of all.
+        """
 
     def check(self, labels: Tensor) -> None:
         """Refuse labels that the loss cannot take."""
@@ -174,6 +186,10 @@ class DenseHead(nn.Module, ABC):
     def predict(self, output: Tensor) -> Tensor:
         """Return predictions (..., B, H, W) as the metrics take them."""
         return output
+
+    def predict_map(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return the predictions (B, H, W) of a single head."""
+        return self.predict(self(patches, cls, size))
 
     def predictions(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Iterator[tuple[Tensor, slice]]:
         """Yield the predictions (..., B, H, W) of some heads at a time, and which heads they are."""
@@ -198,10 +214,10 @@ class SegmentationHead(DenseHead):
     def output(self, x: Tensor, size: tuple[int, int], heads: slice = ALL) -> Tensor:
         return resize_maps(self.scores(x, heads), size)
 
-    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor], total: Total = own_alone) -> Tensor:
         """Return the mean cross-entropy over the pixels that are not ignored; 0 if there are none."""
-        losses = sum_pixels(map(self._pixel_losses, outputs, labels))
-        return losses / sum_pixels(each != self.ignore for each in labels).clamp_min(1)
+        losses = total(sum_pixels(map(self._pixel_losses, outputs, labels)))
+        return losses / total(sum_pixels(each != self.ignore for each in labels)).clamp_min(1)
 
     def _pixel_losses(self, output: Tensor, labels: Tensor) -> Tensor:
         expanded = labels.long().expand(*output.shape[:-4], *labels.shape)
@@ -219,6 +235,13 @@ class SegmentationHead(DenseHead):
 
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-3)
+
+    def predict_map(self, patches: Tensor, cls: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return class numbers (B, H, W) in bytes if they fit; by bands of rows: all scores could fill the memory."""
+        scores, dtype = self.scores(self.normed(patches, cls), ALL), torch.uint8 if self.classes <= 256 else torch.int32
+        rows = max(1, BAND_OUTPUTS // (scores[..., 0, 0].numel() * size[1]))
+        bands = (slice(start, start + rows) for start in range(0, size[0], rows))
+        return torch.cat([self.predict(resize_maps(scores, size, band=band)).to(dtype) for band in bands], dim=-2)
 
     def metrics(self) -> Confusion:
         return Confusion(self.classes, self.ignore, self.weight.device, self.weight.shape[:-2])
@@ -269,14 +292,15 @@ class DepthHead(DenseHead):
         depth = sums[..., 0, :] / sums[..., 1, :]
         return resize_maps(depth.unflatten(-1, weights.shape[-2:]), size)
 
-    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+    def batch_loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor], total: Total = own_alone) -> Tensor:
         valid = [(each > self.low) & (each < self.high) for each in labels]
         if self.loss_name == "sig":
             errors = list(map(log_error, outputs, labels, valid))
-            return scale_invariant_loss(errors, valid) + self.gradient_weight * gradient_loss(errors, valid)
+            gradients = gradient_loss(errors, valid, total)
+            return scale_invariant_loss(errors, valid, total) + self.gradient_weight * gradients
         errors = [torch.where(v, output - each, 0) for output, each, v in zip(outputs, labels, valid, strict=True)]
         errors = [each.abs() if self.loss_name == "l1" else each.square() for each in errors]
-        return sum_pixels(errors) / sum_pixels(valid).clamp_min(1)
+        return total(sum_pixels(errors)) / total(sum_pixels(valid)).clamp_min(1)
 
     def metrics(self) -> DepthErrors:
         return DepthErrors(self.low, self.high, self.weight.device, self.weight.shape[:-2])
@@ -293,28 +317,31 @@ def log_error(predicted: Tensor, depth: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, predicted.clamp_min(1e-3).log() - depth.clamp_min(1e-3).log(), 0)
 
 
-def scale_invariant_loss(errors: Sequence[Tensor], valid: Sequence[Tensor]) -> Tensor:
+def scale_invariant_loss(errors: Sequence[Tensor], valid: Sequence[Tensor], total: Total = own_alone) -> Tensor:
     """Return √(variance + 0.15 mean²) of a `log_error` over all valid pixels of a batch (after Eigen et al. 2014).
 
     Where there are none it is a constant, 1e-6.
     """
-    count = sum_pixels(valid).clamp_min(1)
-    mean = sum_pixels(errors) / count
-    deviations = (each - mean[..., None, None, None] for each in errors)
-    variance = sum_pixels(torch.where(v, each, 0).square() for each, v in zip(deviations, valid, strict=True)) / count
+    count = total(sum_pixels(valid)).clamp_min(1)
+    mean = total(sum_pixels(errors)) / count
+    # Deviations sum to 0, so the variance has no gradient by the mean. Of a part of them it would have one.
+    deviations = (each - mean.detach()[..., None, None, None] for each in errors)
+    squares = sum_pixels(torch.where(v, each, 0).square() for each, v in zip(deviations, valid, strict=True))
+    variance = total(squares) / count
     # The gradient of a square root is infinite at 0: clamp first.
     return (variance + 0.15 * mean.square()).clamp_min(1e-12).sqrt()
 
 
-def gradient_loss(errors: Sequence[Tensor], valid: Sequence[Tensor]) -> Tensor:
+def gradient_loss(errors: Sequence[Tensor], valid: Sequence[Tensor], total: Total = own_alone) -> Tensor:
     """Return how much a `log_error` changes from pixel to pixel, at four scales (MegaDepth, Li & Snavely 2018)."""
-    total = errors[0].new_zeros(())
+    loss = errors[0].new_zeros(())
     for step in (1, 2, 4, 8):
         strided = [(e[..., ::step, ::step], v[..., ::step, ::step]) for e, v in zip(errors, valid, strict=True)]
         down = ((e[..., 2:, :] - e[..., :-2, :]).abs() * (v[..., 2:, :] & v[..., :-2, :]) for e, v in strided)
         across = ((e[..., 2:] - e[..., :-2]).abs() * (v[..., 2:] & v[..., :-2]) for e, v in strided)
-        total = total + (sum_pixels(down) + sum_pixels(across)) / sum_pixels(v for _, v in strided).clamp_min(1)
-    return total
+        count = total(sum_pixels(v for _, v in strided)).clamp_min(1)
+        loss = loss + total(sum_pixels(down) + sum_pixels(across)) / count
+    return loss
 
 
 class DenseSweep:

@@ -21,6 +21,7 @@ Mode: TypeAlias = Literal["bilinear", "bicubic"]
 Box: TypeAlias = tuple[float, float, float, float]
 # Limits of `resample_fast`, beyond which Pillow resizes: shift in pixels of the result, and pixels that are copied
 _MAX_SHIFT, _MAX_COPY = 0.05, 2**23
+_ALL_ROWS = slice(None)
 
 
 class Crop(NamedTuple):
@@ -73,14 +74,18 @@ def cached_tensors(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return get
 
 
-def resize_maps(maps: Tensor, size: tuple[int, int], mode: Mode = "bilinear", antialias: bool = False) -> Tensor:
-    """Compute `F.interpolate(maps, size, mode=mode, antialias=antialias)` for maps (..., h, w).
+def resize_maps(
+    maps: Tensor, size: tuple[int, int], mode: Mode = "bilinear", antialias: bool = False, band: slice = _ALL_ROWS
+) -> Tensor:
+    """Compute `F.interpolate(maps, size, mode=mode, antialias=antialias)` for maps (..., h, w); its rows in `band`.
 
     By matrix products: fast on GPUs, with deterministic gradients.
     """
     (height, width), (rows, columns) = maps.shape[-2:], size
     if rows != height:
-        maps = resize_matrix(height, rows, maps.device, maps.dtype, mode, antialias) @ maps
+        maps = resize_matrix(height, rows, maps.device, maps.dtype, mode, antialias)[band] @ maps
+    elif band != _ALL_ROWS:
+        maps = maps[..., band, :]
     if columns != width:
         maps = maps @ resize_matrix(width, columns, maps.device, maps.dtype, mode, antialias).mT
     return maps

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -36,7 +35,7 @@ from veca.heads.features import FrozenBackbone
 from veca.heads.metrics import Confusion, percent_by_class
 from veca.images.resize import resize_maps
 from veca.probe.run import Job, ProbeSettings, Row, Warn, check_probe_data, make_job, run_probe
-from veca.report.gallery import colour_classes, colour_depth, save_picture
+from veca.report.gallery import colour_classes, colour_depth, depth_range, save_picture
 from veca.utils.console import bar
 from veca.utils.settings import Bounds, Positive
 
@@ -280,9 +279,7 @@ class _DenseSize:
         if self.data.depth is None:
             return colour_classes(values.numpy(), len(self.data.classes))
         known = values if reference is None else reference
-        known = known[known > 0]
-        low, high = np.quantile(known.numpy(), (0.02, 0.98)) if len(known) else (0.0, self.data.depth.max_depth)
-        return colour_depth(values.numpy(), low, high)
+        return colour_depth(values.numpy(), *depth_range(known.numpy(), self.data.depth.max_depth))
 
 
 def _stride(side: int) -> int:

@@ -367,7 +367,7 @@ def _dashes(points: Sequence[Point], pattern: Sequence[float]) -> Iterator[list[
 
 
 def _draw_label(draw: ImageDraw.ImageDraw, image: Image.Image, mark: Label, at: Point, factor: int) -> None:
-    font, has_all_letters = _font(round(mark.size * factor), mark.bold)
+    font, has_all_letters = load_font(round(mark.size * factor), mark.bold)
     text = printable(mark.text if has_all_letters else mark.text.translate(_IN_ASCII))
     if not mark.vertical:
         draw.text(at, text, LIGHT[mark.colour], font, {"start": "ls", "middle": "ms", "end": "rs"}[mark.anchor])
@@ -380,7 +380,7 @@ def _draw_label(draw: ImageDraw.ImageDraw, image: Image.Image, mark: Label, at: 
 
 
 @cache
-def _font(size: int, bold: bool) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, bool]:
+def load_font(size: int, bold: bool = False) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, bool]:
     """A font, and whether it has letters beyond ASCII: Pillow's own, where the system has none of ours, has few."""
     for name in _BOLD_FONTS if bold else _FONTS:
         with contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn
 from rich.table import Column
 
+from veca.checkpoint.format import FINETUNE_SETTINGS
 from veca.errors import ArgumentError, warn_caller
 from veca.utils.console import PlainColumn, PlainConsole, progress_bar
 from veca.utils.files import atomic_path
@@ -29,7 +30,6 @@ from veca.utils.text import duration, printable, shorten
 
 LOSS_COLUMNS = ("total", "cls", "dense", "cosine", "mse")
 """Losses in the order of the table's columns; other columns follow alphabetically."""
-FINETUNE_SETTINGS = "finetune.json"
 
 Grid = Mapping[tuple[int, int, float], Mapping[str, float]]
 """Losses by name, at each (resolution, budget, width)."""

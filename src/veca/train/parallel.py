@@ -128,6 +128,14 @@ def all_reduced(value: Tensor, world: World, op: dist.ReduceOp.RedOpType = dist.
     return value
 
 
+def with_others(value: Tensor, world: World) -> Tensor:
+    """The sum over all processes; its gradient is that of the own value."""
+    if world.size == 1:
+        return value
+    own = value.detach()
+    return all_reduced(own.clone(), world) + (value - own)
+
+
 def gathered(value: Any, world: World) -> list[Any]:
     """The (plain) value of every process, in order of rank."""
     if world.size == 1:

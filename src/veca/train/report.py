@@ -15,11 +15,12 @@ from typing import Any
 import yaml
 from jinja2 import UndefinedError
 
+from veca.checkpoint.format import FINETUNE_RESULT, FINETUNE_SETTINGS
 from veca.errors import ArgumentError, VecaError
 from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import data_uri, heat_rows, levels, write_page
-from veca.train.logger import FINETUNE_SETTINGS, LOSS_COLUMNS, Grid, grid_means, read_object, read_table
+from veca.train.logger import LOSS_COLUMNS, Grid, grid_means, read_object, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe, Setting
 from veca.utils.text import number
@@ -169,24 +170,34 @@ def _group_events(text: str) -> list[tuple[str, int, list[list[str]]]]:
 
 def write_finetune_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a fine-tuning run and return its path."""
-    settings, result = (read_object(folder / name) for name in (FINETUNE_SETTINGS, "result.json"))
+    settings, result = (read_object(folder / name) for name in (FINETUNE_SETTINGS, FINETUNE_RESULT))
     rows = read_table(folder / "metrics.csv")
     try:
-        charts, banner = _finetune_charts(folder, rows, result), not result or bool(result["problems"])
+        charts = _finetune_charts(folder, rows, result)
+        banner = not result or bool(result["problems"] or result.get("note"))
         pictures = {"thumbnail": partial(_thumbnail, folder), "class_colours": class_colours}
-        context = {"settings": settings, "result": result, "shown_pairs": SHOWN_PAIRS, **pictures, **charts}
+        form = ".2f" if charts["unit"] == "%" else ".3f"
+        context = {
+            "settings": settings,
+            "result": result,
+            "shown_pairs": SHOWN_PAIRS,
+            "form": form,
+            **pictures,
+            **charts,
+        }
         return _write_run_page(folder, "finetune.html", rows, banner, **context)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         if isinstance(error, VecaError):
             raise
-        files = f"{FINETUNE_SETTINGS} or result.json"
+        files = f"{FINETUNE_SETTINGS} or {FINETUNE_RESULT}"
         problem = f"{files} is not as `veca finetune` wrote it ({type(error).__name__}: {error})"
         raise ArgumentError(f"{folder}: {problem}; the same command writes them again") from error
 
 
 def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any]) -> dict[str, Any]:
     """Curves of the metric, the loss and the rate; of a finished run also the scores by budget."""
-    loss, rate, metric = _points(rows, "total"), _points(rows, "learning_rate"), result.get("metric", "top1")
+    loss, rate = _points(rows, "total"), _points(rows, "learning_rate")
+    metric, unit = result.get("metric", "top1"), result.get("unit", "%")
     by_budget = defaultdict[int, list[Mapping[str, float]]](list)
     for row in read_table(folder / "validation.csv"):
         by_budget[int(row["budget"])].append(row)
@@ -204,11 +215,12 @@ def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any]) -> dic
     budget_label = f"{metric} against budget"
     return {
         "metric": metric,
-        "metric_chart": line_chart(metric_lines, "step", f"{metric}, %", metric, wide=True),
+        "unit": unit,
+        "metric_chart": line_chart(metric_lines, "step", f"{metric}, {unit}", metric, wide=True),
         "loss_chart": _step_chart(loss_lines, "loss", "loss against steps", loss),
         "rate_chart": line_chart([Line("", rate)], "step", "rate", "learning rate", wide=True),
         "score_chart": line_chart(
-            score_lines, "budget, cores", f"{metric}, %", budget_label, wide=True, ticks_at_points=True
+            score_lines, "budget, cores", f"{metric}, {unit}", budget_label, wide=True, ticks_at_points=True
         ),
     }
 

@@ -28,12 +28,12 @@ class PackedBatch(NamedTuple):
     size: Sequence[tuple[int, int]] = ()
     """(H', W') of each label map"""
 
-    def or_black(self, side: int) -> "PackedBatch":
-        """Return itself or, in place of an empty batch, a black image of `side` × `side` pixels."""
+    def or_black(self, side: int, ignore: int) -> "PackedBatch":
+        """Return itself or, in place of an empty batch, a black image of `side` × `side` pixels, labelled `ignore`."""
         if self.pixels:
             return self
         is_dense = self.labels.ndim > 1
-        labels = self.labels.new_zeros((1, 1, side * side) if is_dense else (1,))
+        labels = self.labels.new_full((1, 1, side * side) if is_dense else (1,), ignore)
         return PackedBatch([torch.zeros(3, side, side, dtype=torch.uint8)], labels, [(side, side)] if is_dense else ())
 
 
@@ -101,7 +101,8 @@ class NativeDenseLoader(DenseLoader):
         return [pairs]
 
     def _collate(self, pairs: Sequence[tuple[Any, NDArray[Any]]], dtype: DTypeLike | None = None) -> PackedBatch:
-        flat = [label.astype(dtype or np.int32).ravel() for _, label in pairs]
-        labels = torch.from_numpy(np.concatenate([np.empty(0, dtype or np.int32), *flat]))
+        dtype = dtype or self._label_dtype
+        flat = [label.astype(dtype).ravel() for _, label in pairs]
+        labels = torch.from_numpy(np.concatenate([np.empty(0, dtype), *flat]))
         sizes = [(label.shape[0], label.shape[1]) for _, label in pairs]
         return PackedBatch([torch.as_tensor(pixels) for pixels, _ in pairs], labels[None, None], sizes)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.checkpoint.format import weights_hash
+from veca.checkpoint.format import FINETUNE_RESULT, FINETUNE_SETTINGS, HEAD, PREPROCESSOR, weights_hash
 from veca.checkpoint.loading import find_pretrained, load_or_random
 from veca.config import VecaConfig
 from veca.data.crops import CropReader
@@ -30,9 +30,10 @@ from veca.data.datasets.batches import UnreadableImageError, join_some
 from veca.data.datasets.native import PackedBatch
 from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, choose_ops, seeded_random
 from veca.errors import ArgumentError
+from veca.heads.dense import DenseMetrics
 from veca.heads.features import FrozenVeca
-from veca.heads.metrics import Confusion, percent_by_class
-from veca.images import normalize, open_image
+from veca.heads.networks import load_network
+from veca.images import normalize
 from veca.images.pack import pack
 from veca.packed import PackedImages
 from veca.report.gallery import save_picture
@@ -40,8 +41,8 @@ from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.finetune.settings import FinetuneSettings, check_same_settings
-from veca.train.finetune.tasks import AnyBatch, ClassifyTask, SegmentTask
-from veca.train.logger import FINETUNE_SETTINGS, is_finetune_run
+from veca.train.finetune.tasks import TASKS, AnyBatch, FinetuneTask
+from veca.train.logger import is_finetune_run
 from veca.train.optimizers import Ema, layer_decay_groups
 from veca.train.parallel import World
 from veca.train.report import write_finetune_report
@@ -52,11 +53,9 @@ WARMUP, MAX_NORM = 0.1, 1.0
 """Share of the steps with a rising learning rate, before it falls along a half cosine; largest gradient norm."""
 PROBED_HEAD_RATE = 0.1
 """Share of the learning rate for a head that starts from a probe, which is good already."""
-GALLERY_IMAGES, MAX_CONFUSIONS, MAX_MATRIX = 12, 30, 40
-"""Images in the report; pairs of confused classes; largest number of classes with a whole confusion matrix."""
-MODEL_FILES = (
-    "model.safetensors", "config.json", "preprocessor_config.json", "head.safetensors", "result.json", "report.html"
-)  # fmt: skip
+GALLERY_IMAGES = 12
+"""Images in the report."""
+MODEL_FILES = ("model.safetensors", "config.json", PREPROCESSOR, HEAD, FINETUNE_RESULT, "report.html")
 """Files of the scored model and of a finished run."""
 
 
@@ -91,7 +90,7 @@ class Finetuning(RunEngine):
     """One process of a fine-tuning run."""
 
     log_every, save_every, keep = 10, 500, 2
-    result_file = "result.json"
+    result_file = FINETUNE_RESULT
     write_report = staticmethod(write_finetune_report)
     nonfinite_advice = "Lower --rate, or use --set precision=float32, in another --out"
     save_with_validation = True
@@ -122,8 +121,8 @@ class Finetuning(RunEngine):
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
-        make_task: Any = SegmentTask if task == "segment" else ClassifyTask
-        self.task, self.backbone = make_task(backbone, data, options, reader), backbone
+        self.task: FinetuneTask = TASKS[task](backbone, data, options, reader)
+        self.backbone = backbone
         self.model = self.task.network.to(self.device).train()
         head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
         groups = layer_decay_groups(self.model, backbone.config.depth, options.layer_decay, options.decay, head_rate)
@@ -159,7 +158,7 @@ class Finetuning(RunEngine):
         parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, self.options.ema)  # the average starts from the fitted head
         scores = self.score(self.data.report, self.validation_budgets)
-        self.before = {cores: self.task.metrics(confusion) for cores, (confusion, _) in scores.items()}
+        self.before = {cores: self.task.read_metrics(metrics) for cores, (metrics, _) in scores.items()}
 
     # Steps
 
@@ -167,9 +166,7 @@ class Finetuning(RunEngine):
         return contextlib.closing(self.task.training(self.steps, self.step, self.world.rank, self.world.size))
 
     def train_step(self, batches: Iterator[AnyBatch]) -> None:
-        """The loss is a mean over what counts in the batch of all processes, images or labelled pixels: the mean over
-        the own part is weighted by its share.
-        """
+        """The loss is that of the batch of all processes; its gradient in each is that of the own part."""
         try:
             batch = next(batches)
         except (RuntimeError, ValueError):
@@ -178,8 +175,7 @@ class Finetuning(RunEngine):
             raise
         settings, step, world = self.options, self.step, self.world
         # Unreadable images make shares of different sizes, possibly empty.
-        own_counts = len(batch.pixels), int((batch.labels != self.task.ignore).sum())
-        counts, valid = zip(*parallel.gathered(own_counts, world), strict=True)
+        counts = parallel.gathered(len(batch.pixels), world)
         if not sum(counts):
             bad = join_some(sorted(set().union(*self.task.skipped.values())))
             problem = f"a whole batch of {self.data.name} train cannot be read: {bad}"
@@ -190,7 +186,7 @@ class Finetuning(RunEngine):
         rng = seeded_random(step_seed("augment", settings.seed, step))
         augmentation = self._draw_ops(rng, sum(counts), own)
         if isinstance(batch, PackedBatch):
-            batch = batch.or_black(self.backbone.config.patch_size)
+            batch = batch.or_black(self.backbone.config.patch_size, self.task.ignore)
         images: Any = self._normalized(batch.pixels, augmentation)
         labels = batch.labels.to(self.device, non_blocking=True)
         weighted_labels = [(1.0, labels)]
@@ -203,9 +199,12 @@ class Finetuning(RunEngine):
         torch.manual_seed(step_seed("model", settings.seed, step))
         with self.autocast():
             scores = self.replica(_not_empty(images), budget, batch.size)
-        loss = sum(weight * self.task.loss(scores, _not_empty(each)) for weight, each in weighted_labels)
-        loss = loss * (world.size * valid[world.rank] / max(1, sum(valid)))  # DDP takes the mean of the gradients
-        loss.backward()
+        total, ignore = partial(parallel.with_others, world=world), self.task.ignore
+        loss = torch.stack([
+            weight * self.task.loss(scores, _not_empty(each, ignore), batch.size, total)
+            for weight, each in weighted_labels
+        ]).sum()  # fmt: skip
+        (world.size * loss).backward()  # DDP takes the mean of the gradients, not their sum
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         # Unlike in distillation the host waits here: this AdamW is not fused, and cannot skip a step on the device.
         finite = bool(norm.isfinite())
@@ -218,9 +217,7 @@ class Finetuning(RunEngine):
         self.ema.update(skip)
         self.skipped_steps.update(skip)
         self.optimizer.zero_grad()
-        # The loss is scaled by the number of processes for DDP: undone, their sum is the mean over the whole batch.
-        total = parallel.all_reduced(loss.detach() / world.size, world)
-        self.meter.update({"total": total, "gradient_norm": norm}, sum(counts), budget, settings.size)
+        self.meter.update({"total": loss.detach(), "gradient_norm": norm}, sum(counts), budget, settings.size)
         self.step += 1
 
     def _draw_ops(self, rng: Any, count: int, own: slice) -> Augmentation | None:
@@ -254,36 +251,36 @@ class Finetuning(RunEngine):
     # Scores
 
     @torch.no_grad()
-    def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[Confusion, float]]:
-        """Confusion counts and mean loss on a split at each budget, with the averaged weights.
+    def score(self, split: str, budgets: Iterable[int]) -> dict[int, tuple[DenseMetrics, float]]:
+        """Metrics and mean loss on a split at each budget, with the averaged weights.
 
         The batches are distributed over the processes; all get the sums.
         """
-        confusions = {cores: Confusion(len(self.data.classes), self.task.ignore, self.device) for cores in budgets}
-        losses = dict.fromkeys(confusions, 0.0)
+        metrics = {cores: self.task.make_metrics(self.device) for cores in budgets}
+        losses = dict.fromkeys(metrics, 0.0)
         count = 0
         self.model.eval()
         with self.ema.swapped_in():
             for batch in self.task.scoring(split, self.world.rank, self.world.size):
-                images, labels = self._normalized(batch.pixels), batch.labels.to(self.device).long()
+                images, labels = self._normalized(batch.pixels), batch.labels.to(self.device)
                 count += len(batch.pixels)
-                for cores, confusion in confusions.items():
+                for cores, own in metrics.items():
                     with self.autocast():
                         scores = self.model(images, cores, batch.size)
-                    losses[cores] += len(batch.pixels) * float(self.task.loss(scores, labels))
-                    confusion.update(scores.argmax(1), labels)
+                    losses[cores] += len(batch.pixels) * float(self.task.loss(scores, labels, batch.size))
+                    self.task.update_metrics(own, scores, labels, batch.size)
         self.model.train()
         scored, *totals = parallel.sum_of([count, *losses.values()], self.world)
         if not scored:
             raise UnreadableImageError(f"no picture of {self.data.name} {split} can be read; mend them")
-        for confusion in confusions.values():
-            parallel.all_reduced(confusion.totals, self.world)
-        return {cores: (confusions[cores], total / scored) for cores, total in zip(confusions, totals, strict=True)}
+        for own in metrics.values():
+            parallel.all_reduced(own.totals, self.world)
+        return {cores: (metrics[cores], total / scored) for cores, total in zip(metrics, totals, strict=True)}
 
     def validate(self) -> None:
         scores = {
-            cores: {**self.task.metrics(confusion), "loss": loss}
-            for cores, (confusion, loss) in self.score("val", self.validation_budgets).items()
+            cores: {**self.task.read_metrics(metrics), "loss": loss}
+            for cores, (metrics, loss) in self.score("val", self.validation_budgets).items()
         }
         name = self.task.metric
         mean, loss = (math.fsum(values[key] for values in scores.values()) / len(scores) for key in (name, "loss"))
@@ -293,12 +290,17 @@ class Finetuning(RunEngine):
             )
             parts = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in scores.items())
             self.progress.say(f"val at step {self.step:,}: {name} {mean:.2f} ({parts}), loss {loss:.4f}")
-        # The probe is no candidate: its head was chosen on val, and scores better there than it is.
-        if self.step and (not self.best or [mean, -loss] > self.best[:2]):
+        # Step 0 is a candidate too, the head of the probe on the features as they were: no run ends below its start.
+        if not self.best or self._rank(mean, -loss) > self._rank(*self.best[:2]):
             self.best = [mean, -loss, self.step]
             if self.world.first:
                 with self.ema.swapped_in():
                     self.task.save(self.folder, self._provenance())
+
+    def _rank(self, score: float, negative_loss: float) -> list[float]:
+        """For comparison, higher is better; a score that is not a number is worse than all others."""
+        signed = score if self.task.higher_is_better else -score
+        return [-math.inf if math.isnan(each) else each for each in (signed, negative_loss)]
 
     # Checkpoints and results
 
@@ -329,12 +331,11 @@ class Finetuning(RunEngine):
         """Score the best weights at all budgets, and write the results."""
         began, task = time.perf_counter(), self.task
         if self.world.first:  # what is scored is what was saved
-            self.model.load_state_dict(task.load(self.folder).state_dict())
+            self.model.load_state_dict(load_network(self.folder).state_dict())
         parallel.broadcast(list(self.model.state_dict().values()), self.world)
         self.ema = Ema(self.model, None)  # the saved weights are the averaged ones already
         split, largest = self.data.report, max(self.budgets)
         scores = self.score(split, self.budgets)
-        confusion = scores[largest][0]
         for skipped in parallel.gathered(task.skipped, self.world):
             for name, images in skipped.items():
                 task.skipped.setdefault(name, set()).update(images)
@@ -345,18 +346,26 @@ class Finetuning(RunEngine):
         for problem in problems:
             self.log.event(self.step, f"skipped: {problem}")
             self.say(f"Left out: {problem}")
-        self.write_json("result.json", {
-            "asked": self.settings(), "metric": task.metric, "scored_on": split, "cores": largest,
+        note = "" if self.best[2] else self._describe_start()
+        if note:
+            self.log.event(self.step, f"kept: {note}")
+            self.say(note)
+        self.write_json(FINETUNE_RESULT, {
+            "asked": self.settings(), "metric": task.metric, "unit": task.unit, "scored_on": split, "cores": largest,
             "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
-            "best": {"score": self.best[0], "step": self.best[2]},
-            "before": self.before, "after": {cores: task.metrics(each) for cores, (each, _) in scores.items()},
-            "per_class": percent_by_class(self.data.classes, task.per_class(confusion).tolist()),
-            "confusions": _confused_pairs(confusion.counts),
-            "matrix": confusion.counts.tolist() if len(self.data.classes) <= MAX_MATRIX else None,
+            "best": {"score": self.best[0], "step": self.best[2]}, "note": note,
+            "before": self.before, "after": {cores: task.read_metrics(each) for cores, (each, _) in scores.items()},
+            **task.describe_errors(scores[largest][0]),
             "gallery": self._save_gallery(split, largest),
             "images": self.meter.images, "seconds": self.meter.seconds,
             "scoring_seconds": time.perf_counter() - began, "versions": describe_versions(self.device),
         })  # fmt: skip
+
+    def _describe_start(self) -> str:
+        """What to say of a run whose first weights were the best."""
+        head = "a linear probe on frozen features" if self.options.head == "probe" else "a new head"
+        score = f"{self.task.metric} {self.best[0]:.4g} {self.task.unit} on val"
+        return f"No step of training was better than the start: the weights of step 0 are kept, with {head} ({score})."
 
     @torch.no_grad()
     def _save_gallery(self, split: str, cores: int) -> list[dict[str, str]]:
@@ -367,7 +376,7 @@ class Finetuning(RunEngine):
             if batch := self.task.load_one(split, i):
                 with self.autocast():
                     scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.size)
-                image = open_image(self.data.splits[split].image(i))
+                image = self.task.open_image(split, i)
                 entry = {"image": image, **self.task.illustrate(scores[0].cpu(), batch.labels[0])}
                 for kind in entry.keys() & {"image", "label", "prediction"}:
                     name = f"{i}-{kind}.{'webp' if kind == 'image' else 'png'}"
@@ -376,17 +385,9 @@ class Finetuning(RunEngine):
         return gallery
 
 
-def _not_empty(rows: Any) -> Any:
-    """A black image in place of an empty share of the batch: it has no weight in the loss. Packs are never empty."""
-    return rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
-
-
-def _confused_pairs(counts: Tensor) -> list[list[int]]:
-    """(class, predicted class, how often) of the most frequent errors."""
-    wrong = counts.cpu().clone().fill_diagonal_(0).flatten()
-    top = wrong.topk(min(MAX_CONFUSIONS, len(wrong)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return [[index // len(counts), index % len(counts), count] for index, count in pairs if count]
+def _not_empty(rows: Any, fill: int = 0) -> Any:
+    """A black image in place of an empty share of the batch, or a label that does not count. Packs are never empty."""
+    return rows if len(rows) else rows.new_full((1, *rows.shape[1:]), fill)
 
 
 def _check_folder(folder: Path, model: str) -> None:

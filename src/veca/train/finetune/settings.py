@@ -8,20 +8,22 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from veca.config import MlpWidth, VecaConfig, is_budget
 from veca.data.records import DecodeChoice
 from veca.errors import ArgumentError
+from veca.heads.dense import DepthLoss
 from veca.images import MAX_PIXELS, nearest_sizes
 from veca.utils.settings import Bounds, Positive, Settings
 
 HeadStart: TypeAlias = Literal["probe", "new"]
 FinetuneFit: TypeAlias = Literal["crop", "native"]
+FinetuneTaskName: TypeAlias = Literal["classify", "segment", "depth"]
 _CHANGEABLE_SETTINGS = ("model", "workers", "skip_bad", "progress")
 """Settings that may change when a run is resumed: they change no result. Of the model, the weights are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(Settings):
-    """Settings of both tasks. Defaults are for some thousand images and a few epochs."""
+    """Settings of all tasks. Defaults are for some thousand images and a few epochs."""
 
-    task: ClassVar[Literal["classify", "segment"]]
+    task: ClassVar[FinetuneTaskName]
     size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))]
     """Side in pixels of the training crops."""
     fit: FinetuneFit = "crop"
@@ -94,7 +96,7 @@ class FinetuneSettings(Settings):
 class FinetuneClassifySettings(FinetuneSettings):
     """Settings of `veca finetune classify`."""
 
-    task: ClassVar[Literal["classify", "segment"]] = "classify"
+    task: ClassVar[FinetuneTaskName] = "classify"
     size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))] = 256
     head_epochs: Annotated[int, Bounds(ge=1)] = 100
     """Cheap: over features that are extracted once."""
@@ -115,20 +117,44 @@ class FinetuneClassifySettings(FinetuneSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneSegmentSettings(FinetuneSettings):
-    """Settings of `veca finetune segment`."""
+class FinetuneDenseSettings(FinetuneSettings):
+    """Settings of the tasks with a label for each pixel."""
 
-    task: ClassVar[Literal["classify", "segment"]] = "segment"
     size: Annotated[int, Bounds(ge=1, le=math.isqrt(MAX_PIXELS))] = 512
     batch: Annotated[int, Bounds(ge=1, le=1_000_000)] = 8
-    head_epochs: Annotated[int, Bounds(ge=1)] = 1
-    scales: tuple[float, float] = (0.5, 2.0)
+    scales: tuple[float, float]
     """The short side of an image is resized to the size times a number between these, before it is cropped; with
     "native" its sides are those of the whole image, times the number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("augment", self.augment != "trivial", "flip or colour: trivial moves pixels off their labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSegmentSettings(FinetuneDenseSettings):
+    """Settings of `veca finetune segment`."""
+
+    task: ClassVar[FinetuneTaskName] = "segment"
+    head_epochs: Annotated[int, Bounds(ge=1)] = 1
+    scales: tuple[float, float] = (0.5, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneDepthSettings(FinetuneDenseSettings):
+    """Settings of `veca finetune depth`; those of the head are explained in `veca.heads.dense.DepthHead`."""
+
+    task: ClassVar[FinetuneTaskName] = "depth"
+    head_epochs: Annotated[int, Bounds(ge=1)] = 10
+    scales: tuple[float, float] = (1.0, 1.0)
+    """What is enlarged looks nearer, but its label stays: other numbers than 1 teach wrong depths."""
+    bins: Annotated[int, Bounds(ge=0, le=65_536)] = 256
+    """Depths that the head weighs; 0: it gives the depth itself."""
+    loss: DepthLoss = "sig"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("bins", self.bins != 1, "0, or at least 2")
 
 
 def check_same_settings(before: Mapping[str, Any], now: Mapping[str, Any], folder: object) -> None:

@@ -1,9 +1,10 @@
-"""Tasks of fine-tuning, classify and segment: network, batches, loss, scores and files of each.
+"""Tasks of fine-tuning, classify, segment and depth: network, batches, loss, scores and files of each.
 
 Shapes: B images of H × W pixels, C classes.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,130 +12,134 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
-import veca
-from veca.checkpoint.format import CheckpointError, read_description, read_safetensors, save_tensors, write_tensors
+from veca.checkpoint.format import PREPROCESSOR, save_tensors
 from veca.data.crops import CropReader
 from veca.data.datasets import batches
-from veca.data.datasets.base import ProbeData, Split
-from veca.data.datasets.batches import CroppedImages, CropTransform, DenseLoader, LabelledBatch
+from veca.data.datasets.base import DepthRules, ProbeData, Split
+from veca.data.datasets.batches import CroppedImages, CropTransform, DenseLoader, LabelledBatch, open_pair
 from veca.data.datasets.native import NativeDenseLoader, NativeTransform, PackedBatch, native_side
-from veca.heads.dense import DenseBatch, SegmentationHead, evaluate, fit_dense
+from veca.heads.dense import DenseBatch, DenseMetrics, Total, evaluate, fit_dense, own_alone
 from veca.heads.features import Extraction, FrozenVeca, drop_unreadable
 from veca.heads.linear import DECAYS, RATES, train_linear
-from veca.heads.metrics import Confusion
-from veca.images import MEAN, STD
+from veca.heads.metrics import Confusion, DepthErrors, percent_by_class
+from veca.heads.networks import Classifier, DenseNetwork, DepthEstimator, Segmenter
+from veca.images import MEAN, STD, open_image
 from veca.images.pack import pack
 from veca.model import Veca
-from veca.packed import PackedImages
-from veca.report.gallery import colour_classes
+from veca.report.gallery import colour_classes, colour_depth, depth_range
 from veca.train.checkpoints import module_tensors
-from veca.train.finetune.settings import FinetuneClassifySettings, FinetuneSegmentSettings
+from veca.train.finetune.settings import (
+    FinetuneClassifySettings,
+    FinetuneDenseSettings,
+    FinetuneDepthSettings,
+    FinetuneSegmentSettings,
+)
 from veca.utils.console import bar
 from veca.utils.files import atomic_path
-from veca.utils.text import excerpt, quoted
 
 AnyBatch: TypeAlias = LabelledBatch | PackedBatch
 DENSE_RATES = (1e-3, 3e-3, 1e-2)
 """Learning rates tried for dense heads, which get few steps."""
+MAX_CONFUSIONS, MAX_MATRIX = 30, 40
+"""Pairs of confused classes; largest number of classes with a whole confusion matrix."""
 
 
-class Classifier(nn.Module):
-    """A backbone with its linear classifier: images and a budget → scores (B, C), float32."""
-
-    def __init__(self, backbone: Veca) -> None:
-        super().__init__()
-        self.backbone = backbone
-
-    def forward(self, images: Tensor | PackedImages, cores: int | None = None, size: Any = None) -> Tensor:
-        cls = self.backbone(images, cores, cls_only=True).cls
-        with torch.autocast(cls.device.type, enabled=False):  # scores in float32
-            return self.backbone.head(cls.float())
-
-
-class Segmenter(nn.Module):
-    """A backbone with a linear head on its map: images and a budget → scores (B, C, H, W), float32.
-
-    Of a pack, the scores of the pixels of all images are in one row, image by image: (1, C, 1, ΣHW).
-
-    >>> segmenter = Segmenter(veca.create_model("veca_tiny"), ["sky", "road"]).eval()
-    >>> segmenter(torch.zeros(1, 3, 32, 48), cores=8).argmax(1).shape
-    torch.Size([1, 32, 48])
-    """
-
-    def __init__(self, backbone: Veca, classes: Sequence[str], ignore: int = 255, seed: int = 0) -> None:
-        super().__init__()
-        self.backbone, self.classes = backbone, list(classes)
-        self.head = SegmentationHead(backbone.num_features, len(self.classes), ignore=ignore, seed=seed)
-
-    def forward(self, images: Tensor | PackedImages, cores: int | None = None, size: Any = None) -> Tensor:
-        """`size` of the scores is (H, W), or one for each image of a pack; by default that of the images."""
-        if isinstance(images, PackedImages):
-            return self._forward_packed(images, cores, size)
-        rows, columns = size or images.shape[-2:]
-        out = self.backbone(images, cores)
-        with torch.autocast(images.device.type, enabled=False):
-            return self.head(out.feature_map.float(), out.cls.float(), (rows, columns))
-
-    def _forward_packed(self, images: PackedImages, cores: int | None, sizes: Any) -> Tensor:
-        patch = self.backbone.config.patch_size
-        sizes = sizes or [(rows * patch, columns * patch) for rows, columns in images.grids]
-        out = self.backbone(images, cores)
-        with torch.autocast(images.pixels.device.type, enabled=False):
-            scores = [
-                self.head(each.feature_map.float(), each.cls.float(), size)
-                for each, size in zip(out, sizes, strict=True)
-            ]
-        return torch.cat([each.flatten(2) for each in scores], dim=2)[:, :, None]
-
-
-def load_segmenter(folder: str | Path, device: str | torch.device | None = None) -> Segmenter:
-    """Load the segmenter that `veca finetune segment` saved in a folder, in eval mode."""
-    file = Path(folder) / "head.safetensors"
-    if not file.is_file():
-        raise CheckpointError(f"{folder}: has no head.safetensors; name a folder that `veca finetune segment` wrote to")
-    backbone = veca.load(folder)
-    try:
-        tensors, metadata = read_safetensors(file)
-        description = read_description(metadata["veca"])
-        classes, ignore = [str(name) for name in description["classes"]], int(description["ignore"])
-        expected = (len(classes), 2 * backbone.num_features)
-        if tuple(tensors["weight"].shape) != expected:  # checked before memory is allocated for that many classes
-            raise ValueError(f"its weight is {quoted(tuple(tensors['weight'].shape))}, expected {expected}")
-        segmenter = Segmenter(backbone, classes, ignore)
-        segmenter.head.load_state_dict(tensors)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = excerpt(str(error))
-        raise CheckpointError(f"{file}: damaged, or no head of `veca finetune segment`: {reason}") from error
-    return segmenter.to(device).eval()
-
-
-class FinetuneTask:
-    """What both tasks share. `processor` says in the terms of transformers how images are resized."""
+class FinetuneTask(ABC):
+    """What all tasks share. `processor` says in the terms of transformers how images are resized."""
 
     metric: ClassVar[str]
     """The score by which weights are selected."""
+    higher_is_better, unit = True, "%"
     metric_names: ClassVar[Mapping[str, str]]
     """Names of the scores, and those that `Confusion` has for them."""
+    ignore: int
+    """The label that does not count."""
+    network: nn.Module
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: Any, processor: Mapping[str, Any]) -> None:
         self.backbone, self.data, self.settings, self.processor = backbone, data, settings, processor
         self.skipped: dict[str, set[str]] = {}
         """Unreadable images, by split."""
 
-    def metrics(self, confusion: Confusion) -> dict[str, float]:
-        """Scores in percent."""
-        scores = confusion.compute()
+    # Batches
+
+    @abstractmethod
+    def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[AnyBatch]:
+        """Batches to learn from for the steps from `start`, others in each epoch; each follows from the seed alone.
+
+        Each of `size` processes gets its share of a batch, in which there may be no readable image.
+        """
+
+    @abstractmethod
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[AnyBatch]:
+        """All images of a split once; the batches are distributed over `size` processes."""
+
+    @abstractmethod
+    def load_one(self, split: str, i: int) -> LabelledBatch | None:
+        """Image `i` as `scoring` has it; None where it cannot be read."""
+
+    # Losses and scores: `size` is that of the batch.
+
+    @abstractmethod
+    def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
+        """Start the head from a linear probe of the frozen features, which may be cached in `folder`."""
+
+    @abstractmethod
+    def loss(self, scores: Tensor, labels: Tensor, size: Any = (), total: Total = own_alone) -> Tensor:
+        """The mean loss over what counts in a batch, of which each of several processes may have a part."""
+
+    def make_metrics(self, device: torch.device) -> DenseMetrics:
+        return Confusion(len(self.data.classes), self.ignore, device)
+
+    def update_metrics(self, metrics: DenseMetrics, scores: Tensor, labels: Tensor, size: Any = ()) -> None:
+        metrics.update(scores.argmax(1), labels)
+
+    def read_metrics(self, metrics: DenseMetrics) -> dict[str, float]:
+        """Scores by name; shares are in percent."""
+        scores = metrics.compute()
         return {name: 100 * scores[key] for name, key in self.metric_names.items()}
+
+    def describe_errors(self, metrics: Any) -> dict[str, Any]:
+        """For the report: the score of each class in percent, and which classes are taken for which."""
+        counts, classes = metrics.counts.cpu(), self.data.classes
+        return {
+            "per_class": percent_by_class(classes, self.score_classes(metrics).tolist()),
+            "confusions": _confused_pairs(counts),
+            "matrix": counts.tolist() if len(classes) <= MAX_MATRIX else None,
+        }
+
+    def score_classes(self, confusion: Confusion) -> Tensor:
+        """The score of each class (C), as a share."""
+        return confusion.iou()
+
+    # Files
+
+    def open_image(self, split: str, i: int) -> Image.Image:
+        """Image `i` for people."""
+        return open_image(self.data.splits[split].image(i))
+
+    @abstractmethod
+    def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
+        """Images or a caption that show the prediction for one image and its label."""
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Save the backbone as `veca.load`, timm and transformers take it, and the head."""
         save_tensors(module_tensors(self.backbone), self.backbone.config.to_dict(), provenance, folder)
         processor = {"image_processor_type": "VecaImageProcessor", **self.processor}
         processor |= {"image_mean": MEAN, "image_std": STD}
-        with atomic_path(folder / "preprocessor_config.json") as part:
+        with atomic_path(folder / PREPROCESSOR) as part:
             part.write_text(json.dumps(processor, indent=2) + "\n")
+
+
+def _confused_pairs(counts: Tensor) -> list[list[int]]:
+    """(class, predicted class, how often) of the most frequent errors."""
+    wrong = counts.clone().fill_diagonal_(0).flatten()
+    top = wrong.topk(min(MAX_CONFUSIONS, len(wrong)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [[index // len(counts), index % len(counts), count] for index, count in pairs if count]
 
 
 def _crop(split: Split, index: tuple[CropTransform, int]) -> Any:
@@ -163,10 +168,6 @@ class ClassifyTask(FinetuneTask):
             backbone.reset_classifier(len(data.classes))
 
     def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[AnyBatch]:
-        """Random crops for the steps from `start`, others in each epoch; each step follows from the seed alone.
-
-        Each of `size` processes gets its share of a batch, in which there may be no readable image.
-        """
         settings, count = self.settings, len(self.data.splits["train"])
         seed, area = settings.seed, (settings.least_area, 1.0)
         order = batches.shuffled_batches(count, settings.batch, range(start, steps), seed, rank, size)
@@ -177,7 +178,6 @@ class ClassifyTask(FinetuneTask):
         return self._batches("train", crops)
 
     def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[AnyBatch]:
-        """All images of a split once, as `transform` has them; the batches are distributed over `size` processes."""
         images, batch = range(len(self.data.splits[split])), 2 * self.settings.batch
         order = [images[first : first + batch] for first in images[::batch]][rank::size]
         crops = ([(self.transform, i) for i in batch] for batch in order)
@@ -206,11 +206,13 @@ class ClassifyTask(FinetuneTask):
             return LabelledBatch(batches.stack_crops(self.transform.side, crops)[0], labels)
         return LabelledBatch(torch.zeros(0, 3, self.transform.side, self.transform.side, dtype=torch.uint8), labels)
 
-    def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(scores, labels, label_smoothing=self.settings.smoothing)
+    def loss(self, scores: Tensor, labels: Tensor, size: Any = (), total: Total = own_alone) -> Tensor:
+        how: Any = {"ignore_index": self.ignore, "label_smoothing": self.settings.smoothing}
+        losses = F.cross_entropy(scores, labels, reduction="sum", **how)
+        return total(losses) / total((labels != self.ignore).sum()).clamp_min(1)
 
     def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
-        """Start the head from a linear probe of the frozen features, the one `veca probe classify` would fit."""
+        """As `veca probe classify` would fit it."""
         settings, data = self.settings, self.data
         native = isinstance(self.transform, NativeTransform)
         sets = [
@@ -245,34 +247,27 @@ class ClassifyTask(FinetuneTask):
         return torch.cat(features), torch.cat(labels)
 
     def load_one(self, split: str, i: int) -> LabelledBatch | None:
-        """Image `i` as `scoring` has it; None where it cannot be read."""
         images = CroppedImages(self.data.splits[split], self.transform)
         ((_, pixels),) = images.finish([images[i]], self.transform.reader.device)
         labels = torch.tensor([images.split.label(i)])
         return None if isinstance(pixels, str) else LabelledBatch(torch.as_tensor(pixels)[None], labels)
 
     def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
-        """Images or a caption that show the prediction for one image and its label."""
         (share, best), classes = scores.softmax(0).max(0), self.data.classes
         truth = "right" if best == label else f"it is {classes[int(label)]}"
         return {"said": f"{classes[int(best)]}, {float(share):.0%}: {truth}"}
 
-    def per_class(self, confusion: Confusion) -> Tensor:
-        """Recall of each class (C)."""
+    def score_classes(self, confusion: Confusion) -> Tensor:
+        """Recall of each class."""
         return confusion.counts.diagonal().double() / confusion.counts.sum(1)
 
-    def load(self, folder: Path) -> nn.Module:
-        """Load the network that `save` saved."""
-        return Classifier(veca.load(folder))
 
+class DenseTask(FinetuneTask):
+    """What the tasks with a label for each pixel share."""
 
-class SegmentTask(FinetuneTask):
-    """One class per pixel."""
+    network: DenseNetwork
 
-    metric, load = "mIoU", staticmethod(load_segmenter)
-    metric_names: ClassVar = {"mIoU": "miou", "pixel_accuracy": "pixel_accuracy", "class_accuracy": "class_accuracy"}
-
-    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings, reader: CropReader) -> None:
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneDenseSettings, reader: CropReader) -> None:
         patch, processor = backbone.config.patch_size, dict[str, Any](size={"shortest_edge": settings.size}, fit="keep")
         if limit := settings.patch_limit(patch):
             processor |= {"fit": "native", "max_num_patches": limit}
@@ -282,11 +277,17 @@ class SegmentTask(FinetuneTask):
         self.loader = loader = DenseLoader(data, settings.size, *rest)
         if limit:
             self.loader = loader = NativeDenseLoader(data, native_side(limit, patch), *rest, max_patches=limit)
-        self.ignore, self.training = loader.ignore, loader.training
-        self.scoring, self.load_one = loader.scoring, loader.one
+        self.ignore = loader.ignore
         backbone.reset_classifier(0)
-        self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
-        self.loss, self.per_class = self.network.head.loss, Confusion.iou
+
+    def training(self, steps: int, start: int = 0, rank: int = 0, size: int = 1) -> Iterator[AnyBatch]:
+        return self.loader.training(steps, start, rank, size)
+
+    def scoring(self, split: str, rank: int = 0, size: int = 1) -> Iterator[AnyBatch]:
+        return self.loader.scoring(split, rank, size)
+
+    def load_one(self, split: str, i: int) -> LabelledBatch | None:
+        return self.loader.one(split, i)
 
     def probe(self, frozen: FrozenVeca, cores: int, folder: Path) -> None:
         settings, head = self.settings, self.network.head
@@ -311,12 +312,73 @@ class SegmentTask(FinetuneTask):
             )  # fmt: skip
         head.load_state_dict(sweep.head.state_dict())
 
+    def open_image(self, split: str, i: int) -> Image.Image:
+        return open_pair(self.data.splits[split], i, self.data.depth, scored=True)[0]  # cropped as its label
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        super().save(folder, provenance)
+        self.network.save_head(folder)
+
+
+class SegmentTask(DenseTask):
+    """One class per pixel."""
+
+    metric = "mIoU"
+    metric_names: ClassVar = {"mIoU": "miou", "pixel_accuracy": "pixel_accuracy", "class_accuracy": "class_accuracy"}
+
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings, reader: CropReader) -> None:
+        super().__init__(backbone, data, settings, reader)
+        self.network = Segmenter(backbone, data.classes, self.ignore, settings.seed)
+
+    def loss(self, scores: Tensor, labels: Tensor, size: Any = (), total: Total = own_alone) -> Tensor:
+        return self.network.head.batch_loss([scores], [labels], total)
+
     def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
         maps = {"label": label, "prediction": scores.argmax(0)}
         return {name: colour_classes(each.cpu().numpy(), len(self.data.classes)) for name, each in maps.items()}
 
-    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        super().save(folder, provenance)
-        description = json.dumps({"classes": self.data.classes, "ignore": self.ignore})
-        with atomic_path(folder / "head.safetensors") as part:
-            write_tensors(part, module_tensors(self.network.head), {"format": "pt", "veca": description})
+
+class DepthTask(DenseTask):
+    """Metres at each pixel. Its scores are errors in metres, and shares in percent."""
+
+    metric, higher_is_better, unit = "rmse", False, "m"
+    network: DepthEstimator
+
+    def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneDepthSettings, reader: CropReader) -> None:
+        super().__init__(backbone, data, settings, reader)
+        self.ignore = 0  # not measured
+        rules, options = data.depth or DepthRules(), {"bins": settings.bins, "loss": settings.loss}
+        self.network = DepthEstimator(backbone, rules.min_depth, rules.max_depth, seed=settings.seed, **options)
+
+    def loss(self, scores: Tensor, labels: Tensor, size: Any = (), total: Total = own_alone) -> Tensor:
+        return self.network.head.batch_loss(_split_maps(scores, size), _split_maps(labels, size), total)
+
+    def make_metrics(self, device: torch.device) -> DenseMetrics:
+        return DepthErrors(self.network.head.low, self.network.head.high, device)
+
+    def update_metrics(self, metrics: DenseMetrics, scores: Tensor, labels: Tensor, size: Any = ()) -> None:
+        for predicted, depth in zip(_split_maps(scores, size), _split_maps(labels, size), strict=True):
+            metrics.update(predicted, depth)
+
+    def read_metrics(self, metrics: DenseMetrics) -> dict[str, float]:
+        return {name: 100 * x if name.startswith("delta") else x for name, x in metrics.compute().items()}
+
+    def describe_errors(self, metrics: Any) -> dict[str, Any]:
+        return {}
+
+    def illustrate(self, scores: Tensor, label: Tensor) -> dict[str, Any]:
+        depth = label.cpu().numpy()
+        low, high = depth_range(depth, self.network.head.high)
+        return {"label": colour_depth(depth, low, high), "prediction": colour_depth(scores.cpu().numpy(), low, high)}
+
+
+def _split_maps(maps: Tensor, size: Any) -> list[Tensor]:
+    """Maps of one size (B, H, W) as they are; of a pack (1, 1, ΣHW), whose `size` has that of each image, (1, H, W)."""
+    if not size or isinstance(size[0], int):
+        return [maps]
+    parts = maps[0, 0].split([rows * columns for rows, columns in size])
+    return [part.view(1, *own) for part, own in zip(parts, size, strict=True)]
+
+
+TASKS: dict[str, Any] = {"classify": ClassifyTask, "segment": SegmentTask, "depth": DepthTask}
+"""The class of each task."""
