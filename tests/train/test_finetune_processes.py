@@ -76,6 +76,7 @@ def command(place: Path, task: str, folder: Path, *more: object) -> list[object]
 
 
 CLASSIFY = "--batch-size", 4, "--epochs", 2, "--set", "augment=trivial", "--set", "mixup=0.3"  # 12 steps
+DEPTH = "--batch-size", 4, "--epochs", 1, "--set", "augment=colour"  # 3 steps
 SEGMENT = "--batch-size", 2, "--epochs", 2, "--set", "augment=colour"  # 12 steps: one picture for each process
 
 
@@ -142,9 +143,12 @@ def test_two_processes_segment_as_one(place: Path, tmp_path: Path, more: tuple[o
 
 
 def test_two_processes_measure_depth_as_one(place: Path, tmp_path: Path) -> None:
-    """By a loss over the pixels of both that is no mean over them. Scores are sums of fractions, which round."""
-    in_one(command(place, "depth", tmp_path / "one", *SEGMENT))
-    in_two(command(place, "depth", tmp_path / "two", *SEGMENT), tmp_path / "two")
+    """By a loss over the pixels of both that is no mean over them.
+
+    Few steps: its absolute values have kinks, where a rounding error becomes another gradient.
+    """
+    in_one(command(place, "depth", tmp_path / "one", *DEPTH))
+    in_two(command(place, "depth", tmp_path / "two", *DEPTH), tmp_path / "two")
     assert_same_steps(tmp_path / "two", tmp_path / "one")
 
 
