@@ -41,7 +41,7 @@ from veca.train import parallel
 from veca.train.checkpoints import module_tensors, optimizer_tensors, restore_optimizer
 from veca.train.engine import RunEngine, Say, draw, learning_rate, step_seed
 from veca.train.finetune.settings import FinetuneSettings, check_same_settings
-from veca.train.finetune.tasks import TASKS, AnyBatch, FinetuneTask
+from veca.train.finetune.tasks import TASK_CLASSES, AnyBatch, FinetuneTask
 from veca.train.logger import is_finetune_run
 from veca.train.optimizers import Ema, layer_decay_groups
 from veca.train.parallel import World
@@ -53,7 +53,7 @@ WARMUP, MAX_NORM = 0.1, 1.0
 """Share of the steps with a rising learning rate, before it falls along a half cosine; largest gradient norm."""
 PROBED_HEAD_RATE = 0.1
 """Share of the learning rate for a head that starts from a probe, which is good already."""
-GALLERY_IMAGES = 12
+PREDICTED_IMAGES = 12
 """Images in the report."""
 MODEL_FILES = ("model.safetensors", "config.json", PREPROCESSOR, HEAD, FINETUNE_RESULT, "report.html")
 """Files of the scored model and of a finished run."""
@@ -121,7 +121,7 @@ class Finetuning(RunEngine):
         self.origin = {"sha256": weights_hash(backbone), "provenance": backbone.provenance}
         # The saved model lists the budgets it was fine-tuned with.
         backbone.config = VecaConfig.from_dict({**backbone.config.to_dict(), "budgets": list(self.budgets)})
-        self.task: FinetuneTask = TASKS[task](backbone, data, options, reader)
+        self.task: FinetuneTask = TASK_CLASSES[task](backbone, data, options, reader)
         self.backbone = backbone
         self.model = self.task.network.to(self.device).train()
         head_rate = PROBED_HEAD_RATE if options.head == "probe" else 1.0
@@ -372,7 +372,7 @@ class Finetuning(RunEngine):
         """Predictions for a few images, spread over the split, as image files and captions."""
         self.model.eval()
         gallery = []
-        for i in evenly_spaced(len(self.data.splits[split]), GALLERY_IMAGES):
+        for i in evenly_spaced(len(self.data.splits[split]), PREDICTED_IMAGES):
             if batch := self.task.load_one(split, i):
                 with self.autocast():
                     scores = self.model(normalize(batch.pixels.to(self.device)), cores, batch.size)

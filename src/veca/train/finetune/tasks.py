@@ -380,5 +380,5 @@ def _split_maps(maps: Tensor, size: Any) -> list[Tensor]:
     return [part.view(1, *own) for part, own in zip(parts, size, strict=True)]
 
 
-TASKS: dict[str, Any] = {"classify": ClassifyTask, "segment": SegmentTask, "depth": DepthTask}
+TASK_CLASSES: dict[str, Any] = {"classify": ClassifyTask, "segment": SegmentTask, "depth": DepthTask}
 """The class of each task."""
