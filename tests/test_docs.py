@@ -89,6 +89,7 @@ HOMES = {
     "demo": (), "embed": ("embed", "scale"), "distill": ("training",), "report": ("reports",), "cores": ("figures",),
     "info": ("weights",), "convert": ("weights",), "export": ("export",), "explore": ("explore",), "bench": ("speed",),
     "figure": ("figures",), "probe": ("evaluation",), "finetune": ("finetune",),
+    "predict": ("finetune",),
 }  # fmt: skip
 """Where each command is explained; of `veca demo` there is nothing to explain."""
 PLAIN = {"--device", "--help", "--model", "--out", "--overwrite", "--progress", "--seed", "--workers"}

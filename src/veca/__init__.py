@@ -19,15 +19,20 @@ if TYPE_CHECKING:
     from veca.optimized import optimize
     from veca.outputs import PackedOutput, VecaOutput
     from veca.packed import PackedImages
+    from veca.predict import ClassPrediction, DepthPrediction, MaskPrediction, Predictor, load_finetuned
     from veca.streaming import StreamedFeatures, stream
     from veca.version import __version__ as __version__
 
 __all__ = [
     "CheckpointError",
+    "ClassPrediction",
     "ConfigError",
+    "DepthPrediction",
     "ImageError",
+    "MaskPrediction",
     "PackedImages",
     "PackedOutput",
+    "Predictor",
     "StreamedFeatures",
     "Veca",
     "VecaConfig",
@@ -38,6 +43,7 @@ __all__ = [
     "images",
     "list_models",
     "load",
+    "load_finetuned",
     "make_elastic",
     "optimize",
     "pack",
@@ -56,6 +62,7 @@ _MODULES = {
     "model": ("Veca",),
     "outputs": ("PackedOutput", "VecaOutput"),
     "packed": ("PackedImages",),
+    "predict": ("ClassPrediction", "DepthPrediction", "MaskPrediction", "Predictor", "load_finetuned"),
     "streaming": ("StreamedFeatures", "stream"),
     "version": ("__version__",),
 }

@@ -40,7 +40,7 @@ def _run_embed(
     compute: opt.ComputeShare = None,
     device: opt.Device = "auto",
     workers: Annotated[int | None, opt.option("embed.workers")] = None,
-    column: Annotated[str | None, opt.option("embed.column")] = None,
+    column: opt.Column = None,
     engine: Annotated[Engine, opt.option("embed.engine")] = "plain",
     address: Annotated[str | None, opt.option("embed.address")] = None,
     partition: Annotated[int | None, opt.option("embed.partition", show_default=str(PARTITION))] = None,

@@ -63,6 +63,17 @@ def describe_error(error: Exception, name: str) -> str:
     return as_text(reason.removeprefix("<bytes>: ").removeprefix(f"{name}: "))[:1000]
 
 
+def read_item(item: Item, spans: SpanReader | None = None) -> str | bytes:
+    """Return an encoded image as `open_image` takes it: the path of a local file, or bytes; `spans` reads archives."""
+    if item.error:
+        raise ImageError(item.error)
+    if item.span is not None:
+        return (spans.read if spans else read_span)(item.path, *item.span)
+    if is_remote(item.path):
+        return retry(item.path, lambda: read_remote(item.path, item.file_size))
+    return item.path if item.data is None else item.data
+
+
 @dataclass(slots=True)
 class Record:
     """An image, (3, height, width) uint8, with its original (width, height); or an error.
@@ -162,13 +173,7 @@ class RecordDecoder:
         if self.max_file_pixels is not None and item.is_local_file:
             return replace(self, max_pixels=self.max_file_pixels, max_file_pixels=None)(item, gpu, spans)
         try:
-            if item.error:
-                raise ImageError(item.error)
-            source: str | bytes = item.path if item.data is None else item.data
-            if item.span is not None:
-                source = (spans.read if spans else read_span)(item.path, *item.span)
-            elif is_remote(item.path):
-                source = retry(item.path, lambda: read_remote(item.path, item.file_size))
+            source = read_item(item, spans)
             if gpu:
                 with warnings.catch_warnings(action="ignore"):
                     return self._for_gpu(item, source)

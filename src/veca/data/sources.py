@@ -23,7 +23,7 @@ from veca.data.remote import MAX_IMAGE_BYTES, SourceError, as_text, is_remote, l
 from veca.data.tar import TarError, TarReader, iter_members
 from veca.images import EXTENSIONS, MAX_PIXELS
 from veca.images.decode import max_bytes
-from veca.images.formats import select_images
+from veca.images.formats import collect_unsupported, select_images
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
 TABLES = (".parquet",)
@@ -111,6 +111,18 @@ def add_stamp(file: Item) -> Item:
 def is_container(file: Item) -> bool:
     """Tell whether a file holds images instead of being one."""
     return file.path.lower().endswith(SHARDS + TABLES)
+
+
+def find_empty_source(sources: Sequence[str], column: str | None = None, on_read: OnRead | None = None) -> str:
+    """Return what to say of the first source without any image; empty if all have one."""
+    for source in sources:
+        with collect_unsupported() as left_out:
+            first = next(iter_items([source], column, on_read=on_read), None)
+        if first is None:
+            # Archives in a folder are only read if they are named.
+            hint = f"; archives are named, as '{os.path.join(source, '*.tar')}'" if os.path.isdir(source) else ""
+            return left_out.append_to(f"{source}: no images there ({', '.join(sorted(EXTENSIONS))}){hint}")
+    return ""
 
 
 def count_images(sources: Sequence[str], unpack: bool = True, on_read: OnRead | None = None) -> int | None:

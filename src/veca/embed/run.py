@@ -27,7 +27,7 @@ from veca.checkpoint.format import weights_hash
 from veca.data.gpu_decode import GpuDecoder, choose_decoder
 from veca.data.records import TaskRecords, TaskSeconds, decode_tasks
 from veca.data.remote import is_remote
-from veca.data.sources import Item, OnRead, counting_images, iter_items, unpack_files
+from veca.data.sources import Item, OnRead, counting_images, find_empty_source, unpack_files
 from veca.data.workers import WorkerDiedError
 from veca.embed import partitions
 from veca.embed.batches import EmbedJob, FeatureModel, PartitionWriter, prepare_model
@@ -39,7 +39,6 @@ from veca.embed.rows import WriteQueue
 from veca.embed.settings import EmbedError, EmbedReport, EmbedSettings
 from veca.embed.tuning import choose_batch, default_batch
 from veca.errors import NonFiniteError
-from veca.images import EXTENSIONS
 from veca.images.formats import collect_unsupported
 from veca.model import Veca
 from veca.utils.console import ProgressTask, ReadingLine, bar, reading_line
@@ -178,14 +177,8 @@ def _check_sources(sources: list[str], column: str | None, on_read: OnRead | Non
     """Raise EmbedError unless every source holds at least one image."""
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
-    for source in sources:
-        with collect_unsupported() as left_out:
-            first = next(iter_items([source], column, on_read=on_read), None)
-        if first is None:
-            kinds = f"no images there ({', '.join(sorted(EXTENSIONS))})"
-            # Archives in a folder are only read if they are named.
-            hint = f"; archives are named, as '{os.path.join(source, '*.tar')}'" if os.path.isdir(source) else ""
-            raise EmbedError(left_out.append_to(f"{source}: {kinds}{hint}"))
+    if problem := find_empty_source(sources, column, on_read):
+        raise EmbedError(problem)
 
 
 def describe_features(model: Veca, name: str, settings: EmbedSettings, device: torch.device) -> dict[str, Any]:
