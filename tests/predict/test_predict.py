@@ -299,6 +299,9 @@ def test_settings_are_those_of_the_run(place: Path, tmp_path: Path) -> None:
     released = make_tiny(depth=1, num_classes=2)  # as a converted student of a classifier: no run, no names
     veca.save(released, tmp_path / "plain")
     assert sorted(veca.load_finetuned(tmp_path / "plain").predict(smooth_image()).classes) == ["0", "1"]
+    veca.save(make_tiny(depth=1, num_classes=2, patch_size=8), tmp_path / "fine")
+    with pytest.raises(veca.CheckpointError, match="fine: its patches have 8 pixels; images"):
+        veca.load_finetuned(tmp_path / "fine")
     released.provenance = {"finetune": {"size": "large"}}
     veca.save(released, tmp_path / "damaged")
     with pytest.raises(veca.CheckpointError, match="its provenance has no settings of `veca finetune`: size='large'"):

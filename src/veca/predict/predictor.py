@@ -163,6 +163,8 @@ def load_finetuned(source: StrPath, device: str | torch.device | None = None, **
         problem = "its run has not come to its end; the same `veca finetune` command continues it"
         raise CheckpointError(f"{source}: {problem}")
     network = load_network(source, device)
+    if (patch := network.backbone.config.patch_size) != PATCH:
+        raise CheckpointError(f"{source}: its patches have {patch} pixels; images are resized to patches of {PATCH}")
     given = {name: value for name, value in changes.items() if value is not None}
     try:
         trained = PredictSettings.from_dict(_trained_settings(network)).to_dict()
