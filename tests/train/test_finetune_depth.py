@@ -104,6 +104,7 @@ def test_a_run_learns_depth_and_resumes_bit_for_bit(
     with pytest.raises(Interrupted):
         tune(place, tmp_path / "again", settings)
     monkeypatch.undo()
+    assert "rmse, m" in (tmp_path / "again/report.html").read_text(), "also of a run that goes on"
     assert tune(place, tmp_path / "again", dataclasses.replace(settings, workers=1))["after"] == whole["after"]
     for file in ("metrics.csv", "validation.csv"):
         assert table(tmp_path / "again" / file) == table(tmp_path / "whole" / file)

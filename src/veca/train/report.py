@@ -20,6 +20,7 @@ from veca.errors import ArgumentError, VecaError
 from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import data_uri, heat_rows, levels, write_page
+from veca.train.finetune.settings import TASK_METRICS
 from veca.train.logger import LOSS_COLUMNS, Grid, grid_means, read_object, read_table
 from veca.train.plan import resolution_odds, shares
 from veca.train.recipe import Recipe, Setting
@@ -173,18 +174,13 @@ def write_finetune_report(folder: Path) -> Path:
     settings, result = (read_object(folder / name) for name in (FINETUNE_SETTINGS, FINETUNE_RESULT))
     rows = read_table(folder / "metrics.csv")
     try:
-        charts = _finetune_charts(folder, rows, result)
+        metric, unit = TASK_METRICS[settings.get("task", "classify")]
+        metric = result.get("metric", metric)
+        charts = _finetune_charts(folder, rows, result, metric, unit)
         banner = not result or bool(result["problems"] or result.get("note"))
         pictures = {"thumbnail": partial(_thumbnail, folder), "class_colours": class_colours}
-        form = ".2f" if charts["unit"] == "%" else ".3f"
-        context = {
-            "settings": settings,
-            "result": result,
-            "shown_pairs": SHOWN_PAIRS,
-            "form": form,
-            **pictures,
-            **charts,
-        }
+        context = {"settings": settings, "result": result, "shown_pairs": SHOWN_PAIRS, **pictures, **charts}
+        context |= {"metric": metric, "unit": unit, "form": ".2f" if unit == "%" else ".3f"}
         return _write_run_page(folder, "finetune.html", rows, banner, **context)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         if isinstance(error, VecaError):
@@ -194,10 +190,9 @@ def write_finetune_report(folder: Path) -> Path:
         raise ArgumentError(f"{folder}: {problem}; the same command writes them again") from error
 
 
-def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any]) -> dict[str, Any]:
+def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any], metric: str, unit: str) -> dict[str, Any]:
     """Curves of the metric, the loss and the rate; of a finished run also the scores by budget."""
     loss, rate = _points(rows, "total"), _points(rows, "learning_rate")
-    metric, unit = result.get("metric", "top1"), result.get("unit", "%")
     by_budget = defaultdict[int, list[Mapping[str, float]]](list)
     for row in read_table(folder / "validation.csv"):
         by_budget[int(row["budget"])].append(row)
@@ -214,8 +209,6 @@ def _finetune_charts(folder: Path, rows: Rows, result: Mapping[str, Any]) -> dic
         score_lines.append(Line(name, points, i, dots=True))
     budget_label = f"{metric} against budget"
     return {
-        "metric": metric,
-        "unit": unit,
         "metric_chart": line_chart(metric_lines, "step", f"{metric}, {unit}", metric, wide=True),
         "loss_chart": _step_chart(loss_lines, "loss", "loss against steps", loss),
         "rate_chart": line_chart([Line("", rate)], "step", "rate", "learning rate", wide=True),

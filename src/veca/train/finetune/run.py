@@ -288,8 +288,9 @@ class Finetuning(RunEngine):
             self.log.validation(
                 self.step, {(self.options.size, cores, 1.0): values for cores, values in scores.items()}
             )
-            parts = ", ".join(f"C={cores} {values[name]:.2f}" for cores, values in scores.items())
-            self.progress.say(f"val at step {self.step:,}: {name} {mean:.2f} ({parts}), loss {loss:.4f}")
+            form = f".{self.task.digits}f"
+            parts = ", ".join(f"C={cores} {values[name]:{form}}" for cores, values in scores.items())
+            self.progress.say(f"val at step {self.step:,}: {name} {mean:{form}} ({parts}), loss {loss:.4f}")
         # Step 0 is a candidate too, the head of the probe on the features as they were: no run ends below its start.
         if not self.best or self._rank(mean, -loss) > self._rank(*self.best[:2]):
             self.best = [mean, -loss, self.step]
@@ -364,7 +365,7 @@ class Finetuning(RunEngine):
     def _describe_start(self) -> str:
         """What to say of a run whose first weights were the best."""
         head = "a linear probe on frozen features" if self.options.head == "probe" else "a new head"
-        score = f"{self.task.metric} {self.best[0]:.4g} {self.task.unit} on val"
+        score = f"{self.task.metric} {self.best[0]:.{self.task.digits}f} {self.task.unit} on val"
         return f"No step of training was better than the start: the weights of step 0 are kept, with {head} ({score})."
 
     @torch.no_grad()

@@ -15,6 +15,8 @@ from veca.utils.settings import Bounds, Positive, Settings
 HeadStart: TypeAlias = Literal["probe", "new"]
 FinetuneFit: TypeAlias = Literal["crop", "native"]
 FinetuneTaskName: TypeAlias = Literal["classify", "segment", "depth"]
+TASK_METRICS = {"classify": ("top1", "%"), "segment": ("mIoU", "%"), "depth": ("rmse", "m")}
+"""Of each task the score by which weights are selected, and its unit."""
 _CHANGEABLE_SETTINGS = ("model", "workers", "skip_bad", "progress")
 """Settings that may change when a run is resumed: they change no result. Of the model, the weights are compared."""
 

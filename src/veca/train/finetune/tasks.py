@@ -32,6 +32,7 @@ from veca.model import Veca
 from veca.report.gallery import colour_classes, colour_depth, depth_range
 from veca.train.checkpoints import module_tensors
 from veca.train.finetune.settings import (
+    TASK_METRICS,
     FinetuneClassifySettings,
     FinetuneDenseSettings,
     FinetuneDepthSettings,
@@ -52,7 +53,9 @@ class FinetuneTask(ABC):
 
     metric: ClassVar[str]
     """The score by which weights are selected."""
-    higher_is_better, unit = True, "%"
+    unit: ClassVar[str]
+    higher_is_better, digits = True, 2
+    """Of that score; decimals that are shown."""
     metric_names: ClassVar[Mapping[str, str]]
     """Names of the scores, and those that `Confusion` has for them."""
     ignore: int
@@ -150,7 +153,8 @@ def _crop(split: Split, index: tuple[CropTransform, int]) -> Any:
 class ClassifyTask(FinetuneTask):
     """One class per image."""
 
-    metric, metric_names = "top1", {"top1": "pixel_accuracy", "mean_per_class": "class_accuracy"}
+    metric, unit = TASK_METRICS["classify"]
+    metric_names: ClassVar = {"top1": "pixel_accuracy", "mean_per_class": "class_accuracy"}
     ignore = -1
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneClassifySettings, reader: CropReader) -> None:
@@ -323,7 +327,7 @@ class DenseTask(FinetuneTask):
 class SegmentTask(DenseTask):
     """One class per pixel."""
 
-    metric = "mIoU"
+    metric, unit = TASK_METRICS["segment"]
     metric_names: ClassVar = {"mIoU": "miou", "pixel_accuracy": "pixel_accuracy", "class_accuracy": "class_accuracy"}
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneSegmentSettings, reader: CropReader) -> None:
@@ -341,7 +345,8 @@ class SegmentTask(DenseTask):
 class DepthTask(DenseTask):
     """Metres at each pixel. Its scores are errors in metres, and shares in percent."""
 
-    metric, higher_is_better, unit = "rmse", False, "m"
+    metric, unit = TASK_METRICS["depth"]
+    higher_is_better, digits = False, 3
     network: DepthEstimator
 
     def __init__(self, backbone: Veca, data: ProbeData, settings: FinetuneDepthSettings, reader: CropReader) -> None:
