@@ -22,12 +22,14 @@ from typer.testing import CliRunner
 
 import veca
 import veca.hub.transformers
+import veca.predict.run
 from veca.cli.main import app
 from veca.data.datasets import load_dataset
 from veca.heads import dense
 from veca.heads.networks import DepthEstimator, Segmenter
 from veca.images import load_image
 from veca.predict.run import _Names
+from veca.report.gallery import class_colours
 
 CLASSES = ["cat", "dog", "emu"]
 SIZE = 32
@@ -122,12 +124,12 @@ def test_a_table_has_the_classes_that_transformers_finds(place: Path, tmp_path: 
     assert not (tmp_path / "said.csv.failures.csv").exists()
 
 
-@pytest.mark.parametrize("run", ["segment", "native"])
-def test_masks_are_in_the_pixels_of_the_images(place: Path, tmp_path: Path, run: str) -> None:
+@pytest.mark.parametrize("task", ["segment", "native"])
+def test_masks_are_in_the_pixels_of_the_images(place: Path, tmp_path: Path, task: str) -> None:
     """At each pixel the class of highest score, scores resized as torch does it."""
-    assert invoke(place / run, place / "photos", "--out", tmp_path / "out").exit_code == 3
-    network = veca.load_finetuned(place / run).network
-    fit: dict[str, Any] = {"fit": "native", "max_patches": 9} if run == "native" else {"fit": "keep", "size": SIZE}
+    assert invoke(place / task, place / "photos", "--out", tmp_path / "out").exit_code == 3
+    network = veca.load_finetuned(place / task).network
+    fit: dict[str, Any] = {"fit": "native", "max_patches": 9} if task == "native" else {"fit": "keep", "size": SIZE}
     for name, map_name in zip(READABLE, MAPS, strict=True):
         photo = upright(place / "photos" / name)
         mask = Image.open(tmp_path / "out/masks" / map_name)
@@ -143,6 +145,21 @@ def test_masks_are_in_the_pixels_of_the_images(place: Path, tmp_path: Path, run:
     assert [row[1:] for row in table[1:]] == [[f"masks/{name}", f"overlays/{name}"] for name in MAPS]
     assert (tmp_path / "out/classes.txt").read_text().split() == CLASSES
     assert Image.open(tmp_path / "out/legend.png").width > 100
+
+
+def test_pictures_of_large_images_are_smaller(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes do not mix, and the overlay lies over the image."""
+    monkeypatch.setattr(veca.predict.run, "PICTURE_SIDE", 20)
+    assert invoke(place / "segment", place / "photos/b/7.png", "--out", tmp_path / "out").exit_code == 0
+    mask, overlay = (np.asarray(Image.open(tmp_path / f"out/{kind}/7.png")) for kind in ("masks", "overlays"))
+    assert (mask.shape, overlay.shape) == ((53, 37), (20, 14, 3))
+    small = upright(place / "photos/b/7.png").resize((14, 20), Image.Resampling.BICUBIC)
+    colours = 2 * overlay.astype(int) - np.asarray(small)
+    allowed = class_colours(3).astype(int)
+    distance = np.abs(colours[:, :, None] - allowed).max(-1)
+    assert (distance.min(-1) <= 3).all()
+    rows, columns = (np.arange(20) * 53 // 20 + 1, np.arange(14) * 37 // 14 + 1)
+    assert (distance.argmin(-1) == mask[np.ix_(rows, columns)]).mean() > 0.9
 
 
 def test_masks_are_labels_for_another_run(place: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from veca.checkpoint.format import weights_hash
@@ -37,6 +38,7 @@ from veca.predict.predictor import ClassPrediction, DepthPrediction, MaskPredict
 from veca.report.gallery import colour_classes, colour_depth, depth_range, draw_depth_legend, draw_legend
 from veca.utils.console import bar
 from veca.utils.files import atomic_path, check_writable, list_paths, locked
+from veca.utils.text import printable
 
 PICTURE_SIDE = 2048
 """Longest side in pixels of a coloured picture; masks and depths have all pixels."""
@@ -327,7 +329,7 @@ class _Maps(_Writer):
         if self.predictor.task == "segment":
             classes = self.predictor.classes
             with atomic_path(self.out / "classes.txt") as part:
-                part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
+                part.write_text("".join(f"{printable(name)}\n" for name in classes), encoding="utf-8")
             _save_png(self.out / "legend.png", draw_legend(classes))
 
     def _compare(self, file: Path) -> list[str]:
@@ -374,15 +376,14 @@ class _Maps(_Writer):
         if isinstance(prediction, MaskPrediction):
             mask = prediction.mask.numpy()
             values = mask if mask.dtype == np.uint8 else mask.astype(np.uint16)
-            picture = _draw_overlay(read_item(job.item), mask, len(prediction.classes))
+            picture = _draw_overlay(read_item(job.item), _shrink(mask), len(prediction.classes))
         else:
             assert isinstance(prediction, DepthPrediction)
             depth = prediction.depth.numpy()
             values = (1000 * depth.clip(max=MAX_METRES)).round().clip(min=1).astype(np.uint16)  # 0 is not measured
-            low, high = depth_range(depth, float(depth.max()))
-            shown = colour_depth(depth, low, high)
-            shown.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
-            picture = draw_depth_legend(shown, low, high)
+            shown = _shrink(depth)
+            low, high = depth_range(shown, float(shown.max()))
+            picture = draw_depth_legend(colour_depth(shown, low, high), low, high)
         _save_png(picture_path, picture)
         _save_png(map_path, Image.fromarray(values))  # last: it says that the image is done
 
@@ -394,15 +395,19 @@ class _Maps(_Writer):
             _write_csv(part, header, [self.rows[number] for number in sorted(self.rows)])
 
 
-def _draw_overlay(source: str | bytes, mask: np.ndarray[Any, Any], classes: int) -> Image.Image:
-    """The image, half in the colours of its classes, at most `PICTURE_SIDE` pixels long."""
-    rows, columns = mask.shape
-    scale = min(1.0, PICTURE_SIDE / max(rows, columns))
-    width, height = max(1, round(columns * scale)), max(1, round(rows * scale))
+def _shrink(values: NDArray[Any]) -> NDArray[Any]:
+    """A map (height, width) with sides of at most `PICTURE_SIDE`, by nearest neighbour."""
+    scale = min(1.0, PICTURE_SIDE / max(values.shape))
+    sides = [(side, max(1, round(side * scale))) for side in values.shape]
+    return values[np.ix_(*(((np.arange(after) + 0.5) * side / after).astype(np.int64) for side, after in sides))]
+
+
+def _draw_overlay(source: str | bytes, mask: NDArray[Any], classes: int) -> Image.Image:
+    """The image at the size of the mask, half in the colours of its classes."""
+    height, width = mask.shape
     image = open_image(source, at_least=min(width, height))
     image = resample(image, (width, height), (0, 0, *image.info["extent"]))
-    picked = (((np.arange(n) + 0.5) * total / n).astype(np.int64) for n, total in ((height, rows), (width, columns)))
-    return Image.blend(image, colour_classes(mask[np.ix_(*picked)], classes), 0.5)
+    return Image.blend(image, colour_classes(mask, classes), 0.5)
 
 
 def _save_png(path: Path, image: Image.Image) -> None:
