@@ -66,7 +66,7 @@ def test_every_declared_option_is_used() -> None:
 def test_models_and_outputs_are_options_everywhere() -> None:
     for path, command in COMMANDS.items():
         arguments = {param.name for param in command.params if param.param_type_name == "argument"}
-        assert arguments <= {"images", "sources", "recipe", "folder", "results"}, path
+        assert arguments <= {"image", "images", "sources", "recipe", "folder", "results"}, path
 
 
 @pytest.mark.parametrize(

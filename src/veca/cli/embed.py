@@ -22,6 +22,7 @@ SETTINGS_OPTIONS = {
     "fit": opt.FitOption,
     "max_patches": opt.MaxPatches,
     "dense": Annotated[bool, opt.option("embed.dense")],
+    "cells": Annotated[int | None, opt.option("embed.cells")],
     "with_global": Annotated[bool, opt.option("embed.with-global")],
     "batch": Annotated[int | None, opt.option("embed.batch")],
     "precision": Annotated[Precision, opt.option("embed.precision")],

@@ -35,6 +35,14 @@ def _parse_patch(text: str) -> tuple[int, ...]:
     raise ValueError
 
 
+def _parse_box(text: Any) -> tuple[int, ...]:
+    if isinstance(text, tuple):  # a default, which Typer parses too
+        return text
+    if match := re.fullmatch(r"(\d{1,9}),(\d{1,9}),(\d{1,9}),(\d{1,9})", text):
+        return tuple(map(int, match.groups()))
+    raise typer.BadParameter(f"{text!r}: expected X,Y,WIDTH,HEIGHT in pixels, as 40,60,200,120")
+
+
 def _parse_budget(text: str) -> int | None:
     try:
         return None if text == "all" else int(text)
@@ -72,6 +80,7 @@ def _list_parser(kind: Callable[[str], Any], expected: str, **words: Any) -> Cal
 
 _WHOLE_NUMBERS = "whole numbers separated by commas, none below 0, as 8,16"
 _PARSERS = {
+    "box": _parse_box,
     "budget": _parse_budget,
     "image-size": _parse_image_size,
     "budgets": _list_parser(int, _WHOLE_NUMBERS, all=()),  # no budget stands for "all", which depends on the model

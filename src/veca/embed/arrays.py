@@ -46,7 +46,8 @@ def write_arrays(
 
     metadata = schema.metadata[b"veca"].decode()
     about, rows = json.loads(metadata), sum(map(len, chunks("path")))
-    shapes = {"cls": (rows, about["dim"]), "patches": (rows, (about["size"] // about["patch_size"]) ** 2, about["dim"])}
+    side = about.get("cells") or about["size"] // about["patch_size"]
+    shapes = {"cls": (rows, about["dim"]), "patches": (rows, side**2, about["dim"])}
     arrays: dict[str, _Array] = {}
     for name in schema.names[1:]:
         dtype = np.dtype(about["save_dtype"] if name in shapes else np.int32).newbyteorder("<")

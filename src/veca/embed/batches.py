@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from veca.config import VecaConfig
 from veca.data.gpu_decode import THREADS, can_resize
@@ -38,6 +39,7 @@ from veca.images import normalize
 from veca.kernels.onednn import PackedWeights
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused, unfusable_reason
+from veca.outputs import VecaOutput
 
 PART_IMAGES = 4096
 PART_BYTES = 256 << 20
@@ -101,7 +103,8 @@ class EmbedJob:
 
     def feature_bytes(self, height: int, width: int) -> int:
         """Bytes of the saved features of one image of height × width pixels."""
-        vectors = self.settings.with_global + self.settings.dense * (height * width // self.config.patch_size**2)
+        settings, patches = self.settings, height * width // self.config.patch_size**2
+        vectors = settings.with_global + settings.dense * (settings.cells**2 if settings.cells else patches)
         return vectors * self.config.num_features * np.dtype(self.settings.save_dtype).itemsize
 
     def batch_of(self, height: int, width: int) -> int:
@@ -177,13 +180,21 @@ class FeatureModel:
             output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense, width=s.width)
             ended()
             dtype = getattr(torch, str(s.save_dtype))
-            found = {name: getattr(output, name).to(dtype).flatten(1) for name in self.schema.names[6:]}
+            found = {name: self._feature(output, name).to(dtype).flatten(1) for name in self.schema.names[6:]}
             # New memory: a view of the first token would keep all tokens.
             columns = {k: torch.empty(v.shape, dtype=dtype, pin_memory=v.is_cuda) for k, v in found.items()}
             for name, values in found.items():
                 columns[name].copy_(values, non_blocking=True)
             copied()
         return FeatureBatch(columns, events, time.perf_counter() - start)
+
+    def _feature(self, output: VecaOutput, name: str) -> Tensor:
+        """What a column holds: `cls` (B, D), `patches` (B, N, D) or the means of its cells."""
+        cells = self.job.settings.cells
+        if name == "patches" and cells:
+            return adaptive_avg_pool2d(output.feature_map.float(), cells).flatten(2).mT
+        feature: Tensor = getattr(output, name)
+        return feature
 
     def compute(self, records: TaskRecords) -> None:
         """Replace the pixels of a task by their features: batches of one shape.

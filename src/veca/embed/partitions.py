@@ -10,8 +10,8 @@ partition and digests of its inputs are in the footer of its file. Readers of Pa
 an underscore.
 
 Columns: `path`, `width`, `height` (of the image), `rows`, `columns` (of the grid), `cores` (the budget), `cls` (D
-numbers) and, if dense, `patches` (rows × columns × D numbers, row by row; in the files as little-endian bytes). How the
-features were made is JSON in the metadata, under the key `veca`.
+numbers) and, if dense, `patches` (rows × columns × D numbers, or those of `cells` × `cells` means, row by row; in the
+files as little-endian bytes). How the features were made is JSON in the metadata, under the key `veca`.
 """
 
 from __future__ import annotations
@@ -418,6 +418,10 @@ class PartitionFolder:
             self._fs.put_file(str(path), address)
         else:
             publish(path, Path(address))
+
+    def is_done(self) -> bool:
+        """Whether a run into a folder is complete."""
+        return self.exists(_DONE)
 
     def exists(self, name: str) -> bool:
         return bool(self._fs.exists(f"{self._root}/{name}"))

@@ -113,6 +113,7 @@ def embed(
         folder.file
         and folder.file.suffix != ".parquet"
         and settings.dense
+        and not settings.cells
         and settings.fit in ("keep", "pad", "native")
     ):
         reason = f"gives every image a grid of its own, which {folder.file.suffix} cannot hold"
@@ -186,7 +187,7 @@ def describe_features(model: Veca, name: str, settings: EmbedSettings, device: t
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
     about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
     about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
-    for name in ("max_patches", "stream_above"):
+    for name in ("max_patches", "stream_above", "cells"):
         if about[name] is None:
             del about[name]  # as before there was such a setting
     return dict(json.loads(json.dumps(about, default=str)))

@@ -41,6 +41,8 @@ class EmbedSettings(Settings):
     """With fit "native", shrink images of more patches; None: of more than size × size pixels have."""
     dense: bool = False
     """Save the patch features."""
+    cells: Positive | None = None
+    """With `dense`, save their means over a grid of cells × cells instead of all of them."""
     with_global: bool = True
     """Save the global feature."""
     batch: Positive | None = None
@@ -64,6 +66,7 @@ class EmbedSettings(Settings):
         super().__post_init__()
         if not self.dense and not self.with_global:
             raise EmbedError("nothing to save: ask for the global feature, for dense features, or for both")
+        self.require("cells", self.dense or self.cells is None, "None unless dense is true")
         native = self.fit == "native" or self.max_patches is None
         self.require("max_patches", native, "None unless fit is 'native'")
         self.require("stream_above", self.dense or self.stream_above is None, "None unless dense is True")
@@ -86,6 +89,8 @@ class EmbedSettings(Settings):
         if self.fit == "native":  # sizes of batches and parts are reckoned in squares of as many patches
             max_patches = max_patches or (size // step) ** 2
             size = max(1, math.isqrt(max_patches)) * step
+        side = size // model.config.patch_size
+        self.require("cells", (self.cells or 1) <= side, f"at most {side}, the patches along a side")
         width = self.width or model.width or 1.0
         resolve_width(width, model.config, model._warned)
         return dataclasses.replace(
