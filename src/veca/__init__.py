@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from veca.outputs import PackedOutput, VecaOutput
     from veca.packed import PackedImages
     from veca.predict import ClassPrediction, DepthPrediction, MaskPrediction, Predictor, load_finetuned
+    from veca.search import SearchIndex
     from veca.streaming import StreamedFeatures, stream
     from veca.version import __version__ as __version__
 
@@ -33,6 +34,7 @@ __all__ = [
     "PackedImages",
     "PackedOutput",
     "Predictor",
+    "SearchIndex",
     "StreamedFeatures",
     "Veca",
     "VecaConfig",
@@ -63,6 +65,7 @@ _MODULES = {
     "outputs": ("PackedOutput", "VecaOutput"),
     "packed": ("PackedImages",),
     "predict": ("ClassPrediction", "DepthPrediction", "MaskPrediction", "Predictor", "load_finetuned"),
+    "search": ("SearchIndex",),
     "streaming": ("StreamedFeatures", "stream"),
     "version": ("__version__",),
 }

@@ -5,8 +5,8 @@ DATA has coco256-mini.tar, coco256-val.tar and pets-trainval.tar; the indices ar
 - time: a query in a process that runs, and a command from its start to its end
 - recall: for 200 images of the index, the share of the 20 nearest by float64 that a query finds, at several budgets
 - duplicates: 200 images re-encoded, halved, cropped and flipped, beside the others: precision and recall of pairs
-- regions: a part of an image is pasted into another at 0.7 to 1.3 times its size and saved as JPEG; by its box the image
-  it is of is looked for among 1,000, by several features and cells: the share found first, and among 20
+- regions: a part of an image is pasted into another at 0.7 to 1.3 times its size and saved as JPEG; by its box the
+  image it is of is looked for among 1,000, by several features and cells: the share found first, and among 20
 """
 
 from __future__ import annotations
@@ -154,9 +154,8 @@ def measure_duplicates(index: SearchIndex, origins: dict[str, tuple[str, str]]) 
         groups = list(index.duplicates(threshold))
         pairs = [(group.images[0].path, match.path) for group in groups for match in group.images[1:]]
         # Of pairs of which neither is one of the 200 or made of them nothing is known: photos taken in a row are alike.
-        known = [
-            (origins.get(a, ("", ""))[0], origins.get(b, ("", ""))[0]) for a, b in pairs if {a, b} & origins.keys()
-        ]
+        images = [[origins[path][0] if path in origins else "" for path in pair] for pair in pairs]
+        known = [(a, b) for a, b in images if a or b]
         precision = sum(a == b for a, b in known) / max(1, len(known))
         recalls = ",".join(f"{np.mean([cosine >= threshold for cosine in cosines[kind]]):.3f}" for kind in kinds)
         print(f"{threshold},{len(groups)},{precision:.3f},{recalls},{len(pairs) - len(known)}")

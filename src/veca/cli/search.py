@@ -26,8 +26,8 @@ search_app = common.make_group(
 )
 
 Format = Literal["table", "csv", "json"]
-Index = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder that `veca search index` wrote.")]
-Sheet = Annotated[Path | None, opt.option("search.sheet")]
+IndexArgument = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder that `veca search index` wrote.")]
+SheetOption = Annotated[Path | None, opt.option("search.sheet")]
 FormatOption = Annotated[Format, opt.option("search.format")]
 _CHOSEN = ("dense", "cells", "with_global", "save_dtype")  # by --regions and by the index
 INDEX_OPTIONS = {name: option for name, option in SETTINGS_OPTIONS.items() if name not in _CHOSEN}
@@ -75,10 +75,10 @@ search_app.command("index")(common.with_settings(_run_index, INDEX_OPTIONS, Embe
 @search_app.command("query")
 def query_command(
     image: Annotated[str, typer.Argument(metavar="IMAGE", help="Image file.", show_default=False)],
-    folder: Index,
+    folder: IndexArgument,
     top: Annotated[int, opt.option("search.top")] = 20,
     box: Annotated[Any, opt.option("search.box")] = None,
-    to: Sheet = None,
+    to: SheetOption = None,
     form: FormatOption = "table",
     model: Annotated[str | None, opt.option("model", show_default="the one that the index names")] = None,
     cores: Annotated[Any, opt.option("cores", show_default="that of the index")] = None,
@@ -110,9 +110,9 @@ def query_command(
 
 @search_app.command("duplicates")
 def duplicates_command(
-    folder: Index,
+    folder: IndexArgument,
     threshold: Annotated[float, opt.option("search.threshold")] = 0.95,
-    to: Sheet = None,
+    to: SheetOption = None,
     form: FormatOption = "table",
     device: opt.Device = "auto",
     overwrite: opt.Overwrite = False,

@@ -27,7 +27,7 @@ from veca.kernels.onednn import PackedWeights
 from veca.model import Veca
 from veca.search.store import IndexDescription, IndexFolder, IndexTables, SearchError
 
-Box = tuple[int, int, int, int]
+PixelBox = tuple[int, int, int, int]
 """x and y of the top left corner, width and height, in pixels of the upright image."""
 
 _BLOCK_SCORES = 1 << 24
@@ -44,7 +44,7 @@ class Match(NamedTuple):
     """Cosine: 1 is the same."""
     width: int
     height: int
-    box: Box | None = None
+    box: PixelBox | None = None
     """Of a query by region: the cell that is most like it."""
     missing: bool = False
     """Whether the file is no longer where it was."""
@@ -113,7 +113,7 @@ class SearchIndex:
         image: Source,
         top: int = 20,
         *,
-        box: Box | None = None,
+        box: PixelBox | None = None,
         cores: int | None = None,
         width: MlpWidth | None = None,
     ) -> list[Match]:
@@ -177,7 +177,7 @@ class SearchIndex:
         box = None if cell is None else self._box_of(width, height, cell)
         return Match(path, min(1.0, score), width, height, box, _is_missing(path))
 
-    def _box_of(self, width: int, height: int, cell: int) -> Box:
+    def _box_of(self, width: int, height: int, cell: int) -> PixelBox:
         """Where a cell is in an image of width × height: what the model was shown of it is divided evenly."""
         s = self.description.settings
         assert s.cells is not None
@@ -202,7 +202,7 @@ class SearchIndex:
         pixels, _ = load_pixels(image, s.size, s.fit, decoder=self._decoder, **limits)  # type: ignore[arg-type]
         return self._run(pixels, cls_only=True, **budget).cls[0]
 
-    def _embed_region(self, image: Source, box: Box, budget: dict[str, Any]) -> Tensor:
+    def _embed_region(self, image: Source, box: PixelBox, budget: dict[str, Any]) -> Tensor:
         """The feature (D) of a region: the mean of its patches, or its global one if the index has no others.
 
         The model is shown the region alone, on as many pixels as a whole image: what is around it would take part.

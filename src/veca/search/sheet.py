@@ -12,7 +12,7 @@ from veca.data.records import RecordDecoder
 from veca.data.sources import Item, is_container, unpack_files
 from veca.images import MAX_PIXELS, PATCH
 from veca.report.page import data_uri, write_page
-from veca.search.index import Box, DuplicateGroup, Match, SearchIndex
+from veca.search.index import DuplicateGroup, Match, PixelBox, SearchIndex
 
 _SIDE = 192
 """Sides of a thumbnail, if it were square; of others, as many pixels."""
@@ -21,7 +21,9 @@ _MAX_GROUPS = 500
 _MISSING = Image.new("RGB", (_SIDE, _SIDE), (128, 128, 128))
 
 
-def write_query_sheet(path: Path, index: SearchIndex, image: str, matches: Sequence[Match], box: Box | None) -> None:
+def write_query_sheet(
+    path: Path, index: SearchIndex, image: str, matches: Sequence[Match], box: PixelBox | None
+) -> None:
     """Write a page of an image, with its region, and of what is like it."""
     asked = Match(image, 1.0, 0, 0, box)
     pictures = _read_thumbnails([image, *(match.path for match in matches)], index.description.column)
