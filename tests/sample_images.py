@@ -1,8 +1,10 @@
-"""Images for tests: tensors for a model, Pillow images of several kinds, and encoded files."""
+"""Images for tests: tensors for a model, Pillow images of several kinds, encoded files, and a video."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,3 +52,18 @@ def encode(image: Image.Image, file_format: str = "PNG") -> bytes:
 def random_pixels(height: int = 64, width: int = 96) -> Tensor:
     """Two images (2, 3, height, width) with values from 0 to 1, not normalised."""
     return torch.rand(2, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def write_video(path: Path, seconds: int = 5, rate: int = 10, width: int = 96, height: int = 64) -> Path:
+    """A video whose left half gets brighter by 5 with each frame; the right half is black."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = width, height, "yuv420p", 2_000_000
+        for number in range(seconds * rate):
+            pixels = np.zeros((height, width, 3), np.uint8)
+            pixels[:, : width // 2] = 5 * number
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    return path

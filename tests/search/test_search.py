@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import make_tiny
 from PIL import Image
-from sample_images import smooth_image
+from sample_images import smooth_image, write_video
 from sklearn.metrics.pairwise import cosine_similarity
 from torch.nn.functional import avg_pool2d
 from typer.testing import CliRunner
@@ -210,6 +210,18 @@ def test_images_in_archives_are_found_and_shown(model: Veca, tmp_path: Path) -> 
     shard.rename(tmp_path / "moved.tar")
     assert index.query(picture(1), 1)[0].missing
     assert index.query(picture(1), 1)[0].path == found.path
+
+
+def test_frames_of_videos_are_found_by_their_times(model: Veca, tmp_path: Path) -> None:
+    clip, settings = write_video(tmp_path / "clip.mp4", 2), EmbedSettings(**{**SETTINGS.to_dict(), "fps": 2})
+    assert counts(index_of(clip, tmp_path / "index", model, settings=settings)) == (4, 4, 0, 0, 0)
+    assert counts(index_of(clip, tmp_path / "index", model, settings=settings)) == (4, 0, 0, 0, 0)
+    index, frame = SearchIndex.open(tmp_path / "index", model=model), Image.new("RGB", (96, 64))
+    frame.paste((5 * 15,) * 3, (0, 0, 48, 64))  # as after a second and a half
+    assert index.query(frame, 1)[0].path == f"{clip}#1.5"
+    assert not index.query(frame, 1)[0].missing
+    clip.unlink()
+    assert index.query(frame, 1)[0].missing
 
 
 def test_duplicates_are_grouped_with_the_first_image_they_are_like(model: Veca, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ SETTINGS_OPTIONS = {
     "batch": Annotated[int | None, opt.option("embed.batch")],
     "precision": Annotated[Precision, opt.option("embed.precision")],
     "save_dtype": Annotated[SaveDtype | None, opt.option("embed.save-dtype")],
+    "fps": Annotated[float | None, opt.option("embed.fps")],
     "max_pixels": Annotated[int, opt.option("embed.max-pixels")],
     "stream_above": Annotated[int | None, opt.option("embed.stream-above")],
     "decode": opt.Decoding,

@@ -1,4 +1,4 @@
-"""Find images in files, folders, globs, tar shards and Parquet files, local or at any address fsspec reads.
+"""Find images in files, folders, globs, tar shards, Parquet files and videos, local or at any address fsspec reads.
 
 Sources are walked once, in a fixed order. At most one folder's names, or the listing of one address, is held in memory,
 so any number of images can be streamed.
@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 from veca.data import parquet
 from veca.data.remote import MAX_IMAGE_BYTES, SourceError, as_text, is_remote, list_remote, open_source
 from veca.data.tar import TarError, TarReader, iter_members
-from veca.images import EXTENSIONS, MAX_PIXELS
+from veca.data.video import FrameError, read_frames
+from veca.images import EXTENSIONS, MAX_PIXELS, ImageError
 from veca.images.decode import max_bytes
-from veca.images.formats import collect_unsupported, select_images
+from veca.images.formats import VIDEOS, collect_unsupported, select_images
 
 SHARDS = (".tar", ".tar.gz", ".tgz")
 TABLES = (".parquet",)
@@ -67,24 +68,35 @@ class Item(NamedTuple):
 
 
 def iter_items(
-    sources: Sequence[str], column: str | None = None, max_pixels: int = MAX_PIXELS, on_read: OnRead | None = None
+    sources: Sequence[str],
+    column: str | None = None,
+    max_pixels: int = MAX_PIXELS,
+    on_read: OnRead | None = None,
+    fps: float | None = None,
 ) -> Iterator[Item]:
     """Yield all images of all sources, in order, as the sources are walked.
 
     Those of a Parquet file are in `column` (None: in the only one that can hold images). An image with more bytes than
-    `max_pixels` can take comes as an error.
+    `max_pixels` can take comes as an error. Of videos, `fps` frames per second are images (None: videos in folders are
+    left out, others are an error).
     """
-    return unpack_files(_list_all(sources), column, max_pixels, on_read)
+    return unpack_files(_list_all(sources, fps is not None), column, max_pixels, on_read, fps)
 
 
 def unpack_files(
-    files: Iterable[Item], column: str | None = None, max_pixels: int = MAX_PIXELS, on_read: OnRead | None = None
+    files: Iterable[Item],
+    column: str | None = None,
+    max_pixels: int = MAX_PIXELS,
+    on_read: OnRead | None = None,
+    fps: float | None = None,
 ) -> Iterator[Item]:
-    """Yield the images of files, archives and tables, numbered, as `iter_items` does."""
+    """Yield the images of files, archives, tables and videos, numbered, as `iter_items` does."""
     number, limit = 0, min(MAX_IMAGE_BYTES, max_bytes(max_pixels))
     for file in map(add_stamp, files):
         if is_container(file):
-            if file.path.lower().endswith(TABLES):
+            if is_video(file):
+                yield from _frame_items(file, fps, max_pixels)
+            elif file.path.lower().endswith(TABLES):
                 yield from table_items(file.path, column, limit, file.stamp)
             else:
                 read = is_remote(file.path)
@@ -110,14 +122,21 @@ def add_stamp(file: Item) -> Item:
 
 def is_container(file: Item) -> bool:
     """Tell whether a file holds images instead of being one."""
-    return file.path.lower().endswith(SHARDS + TABLES)
+    return file.path.lower().endswith(SHARDS + TABLES + VIDEOS)
 
 
-def find_empty_source(sources: Sequence[str], column: str | None = None, on_read: OnRead | None = None) -> str:
+def is_video(file: Item) -> bool:
+    """Tell whether a file is a video, by its name."""
+    return file.path.lower().endswith(VIDEOS)
+
+
+def find_empty_source(
+    sources: Sequence[str], column: str | None = None, on_read: OnRead | None = None, fps: float | None = None
+) -> str:
     """Return what to say of the first source without any image; empty if all have one."""
     for source in sources:
         with collect_unsupported() as left_out:
-            first = next(iter_items([source], column, on_read=on_read), None)
+            first = next(iter_items([source], column, on_read=on_read, fps=fps), None)
         if first is None:
             # Archives in a folder are only read if they are named.
             hint = f"; archives are named, as '{os.path.join(source, '*.tar')}'" if os.path.isdir(source) else ""
@@ -136,14 +155,14 @@ def count_images(sources: Sequence[str], unpack: bool = True, on_read: OnRead | 
 
 
 @contextmanager
-def counting_images(sources: Sequence[str], on_total: Callable[[int], object]) -> Iterator[None]:
+def counting_images(sources: Sequence[str], on_total: Callable[[int], object], videos: bool = False) -> Iterator[None]:
     """Count the images in a thread while the block runs; call `on_total` if `count_images` knows without unpacking."""
     ended = threading.Event()
 
     def count() -> None:
         total = 0
         with suppress(Exception):  # reported by whoever reads the images
-            for number in _counts(sources, unpack=False):
+            for number in _counts(sources, unpack=False, videos=videos):
                 if number is None or ended.is_set():
                     return
                 total += number
@@ -158,36 +177,43 @@ def counting_images(sources: Sequence[str], on_total: Callable[[int], object]) -
         thread.join()
 
 
-def _counts(sources: Sequence[str], unpack: bool, on_read: OnRead | None = None) -> Iterator[int | None]:
-    """Yield numbers of images, as they are found, whose sum is the number of all; None for a shard that is not read."""
-    for file in _list_all(sources):
+def _counts(
+    sources: Sequence[str], unpack: bool, on_read: OnRead | None = None, videos: bool = False
+) -> Iterator[int | None]:
+    """Yield numbers of images, as they are found, whose sum is the number of all; None for a file that is not read."""
+    for file in _list_all(sources, videos):
         if file.path.lower().endswith(TABLES):
             with suppress(Exception), open_source(file.path) as raw:
                 yield pq.read_metadata(raw).num_rows
         elif not is_container(file):
             yield 1
-        elif is_remote(file.path) or (file.path.lower().endswith("gz") and not unpack):
+        elif is_remote(file.path) or is_video(file) or (file.path.lower().endswith("gz") and not unpack):
             yield None
         else:  # with a limit of -1 no image is unpacked, only headers
             limit = -1 if file.path.lower().endswith("gz") else MAX_IMAGE_BYTES
             yield from (1 for _ in shard_items(file.path, limit=limit, on_read=on_read))
 
 
-def _list_all(sources: Sequence[str]) -> Iterator[Item]:
-    return chain.from_iterable(list_files(source)[1] for source in sources)
+def _list_all(sources: Sequence[str], videos: bool = False) -> Iterator[Item]:
+    return chain.from_iterable(list_files(source, videos=videos)[1] for source in sources)
 
 
-def list_files(source: str, containers: tuple[str, ...] = SHARDS + TABLES) -> tuple[str, Iterator[Item]]:
+def list_files(
+    source: str, containers: tuple[str, ...] = SHARDS + TABLES, videos: bool = False
+) -> tuple[str, Iterator[Item]]:
     """List the files of one source: its root folder or address, and its files in order, none of them opened.
 
-    They are images; a glob also finds files with suffixes in `containers`, and a single file is listed in any case.
+    They are images, and `videos` if asked for; a glob also finds files with suffixes in `containers`, and a single file
+    is listed in any case.
     """
+    also = VIDEOS if videos else ()
+    containers += also
     if is_remote(source):
         root, files = list_remote(source, containers)
         return root, (Item(as_text(address), address, stamp=stamp) for address, stamp in files)
     pattern: tuple[str, ...] = ("**", "*")
     if os.path.isdir(source):
-        root, containers = str(Path(source)), ()
+        root, containers = str(Path(source)), also
     elif os.path.lexists(source):
         return os.path.dirname(source), iter([Item(as_text(source), source)])
     elif glob.has_magic(source):
@@ -311,6 +337,18 @@ def table_items(path: str, column: str | None = None, limit: int = MAX_IMAGE_BYT
     except Exception as error:  # a damaged table may raise almost anything
         reason = as_text(f"damaged table, nothing was read from row {row} on: {error}")
         yield Item(as_text(path), error=reason, stamp=stamp, number=number)
+
+
+def _frame_items(file: Item, fps: float | None, max_pixels: int) -> Iterator[Item]:
+    """Yield frames of a video, and as the last one an error if it could not be read to its end."""
+    if fps is None:
+        raise SourceError(f"{file.name}: a video; frames of it are read by veca embed --fps 2 (fps=2)")
+    number = 0
+    try:
+        for number, (name, data) in enumerate(read_frames(file.path, fps, max_pixels), 1):
+            yield Item(name, "", None, data, "", file.stamp, number - 1)
+    except (FrameError, ImageError) as error:
+        yield Item(file.name, error=as_text(str(error)), stamp=file.stamp, number=number)
 
 
 def _image_column(path: str, schema: pa.Schema, wanted: str | None) -> str:

@@ -31,7 +31,7 @@ from veca.data.gpu_decode import THREADS, can_resize
 from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, RecordDecoder, TaskRecords, split_tasks
 from veca.data.sources import Item
 from veca.embed.meter import StageMeter
-from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_schema
+from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_columns, feature_schema
 from veca.embed.rows import MAX_WRITES, FeatureBatch, FeatureRows, ImageShape, WriteQueue, make_table
 from veca.embed.settings import EmbedSettings
 from veca.errors import NonFiniteError
@@ -180,7 +180,7 @@ class FeatureModel:
             output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense, width=s.width)
             ended()
             dtype = getattr(torch, str(s.save_dtype))
-            found = {name: self._feature(output, name).to(dtype).flatten(1) for name in self.schema.names[6:]}
+            found = {name: self._feature(output, name).to(dtype).flatten(1) for name in feature_columns(self.schema)}
             # New memory: a view of the first token would keep all tokens.
             columns = {k: torch.empty(v.shape, dtype=dtype, pin_memory=v.is_cuda) for k, v in found.items()}
             for name, values in found.items():
@@ -410,7 +410,7 @@ class PartitionWriter:
             self._state.part, self._state.part_bytes = self._state.end, 0
 
     def _write_group(self, writer: pq.ParquetWriter, pieces: list[FeatureRows]) -> None:
-        state, names = self._state, self.model.schema.names[6:]
+        state, names = self._state, feature_columns(self.model.schema)
         batches = {id(rows.features): rows.features for rows in pieces if isinstance(rows.features, FeatureBatch)}
         for batch in batches.values():
             self._meter.add("model", len(batch.columns()[names[0]]), batch.seconds)

@@ -76,10 +76,10 @@ class Partition(NamedTuple):
         return {key: hashlib.sha256("\0".join(text).encode()).hexdigest() for key, text in texts.items()}
 
 
-def plan_partitions(sources: Sequence[str], length: int) -> Iterator[Partition]:
+def plan_partitions(sources: Sequence[str], length: int, videos: bool = False) -> Iterator[Partition]:
     """Divide the sources into partitions of one container or `length` image files; nothing is opened."""
     number, files = 0, list[Item]()
-    for file in (file for source in sources for file in list_files(source)[1]):
+    for file in (file for source in sources for file in list_files(source, videos=videos)[1]):
         if files and (is_container(file) or is_container(files[0]) or len(files) == length):
             yield Partition(number, files)
             number, files = number + 1, []
@@ -143,8 +143,14 @@ def feature_schema(about: dict[str, Any]) -> pa.Schema:
     types |= dict.fromkeys(("width", "height", "rows", "columns", "cores"), pa.int32())
     types |= {"cls": pa.list_(number, about["dim"])} if about["with_global"] else {}
     types |= {"patches": pa.large_list(number)} if about["dense"] else {}
+    types |= {"time": pa.float64()} if about.get("fps") else {}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     return pa.schema(fields, {"veca": json.dumps(about)})
+
+
+def feature_columns(schema: pa.Schema) -> list[str]:
+    """Names of the columns that the model makes."""
+    return [name for name in ("cls", "patches") if name in schema.names]
 
 
 class FeatureWriter(pq.ParquetWriter):
@@ -157,7 +163,7 @@ class FeatureWriter(pq.ParquetWriter):
         for index in schema.get_all_field_indices("patches"):
             schema = schema.set(index, pa.field("patches", pa.large_binary(), nullable=False))
         # Features compress little and at less than disk speed, and queries do not filter by them.
-        small = schema.names[:6]
+        small = [name for name in schema.names if name not in feature_columns(schema)]
         options: dict[str, Any] = {"use_dictionary": small[1:], "write_statistics": small}
         options |= {"compression": dict.fromkeys(small, "zstd"), "write_page_checksum": checksums}
         super().__init__(path, schema, **options)

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from veca.data.video import frame_time
+
 _T = TypeVar("_T")
 
 MAX_WRITES = 2
@@ -120,7 +122,10 @@ def make_table(pieces: Sequence[FeatureRows], schema: pa.Schema) -> pa.Table:
     numbers = np.concatenate([np.concatenate([rows.sizes for rows in pieces]), np.repeat(shapes, counts, axis=0)], 1)
     columns: dict[str, Any] = {"path": _to_strings(list(chain.from_iterable(rows.names for rows in pieces)))}
     columns |= dict(zip(schema.names[1:6], map(_to_arrow, numbers.T.copy()), strict=True))
-    for name in schema.names[6:]:
+    if "time" in schema.names:
+        times = [frame_time(name) for rows in pieces for name in rows.names]
+        columns["time"] = _to_arrow(np.array(times, np.float64))
+    for name in (name for name in schema.names if name not in columns):
         values, kind = [rows.column(name) for rows in pieces], cast(Any, schema.field(name).type)
         flat = _to_arrow(np.concatenate([each.reshape(-1) for each in values]))
         if pa.types.is_fixed_size_list(kind):

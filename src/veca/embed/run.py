@@ -119,7 +119,7 @@ def embed(
         reason = f"gives every image a grid of its own, which {folder.file.suffix} cannot hold"
         raise EmbedError(f"fit={settings.fit!r} {reason}; write .parquet, or choose fit 'crop' or 'stretch'")
     with reading_line(progress) as on_read:
-        _check_sources(sources, column, on_read)
+        _check_sources(sources, column, on_read, settings.fps)
     if not on_ray:
         check_utf8(out)
         check_writable(folder.file or folder.address, folder=folder.file is None)
@@ -147,7 +147,7 @@ def embed(
             job = EmbedJob(folder, settings, model.config, about, device, workers, column, skip_nonfinite, ignore_dates)
             length = job.partition_length(partition or partitions.PARTITION)
             folder.start(describe_job(about, model, sources, column, length), overwrite)
-            plan, meter = plan_partitions(sources, length), StageMeter(job.processes())
+            plan, meter = plan_partitions(sources, length, settings.fps is not None), StageMeter(job.processes())
             if on_ray:
                 totals = run_on_ray(job, model, list(plan), models, progress)
             else:
@@ -174,11 +174,11 @@ def embed(
     )
 
 
-def _check_sources(sources: list[str], column: str | None, on_read: OnRead | None) -> None:
+def _check_sources(sources: list[str], column: str | None, on_read: OnRead | None, fps: float | None) -> None:
     """Raise EmbedError unless every source holds at least one image."""
     if not sources:
         raise EmbedError("nothing to embed; name files, folders, globs, tar shards or Parquet files")
-    if problem := find_empty_source(sources, column, on_read):
+    if problem := find_empty_source(sources, column, on_read, fps):
         raise EmbedError(problem)
 
 
@@ -187,7 +187,7 @@ def describe_features(model: Veca, name: str, settings: EmbedSettings, device: t
     about: dict[str, Any] = {"veca": __version__, "torch": torch.__version__, "device": device.type, "model": name}
     about |= {"provenance": model.provenance, "weights": weights_hash(model), "dim": model.config.num_features}
     about |= {"patch_size": model.config.patch_size, **dataclasses.asdict(settings)}
-    for name in ("max_patches", "stream_above", "cells"):
+    for name in ("max_patches", "stream_above", "cells", "fps"):
         if about[name] is None:
             del about[name]  # as before there was such a setting
     return dict(json.loads(json.dumps(about, default=str)))
@@ -243,7 +243,7 @@ class _PlainRun:
             ) as tasks,
             bar("embedding", None, "images", bool(shown), failures=True, note=job.describe()) as advance,
             # Compressed shards are not counted: it would take as long as reading them.
-            counting_images(shown, lambda total: advance(total=total)),
+            counting_images(shown, lambda total: advance(total=total), job.settings.fps is not None),
             self.queue,
         ):
             on_read.show = advance.describe
@@ -299,7 +299,8 @@ class _PlainRun:
                 totals.add(partition.number, finished.pictures, len(finished.failures), finished.shrunk)
                 continue
             writer = PartitionWriter(self.model, partition, slices, self.meter)
-            task, images = None, unpack_files(partition.files, job.column, job.settings.max_pixels, on_read)
+            settings, task = job.settings, None
+            images = unpack_files(partition.files, job.column, settings.max_pixels, on_read, settings.fps)
             for task in job.split_tasks(islice(images, writer.added, None)):
                 self.loading.append(writer)
                 yield task

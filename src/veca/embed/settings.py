@@ -3,15 +3,16 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from veca.config import MlpWidth
 from veca.data.records import DecodeChoice
+from veca.data.video import MAX_FPS
 from veca.errors import VecaError
 from veca.images import MAX_PIXELS, PATCH, Fit
 from veca.inputs import resolve_width
 from veca.model import Veca
-from veca.utils.settings import Positive, Settings
+from veca.utils.settings import Bounds, Positive, Settings
 
 Precision = Literal["float32", "bfloat16", "float16"]
 SaveDtype = Literal["float32", "float16"]
@@ -52,6 +53,8 @@ class EmbedSettings(Settings):
     """Precision of the computation; other than float32: autocast."""
     save_dtype: SaveDtype | None = None
     """Type of the saved features; None: float16 if dense, float32 if not."""
+    fps: Annotated[float, Bounds(gt=0, le=MAX_FPS)] | None = None
+    """Frames per second of videos, which have their time in a column of its own; None: videos are not read."""
     max_pixels: Positive = MAX_PIXELS
     stream_above: Positive | None = None
     """With dense, files of images that have more patches, at their own size, are computed whole, by tiles, each into a

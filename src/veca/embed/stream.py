@@ -85,7 +85,8 @@ class PartitionStream:
                 yield None
                 continue
             self._under_way.append(request)
-            images = unpack_files(request.partition.files, self.job.column, self.job.settings.max_pixels)
+            settings, files = self.job.settings, request.partition.files
+            images = unpack_files(files, self.job.column, settings.max_pixels, fps=settings.fps)
             tasks = self.job.split_tasks(images)
             task = next(tasks, None)
             if task is None:  # a shard without images

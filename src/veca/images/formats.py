@@ -20,6 +20,9 @@ UNSUPPORTED = frozenset(
     | {".raf", ".rw2", ".rwl", ".sr2", ".srf", ".srw", ".x3f"}
 )
 
+# Suffixes of video files, whose frames are read if a command is told how many
+VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m2ts", ".3gp")
+
 
 def unsupported_suffix(source: object) -> str:
     """Return the suffix of a path or named stream if it is in `UNSUPPORTED`, else an empty string."""
@@ -40,7 +43,9 @@ class UnsupportedFiles(dict[str, Counter[str]]):
             return ""
         suffixes = ", ".join(f"{suffix} ({number:,})" for suffix, number in total.most_common())
         files = f"{total.total():,} file{'s were' if total.total() != 1 else ' was'} left out"
-        return f"{files}: {suffixes}. Such formats are not read: convert to JPEG or PNG first"
+        images = "Such formats are not read: convert to JPEG or PNG first" * bool(total.keys() - set(VIDEOS))
+        videos = "Frames of videos are read by veca embed --fps 2 (fps=2)" * bool(total.keys() & set(VIDEOS))
+        return f"{files}: {suffixes}. {'. '.join(filter(None, [images, videos]))}"
 
     def append_to(self, message: str) -> str:
         """Return `message` followed by the sentence, if there is one."""
@@ -76,7 +81,7 @@ def select_images(paths: Iterable[str], source: str, also: tuple[str, ...] = ())
         suffix = os.path.splitext(path)[1].lower()
         if suffix in EXTENSIONS or path.lower().endswith(also):
             yield path
-        elif suffix in UNSUPPORTED:
+        elif suffix in UNSUPPORTED or suffix in VIDEOS:
             unsupported[suffix] += 1
     if (collected := _current.get()) is not None:
         collected[source] = unsupported

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from veca.checkpoint.format import weights_hash
 from veca.data.remote import is_remote
 from veca.data.sources import Item, add_stamp, list_files
+from veca.data.video import file_of_frame
 from veca.embed import EmbedSettings, embed
 from veca.embed.partitions import PartitionFolder
 from veca.images import EXTENSIONS
@@ -89,7 +90,7 @@ def update_index(
             old = folder.read()
             _check_same(folder, old, description, drop_sources)
             description = dataclasses.replace(description, tables=old.tables)
-        items = _list_sources(places)
+        items = _list_sources(places, settings.fps is not None)
         folder.write(description)
         options: dict[str, Any] = {"model": model, "model_name": model_name, "settings": settings, "column": column}
         options |= {"device": device, "workers": workers, "progress": progress}
@@ -140,12 +141,12 @@ def _check_same(folder: IndexFolder, old: IndexDescription, new: IndexDescriptio
 _ANEW = "choose another name, or make it anew with --overwrite (overwrite=True)"
 
 
-def _list_sources(sources: Sequence[str]) -> dict[str, Item]:
+def _list_sources(sources: Sequence[str], videos: bool) -> dict[str, Item]:
     """The files of all sources by name, each with its stamp."""
     items: dict[str, Item] = {}
     with collect_unsupported() as left_out:
         for source in sources:
-            found = [add_stamp(item) for item in list_files(source)[1]]
+            found = [add_stamp(item) for item in list_files(source, videos=videos)[1]]
             if not found:
                 kinds = ", ".join(sorted(EXTENSIONS))
                 raise SearchError(left_out.append_to(f"{source}: no images there ({kinds})"))
@@ -309,6 +310,7 @@ class _RunTable:
 
     def _file_of(self, path: str) -> str:
         """The file that an image is, or is in; empty if that is none of these."""
+        path = file_of_frame(path)
         while path and path not in self.files:
             path = path.rpartition("/")[0]
         return path

@@ -20,6 +20,7 @@ from veca.checkpoint.format import weights_hash
 from veca.checkpoint.loading import load_or_random
 from veca.config import MlpWidth
 from veca.data.remote import is_remote
+from veca.data.video import file_of_frame
 from veca.errors import VecaError, needs_extra
 from veca.images import Source, nearest_sizes, normalize, open_image
 from veca.images.load import Decoder, load_pixels, plan_fit
@@ -243,6 +244,7 @@ def _is_missing(path: str) -> bool:
     """Whether neither the file nor the archive that it is in exists; addresses are not looked up."""
     if is_remote(path):
         return False
+    path = file_of_frame(path)
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
     return not path or os.path.isdir(path)

@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from veca.data.records import RecordDecoder
 from veca.data.sources import Item, is_container, unpack_files
+from veca.data.video import file_of_frame
 from veca.images import MAX_PIXELS, PATCH
 from veca.report.page import data_uri, write_page
 from veca.search.index import DuplicateGroup, Match, PixelBox, SearchIndex
@@ -26,7 +27,7 @@ def write_query_sheet(
 ) -> None:
     """Write a page of an image, with its region, and of what is like it."""
     asked = Match(image, 1.0, 0, 0, box)
-    pictures = _read_thumbnails([image, *(match.path for match in matches)], index.description.column)
+    pictures = _read_thumbnails([image, *(match.path for match in matches)], index)
     strips = [("Asked for", [_entry(asked, pictures, "")])]
     strips += [("Found", [_entry(match, pictures, f"{match.score:.3f}") for match in matches])]
     _write_sheet(path, "Search by image", index, strips, {"Found": len(matches)})
@@ -35,7 +36,7 @@ def write_query_sheet(
 def write_duplicates_sheet(path: Path, index: SearchIndex, groups: Sequence[DuplicateGroup], threshold: float) -> None:
     """Write a page of groups of duplicates."""
     shown = groups[:_MAX_GROUPS]
-    pictures = _read_thumbnails((match.path for group in shown for match in group.images), index.description.column)
+    pictures = _read_thumbnails((match.path for group in shown for match in group.images), index)
     strips = [
         (f"Group {number:,}", [_entry(match, pictures, f"{match.score:.3f}") for match in group.images])
         for number, group in enumerate(shown, 1)
@@ -73,11 +74,11 @@ def _encode(picture: Image.Image, match: Match) -> str:
     return data_uri(data.getvalue(), "webp")
 
 
-def _read_thumbnails(paths: Iterable[str], column: str | None) -> dict[str, Image.Image]:
+def _read_thumbnails(paths: Iterable[str], index: SearchIndex) -> dict[str, Image.Image]:
     """Thumbnails of images by path, without those that are missing or cannot be read."""
     wanted, decoder = dict.fromkeys(paths), RecordDecoder(_SIDE, "native", MAX_PIXELS, "cpu", (_SIDE // PATCH) ** 2)
     thumbnails = dict[str, Image.Image]()
-    for items in _find_items(list(wanted), column):
+    for items in _find_items(list(wanted), index.description.column, index.description.settings.fps):
         record = decoder(items)
         if not record.error:
             picture = Image.fromarray(np.ascontiguousarray(record.pixels.transpose(1, 2, 0)))
@@ -86,11 +87,11 @@ def _read_thumbnails(paths: Iterable[str], column: str | None) -> dict[str, Imag
     return thumbnails
 
 
-def _find_items(paths: Sequence[str], column: str | None) -> Iterable[Item]:
+def _find_items(paths: Sequence[str], column: str | None, fps: float | None) -> Iterable[Item]:
     """Where images are: files, or members of archives, which are read as far as need be."""
     archives: dict[str, set[str]] = {}
     for path in paths:
-        archive = path
+        archive = file_of_frame(path)
         while archive and not is_container(Item(archive, archive)):
             archive = archive.rpartition("/")[0]
         if archive:
@@ -98,7 +99,7 @@ def _find_items(paths: Sequence[str], column: str | None) -> Iterable[Item]:
         else:
             yield Item(path, path)
     for archive, names in archives.items():
-        for item in unpack_files([Item(archive, archive)], column):
+        for item in unpack_files([Item(archive, archive)], column, fps=fps):
             if item.name in names:
                 names.discard(item.name)
                 yield item
