@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
-from sample_images import noise_png
+from sample_images import noise_png, write_video
 from test_embed import Stop, failures, go, interrupted, model, overwritten, paths, photos, small_partitions  # noqa: F401
 
 from veca.embed import EmbedError, EmbedSettings
@@ -50,6 +50,23 @@ def test_npz_and_safetensors_hold_the_same_as_parquet(photos, tmp_path, model, s
         for name, array in numbers.items():
             assert tensors.get_tensor(name).dtype == array.dtype
             np.testing.assert_array_equal(tensors.get_tensor(name), array)
+
+
+def test_cells_and_times_are_the_same_in_all_files(photos, tmp_path, model):  # noqa: F811
+    """Of images of any shape: all have as many cells."""
+    settings = EmbedSettings(cores=8, size=32, fit="keep", batch=2, dense=True, cells=2, fps=2)
+    clip, outs = write_video(tmp_path / "clip.mp4", 1), {suffix: tmp_path / f"f{suffix}" for suffix in SUFFIXES}
+    for out in outs.values():
+        go([photos, clip], out, model, settings)
+    table = pq.read_table(outs[".parquet"])
+    patches = np.frombuffer(b"".join(table["patches"].to_pylist()), np.float16).reshape(13, 4, 32)
+    times = table["time"].to_numpy()
+    assert times[-2:].tolist() == [0, 0.5]
+    assert np.isnan(times[:-2]).all()
+    with np.load(outs[".npz"], allow_pickle=False) as npz, safe_open(outs[".safetensors"], "np") as tensors:
+        for name, expected in (("patches", patches), ("time", times)):
+            np.testing.assert_array_equal(npz[name], expected)
+            np.testing.assert_array_equal(tensors.get_tensor(name), expected)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES[1:])

@@ -315,6 +315,10 @@ def test_damaged_tables_are_refused_and_made_again(photos: Path, model: Veca, tm
     np.save(vectors, np.array([Bomb()] * 6), allow_pickle=True)
     with pytest.raises(SearchError, match="is damaged or missing"):
         SearchIndex.open(out, model=model)
+    with open(vectors, "wb") as file:
+        np.savez(file, vectors=np.zeros((6, 64), np.float16))
+    with pytest.raises(SearchError, match="is damaged or missing"):
+        SearchIndex.open(out, model=model)
     assert calls == []
     assert counts(index_of(photos, out, model))[:1] == (6,)
     assert SearchIndex.open(out, model=model).query(photos / "0.png") == expected

@@ -81,7 +81,7 @@ def query_command(
     to: SheetOption = None,
     form: FormatOption = "table",
     model: Annotated[str | None, opt.option("model", show_default="the one that the index names")] = None,
-    cores: Annotated[Any, opt.option("cores", show_default="that of the index")] = None,
+    cores: Annotated[int | None, opt.option("cores", parser=None, show_default="that of the index")] = None,
     width: Annotated[float | None, opt.option("width", show_default="that of the index")] = None,
     device: opt.Device = "auto",
     overwrite: opt.Overwrite = False,
@@ -95,9 +95,10 @@ def query_command(
     index = SearchIndex.open(folder, model=loaded, device=choose_device(device))
     matches = index.query(image, top, box=box, cores=cores, width=width)
     ours = index.description.settings
-    if (cores or ours.cores, width or ours.width) != (ours.cores, ours.width):
-        asked = f"C = {cores or ours.cores}, width {width or ours.width:g}"
-        err.print(f"Query at {asked}; index at C = {ours.cores}, width {ours.width:g}.", soft_wrap=True)
+    asked = cores or ours.cores, width or ours.width
+    if asked != (ours.cores, ours.width):
+        query = f"Query at C = {asked[0]}, width {asked[1]:g}"
+        err.print(f"{query}; index at C = {ours.cores}, width {ours.width:g}.", soft_wrap=True)
     if box is not None and not index.has_regions:
         warn(
             "The index has no regions: the region is compared with whole images (--regions 4 for `veca search index`)."

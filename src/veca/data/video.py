@@ -20,7 +20,7 @@ _FRAME = re.compile(rf"(.*(?:{'|'.join(map(re.escape, sorted(VIDEOS)))}))#(\d+(?
 # What files of these suffixes hold. Other formats, such as playlists, would make FFmpeg open more files and addresses.
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts"
 _MISSING_SECONDS = 0.5
-"""A video whose frames end so much before its duration, or a twentieth of that, is truncated."""
+"""A video is truncated if its frames end so much, a twentieth of it and two frames before its duration."""
 
 
 class FrameError(Exception):
@@ -67,11 +67,11 @@ def read_frames(path: str, fps: float, max_pixels: int = MAX_PIXELS) -> Iterator
                     last = f"{round(time, 3):g} s"
                     yield as_text(f"{path}#{round(time, 3):.12g}"), _to_ppm(frame)
             duration = _duration(container, stream)
-            if duration - end > max(_MISSING_SECONDS, duration / 20, 2 / fps if fps < 1 else 0):
+            if duration - end > max(_MISSING_SECONDS, duration / 20, 2 / float(stream.average_rate or 25)):
                 raise FrameError(f"truncated: its frames end at {end:.1f} s of {duration:.1f} s")
     except (FrameError, VecaError):  # the latter: no regular file, or an address that cannot be reached
         raise
-    except (av.error.FFmpegError, OSError, ValueError, IndexError) as error:
+    except (av.error.FFmpegError, OSError, ValueError, IndexError, ArithmeticError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FrameError(f"damaged video, nothing was read after {last}: {reason}") from error
 

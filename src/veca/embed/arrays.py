@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-_SAFETENSORS_DTYPES = {"<i8": "I64", "<i4": "I32", "<f4": "F32", "<f2": "F16", "|u1": "U8"}
+_SAFETENSORS_DTYPES = {"<i8": "I64", "<f8": "F64", "<i4": "I32", "<f4": "F32", "<f2": "F16", "|u1": "U8"}
 
 
 class _Array(NamedTuple):
@@ -50,7 +50,8 @@ def write_arrays(
     shapes = {"cls": (rows, about["dim"]), "patches": (rows, side**2, about["dim"])}
     arrays: dict[str, _Array] = {}
     for name in schema.names[1:]:
-        dtype = np.dtype(about["save_dtype"] if name in shapes else np.int32).newbyteorder("<")
+        kind = about["save_dtype"] if name in shapes else schema.field(name).type.to_pandas_dtype()
+        dtype = np.dtype(kind).newbyteorder("<")
         arrays[name] = _Array(dtype, shapes.get(name, (rows,)), chunks(name))
     (_write_npz if suffix == ".npz" else _write_safetensors)(path, arrays, rows, lambda: chunks("path"), metadata)
 
@@ -89,7 +90,7 @@ def _write_safetensors(
     # Wide numbers before narrow ones, so that every array is aligned.
     arrays = {
         "path_offsets": _Array(np.dtype("<i8"), (rows + 1,), offsets()),
-        **arrays,
+        **dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)),
         "path": _Array(np.dtype(np.uint8), (length,), characters),
     }
     header, end = dict[str, Any](__metadata__={"veca": metadata}), 0

@@ -108,7 +108,7 @@ def _index_settings(settings: EmbedSettings, model: Veca) -> EmbedSettings:
 
 def _check_folder(folder: IndexFolder, overwrite: bool) -> None:
     """Refuse a folder that holds something else."""
-    names = {name for name in os.listdir(folder.path) if name != "lock"}
+    names = {name for name in os.listdir(folder.path) if name != "lock" and not name.startswith(".")}
     if names and not folder.exists() and not names <= {"runs", "tables", "failures.csv"}:
         raise SearchError(f"{folder.path} holds other files, as {min(names)}; choose another name")
     if names and not folder.exists() and not overwrite:

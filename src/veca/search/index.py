@@ -127,7 +127,10 @@ class SearchIndex:
         if top < 1:
             raise SearchError(f"top={top}: must be at least 1")
         settings = self.description.settings
-        budget = {"cores": cores or settings.cores, "width": width or settings.width}
+        budget = {
+            "cores": settings.cores if cores is None else cores,
+            "width": settings.width if width is None else width,
+        }
         feature = self._embed(image, budget) if box is None else self._embed_region(image, box, budget)
         regions = None if box is None else self._tables.regions
         return self._rank(self._tables.vectors if regions is None else regions, feature, top)

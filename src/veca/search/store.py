@@ -167,7 +167,10 @@ class IndexFolder:
 
     def _map_vectors(self, path: Path, shape: tuple[int, ...]) -> NDArray[np.float16]:
         try:
-            vectors: NDArray[np.float16] = np.load(path, mmap_mode="r" if shape[0] else None, allow_pickle=False)
+            # Not `np.load`, which takes archives too.
+            if not shape[0]:  # nothing to map
+                return np.zeros(shape, np.float16)
+            vectors: NDArray[np.float16] = np.lib.format.open_memmap(path, mode="r")
             if vectors.shape != shape or vectors.dtype != np.float16 or not vectors.flags.c_contiguous:
                 raise ValueError(f"{vectors.dtype} {vectors.shape}, not float16 {shape}")
         except (OSError, ValueError, EOFError) as error:
