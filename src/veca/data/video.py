@@ -23,7 +23,7 @@ _MISSING_SECONDS = 0.5
 """A video is truncated if its frames end so much, a twentieth of it and two frames before its duration."""
 
 
-class FrameError(Exception):
+class FrameError(VecaError, ValueError):
     """A video that cannot be read, or not to its end."""
 
 
@@ -69,7 +69,7 @@ def read_frames(path: str, fps: float, max_pixels: int = MAX_PIXELS) -> Iterator
             duration = _duration(container, stream)
             if duration - end > max(_MISSING_SECONDS, duration / 20, 2 / float(stream.average_rate or 25)):
                 raise FrameError(f"truncated: its frames end at {end:.1f} s of {duration:.1f} s")
-    except (FrameError, VecaError):  # the latter: no regular file, or an address that cannot be reached
+    except VecaError:  # also of what is no regular file, or an address that cannot be reached
         raise
     except (av.error.FFmpegError, OSError, ValueError, IndexError, ArithmeticError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -101,8 +101,8 @@ class SearchIndex:
                     reason = f"is of the model {name}, which cannot be loaded ({error})"
                     raise SearchError(f"{self.folder} {reason}; name it by --model (model=…)") from error
             if weights_hash(self._model) != self.description.weights:
-                way = "name that model, by --model (model=…), or make an index of this one"
-                raise SearchError(f"{self.folder} is of another model, which was loaded as {name}; {way}")
+                way = f"give that one by --model (model=…), or make an index with this one; {name} was its name"
+                raise SearchError(f"{self.folder} is of another model, with other weights: {way}")
             self._model.to(self.device).eval()
             self._packed = PackedWeights(self._model) if self.device.type == "cpu" else self._packed
             self._checked = True

@@ -1,7 +1,7 @@
 """Contact sheets: what a search has found, as one HTML page with thumbnails in it."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ def _write_sheet(
 def _entry(match: Match, pictures: Mapping[str, Image.Image], score: str) -> tuple[str, str, str]:
     """Thumbnail, alternative text and caption of an image."""
     picture = pictures.get(match.path)
-    caption = ", ".join(filter(None, [score, match.path, "" if picture else "missing"]))
+    problem = "" if picture else "missing" if match.missing else "cannot be read"
+    caption = ", ".join(filter(None, [score, match.path, problem]))
     return _encode(picture or _MISSING, match), match.path, caption
 
 
@@ -78,8 +79,8 @@ def _read_thumbnails(paths: Iterable[str], index: SearchIndex) -> dict[str, Imag
     """Thumbnails of images by path, without those that are missing or cannot be read."""
     wanted, decoder = dict.fromkeys(paths), RecordDecoder(_SIDE, "native", MAX_PIXELS, "cpu", (_SIDE // PATCH) ** 2)
     thumbnails = dict[str, Image.Image]()
-    for items in _find_items(list(wanted), index.description.column, index.description.settings.fps):
-        record = decoder(items)
+    for item in _find_items(list(wanted), index.description.column, index.description.settings.fps):
+        record = decoder(item)
         if not record.error:
             picture = Image.fromarray(np.ascontiguousarray(record.pixels.transpose(1, 2, 0)))
             picture.info["full_size"] = record.size
@@ -87,7 +88,7 @@ def _read_thumbnails(paths: Iterable[str], index: SearchIndex) -> dict[str, Imag
     return thumbnails
 
 
-def _find_items(paths: Sequence[str], column: str | None, fps: float | None) -> Iterable[Item]:
+def _find_items(paths: Sequence[str], column: str | None, fps: float | None) -> Iterator[Item]:
     """Where images are: files, or members of archives, which are read as far as need be."""
     archives: dict[str, set[str]] = {}
     for path in paths:
