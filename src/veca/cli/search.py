@@ -40,7 +40,7 @@ def _run_index(
     regions: Annotated[int | None, opt.option("search.regions")] = None,
     device: opt.Device = "auto",
     workers: Annotated[int | None, opt.option("embed.workers")] = None,
-    column: Annotated[str | None, opt.option("embed.column")] = None,
+    column: opt.Column = None,
     overwrite: opt.Overwrite = False,
     drop_sources: Annotated[bool, opt.option("search.drop-sources")] = False,
     progress: opt.ShowProgress = True,
