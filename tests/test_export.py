@@ -16,9 +16,7 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app
-from veca.heads.features import BackboneError
-from veca.hub import export as module
-from veca.hub.export import (
+from veca.export import (
     BudgetModel,
     ExportCheck,
     ExportFormat,
@@ -29,6 +27,8 @@ from veca.hub.export import (
     open_file,
     parse_size,
 )
+from veca.heads.features import BackboneError
+from veca.hub import export as module
 from veca.probe.backbones import OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")

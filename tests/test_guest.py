@@ -620,8 +620,8 @@ def test_look_inside_projects_and_attends_once() -> None:
 def test_a_budget_is_no_bool(cores: Any, tmp_path: Path) -> None:
     from veca.bench.contenders import Case
     from veca.embed import EmbedSettings
+    from veca.export import export
     from veca.heads.features import FrozenVeca
-    from veca.hub.export import export
     from veca.inspect import draw_cores, measure_cores
     from veca.train.finetune.settings import FinetuneClassifySettings
 

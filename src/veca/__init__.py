@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from veca.errors import VecaError
 
 if TYPE_CHECKING:
-    from veca import hub, images
+    from veca import images
     from veca.checkpoint import CheckpointError, create_model, list_models, load, save
     from veca.compute import resolve_compute
     from veca.config import ConfigError, VecaConfig
@@ -41,7 +41,6 @@ __all__ = [
     "VecaError",
     "VecaOutput",
     "create_model",
-    "hub",
     "images",
     "list_models",
     "load",

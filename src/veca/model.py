@@ -309,6 +309,12 @@ class Veca(nn.Module):
         chunks = math.ceil(budget / self.config.core_chunk) if torch.is_grad_enabled() else len(bank)
         return torch.cat(list(bank)[:chunks])[:budget]
 
+    def freeze_inactive_cores(self, budget: int) -> None:
+        """Freeze what no budget up to `budget` uses: DDP waits for the gradient of every parameter not frozen."""
+        for bank in (self.cores, self.core_states):
+            for chunk in list(bank)[math.ceil(budget / self.config.core_chunk) :]:
+                chunk.requires_grad_(False)
+
     def _patch_rotary(self, rows: int, columns: int, like: Tensor) -> Rotary:
         """The rotary table of the patches; in training their coordinates are augmented, alike for the whole batch."""
         head_dim, zero_fraction = self.config.head_dim, self.config.rope_zero_fraction

@@ -115,8 +115,9 @@ def test_timm_lists_the_pretrained_tags(folder: Path) -> None:
     assert [name for name in cfgs if "." in name] == ["veca_tiny_patch16.birds_coco", "veca_tiny_patch16.cats_coco"]
     assert [name for name in cfgs if "." not in name] == [f"{size}_patch16" for size in veca.list_models()[1:]]
     cfg = cfgs["veca_tiny_patch16.cats_coco"]
-    model = timm.create_model("veca_tiny_patch16", pretrained=True, pretrained_cfg=cfg, cores=8).eval()
     expected = veca.load("veca_tiny.cats_coco")
+    options = {"pretrained_cfg": cfg, "cores": 8, "output_dim": expected.config.output_dim}
+    model = timm.create_model("veca_tiny_patch16", pretrained=True, **options).eval()
     assert model.provenance == PROVENANCE
     assert model.config == expected.config
     torch.testing.assert_close(model(IMAGES), expected(IMAGES, 8).cls)

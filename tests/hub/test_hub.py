@@ -1,16 +1,69 @@
-"""torch.hub takes the repository as it is, with nothing installed from it."""
+"""`import veca.hub`, folders that load by `trust_remote_code`, and torch.hub, which takes the repository as it is."""
 
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_tiny
+from processes import run_program
 from torch import hub
 
 import veca
+from veca.hub.__main__ import main as run_script
+
+REMOTE = """
+import sys
+sys.modules["timm"] = None  # as if it were not installed
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
+sys.modules["veca"] = None
+try:
+    AutoModel.from_pretrained("saved", trust_remote_code=True)
+except ImportError as error:
+    assert "this folder is of a VECA" in str(error)
+del sys.modules["veca"]
+processor = AutoImageProcessor.from_pretrained("saved", trust_remote_code=True)
+model = AutoModel.from_pretrained("saved", trust_remote_code=True)
+assert type(model).__module__ == "veca.hub.transformers" and type(processor).__name__ == "VecaImageProcessor"
+model.save_pretrained("again")
+AutoModelForImageClassification.from_pretrained("again", trust_remote_code=True)
+"""
+
+
+def test_a_saved_folder_loads_where_only_transformers_is_imported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("veca.hub.transformers")
+    transformers.VecaModel.from_veca(make_tiny(), cores=16).save_pretrained(tmp_path / "saved")
+    transformers.VecaImageProcessor(size=32).save_pretrained(tmp_path / "saved")
+    run_program(REMOTE, folder=tmp_path)
+    again = tmp_path / "again" / "modeling_veca.py"
+    assert again.read_bytes() == (tmp_path / "saved" / "modeling_veca.py").read_bytes()
+    assert torch.equal(veca.load(tmp_path / "again").cores[0], make_tiny().cores[0])
+
+
+SCRIPT = """
+import sys, timm, transformers, beside
+if __name__ == "__main__":
+    print(timm.is_model("veca_tiny_patch16"), transformers.AutoConfig.for_model("veca").model_type, sys.argv[1:])
+"""
+
+
+def test_scripts_run_with_veca_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As timm's train.py and transformers' examples, here started by torchrun."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "veca.hub"]
+    command = [*launcher, str(tmp_path / "script.py"), "--lr", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.stdout == "True veca ['--lr', '1']\n", ended.stderr
+    monkeypatch.setattr("sys.argv", ["veca.hub", "absent.py"])
+    with pytest.raises(SystemExit, match="no file 'absent.py'"):
+        run_script()
+
 
 ROOT = str(Path(__file__).parents[2])
 

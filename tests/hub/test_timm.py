@@ -13,6 +13,7 @@ import timm
 import torch
 from conftest import GOLDEN, make_tiny
 from PIL import Image
+from processes import assert_ddp_trains
 from sample_images import random_images
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import FeatureInfo, group_parameters
@@ -43,11 +44,12 @@ def test_registered_by_an_import_of_its_own() -> None:
     """Importing veca costs no import of timm, transformers or the compiler, and does not act when timm is imported."""
     program = """
 import sys
-import veca, veca.hub
+import veca
 assert not {"timm", "transformers", "torch._dynamo", "torch._inductor"} & set(sys.modules), "loaded too early"
 import timm
 assert not timm.is_model("veca_small_patch16")
-import veca.hub.timm
+sys.modules["transformers"] = None  # as if it were not installed
+import veca.hub
 assert timm.is_model("veca_small_patch16")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
@@ -241,6 +243,40 @@ def test_weight_decay_and_layers() -> None:
     assert group[id(model.cores[0])]["weight_decay"] == 0
     assert group[id(model.blocks[0].mlp.fc1.weight)]["weight_decay"] == 0.05
     assert group[id(model.cores[0])]["lr_scale"] == pytest.approx(0.5**4)
+
+
+@pytest.mark.parametrize("options", [{}, {"features_only": True, "out_indices": (0, 1)}, {"global_pool": "avg"}])
+def test_a_budget_trains_under_plain_ddp(options: dict[str, Any]) -> None:
+    model = create(cores=16, **options).train()
+    assert_ddp_trains(model, lambda out: sum(each.square().sum() for each in out))
+
+
+def test_names_mean_one_architecture_with_or_without_weights(tmp_path: Path) -> None:
+    """A run that began with pretrained weights is validated by name, as timm's scripts do."""
+    name, torch_file = "veca_tiny_patch16", tmp_path / "last.pth.tar"
+    model = timm.create_model(name, pretrained=True, num_classes=2)
+    assert (model.num_features, model.config.output_dim) == (192, None)
+    torch.save({"state_dict": model.state_dict()}, torch_file)
+    again = timm.create_model(name, num_classes=2, checkpoint_path=str(torch_file))
+    torch.testing.assert_close(again.head.weight, model.head.weight, rtol=0, atol=0)
+    projected = timm.create_model(name, pretrained=True, output_dim=1280).eval()
+    assert_close = torch.testing.assert_close
+    assert_close(projected(random_images(), cores=8), veca.load("veca_tiny")(random_images(), 8).cls)
+    narrow = projected.output_proj(model.eval().forward_features(random_images(), cores=8)[:, 0])
+    assert_close(narrow, projected(random_images(), cores=8))
+
+
+def test_dynamic_img_pad_as_of_timm() -> None:
+    model, images = create(dynamic_img_pad=True, num_classes=0), random_images(1, 57, 85)
+    options = {"embed_dim": 64, "depth": 3, "num_heads": 2, "dynamic_img_size": True, "dynamic_img_pad": True}
+    theirs = timm.create_model("vit_tiny_patch16_224", **options).eval()
+    expected, found = theirs.forward_intermediates(images)[1], model.forward_intermediates(images)[1]
+    assert [m.shape for m in found] == [m.shape for m in expected] == [(1, 64, 4, 6)] * 3
+    whole = veca.images.resize.pad_to_multiple(images)
+    torch.testing.assert_close(model(images), create(num_classes=0)(whole))
+    assert model.get_intermediate_layers(images, reshape=True)[0].shape == (1, 64, 4, 6)
+    with pytest.raises(ValueError, match="image is 57×85; sides must be multiples of 16"):
+        create()(images)
 
 
 def test_stochastic_depth_acts_in_training_only() -> None:

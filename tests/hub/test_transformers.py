@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, make_tiny
+from processes import assert_ddp_trains
 from safetensors.torch import load_file, save_file
 from sample_images import fractal_image, random_images
 from torch import Tensor
@@ -19,6 +21,8 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
+    Dinov2Backbone,
+    Dinov2Config,
     DINOv3ViTBackbone,
     DINOv3ViTConfig,
     DINOv3ViTModel,
@@ -33,7 +37,9 @@ from veca.hub.transformers import (
     VecaImageProcessor,
     VecaModel,
 )
+from veca.images.resize import pad_to_multiple
 from veca.inspect import core_maps
+from veca.teachers.outputs import keep_output
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 
@@ -216,9 +222,96 @@ def test_backbone_gives_feature_maps_as_dinov3_does(tmp_path: Path) -> None:
     assert isinstance(flat, VecaBackbone)
     flat.veca.load_state_dict(plain.state_dict())
     (found,) = flat(random_images(), cores=8).feature_maps
-    (raw,) = plain.forward_intermediates(random_images(), [1], intermediates_only=True, output_fmt="NLC", cores=8)
-    torch.testing.assert_close(found, raw)
+    ((patches, cores),) = plain.forward_intermediates(random_images(), [1], True, False, True, "NLC", True, cores=8)
+    torch.testing.assert_close(found, torch.cat([cores[:, :1], patches], 1))
+    like = {**SHAPE, "patch_size": 16, "out_indices": [2], "apply_layernorm": False, "reshape_hidden_states": False}
+    assert found.shape == Dinov2Backbone(Dinov2Config(**like)).eval()(random_images()).feature_maps[0].shape
     assert len(flat(random_images(), output_hidden_states=True).hidden_states) == 4
+
+
+def test_backbone_runs_and_trains_what_its_maps_need() -> None:
+    backbone = VecaBackbone(VecaConfig(**SHAPE, out_indices=[1, 2], apply_layernorm=False, cores=8)).train()
+    ran = []
+    for i, block in enumerate(backbone.veca.blocks):
+        block.register_forward_hook(lambda *_, i=i: ran.append(i))
+    sum(m.square().sum() for m in backbone(random_images()).feature_maps).backward()
+    assert ran == [0, 1]
+    trained = {name for name, p in backbone.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in backbone.named_parameters() if p.grad is not None}
+    assert {"veca.cores.0", "veca.coordinate_heads.0.weight", "veca.blocks.1.mlp.fc2.bias"} <= trained
+    assert not trained & {"veca.cores.1", "veca.norm.weight", "veca.coordinate_heads.1.weight"}
+    stem = VecaBackbone(VecaConfig(**SHAPE, out_features=["stem"])).eval()
+    torch.testing.assert_close(
+        stem(random_images()).feature_maps[0].flatten(2).mT, stem.veca.norm(stem.veca.patch_embed(random_images()))
+    )
+    assert len(stem(random_images(), output_hidden_states=True).hidden_states) == 4
+
+
+@pytest.mark.parametrize("kind", [VecaForImageClassification, VecaBackbone])
+def test_a_budget_trains_under_plain_ddp(kind: Any, tmp_path: Path) -> None:
+    """DDP stops in the second step if a parameter had no gradient in the first. Loading makes new parameters."""
+    kind(VecaConfig(**SHAPE, num_labels=2, cores=16, output_dim=40)).save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path)
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert_ddp_trains(model, lambda out: out[0][0].square().sum() if kind is VecaBackbone else out.logits.sum())
+
+
+def test_without_the_output_projection(tmp_path: Path) -> None:
+    """The width that other libraries read is that of the tokens they get."""
+    plain, images = make_tiny(output_dim=40), random_images()
+    narrow = copy.deepcopy(plain)
+    keep_output(narrow, "none")
+    model = VecaModel.from_veca(plain)
+    assert model.config.hidden_size == model(images).pooler_output.shape[-1] == 40
+    model.save_pretrained(tmp_path)
+    for without in (
+        AutoModel.from_pretrained(tmp_path, output_dim=None),
+        AutoModel.from_pretrained(tmp_path, config=VecaConfig.from_pretrained(tmp_path, out_indices=[1, 3])),
+        VecaModel.from_veca(plain, output_dim=None),
+    ):
+        assert without.config.hidden_size == 64
+        assert_equal(without(images).pooler_output, narrow(images).cls)
+    backbone, info = VecaBackbone.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert backbone.config.hidden_size == backbone.channels[0] == 64
+    assert_equal(backbone(images).feature_maps[0], narrow(images).feature_map)
+    classifier = VecaForImageClassification.from_veca(make_tiny(output_dim=40, num_classes=5), output_dim=None)
+    assert classifier(images).logits.shape == (2, 5)
+
+
+@torch.no_grad()
+def test_sides_that_are_no_whole_patches() -> None:
+    """Shapes are those of DINO, and nothing of the images is left out."""
+    images, stages = random_images(2, 57, 85), ["stage1", "stage3"]
+    plain = make_tiny()
+    backbone = VecaBackbone.from_veca(plain, out_features=stages)
+    theirs = DINOv3ViTBackbone(DINOv3ViTConfig(**SHAPE, out_features=stages)).eval()
+    maps = backbone(images).feature_maps
+    assert [m.shape for m in maps] == [m.shape for m in theirs(images).feature_maps]
+    padded = plain(pad_to_multiple(images))
+    torch.testing.assert_close(maps[-1], padded.feature_map[..., :3, :5])
+    out = VecaModel.from_veca(plain)(images, output_hidden_states=True)
+    assert {t.shape for t in (out.last_hidden_state, *out.hidden_states)} == {(2, 64 + 15, 64)}
+    torch.testing.assert_close(
+        VecaForImageClassification.from_veca(make_tiny(num_classes=3))(images).logits,
+        make_tiny(num_classes=3)(pad_to_multiple(images)).logits,
+    )
+    with pytest.raises(ValueError, match="image is 57×85; sides must be multiples of 16"):
+        VecaModel.from_veca(plain, pad_images=False)(images)
+
+
+@torch.no_grad()
+def test_tokens_in_the_layout_of_a_vit() -> None:
+    """LLaVA and others take all tokens after the first for patches."""
+    plain = make_tiny()
+    model, whole = VecaModel.from_veca(plain, cores=8, return_cores=False), VecaModel.from_veca(plain, cores=8)
+    asked = {"output_hidden_states": True}
+    out, expected = model(random_images(), **asked), whole(random_images(), **asked)
+    assert model.config.num_register_tokens == 0
+    for tokens, every in zip((out[0], *out.hidden_states), (expected[0], *expected.hidden_states), strict=True):
+        torch.testing.assert_close(tokens, torch.cat([every[:, :1], every[:, 8:]], 1))
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:

@@ -16,7 +16,7 @@ from veca.cli import options as opt
 from veca.cli.common import Command, check_sources, load_model, make_group, out, with_settings
 from veca.embed import EmbedSettings
 from veca.errors import ArgumentError
-from veca.hub.export import ExportDtype, bench_onnx
+from veca.export import ExportDtype, bench_onnx
 
 bench_app = make_group(
     "Measure speed and memory beside the dense ViT of the same size, and against the limits of this machine.\n\n"

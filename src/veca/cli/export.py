@@ -8,7 +8,7 @@ from rich.table import Table
 from veca.checkpoint.loading import pretrained_name
 from veca.cli.common import check_absent, err, load_model, out, warn
 from veca.cli.options import Cores, Model, Overwrite, Width, option
-from veca.hub.export import OUTPUTS, ExportDtype, ExportFormat, export, format_of, parse_size
+from veca.export import OUTPUTS, ExportDtype, ExportFormat, export, format_of, parse_size
 
 
 def export_command(

@@ -1,4 +1,4 @@
-"""VECA as timm models: `import veca.hub.timm`, then `timm.create_model("veca_small_patch16")`.
+"""VECA as timm models: `import veca.hub`, then `timm.create_model("veca_small_patch16")`.
 
 Pretrained weights have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`.
 
@@ -22,9 +22,11 @@ from veca.checkpoint.loading import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
 from veca.images import MEAN, STD
+from veca.images.resize import repeat_edges
 from veca.inputs import resolve_block_indices, resolve_budget, resolve_width
 from veca.model import Veca
 from veca.packed import PackedImages
+from veca.teachers.outputs import keep_output
 
 SIZE = (512, 512)
 """Of the images in the paper's results."""
@@ -34,8 +36,9 @@ class TimmVeca(Veca):
     """A `Veca` with the interface of timm: `model(images, cores=C)` → logits, or features without a classifier.
 
     `cores` and `width` at creation are those of every call that names none; they can be changed later:
-    `model.budget = 16`, `model.width = 0.5`.
-    Any field of `VecaConfig` can be given. Images may have any size in whole patches, whatever `img_size` is.
+    `model.budget = 16`, `model.width = 0.5`. Cores beyond the `cores` of creation are frozen.
+    Any field of `VecaConfig` can be given. Images may have any size in whole patches, whatever `img_size` is, and with
+    `dynamic_img_pad` any size at all: the last row and column are repeated up to whole patches.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class TimmVeca(Veca):
         width: float | None = None,
         img_size: int | tuple[int, int] | None = None,
         dynamic_img_size: bool = True,
+        dynamic_img_pad: bool = False,
         global_pool: str = "token",
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -59,6 +63,7 @@ class TimmVeca(Veca):
             self.to(dtype)
         config = self.config
         self.budget: int = resolve_budget(cores, config, self._warned)
+        self.freeze_inactive_cores(self.budget)
         resolve_width(width, config, self._warned)
         self.width = width
         # Attributes that timm's training script, feature wrappers and benchmarks read.
@@ -67,6 +72,7 @@ class TimmVeca(Veca):
         self.global_pool = _check_pool(global_pool)
         self.head_drop = nn.Dropout(drop_rate)
         self.has_class_token = True
+        self.dynamic_img_pad = dynamic_img_pad
         shape = {"num_chs": config.embed_dim, "reduction": config.patch_size}
         self.feature_info = [{"module": f"blocks.{i}", **shape} for i in range(config.depth)]
         blocks: Any = self.blocks if drop_path_rate else ()
@@ -106,6 +112,16 @@ class TimmVeca(Veca):
             pooled = torch.stack([each.flatten(1).mean(1) for each in out.feature_maps])
         logits: Tensor = self.head(self.head_drop(pooled))
         return logits
+
+    def _run(self, images: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return super()._run(self._pad(images), *args, **kwargs)
+
+    def forward_intermediates(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As of `Veca`; padded images have maps of their padded size, as with timm's own models."""
+        return super().forward_intermediates(self._pad(images), *args, **kwargs)
+
+    def _pad(self, images: Tensor) -> Tensor:
+        return repeat_edges(images, self.config.patch_size) if self.dynamic_img_pad else images
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, cores: int | None = None) -> Tensor:
         """Pooling and classifier on tokens made with a budget of `cores`; `pre_logits` stops before the classifier."""
@@ -159,8 +175,15 @@ class TimmVeca(Veca):
         return take
 
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Load weights from what `veca.load` takes; the classifier only if it has as many classes."""
+        """Load weights from what `veca.load` takes; the classifier only if it has as many classes.
+
+        Without an `output_dim` here, the output projection there is left out.
+        """
         source = load(checkpoint_path)
+        keeps_classifier = source.num_classes == self.num_classes > 0
+        if self.config.output_dim is None and not keeps_classifier:
+            source.reset_classifier(0)
+            keep_output(source, "none")
         fields = ("embed_dim", "depth", "num_heads", "mlp_dim", "patch_size", "num_cores", "core_chunk", "output_dim")
         for field in (*fields, "rope_zero_fraction"):
             theirs, ours = getattr(source.config, field), getattr(self.config, field)
@@ -229,8 +252,8 @@ def _register(size: str) -> None:
         overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
         file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
         if file.parent == find_pretrained(file.parent.name):
-            if pretrained:
-                config = load(file, device="meta").config  # it may have an `output_dim`, a teacher's width
+            if pretrained:  # the same architecture as without, so that files of the one load into the other
+                config = dataclasses.replace(load(file, device="meta").config, output_dim=None)
             kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)
         kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
         return timm.models.build_model_with_cfg(TimmVeca, name, pretrained, model_cfg=config, **kwargs)

@@ -1,4 +1,4 @@
-"""VECA as transformers models: importing this module registers them with the Auto classes.
+"""VECA as transformers models: `import veca.hub` registers them with the Auto classes.
 
 Every class holds a `Veca` as `veca` and has the interface of the DINOv3 classes. `from_pretrained` reads folders that
 `veca.save` wrote, and `veca.load` reads those that `save_pretrained` wrote.
@@ -9,8 +9,11 @@ L blocks.
 
 import copy
 import dataclasses
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,15 +33,41 @@ from veca.attention import core_probabilities
 from veca.errors import ArgumentError
 from veca.images import MEAN, PATCH, STD, Fit, fit_image, open_image, to_tensor
 from veca.images.pack import cut_patches
+from veca.images.resize import repeat_edges
 from veca.model import Veca, init_layer
 from veca.packed import PackedImages
+from veca.teachers.outputs import keep_output
+from veca.utils.files import atomic_path
 
 __all__ = ["VecaBackbone", "VecaConfig", "VecaForImageClassification", "VecaImageProcessor", "VecaModel"]
 
 _DEFAULT = plain.VecaConfig()
 
 
-class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
+class SavedWithCode:
+    """Folders that `save_pretrained` writes load by `trust_remote_code=True` too: they hold a module that imports this.
+
+    It is for programs that import transformers only. Where this module is imported, the Auto classes use its classes.
+    """
+
+    auto_map: dict[str, str]
+    _code = Path(__file__).with_name("modeling_veca.py")
+    _auto_classes: ClassVar[dict[str, str]]
+    """Which class an Auto class makes."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "") -> None:
+        """Nothing to do: transformers would copy all of this module to the folders that it saves."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        self.auto_map = {auto: f"{self._code.stem}.{name}" for auto, name in self._auto_classes.items()}
+        written = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]  # a mixin
+        with atomic_path(Path(save_directory, self._code.name)) as part:
+            shutil.copyfile(self._code, part)
+        return written
+
+
+class VecaConfig(SavedWithCode, BackboneConfigMixin, PreTrainedConfig):
     """The fields of `veca.VecaConfig` under their own names and those usual in transformers, and a default budget.
 
     >>> VecaConfig(hidden_size=384, num_attention_heads=6, cores=32).veca().embed_dim
@@ -46,8 +75,14 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
     """
 
     model_type = "veca"
+    _auto_classes: ClassVar[dict[str, str]] = {
+        "AutoConfig": "VecaConfig",
+        "AutoModel": "VecaModel",
+        "AutoModelForImageClassification": "VecaForImageClassification",
+        "AutoBackbone": "VecaBackbone",
+        "AutoImageProcessor": "VecaImageProcessor",
+    }
     attribute_map: ClassVar[dict[str, str]] = {
-        "hidden_size": "embed_dim",
         "num_hidden_layers": "depth",
         "num_attention_heads": "num_heads",
         "num_channels": "in_chans",
@@ -72,13 +107,17 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
     width: float | None = None
     """The width of a call that names none; None: the whole MLP."""
     image_size: int = 512
-    """Nominal; any other size in whole patches works too."""
+    """Nominal; any other size works too."""
+    pad_images: bool = True
+    """Whether images may have sides that are no multiples of the patch size; maps then have the shapes of DINO's."""
+    return_cores: bool = True
+    """Whether tokens are all cores and the patches, or else the first core and the patches, as of a ViT."""
     provenance: dict[str, Any] | None = None
     """As `Veca.provenance`: where the weights come from."""
     apply_layernorm: bool = True
     """Backbone only: whether feature maps before the last are normalised too."""
     reshape_hidden_states: bool = True
-    """Backbone only: whether feature maps are (B, D, rows, columns), or else (B, N, D)."""
+    """Backbone only: whether feature maps are (B, D, rows, columns), or else (B, 1 + N, D), the first core first."""
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
 
@@ -98,9 +137,30 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):
         return plain.VecaConfig.from_dict({name: getattr(self, name) for name in names} | {"num_classes": num_classes})
 
     @property
+    def hidden_size(self) -> int:
+        """Width of `last_hidden_state`: of the output projection if there is one. Setting it sets `embed_dim`."""
+        return self.output_dim or self.embed_dim
+
+    @hidden_size.setter
+    def hidden_size(self, value: int) -> None:
+        self.embed_dim = value
+
+    @property
     def num_register_tokens(self) -> int:
         """Number of tokens between the first and the patches, under its DINOv3 name."""
-        return (self.cores or self.num_cores) - 1
+        return (self.cores or self.num_cores) - 1 if self.return_cores else 0
+
+    def set_output_features_output_indices(self, out_features: Any, out_indices: Any) -> None:
+        """Choose the feature maps of a backbone. They are taken before the output projection: there is none then."""
+        if out_features is not None or out_indices is not None:
+            self.output_dim = None
+        super().set_output_features_output_indices(out_features, out_indices)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        if values["out_features"] == self.stage_names[-1:]:  # the default, which is not meant for a backbone only
+            del values["out_features"], values["out_indices"]
+        return values
 
 
 class VecaPreTrainedModel(PreTrainedModel):
@@ -115,22 +175,42 @@ class VecaPreTrainedModel(PreTrainedModel):
     _classifies = False
     accepts_loss_kwargs = False  # else Trainer passes arguments of its own to `forward`
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """As of the configuration, which is saved with the model."""
+
     def __init__(self, config: VecaConfig) -> None:
         super().__init__(config)
         self.veca = Veca(config.veca(self._classifies))
         self.veca.provenance = dict(config.provenance or {})
+        self._freeze_unused()
         self.post_init()
 
     @classmethod
     def from_veca(cls, model: Veca, **kwargs: Any) -> Any:
-        """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration."""
+        """A copy of a plain model, in eval mode; `kwargs` are further fields of the configuration.
+
+        With `output_dim=None` the copy has no output projection, and its tokens are `config.embed_dim` wide.
+        """
         config = VecaConfig(**{**model.config.to_dict(), "provenance": model.provenance, **kwargs})
         with torch.device("meta"):  # its own weights are replaced
             wrapped = cls(config)
-        wrapped.veca = copy.deepcopy(model)
-        if wrapped.veca.num_classes != (num_classes := config.veca(cls._classifies).num_classes):
-            wrapped.veca.reset_classifier(num_classes)
+        wrapped.veca, expected = copy.deepcopy(model), wrapped.veca.config
+        if expected.output_dim is None is not model.config.output_dim:
+            wrapped.veca.reset_classifier(0)
+            keep_output(wrapped.veca, "none")
+        if wrapped.veca.num_classes != expected.num_classes:
+            wrapped.veca.reset_classifier(expected.num_classes)
         return wrapped.eval()
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module. Parameters without a gradient are frozen here, as `from_pretrained` makes new ones."""
+        self._freeze_unused()
+        return super().train(mode)
+
+    def _freeze_unused(self) -> None:
+        """Freeze parameters that cannot get a gradient, so that `DistributedDataParallel` does not wait for them."""
+        self.veca.freeze_inactive_cores(self.config.cores or self.config.num_cores)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -163,17 +243,36 @@ class VecaPreTrainedModel(PreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         cls_only: bool = False,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Final tokens (B, S, D), and `hidden_states` and `attentions`, each None unless requested."""
+        take: Sequence[int] = (),
+        stop: int | None = None,
+    ) -> tuple[Any, dict[str, Any], list[Tensor]]:
+        """Final tokens (B, S, D), `hidden_states` and `attentions`, each None unless requested, and the tokens `take`n.
+
+        Of images that are not whole patches, the last row and column are repeated; their tokens are those of DINO,
+        which does without what is left of a patch.
+        """
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         attentions = self.config.output_attentions if output_attentions is None else output_attentions
         cores = self.config.cores if cores is None else cores
         width = self.config.width if width is None else width
-        take = range(-1, len(self.veca.blocks)) if hidden else ()
+        take, stop = (range(-1, len(self.veca.blocks)), None) if hidden else (take, stop)
+        padded = repeat_edges(images, self.config.patch_size) if self.config.pad_images else images
         with recorded_attention(self.veca, bool(attentions)) as maps:
-            x, _, taken = self.veca._run(images, cores, take, cls_only=cls_only and not hidden, width=width)
+            x, coordinates, taken = self.veca._run(padded, cores, take, stop, cls_only and not hidden, width)
+        if not cls_only or hidden:
+            grids = [tuple(side // self.config.patch_size for side in each.shape[-2:]) for each in (padded, images)]
+            x, *taken = (self._select(tokens, coordinates.shape[2], *grids) for tokens in (x, *taken))
         more = {"hidden_states": tuple(taken) if hidden else None, "attentions": tuple(maps) if attentions else None}
-        return self.veca.output_proj(x), more
+        return self.veca.output_proj(x), more, taken
+
+    def _select(self, tokens: Tensor, budget: int, padded: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
+        """Tokens (B, S, D) without those that padding added, and without cores that are not asked for."""
+        cores, patches = tokens[:, :budget], tokens[:, budget:]
+        if padded == grid and self.config.return_cores:
+            return tokens
+        if padded != grid:
+            patches = patches.unflatten(1, padded)[:, : grid[0], : grid[1]].flatten(1, 2)
+        return torch.cat([cores if self.config.return_cores else cores[:, :1], patches], dim=1)
 
     def _pass_packed(
         self,
@@ -206,7 +305,7 @@ class VecaPreTrainedModel(PreTrainedModel):
     ) -> tuple[Any, dict[str, Any]]:
         """`_pass` of a batch of one size, or `_pass_packed` if there are a mask and shapes."""
         if mask is None and shapes is None:
-            return self._pass(pixel_values, *settings, **outputs)
+            return self._pass(pixel_values, *settings, **outputs)[:2]
         if mask is None or shapes is None:
             raise ArgumentError("pixel_attention_mask and spatial_shapes belong together: pass both, or neither")
         images = {"pixel_values": pixel_values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
@@ -279,38 +378,67 @@ class VecaForImageClassification(VecaPreTrainedModel):
 
 
 class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
-    """Feature maps (B, D, rows, columns) of `out_features`: "stem", "stage1" … one for each block."""
+    """Feature maps (B, D, rows, columns) of `out_features`: "stem", "stage1" … one for each block.
+
+    It has no output projection and runs no block after the last of these stages.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"output_proj\."]  # noqa: RUF012 (as the base class has it)
 
     def __init__(self, config: VecaConfig) -> None:
+        if config.output_dim is not None:
+            config = copy.deepcopy(config)
+            config.output_dim = None
         super().__init__(config)
         self.num_features = [config.embed_dim] * (config.depth + 1)
+
+    @property
+    def _blocks_run(self) -> int:
+        """Number of blocks up to the last stage."""
+        return max(1, *map(self.config.stage_names.index, self.out_features))
+
+    def _is_normalised(self, stage: str) -> bool:
+        return self.config.apply_layernorm or stage == self.config.stage_names[-1]
+
+    def _freeze_unused(self) -> None:
+        super()._freeze_unused()
+        run = self._blocks_run
+        unused = [*self.veca.blocks[run:], *self.veca.coordinate_heads[run - 1 :]]
+        unused += [] if any(map(self._is_normalised, self.out_features)) else [self.veca.norm]
+        for module in unused:
+            module.requires_grad_(False)
+        self.veca.coordinate_alpha.requires_grad_(self.veca.coordinate_alpha.requires_grad and run > 1)
 
     @can_return_tuple
     def forward(
         self, pixel_values: Tensor, cores: int | None = None, width: float | None = None, **outputs: Any
     ) -> BackboneOutput:
-        hidden = outputs.pop("output_hidden_states", None)
-        _, more = self._pass(pixel_values, cores, width, True, **outputs)
-        columns = pixel_values.shape[-1] // self.config.patch_size
-        patches = pixel_values.shape[-2] // self.config.patch_size * columns
+        stages = [self.stage_names.index(stage) for stage in self.out_features]
+        take = [stage - 1 for stage in stages]
+        _, more, taken = self._pass(pixel_values, cores, width, **outputs, take=take, stop=self._blocks_run)
+        if more["hidden_states"] is not None:
+            taken = [taken[stage] for stage in stages]
+        rows, columns = (side // self.config.patch_size for side in pixel_values.shape[-2:])
         maps: Any = []
-        for stage, x in zip(self.stage_names, more["hidden_states"], strict=True):
-            if stage in self.out_features:
-                x = self.veca.norm(x) if self.config.apply_layernorm or stage == self.stage_names[-1] else x
-                x = x[:, -patches:]
-                maps.append(x.mT.unflatten(-1, (-1, columns)).contiguous() if self.config.reshape_hidden_states else x)
-        if not (self.config.output_hidden_states if hidden is None else hidden):
-            more["hidden_states"] = None
+        for stage, x in zip(self.out_features, taken, strict=True):
+            x = self.veca.norm(x) if self._is_normalised(stage) else x
+            patches = x[:, -rows * columns :]
+            if self.config.reshape_hidden_states:
+                maps.append(patches.mT.unflatten(-1, (rows, columns)).contiguous())
+            else:
+                maps.append(torch.cat([x[:, :1], patches], dim=1))
         return BackboneOutput(feature_maps=tuple(maps), **more)
 
 
-class VecaImageProcessor(BaseImageProcessor):
+class VecaImageProcessor(SavedWithCode, BaseImageProcessor):
     """Preprocessing as by `veca.images.load_image`; `fit` is explained in `veca.images.fit_image`.
 
     `size` is a side in pixels or, as usual in transformers, {"height": …, "width": …} or {"shortest_edge": …}. With
     `fit="native"` images keep their size, up to `max_num_patches` or the patches of `size`, and come as padded patches
     with a mask and their grids, as from SigLIP 2's processor.
     """
+
+    _auto_classes: ClassVar[dict[str, str]] = {"AutoImageProcessor": "VecaImageProcessor"}
 
     def __init__(
         self,

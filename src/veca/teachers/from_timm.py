@@ -57,7 +57,7 @@ def timm_teacher(
 ) -> TimmTeacher:
     """A timm model by name, with timm's weights or those of a local file.
 
-    Our own models are known to timm after `import veca.hub.timm`.
+    Our own models are known to timm after `import veca.hub`.
     """
     with needs_extra(f"{name} needs", "train"):
         import timm
