@@ -21,6 +21,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
+    BitImageProcessorPil,
     Dinov2Backbone,
     Dinov2Config,
     DINOv3ViTBackbone,
@@ -355,6 +356,42 @@ def test_pictures_are_prepared_as_by_veca(tmp_path: Path) -> None:
     assert_equal(kept[0], veca.images.load_image(fractal_image(), 64, "keep"))
     with pytest.raises(ValueError, match="size is 50; it must be a positive multiple of 16"):
         processor(fractal_image(), size=50)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_resize": False},
+        {"do_resize": False, "do_center_crop": True},
+        {"do_center_crop": False},
+        {"do_center_crop": False, "resample": 2},
+        {"do_resize": False, "do_rescale": False},
+        {"do_resize": False, "rescale_factor": 0.5},
+        {"do_resize": False, "do_normalize": False},
+    ],
+)
+def test_options_mean_what_they_do_in_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+    ours = VecaImageProcessor(size=64)
+    common = {"size": {"height": 64, "width": 64}, "crop_size": 64, "resample": 3, "do_center_crop": False}
+    theirs = BitImageProcessorPil(**common, image_mean=ours.image_mean, image_std=ours.image_std)
+    array = np.asarray(fractal_image()).astype(np.float32) / 255
+    for source in (fractal_image(), array) if options.get("do_rescale") is False else (fractal_image(),):
+        found = ours(source, return_tensors="pt", **options).pixel_values
+        torch.testing.assert_close(
+            found, theirs(source, return_tensors="pt", **options).pixel_values, rtol=0, atol=1e-4
+        )
+    VecaImageProcessor(size=64, **options).save_pretrained(tmp_path)
+    again = AutoImageProcessor.from_pretrained(tmp_path)(fractal_image(), return_tensors="pt").pixel_values
+    assert_equal(again, ours(fractal_image(), return_tensors="pt", **options).pixel_values)
+
+
+def test_options_of_the_result() -> None:
+    ours = VecaImageProcessor(size=64)
+    first, last = (ours(fractal_image(), return_tensors="pt", data_format=f"channels_{c}") for c in ("first", "last"))
+    assert_equal(last.pixel_values, first.pixel_values.permute(0, 2, 3, 1))
+    assert ours(fractal_image(), return_tensors="pt", device="meta").pixel_values.device.type == "meta"
+    with pytest.raises(ValueError, match=r"unknown option 'do_resise' \(did you mean 'do_resize'"):
+        ours(fractal_image(), do_resise=False)
 
 
 def test_pipelines_of_transformers_run(tmp_path: Path) -> None:

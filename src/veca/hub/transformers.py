@@ -9,62 +9,31 @@ L blocks.
 
 import copy
 import dataclasses
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import transformers
-from PIL import Image
 from torch import Tensor, nn
-from transformers import BatchFeature, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.backbone_utils import BackboneConfigMixin, BackboneMixin
-from transformers.image_processing_utils import BaseImageProcessor, get_size_dict
-from transformers.image_transforms import to_pil_image
-from transformers.image_utils import make_flat_list_of_images
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from veca import config as plain
 from veca.attention import core_probabilities
 from veca.errors import ArgumentError
-from veca.images import MEAN, PATCH, STD, Fit, fit_image, open_image, to_tensor
-from veca.images.pack import cut_patches
+from veca.hub.image_processing import VecaImageProcessor
+from veca.hub.saved_code import SavedWithCode
 from veca.images.resize import repeat_edges
 from veca.model import Veca, init_layer
 from veca.packed import PackedImages
 from veca.teachers.outputs import keep_output
-from veca.utils.files import atomic_path
 
 __all__ = ["VecaBackbone", "VecaConfig", "VecaForImageClassification", "VecaImageProcessor", "VecaModel"]
 
 _DEFAULT = plain.VecaConfig()
-
-
-class SavedWithCode:
-    """Folders that `save_pretrained` writes load by `trust_remote_code=True` too: they hold a module that imports this.
-
-    It is for programs that import transformers only. Where this module is imported, the Auto classes use its classes.
-    """
-
-    auto_map: dict[str, str]
-    _code = Path(__file__).with_name("modeling_veca.py")
-    _auto_classes: ClassVar[dict[str, str]]
-    """Which class an Auto class makes."""
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "") -> None:
-        """Nothing to do: transformers would copy all of this module to the folders that it saves."""
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        self.auto_map = {auto: f"{self._code.stem}.{name}" for auto, name in self._auto_classes.items()}
-        written = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]  # a mixin
-        with atomic_path(Path(save_directory, self._code.name)) as part:
-            shutil.copyfile(self._code, part)
-        return written
 
 
 class VecaConfig(SavedWithCode, BackboneConfigMixin, PreTrainedConfig):
@@ -428,65 +397,6 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
             else:
                 maps.append(torch.cat([x[:, :1], patches], dim=1))
         return BackboneOutput(feature_maps=tuple(maps), **more)
-
-
-class VecaImageProcessor(SavedWithCode, BaseImageProcessor):
-    """Preprocessing as by `veca.images.load_image`; `fit` is explained in `veca.images.fit_image`.
-
-    `size` is a side in pixels or, as usual in transformers, {"height": …, "width": …} or {"shortest_edge": …}. With
-    `fit="native"` images keep their size, up to `max_num_patches` or the patches of `size`, and come as padded patches
-    with a mask and their grids, as from SigLIP 2's processor.
-    """
-
-    _auto_classes: ClassVar[dict[str, str]] = {"AutoImageProcessor": "VecaImageProcessor"}
-
-    def __init__(
-        self,
-        size: int | dict[str, int] = 512,
-        fit: Fit = "crop",
-        image_mean: tuple[float, ...] | list[float] = MEAN,
-        image_std: tuple[float, ...] | list[float] = STD,
-        max_num_patches: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.size, self.fit = get_size_dict(size, default_to_square=fit in ("crop", "stretch")), fit
-        self.image_mean, self.image_std = list(image_mean), list(image_std)
-        self.max_num_patches = max_num_patches
-
-    def preprocess(
-        self,
-        images: Any,
-        size: int | dict[str, int] | None = None,
-        fit: Fit | None = None,
-        return_tensors: Any = None,
-        max_num_patches: int | None = None,
-    ) -> BatchFeature:
-        """Images (Pillow, arrays, tensors, paths, URLs; one or a list) → normalised tensors (3, H, W)."""
-        fit = fit or self.fit
-        side = self.size if size is None else get_size_dict(size, default_to_square=fit in ("crop", "stretch"))
-        flat: Any = make_flat_list_of_images(self.fetch_images(images))
-        sides = tuple(side.values())
-        target = sides[0] if len(set(sides)) == 1 else (side["height"], side["width"])
-        limit = max_num_patches or self.max_num_patches
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.image_mean, self.image_std))
-        tensors = []
-        for image in flat:
-            opened = open_image(image if isinstance(image, Image.Image) else to_pil_image(image))
-            fitted = fit_image(opened, target, fit, max_patches=limit)
-            tensors.append((to_tensor(fitted).float() / 255 - mean) / std)
-        if fit == "native":
-            return BatchFeature(pad_patches(tensors), tensor_type=return_tensors)
-        return BatchFeature({"pixel_values": tensors}, tensor_type=return_tensors)
-
-
-def pad_patches(images: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Images (3, H, W) as padded patches (B, N, 16 · 16 · 3), channels last, with their mask and grids."""
-    patches = [cut_patches(image).unflatten(1, (3, -1)).mT.flatten(1) for image in images]
-    mask = [torch.ones(len(each), dtype=torch.int32) for each in patches]
-    shapes = [[side // PATCH for side in image.shape[1:]] for image in images]
-    pixels, valid = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (patches, mask))
-    return {"pixel_values": pixels, "pixel_attention_mask": valid, "spatial_shapes": torch.tensor(shapes)}
 
 
 transformers.AutoConfig.register("veca", VecaConfig, exist_ok=True)
