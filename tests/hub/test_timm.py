@@ -56,7 +56,7 @@ assert timm.is_model("veca_small_patch16")
 
 
 def test_every_size_is_registered_in_timm() -> None:
-    assert sorted(timm.list_models("veca*")) == sorted(NAMES)
+    assert sorted(timm.list_models("veca*")) == sorted([*NAMES, *(f"{name}_pyramid" for name in NAMES)])
     for name in NAMES:
         model = timm.create_model(name, device="meta")
         assert model.config == get_config(name.removesuffix("_patch16"), num_classes=1000)
@@ -277,6 +277,20 @@ def test_dynamic_img_pad_as_of_timm() -> None:
     assert model.get_intermediate_layers(images, reshape=True)[0].shape == (1, 64, 4, 6)
     with pytest.raises(ValueError, match="image is 57×85; sides must be multiples of 16"):
         create()(images)
+
+
+def test_a_pyramid_has_the_maps_of_a_convolutional_network() -> None:
+    options = {"features_only": True, "out_indices": (1, 2, 3, 4)}
+    resnet, images = timm.create_model("resnet18", **options), random_images(2, 57, 85)
+    name = "veca_tiny_patch16_pyramid"
+    model = create(name, features_only=True, dynamic_img_pad=True, pyramid_channels=32, cores=16)
+    assert [m.shape[2:] for m in model(images)] == [m.shape[2:] for m in resnet(images)]
+    assert model.feature_info.reduction() == resnet.feature_info.reduction()
+    assert model.feature_info.channels() == [m.shape[1] for m in model(images)] == [32] * 4
+    two = create(name, features_only=True, out_indices=(0, 2), cores=16).train()
+    assert two.feature_info.reduction() == [4, 16]
+    assert_ddp_trains(two, lambda maps: sum(m.square().sum() for m in maps))
+    assert isinstance(create(name), TimmVeca), "without features_only there is no pyramid"
 
 
 def test_stochastic_depth_acts_in_training_only() -> None:

@@ -21,12 +21,15 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
+    AutoModelForSemanticSegmentation,
     BitImageProcessorPil,
     Dinov2Backbone,
     Dinov2Config,
     DINOv3ViTBackbone,
     DINOv3ViTConfig,
     DINOv3ViTModel,
+    ResNetBackbone,
+    ResNetConfig,
     pipeline,
 )
 
@@ -35,6 +38,7 @@ from veca.hub.transformers import (
     VecaBackbone,
     VecaConfig,
     VecaForImageClassification,
+    VecaForSemanticSegmentation,
     VecaImageProcessor,
     VecaModel,
 )
@@ -301,6 +305,51 @@ def test_sides_that_are_no_whole_patches() -> None:
     )
     with pytest.raises(ValueError, match="image is 57×85; sides must be multiples of 16"):
         VecaModel.from_veca(plain, pad_images=False)(images)
+
+
+def test_backbone_with_a_pyramid(tmp_path: Path) -> None:
+    plain, images, strides = make_tiny(), random_images(2, 57, 85), ["stride8", "stride32"]
+    backbone = VecaBackbone(VecaConfig(**SHAPE, pyramid=32, out_features=strides, cores=16))
+    backbone.veca.load_state_dict(plain.state_dict())
+    backbone.save_pretrained(tmp_path)
+    again = VecaBackbone.from_pretrained(tmp_path)
+    assert_equal(dict(again.state_dict()), dict(backbone.state_dict()))
+    maps = again(images).feature_maps
+    resnet = ResNetBackbone(ResNetConfig(out_features=["stage2", "stage4"], depths=[1, 1, 1, 1]))
+    assert [m.shape[2:] for m in maps] == [m.shape[2:] for m in resnet(images).feature_maps]
+    assert again.channels == [m.shape[1] for m in maps] == [32, 32]
+    expected = again.pyramid(plain(pad_to_multiple(images), cores=16).feature_map, (57, 85))
+    torch.testing.assert_close(list(maps), expected)
+    assert_equal(dict(veca.load(tmp_path).state_dict()), dict(plain.state_dict()))
+    assert_ddp_trains(again.train(), lambda out: sum(m.square().sum() for m in out.feature_maps))
+    VecaModel.from_veca(plain).save_pretrained(tmp_path)
+    fresh = VecaBackbone.from_pretrained(tmp_path, pyramid=32, out_features=strides)
+    assert_equal(fresh.veca.norm.weight, plain.norm.weight)
+    assert all(0 < p.std() < 1 for name, p in fresh.pyramid.named_parameters() if p.ndim == 4), "drawn, not left empty"
+
+
+def test_segmentation_learns_and_comes_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = VecaForSemanticSegmentation(VecaConfig(**SHAPE, num_labels=3, cores=8))
+    images, labels = random_images(2, 50, 80), torch.full((2, 50, 80), 255)
+    labels[..., :40], labels[..., 48:] = 0, 2
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for _ in range(5):
+        losses.append(model(images, labels=labels).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    model.eval().save_pretrained(tmp_path)
+    again = AutoModelForSemanticSegmentation.from_pretrained(tmp_path)
+    logits = again(images).logits
+    assert logits.shape == (2, 3, 3, 5)
+    assert_equal(logits, model(images).logits)
+    ignored = torch.nn.functional.cross_entropy(
+        torch.nn.functional.interpolate(logits, (50, 80), mode="bilinear"), labels, ignore_index=255
+    )
+    torch.testing.assert_close(again(images, labels=labels).loss, ignored)
+    assert_equal(dict(veca.load(tmp_path).state_dict()), dict(model.veca.state_dict()))
 
 
 @torch.no_grad()

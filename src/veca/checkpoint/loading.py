@@ -198,7 +198,10 @@ def _read_safetensors_file(path: Path) -> Contents:
 
 
 def _parse_transformers(path: Path, tensors: dict[str, Tensor]) -> Contents:
-    """The contents of a folder `veca.hub.transformers` saved: names begin with `veca.`, config.json is beside."""
+    """The contents of a folder `veca.hub.transformers` saved: names begin with `veca.`, config.json is beside.
+
+    Other names are of a dense head or a feature pyramid, which belong to its classes.
+    """
     try:
         described = read_description((path.parent / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -206,7 +209,7 @@ def _parse_transformers(path: Path, tensors: dict[str, Tensor]) -> Contents:
     if not isinstance(described, dict) or described.get("model_type") != "veca":
         problem = "its header has no `veca` entry, and there is no config.json of one beside it"
         raise CheckpointError(f"{path}: a safetensors file, but not of a VECA: {problem}")
-    tensors = {name.removeprefix("veca."): tensor for name, tensor in tensors.items()}
+    tensors = {name.removeprefix("veca."): each for name, each in tensors.items() if name.startswith("veca.")}
     # Fields of transformers are ignored.
     fields = {field.name: described[field.name] for field in dataclasses.fields(VecaConfig) if field.name in described}
     # transformers counts labels even where there is no classifier, so the tensor decides.

@@ -8,6 +8,7 @@ try:
         VecaBackbone,
         VecaConfig,
         VecaForImageClassification,
+        VecaForSemanticSegmentation,
         VecaImageProcessor,
         VecaModel,
     )
@@ -19,4 +20,11 @@ except ModuleNotFoundError as error:
         "Install it (in a clone of its repository: pip install '.[hub]') and load the folder again"
     ) from error
 
-__all__ = ["VecaBackbone", "VecaConfig", "VecaForImageClassification", "VecaImageProcessor", "VecaModel"]
+__all__ = [
+    "VecaBackbone",
+    "VecaConfig",
+    "VecaForImageClassification",
+    "VecaForSemanticSegmentation",
+    "VecaImageProcessor",
+    "VecaModel",
+]

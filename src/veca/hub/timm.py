@@ -1,13 +1,14 @@
 """VECA as timm models: `import veca.hub`, then `timm.create_model("veca_small_patch16")`.
 
-Pretrained weights have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`.
+Pretrained weights have their tag here too: `timm.create_model("veca_small_patch16.TAG", pretrained=True)`. With
+`features_only=True`, `veca_small_patch16_pyramid` has maps at strides 4 to 32 as a convolutional network has.
 
 A thin subclass of `Veca` with the interface of timm's models: a call returns logits (or the global feature), and the
 attributes that timm's tools read are there. Tensors have the same names as in `Veca`, so checkpoints are the same.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from veca.checkpoint import CheckpointError, load
 from veca.checkpoint.loading import find_pretrained, list_models
 from veca.config import SIZES, VecaConfig
 from veca.errors import ArgumentError
+from veca.heads.pyramid import STRIDES, FeaturePyramid
 from veca.images import MEAN, STD
 from veca.images.resize import repeat_edges
 from veca.inputs import resolve_block_indices, resolve_budget, resolve_width
@@ -244,10 +246,30 @@ def _cfgs() -> dict[str, Any]:
 default_cfgs = timm.models.generate_default_cfgs(_cfgs())
 
 
-def _register(size: str) -> None:
+class PyramidNet(nn.Module):
+    """Maps at strides 4 to 32 of images, with the interface of timm's `features_only` models.
+
+    The pyramid has random weights, which are to be trained. `out_indices` are numbers of its levels.
+    """
+
+    def __init__(self, backbone: Any, channels: int, out_indices: int | Sequence[int]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.out_indices = resolve_block_indices(out_indices, len(STRIDES))
+        self.pyramid = FeaturePyramid(backbone.model.embed_dim, channels, [STRIDES[i] for i in self.out_indices])
+        info = [{"module": f"pyramid.{i}", "num_chs": channels, "reduction": STRIDES[i]} for i in range(len(STRIDES))]
+        self.feature_info = timm.models.FeatureInfo(info, tuple(self.out_indices))
+        self.default_cfg = self.pretrained_cfg = backbone.pretrained_cfg
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        maps: list[Tensor] = self.pyramid(self.backbone(x)[-1], (x.shape[-2], x.shape[-1]))
+        return maps
+
+
+def _register(size: str, pyramid: bool = False) -> None:
     name = f"{size}_patch16"
 
-    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    def create(pretrained: bool = False, pyramid_channels: int = 256, **kwargs: Any) -> nn.Module:
         config = SIZES[size]
         overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
         file = Path(timm.models.resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), overlay).file or "")
@@ -255,13 +277,17 @@ def _register(size: str) -> None:
             if pretrained:  # the same architecture as without, so that files of the one load into the other
                 config = dataclasses.replace(load(file, device="meta").config, output_dim=None)
             kwargs.setdefault("num_classes", config.num_classes if pretrained else 1000)
-        kwargs["feature_cfg"] = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
-        return timm.models.build_model_with_cfg(TimmVeca, name, pretrained, model_cfg=config, **kwargs)
+        levels = pyramid and kwargs.get("features_only", False)
+        out_indices = kwargs.pop("out_indices", len(STRIDES) if levels else 3)
+        kwargs["feature_cfg"] = {"out_indices": 1 if levels else out_indices, "feature_cls": "getter"}
+        model = timm.models.build_model_with_cfg(TimmVeca, name, pretrained, model_cfg=config, **kwargs)
+        return PyramidNet(model, pyramid_channels, out_indices) if levels else model
 
-    create.__name__ = create.__qualname__ = name
+    create.__name__ = create.__qualname__ = f"{name}_pyramid" if pyramid else name
     create.__doc__ = f"`{size}` of veca; `kwargs` are those of `TimmVeca`."
     timm.models.register_model(create)
 
 
 for _size in SIZES:
     _register(_size)
+    _register(_size, pyramid=True)

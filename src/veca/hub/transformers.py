@@ -14,16 +14,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.backbone_utils import BackboneConfigMixin, BackboneMixin
-from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import (
+    BackboneOutput,
+    BaseModelOutputWithPooling,
+    ImageClassifierOutput,
+    SemanticSegmenterOutput,
+)
 from transformers.utils.generic import can_return_tuple
 
 from veca import config as plain
 from veca.attention import core_probabilities
 from veca.errors import ArgumentError
+from veca.heads.pyramid import STRIDES, FeaturePyramid
 from veca.hub.image_processing import VecaImageProcessor
 from veca.hub.saved_code import SavedWithCode
 from veca.images.resize import repeat_edges
@@ -31,7 +38,14 @@ from veca.model import Veca, init_layer
 from veca.packed import PackedImages
 from veca.teachers.outputs import keep_output
 
-__all__ = ["VecaBackbone", "VecaConfig", "VecaForImageClassification", "VecaImageProcessor", "VecaModel"]
+__all__ = [
+    "VecaBackbone",
+    "VecaConfig",
+    "VecaForImageClassification",
+    "VecaForSemanticSegmentation",
+    "VecaImageProcessor",
+    "VecaModel",
+]
 
 _DEFAULT = plain.VecaConfig()
 
@@ -48,6 +62,7 @@ class VecaConfig(SavedWithCode, BackboneConfigMixin, PreTrainedConfig):
         "AutoConfig": "VecaConfig",
         "AutoModel": "VecaModel",
         "AutoModelForImageClassification": "VecaForImageClassification",
+        "AutoModelForSemanticSegmentation": "VecaForSemanticSegmentation",
         "AutoBackbone": "VecaBackbone",
         "AutoImageProcessor": "VecaImageProcessor",
     }
@@ -87,6 +102,10 @@ class VecaConfig(SavedWithCode, BackboneConfigMixin, PreTrainedConfig):
     """Backbone only: whether feature maps before the last are normalised too."""
     reshape_hidden_states: bool = True
     """Backbone only: whether feature maps are (B, D, rows, columns), or else (B, 1 + N, D), the first core first."""
+    semantic_loss_ignore_index: int = 255
+    """Semantic segmentation only: the label of pixels that do not count."""
+    pyramid: int | None = None
+    """Backbone only: channels of the feature maps at "stride4" to "stride32", its stages then; None: no such maps."""
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
 
@@ -97,7 +116,16 @@ class VecaConfig(SavedWithCode, BackboneConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.veca()  # validates the fields
         self.stage_names = ["stem", *(f"stage{i}" for i in range(1, self.depth + 1))]
+        if self.pyramid is not None:
+            self.stage_names = [f"stride{stride}" for stride in STRIDES]
         self.set_output_features_output_indices(**outputs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As of any configuration; what the stages are and which of them come out is told together."""
+        told = {name: kwargs.pop(name) for name in ("pyramid", "out_features", "out_indices") if name in kwargs}
+        saved = {name: value for name, value in config_dict.items() if not (told and name.startswith("out_"))}
+        return super().from_dict(saved | told, **kwargs)
 
     def veca(self, classifier: bool = False) -> plain.VecaConfig:
         """Our configuration of the same architecture, with a class for each label if there is a classifier."""
@@ -186,6 +214,8 @@ class VecaPreTrainedModel(PreTrainedModel):
         """Initialise what a checkpoint lacks; called for each module with missing parameters."""
         if not isinstance(module, Veca | nn.ParameterList):
             init_layer(module)
+            if isinstance(module, nn.ConvTranspose2d):  # of a pyramid
+                module.reset_parameters()
             return
         # transformers patches `nn.init` to skip loaded parameters, but `init_cores` copies the states.
         states = self.veca.core_states
@@ -346,10 +376,39 @@ class VecaForImageClassification(VecaPreTrainedModel):
         return ImageClassifierOutput(loss=loss, logits=logits, **more)
 
 
+class VecaForSemanticSegmentation(VecaPreTrainedModel):
+    """A linear classifier on each patch; the loss is taken at the size of the labels."""
+
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels or 0)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        cores: int | None = None,
+        width: float | None = None,
+        **outputs: Any,
+    ) -> SemanticSegmenterOutput:
+        """Logits (B, num_labels, rows, columns); `labels` (B, height, width), 255 where there is none."""
+        tokens, more, _ = self._pass(pixel_values, cores, width, **outputs)
+        rows, columns = (side // self.config.patch_size for side in pixel_values.shape[-2:])
+        logits: Any = self.classifier(tokens[:, -rows * columns :]).mT.unflatten(-1, (rows, columns))
+        loss: Any = None
+        if labels is not None:
+            resized = F.interpolate(logits.float(), labels.shape[-2:], mode="bilinear", align_corners=False)
+            loss = F.cross_entropy(resized, labels.long(), ignore_index=self.config.semantic_loss_ignore_index)
+        return SemanticSegmenterOutput(loss=loss, logits=logits, **more)
+
+
 class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
     """Feature maps (B, D, rows, columns) of `out_features`: "stem", "stage1" … one for each block.
 
-    It has no output projection and runs no block after the last of these stages.
+    It has no output projection and runs no block after the last of these stages. With `config.pyramid` the stages are
+    "stride4" to "stride32": maps with that many channels, of the last block.
     """
 
     _keys_to_ignore_on_load_unexpected = [r"output_proj\."]  # noqa: RUF012 (as the base class has it)
@@ -359,21 +418,27 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
             config = copy.deepcopy(config)
             config.output_dim = None
         super().__init__(config)
-        self.num_features = [config.embed_dim] * (config.depth + 1)
+        self.num_features = [config.pyramid or config.embed_dim] * len(config.stage_names)
+        if config.pyramid:
+            strides = [STRIDES[config.stage_names.index(stage)] for stage in self.out_features]
+            self.pyramid = FeaturePyramid(config.embed_dim, config.pyramid, strides)
+            self.post_init()
 
     @property
-    def _blocks_run(self) -> int:
-        """Number of blocks up to the last stage."""
-        return max(1, *map(self.config.stage_names.index, self.out_features))
+    def _stages(self) -> list[int]:
+        """Numbers of the blocks whose tokens are needed, from 1; 0 is before the first."""
+        if self.config.pyramid:
+            return [self.config.depth]
+        return [self.config.stage_names.index(stage) for stage in self.config.out_features]
 
-    def _is_normalised(self, stage: str) -> bool:
-        return self.config.apply_layernorm or stage == self.config.stage_names[-1]
+    def _is_normalised(self, stage: int) -> bool:
+        return self.config.apply_layernorm or stage == self.config.depth
 
     def _freeze_unused(self) -> None:
         super()._freeze_unused()
-        run = self._blocks_run
+        run = max(1, *self._stages)
         unused = [*self.veca.blocks[run:], *self.veca.coordinate_heads[run - 1 :]]
-        unused += [] if any(map(self._is_normalised, self.out_features)) else [self.veca.norm]
+        unused += [] if any(map(self._is_normalised, self._stages)) else [self.veca.norm]
         for module in unused:
             module.requires_grad_(False)
         self.veca.coordinate_alpha.requires_grad_(self.veca.coordinate_alpha.requires_grad and run > 1)
@@ -382,26 +447,31 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
     def forward(
         self, pixel_values: Tensor, cores: int | None = None, width: float | None = None, **outputs: Any
     ) -> BackboneOutput:
-        stages = [self.stage_names.index(stage) for stage in self.out_features]
+        stages, patch, size = self._stages, self.config.patch_size, pixel_values.shape[-2:]
+        if self.config.pyramid and self.config.pad_images:  # its maps are cropped at their own strides
+            pixel_values = repeat_edges(pixel_values, patch)
         take = [stage - 1 for stage in stages]
-        _, more, taken = self._pass(pixel_values, cores, width, **outputs, take=take, stop=self._blocks_run)
+        _, more, taken = self._pass(pixel_values, cores, width, **outputs, take=take, stop=max(1, *stages))
         if more["hidden_states"] is not None:
             taken = [taken[stage] for stage in stages]
-        rows, columns = (side // self.config.patch_size for side in pixel_values.shape[-2:])
+        rows, columns = (side // patch for side in pixel_values.shape[-2:])
         maps: Any = []
-        for stage, x in zip(self.out_features, taken, strict=True):
+        for stage, x in zip(stages, taken, strict=True):
             x = self.veca.norm(x) if self._is_normalised(stage) else x
             patches = x[:, -rows * columns :]
-            if self.config.reshape_hidden_states:
+            if self.config.reshape_hidden_states or self.config.pyramid:
                 maps.append(patches.mT.unflatten(-1, (rows, columns)).contiguous())
             else:
                 maps.append(torch.cat([x[:, :1], patches], dim=1))
+        if self.config.pyramid:
+            maps = self.pyramid(maps[0], tuple(size))
         return BackboneOutput(feature_maps=tuple(maps), **more)
 
 
 transformers.AutoConfig.register("veca", VecaConfig, exist_ok=True)
 transformers.AutoModel.register(VecaConfig, VecaModel, exist_ok=True)
 transformers.AutoModelForImageClassification.register(VecaConfig, VecaForImageClassification, exist_ok=True)
+transformers.AutoModelForSemanticSegmentation.register(VecaConfig, VecaForSemanticSegmentation, exist_ok=True)
 transformers.AutoBackbone.register(VecaConfig, VecaBackbone, exist_ok=True)
 _PROCESSORS: dict[str, type] = dict.fromkeys(("torchvision", "pil"), VecaImageProcessor)
 transformers.AutoImageProcessor.register(VecaConfig, image_processor_classes=_PROCESSORS, exist_ok=True)
