@@ -328,6 +328,15 @@ def test_backbone_with_a_pyramid(tmp_path: Path) -> None:
     assert all(0 < p.std() < 1 for name, p in fresh.pyramid.named_parameters() if p.ndim == 4), "drawn, not left empty"
 
 
+@pytest.mark.parametrize("kind", [VecaBackbone, VecaForSemanticSegmentation])
+def test_new_heads_of_a_plain_model_are_drawn(kind: Any) -> None:
+    model = kind.from_veca(make_tiny().double(), pyramid=32, num_labels=3)
+    heads = {name: p for name, p in model.named_parameters() if not name.startswith("veca.")}
+    assert heads
+    assert all((p.device.type, p.dtype) == ("cpu", torch.float64) for p in heads.values())
+    assert all(0 < p.std() < 1 for p in heads.values() if p.ndim > 1)
+
+
 def test_segmentation_learns_and_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = VecaForSemanticSegmentation(VecaConfig(**SHAPE, num_labels=3, cores=8))

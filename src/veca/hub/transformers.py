@@ -198,6 +198,10 @@ class VecaPreTrainedModel(PreTrainedModel):
             keep_output(wrapped.veca, "none")
         if wrapped.veca.num_classes != expected.num_classes:
             wrapped.veca.reset_classifier(expected.num_classes)
+        like = next(wrapped.veca.parameters())
+        for name, head in wrapped.named_children():
+            if name != "veca":  # it is new
+                head.to(like.dtype).to_empty(device=like.device).apply(wrapped._init_weights)
         return wrapped.eval()
 
     def train(self, mode: bool = True) -> Any:
