@@ -132,6 +132,81 @@ def test_models_of_transformers_predict_in_a_fresh_process(saved: Path) -> None:
     assert len(run_program(LOAD, folder=saved).split()) == len(MAKERS)
 
 
+BERT = transformers.BertConfig(
+    vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+)
+GPT2 = transformers.GPT2Config(
+    vocab_size=20, n_embd=32, n_layer=1, n_head=2, n_positions=16, is_decoder=True, add_cross_attention=True,
+    bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+LLAMA = transformers.LlamaConfig(
+    vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+)
+NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
+TOKENS = {"out_indices": [0, 1, 2, 3], "reshape_hidden_states": False}
+
+
+def dual_encoder() -> Tensor:
+    """The text and image towers have the widths that `hidden_size` says, whether there is a projection or not."""
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        VecaConfig(**SHAPE, output_dim=48), BERT, projection_dim=16
+    )
+    model = transformers.VisionTextDualEncoderModel(config)
+    return model(input_ids=torch.ones(2, 4).long(), pixel_values=images(), return_loss=True).loss
+
+
+def captions() -> Tensor:
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        VecaConfig(**SHAPE, output_dim=48), GPT2
+    )
+    model = transformers.VisionEncoderDecoderModel(config)
+    model.config.decoder_start_token_id = model.config.pad_token_id = 0
+    return model(pixel_values=images(), labels=torch.ones(2, 4).long()).loss
+
+
+def llava() -> Tensor:
+    """One token of the prompt for each patch: none for cores."""
+    vision = VecaConfig(**SHAPE, cores=32, output_dim=None, return_cores=False)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=LLAMA, image_token_index=39)
+    prompt = torch.tensor([1, *[39] * (SIZE // 16) ** 2, 2]).expand(2, -1)
+    model = transformers.LlavaForConditionalGeneration(config)
+    return model(input_ids=prompt, pixel_values=images(), labels=prompt.clamp(max=38)).loss
+
+
+def depth_anything() -> Tensor:
+    backbone = VecaConfig(**SHAPE, **TOKENS)
+    config = transformers.DepthAnythingConfig(
+        backbone_config=backbone, reassemble_hidden_size=64, patch_size=16, **NECK
+    )
+    return transformers.DepthAnythingForDepthEstimation(config)(images()).predicted_depth.mean()
+
+
+def zoe_depth() -> Tensor:
+    config = transformers.ZoeDepthConfig(
+        backbone_config=VecaConfig(**SHAPE, **TOKENS), bottleneck_features=16, num_relative_features=16,
+        num_attractors=[4, 4, 4, 1], bin_embedding_dim=16, **NECK,
+        bin_configurations=[{"n_bins": 8, "min_depth": 0.1, "max_depth": 10.0, "name": "rooms"}],
+    )  # fmt: skip
+    return transformers.ZoeDepthForDepthEstimation(config)(images()).predicted_depth.mean()
+
+
+def d_fine() -> Tensor:
+    config = transformers.DFineConfig(
+        backbone_config=VecaConfig(**SHAPE, pyramid=32, out_features=["stride8", "stride16", "stride32"]),
+        encoder_in_channels=[32] * 3, decoder_in_channels=[32] * 3, num_labels=3, d_model=32, encoder_hidden_dim=32,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, decoder_layers=2, num_queries=10, num_denoising=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, decoder_n_points=2,
+    )  # fmt: skip
+    return transformers.DFineForObjectDetection(config)(images(), labels=[BOX, BOX]).loss
+
+
+@pytest.mark.parametrize("loss_of", [dual_encoder, captions, llava, depth_anything, zoe_depth, d_fine])
+def test_other_models_of_transformers_run(loss_of: Callable[[], Tensor]) -> None:
+    loss = loss_of()
+    assert loss.isfinite()
+    loss.backward()
+
+
 def test_plain_weights_become_the_backbone() -> None:
     plain = make_tiny()
     backbone = VecaBackbone.from_veca(plain, **BLOCKS)

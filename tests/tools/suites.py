@@ -71,7 +71,7 @@ def prepare_timm(folder: Path) -> list[str]:
         if text.count(old) != 1:
             raise SystemExit(f"timm {version('timm')}: its tests have no {old!r}; see TIMM_EDITS in {__file__}")
         text = text.replace(old, new)
-    (folder / "test_models.py").write_text(f"import veca.hub.timm\n{text}")
+    (folder / "test_models.py").write_text(f"import veca.hub\n{text}")
     return ["test_models.py", "-k", "veca_"]
 
 
