@@ -15,6 +15,7 @@ from conftest import make_tiny, relative_error
 from typer.testing import CliRunner
 
 import veca
+from veca import export as module
 from veca.cli.main import app
 from veca.export import (
     BudgetModel,
@@ -28,7 +29,6 @@ from veca.export import (
     parse_size,
 )
 from veca.heads.features import BackboneError
-from veca.hub import export as module
 from veca.probe.backbones import OnnxBackbone, load_backbone
 
 pytest.importorskip("onnxscript")

@@ -425,8 +425,12 @@ def in_a_process(program: str) -> None:
 def test_importing_changes_no_setting_of_the_process() -> None:
     in_a_process("""
 before = settings()
-import veca, veca.hub
+import veca
 check(before, "import veca")
+import timm, transformers.image_processing_utils, transformers.image_transforms, transformers.modeling_utils
+before = settings()  # what they changed is their own doing
+import veca.hub
+check(before, "import veca.hub")
 import pyarrow.parquet, rich.console, sympy, torch.distributed.tensor, typer  # their own doing
 before = settings()
 import veca.embed.run, veca.cli.main, veca.inspect, veca.bench, veca.probe, veca.train.distill, veca.train.finetune.run
