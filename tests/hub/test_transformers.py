@@ -303,6 +303,9 @@ def test_sides_that_are_no_whole_patches() -> None:
         VecaForImageClassification.from_veca(make_tiny(num_classes=3))(images).logits,
         make_tiny(num_classes=3)(pad_to_multiple(images)).logits,
     )
+    assert backbone(images[..., :9, :]).feature_maps[0].shape == (2, 64, 0, 5), "no whole patch"
+    with pytest.raises(TypeError, match="images are list"):
+        VecaModel.from_veca(plain)([images])
     with pytest.raises(ValueError, match="image is 57×85; sides must be multiples of 16"):
         VecaModel.from_veca(plain, pad_images=False)(images)
 

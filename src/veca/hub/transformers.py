@@ -259,7 +259,8 @@ class VecaPreTrainedModel(PreTrainedModel):
         cores = self.config.cores if cores is None else cores
         width = self.config.width if width is None else width
         take, stop = (range(-1, len(self.veca.blocks)), None) if hidden else (take, stop)
-        padded = repeat_edges(images, self.config.patch_size) if self.config.pad_images else images
+        pads = self.config.pad_images and isinstance(images, Tensor)  # else `_run` says what is wrong
+        padded = repeat_edges(images, self.config.patch_size) if pads else images
         with recorded_attention(self.veca, bool(attentions)) as maps:
             x, coordinates, taken = self.veca._run(padded, cores, take, stop, cls_only and not hidden, width)
         if not cls_only or hidden:
@@ -297,6 +298,7 @@ class VecaPreTrainedModel(PreTrainedModel):
         cores = self.config.cores if cores is None else cores
         out: Any = self.veca(batch, cores, cls_only, self.config.width if width is None else width)
         tokens: Tensor = out.cores.unflatten(0, (len(batch), -1))
+        tokens = tokens if self.config.return_cores else tokens[:, :1]
         if cls_only:
             return tokens
         valid = images["pixel_attention_mask"].bool()
@@ -400,7 +402,7 @@ class VecaForSemanticSegmentation(VecaPreTrainedModel):
         """Logits (B, num_labels, rows, columns); `labels` (B, height, width), 255 where there is none."""
         tokens, more, _ = self._pass(pixel_values, cores, width, **outputs)
         rows, columns = (side // self.config.patch_size for side in pixel_values.shape[-2:])
-        logits: Any = self.classifier(tokens[:, -rows * columns :]).mT.unflatten(-1, (rows, columns))
+        logits: Any = self.classifier(tokens[:, tokens.shape[1] - rows * columns :]).mT.unflatten(-1, (rows, columns))
         loss: Any = None
         if labels is not None:
             resized = F.interpolate(logits.float(), labels.shape[-2:], mode="bilinear", align_corners=False)
@@ -462,7 +464,7 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):
         maps: Any = []
         for stage, x in zip(stages, taken, strict=True):
             x = self.veca.norm(x) if self._is_normalised(stage) else x
-            patches = x[:, -rows * columns :]
+            patches = x[:, x.shape[1] - rows * columns :]
             if self.config.reshape_hidden_states or self.config.pyramid:
                 maps.append(patches.mT.unflatten(-1, (rows, columns)).contiguous())
             else:
