@@ -22,7 +22,7 @@ from veca.images.samples import sample_images
 from veca.inspect import scaling
 from veca.inspect.figure_layout import PathLike, Photo, check_out, choose_budgets, path_scale
 from veca.inspect.maps import check_finite, core_maps, inspecting
-from veca.inspect.projections import heat_hex, pca, scale_maps, to_rgb
+from veca.inspect.projections import core_colours, heat_hex, pca, scale_maps, to_rgb
 from veca.model import Veca
 from veca.report.page import data_uri, write_page
 from veca.utils.console import bar
@@ -121,10 +121,10 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
         tile = _embed(ImageChops.screen(dim, to_rgb(level, dim.size, smooth=True)))
         core_tiles.append((core + 1, tile, path[block, core].tolist(), float(attention.max() / attention.mean())))
     travel = (path[-1] - path[0]).norm(dim=-1) / 2
-    colours = heat_hex(torch.tensor([0.95 - 0.6 * core / len(travel) for core in range(len(travel))]))
+    colours = core_colours(len(travel))
     return {
         "name": photo.name,
-        "classes": _top_classes(model, outputs[-1].logits),
+        "classes": top_classes(model, outputs[-1].logits, SHOWN_CLASSES),
         "image": _embed(image.resize((IMAGE_SIDE, IMAGE_SIDE))),
         "features": list(zip(budgets, feature_tiles, similarity, strict=True)),
         "patches": maps[0].numel(),
@@ -139,7 +139,7 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
     }
 
 
-def _top_classes(model: Veca, logits: Tensor | None, count: int = SHOWN_CLASSES) -> list[tuple[str, float]]:
+def top_classes(model: Veca, logits: Tensor | None, count: int) -> list[tuple[str, float]]:
     """Names and probabilities of the most probable classes of one image (1, K); empty if the model has no classes."""
     if logits is None:
         return []

@@ -25,7 +25,7 @@ from veca.config import is_budget, size_name
 from veca.errors import ArgumentError, needs_extra
 from veca.images import Fit, Source, fit_image, normalize, open_image, to_tensor
 from veca.inspect.maps import check_finite, inspecting
-from veca.inspect.projections import ProjectionMethod, check_method, describe_axes, project
+from veca.inspect.projections import ProjectionMethod, check_method, core_colours, describe_axes, project
 from veca.model import Veca
 from veca.report.charts import Chart, shorten_middle, write_chart
 from veca.utils.files import atomic_path, check_writable
@@ -299,8 +299,8 @@ class Sheet:
             axis.add_patch(self.mpl.patches.Rectangle(corner, *size, fill=False, ec=colour, lw=width, clip_on=False))
 
     def core_colours(self) -> Any:
-        """Colours of cores in their order: viridis without its dark end, which is lost on a dark photo."""
-        return self.mpl.colors.ListedColormap(self.mpl.colormaps["viridis"](np.linspace(0.25, 1, 256)))
+        """Colours of cores in their order, as a colour map."""
+        return self.mpl.colors.ListedColormap(core_colours(256))
 
     def add_core_bar(self, axes: Sequence[Axes], num_cores: int) -> None:
         ticks = {float(core): str(core) for core in pick_evenly(range(1, num_cores + 1), 5)}

@@ -1,8 +1,8 @@
-"""Features as colours: principal components or UMAP, the inferno colour map, and images of maps."""
+"""Features as colours: principal components or UMAP, the colour maps of maps and of cores, and images of maps."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,50 @@ from veca.errors import ArgumentError
 ProjectionMethod: TypeAlias = Literal["pca", "umap"]
 
 _INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4"
-_ANCHORS = np.array([list(bytes.fromhex(colour)) for colour in _INFERNO.split()]) / 255
+# Viridis without its dark end, which is lost on a dark photo.
+_CORES = "3b528b 31668e 2a788e 238a8d 1e9c89 28ae80 44bf70 6ccd5a 9bd93c cde11d fde725"
+
+
+class PcaColours(NamedTuple):
+    """Principal components of features (..., D), and the range in which each becomes a level from 0 to 1."""
+
+    mean: Tensor
+    directions: Tensor
+    """(D, components); float64, as all here."""
+    low: Tensor
+    high: Tensor
+    flat: Tensor
+    """Components in which nothing varies beyond rounding: their level is 0.5."""
+
+    @classmethod
+    def fit(cls, features: Tensor, components: int = 3, clip: float = 0.01) -> Self:
+        """The 1st and 99th percentile of a component become 0 and 1; `clip` is that share.
+
+        The sign makes the largest loading positive.
+        """
+        _check_features(features)
+        x = features.detach().to("cpu", torch.float64).flatten(0, -2)
+        mean, mean_square = x.mean(0), x.square().mean(0)
+        x = x - mean
+        variances, directions = _leading_eigenvectors(x, components)
+        # Eigenvectors have no sign of their own: fix it, so that colours are reproducible.
+        directions = directions * directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
+        # Variance that rounding alone puts along each direction: of the features' dtype, and of the decomposition.
+        rounding = torch.finfo(features.dtype).eps ** 2 * (directions.square().mT @ mean_square)
+        floor = rounding.clamp(min=x.shape[1] * torch.finfo(torch.float64).eps * float(variances[0]))
+        fitted = (x @ directions).numpy()
+        # Between the quantiles `clip` and 1 - `clip`, or between minimum and maximum where these two coincide.
+        low, high = np.quantile(fitted, (clip, 1 - clip), axis=0)
+        same = high <= low
+        low, high = np.where(same, fitted.min(0), low), np.where(same, fitted.max(0), high)
+        return cls(mean, directions, torch.from_numpy(low), torch.from_numpy(high), variances <= floor)
+
+    def levels(self, features: Tensor) -> Tensor:
+        """Features (..., D) as (..., components), float32: from 0 to 1 within the range, not clipped beyond it."""
+        _check_features(features)
+        projected = (features.detach().to("cpu", torch.float64) - self.mean) @ self.directions
+        spread = torch.where(self.high > self.low, self.high - self.low, 1.0)
+        return torch.where(self.flat, 0.5, (projected - self.low) / spread).float().to(features.device)
 
 
 def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
@@ -35,31 +78,22 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     width = features.shape[-1] if features.ndim else 0
     if not 1 <= components <= width:
         raise ArgumentError(f"components={components}; features {tuple(features.shape)} have from 1 to {width}")
-    like = features if like is None else like
     _check_features(features)
-    _check_features(like)
-    x = like.detach().to("cpu", torch.float64).flatten(0, -2)
-    mean, mean_square = x.mean(0), x.square().mean(0)
-    x = x - mean
-    variances, directions = _leading_eigenvectors(x, components)
-    # Eigenvectors have no sign of their own: fix it, so that colours are reproducible.
-    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    directions = directions * largest.sign()
+    return PcaColours.fit(features if like is None else like, components, clip).levels(features).clamp(0, 1)
 
-    # Variance that rounding alone puts along each direction: of the features' dtype, and of the decomposition.
-    rounding = torch.finfo(like.dtype).eps ** 2 * (directions.square().mT @ mean_square)
-    floor = rounding.clamp(min=width * torch.finfo(torch.float64).eps * float(variances[0]))
-    fitted = (x @ directions).numpy()
-    projected = fitted
-    if like is not features:
-        projected = ((features.detach().to("cpu", torch.float64).flatten(0, -2) - mean) @ directions).numpy()
-    # Between the quantiles `clip` and 1 - `clip`, or between minimum and maximum where these two coincide.
-    low, high = np.quantile(fitted, (clip, 1 - clip), axis=0)
-    flat = high <= low
-    low, high = np.where(flat, fitted.min(0), low), np.where(flat, fitted.max(0), high)
-    scaled = np.clip((projected - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
-    scaled[:, (variances <= floor).numpy()] = 0.5
-    return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
+
+def otsu_threshold(values: Tensor) -> float:
+    """Otsu's threshold: of all splits of the values into two groups, that with the least variance within both.
+
+    >>> otsu_threshold(torch.tensor([0.1, 0.2, 0.2, 0.8, 0.9]))
+    0.5
+    """
+    x = values.detach().flatten().double().sort().values
+    below = torch.arange(1, len(x), dtype=x.dtype, device=x.device)
+    sums = x.cumsum(0)
+    distance = sums[:-1] / below - (sums[-1] - sums[:-1]) / (len(x) - below)  # of the means of both groups
+    split = int((below * (len(x) - below) * distance.square()).argmax())
+    return float((x[split] + x[split + 1]) / 2)
 
 
 def _check_features(features: Tensor) -> None:
@@ -155,15 +189,33 @@ def heat(values: Tensor) -> Tensor:
     tensor([[0.0000, 0.0000, 0.0157],
             [0.9882, 1.0000, 0.6431]])
     """
-    positions = np.linspace(0, 1, len(_ANCHORS))
-    levels = values.detach().float().cpu().numpy()
-    colours = np.stack([np.interp(levels, positions, channel) for channel in _ANCHORS.T], axis=-1)
-    return torch.from_numpy(colours).float().to(values.device)
+    return _interpolate(_INFERNO, values)
+
+
+def core_colours(count: int) -> list[str]:
+    """Colours of a bank of cores in their order, #rrggbb, from blue over green to yellow.
+
+    >>> core_colours(3)
+    ['#3b528b', '#28ae80', '#fde725']
+    """
+    return _hex(_interpolate(_CORES, torch.linspace(0, 1, count)))
 
 
 def heat_hex(values: Tensor) -> list[str]:
-    """The same colours of values (N) as #rrggbb."""
-    return [f"#{bytes(colour).hex()}" for colour in (heat(values).double() * 255).round().int().tolist()]
+    """The colours of `heat` of values (N) as #rrggbb."""
+    return _hex(heat(values))
+
+
+def _interpolate(ramp: str, values: Tensor) -> Tensor:
+    anchors = np.array([list(bytes.fromhex(colour)) for colour in ramp.split()]) / 255
+    positions = np.linspace(0, 1, len(anchors))
+    levels = values.detach().float().cpu().numpy()
+    colours = np.stack([np.interp(levels, positions, channel) for channel in anchors.T], axis=-1)
+    return torch.from_numpy(colours).float().to(values.device)
+
+
+def _hex(colours: Tensor) -> list[str]:
+    return [f"#{bytes(colour).hex()}" for colour in (colours.double() * 255).round().int().tolist()]
 
 
 def map_range(maps: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,41 @@
-"""Time and FLOPs against resolution, of a VECA and of the dense ViT of its size, within a bound on CPU time."""
+"""Costs of one image on this machine: time, memory and FLOPs of a VECA and of the dense ViT of its size, by resolution.
 
-import statistics
+Measurements are generators that pause between any two calls, so that more urgent work can be done there.
+"""
+
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from veca.config import VecaConfig
 from veca.flops import dense_model_flops, model_flops
 from veca.model import Veca
 from veca.report.charts import Chart, Line, line_chart
 from veca.teachers.from_timm import create_dense_vit
-from veca.utils.timing import Call, measure
+from veca.utils.device import peak_device_bytes
+from veca.utils.timing import timed
 
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
 CPU_SECONDS = 12.0
 """CPU time for all measurements; larger sizes that would take more are counted, not timed."""
-REPEATS = 2
+MAX_REPEATS = 3
+MAX_SECONDS = 1.0
+"""No further repeat after this much measuring. The fastest counts: others shared the machine with something else."""
+
+
+class MeasuredCost(NamedTuple):
+    seconds: float
+    mebibytes: float
+    """Peak memory of tensors, without the weights."""
 
 
 class ScalingPoint(NamedTuple):
@@ -27,7 +45,7 @@ class ScalingPoint(NamedTuple):
     veca_flops: int
     dense_flops: int
     veca_seconds: float | None = None
-    """Median; None: not measured, here and at every larger size."""
+    """None: not measured, here and at every larger size."""
     dense_seconds: float | None = None
 
 
@@ -47,8 +65,7 @@ def measure_scaling(
 
     Without timm the dense ViT is counted, not timed. Its weights are random, which changes no time.
     """
-    config, weight, points = model.config, model.norm.weight, list[ScalingPoint]()
-    dense: Any = create_dense_vit(config).to(weight).eval() if find_spec("timm") else None
+    config, points = model.config, list[ScalingPoint]()
     spent, last = 0.0, 0.0
     for size in sizes:
         point = ScalingPoint(size, model_flops(config, size, size, cores), dense_model_flops(config, size, size))
@@ -56,7 +73,7 @@ def measure_scaling(
         growth = point.dense_flops / points[-1].dense_flops if points else 0.0
         if spent + last * growth <= CPU_SECONDS and (not points or points[-1].veca_seconds is not None):
             began = time.process_time()
-            point = point._replace(**_time_models(model, dense, size, cores))
+            point = point._replace(**_time_models(model, size, cores))
             last = time.process_time() - began
             spent += last
         points.append(point)
@@ -64,15 +81,88 @@ def measure_scaling(
     return points
 
 
-def _time_models(model: Veca, dense: Any, size: int, cores: int) -> dict[str, Any]:
-    """Median seconds of both models on one image, by field of a `ScalingPoint`."""
-    images = torch.randn(1, model.config.in_chans, size, size).to(model.norm.weight)
-    calls: dict[str, Call] = {"veca_seconds": partial(model, images, cores=cores)}
-    if dense is not None:
-        calls["dense_seconds"] = partial(dense.forward_features, images)
+def _time_models(model: Veca, size: int, cores: int) -> dict[str, Any]:
+    """Seconds of both models on one image, by field of a `ScalingPoint`."""
+    images = random_image(model, size)
+    veca = finish(measure_calls([partial(model, images, cores=cores)], images.device))
+    dense = finish(measure_dense(model.config, images))
+    return {"veca_seconds": veca.seconds, "dense_seconds": dense and dense.seconds}
+
+
+def random_image(model: Veca, size: int) -> Tensor:
+    return torch.randn(1, model.config.in_chans, size, size).to(model.norm.weight)
+
+
+def finish(steps: Steps[T]) -> T:
+    """The result of a measurement, without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def measure_dense(config: VecaConfig, images: Tensor) -> Steps[MeasuredCost | None]:
+    """The cost of timm's dense ViT with random weights; None where timm is not installed."""
+    if find_spec("timm") is None:
+        return None
+    # All layers have the same shapes: a model of one layer is built, and its block called once per further layer.
+    dense: Any = create_dense_vit(config, depth=1).to(images.device, images.dtype).eval()
+    inputs: list[Any] = []
+    hook = dense.blocks[0].register_forward_pre_hook(lambda _, *given: inputs.extend(given), with_kwargs=True)
     with torch.inference_mode():
-        seconds = measure(calls, images.device, REPEATS)
-    return {field: statistics.median(samples) for field, samples in seconds.items()}
+        dense.forward_features(images)
+    hook.remove()
+    args, kwargs = inputs
+    layers = (config.depth - 1) * [lambda: dense.blocks[0](*args, **kwargs)]
+    return (yield from measure_calls([lambda: dense.forward_features(images), *layers], images.device))
+
+
+def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> Steps[MeasuredCost]:
+    """Time of all calls one after the other, and the peak memory of the first; pauses between any two."""
+    runs = [torch.inference_mode()(call) for call in calls]
+    peak = peak_device_bytes(runs[0], device)
+    peak = peak_tensor_bytes(runs[0]) if peak is None else peak  # this first run also warms up
+    totals: list[float] = []
+    while len(totals) < MAX_REPEATS and sum(totals) < MAX_SECONDS:
+        total = 0.0
+        for run in runs:
+            yield
+            total += timed(run, device)
+        totals.append(total)
+    return MeasuredCost(seconds=min(totals), mebibytes=peak / 2**20)
+
+
+def peak_tensor_bytes(call: Callable[[], object]) -> int:
+    """Peak bytes of the tensors that operators return during a call; their scratch memory is not seen."""
+    with _TensorCounter() as counter:
+        call()
+    return counter.peak
+
+
+class _TensorCounter(TorchDispatchMode):
+    """Counts the bytes of tensors created while it is active, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The storages of inputs are not new, so neither are those of views and of in-place results.
+        self._known.update(leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        result = func(*args, **(kwargs or {}))
+        storages = {leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        for storage in storages.difference(self._known):
+            self._known.add(storage)
+            self.current += storage.nbytes()
+            weakref.finalize(storage, self._release, storage.nbytes())
+        self.peak = max(self.peak, self.current)
+        return result
+
+    def _release(self, count: int) -> None:
+        self.current -= count
 
 
 def draw_scaling(points: Sequence[ScalingPoint], cores: int) -> Iterator[Chart]:
